@@ -1,0 +1,89 @@
+"""The command line of the benchmarks.
+
+scripts/bench list
+scripts/bench run resident-cpu streamed-cpu
+scripts/bench table
+scripts/bench keep FOLDER/results.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.case import BenchmarkError, DeviceKind
+from benchmarks.cases import CASES, find
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 done, 1 a benchmark failed, 2 misuse."""
+    options = _parser().parse_args(arguments)
+    try:
+        command = {"list": _list, "run": _run, "table": _table, "keep": _keep}[options.command]
+        command(options)
+    except BenchmarkError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description="Benchmarks of forebay.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the cases and what each asks")
+    run = commands.add_parser("run", help="run cases and keep their results")
+    run.add_argument("cases", nargs="*", metavar="CASE", help="default: every case that needs no card")
+    run.add_argument("--append-to", type=Path, metavar="FILE", help="one line a result here, not a file each")
+    run.add_argument("--revision", help="the commit, where the code is a copy and no repository")
+    commands.add_parser("table", help="write the table into benchmarks/README.md")
+    keep = commands.add_parser("keep", help="take the results of scripts/gpu in")
+    keep.add_argument("file", type=Path)
+    return parser
+
+
+def _list(options: argparse.Namespace) -> None:
+    for case in CASES:
+        print(f"{case.name:20} {case.device.value:5} {case.question}")
+
+
+def _run(options: argparse.Namespace) -> None:
+    from benchmarks.result import save
+    from benchmarks.run import run_case
+    from forebay.records import dump
+
+    cases = [find(name) for name in options.cases] or [case for case in CASES if case.device is DeviceKind.CPU]
+    for case in cases:
+        print(f"{case.name}: {case.question}", flush=True)
+        result = run_case(case, say=lambda line: print(f"  {line}", flush=True), revision=options.revision)
+        if options.append_to is None:
+            print(f"  kept as {save(result).name}")
+        else:
+            with options.append_to.open("a") as file:
+                file.write(json.dumps(json.loads(dump(result))) + "\n")
+        for row in result.rows:
+            ratio = "" if row.median_ratio is None else f", {row.median_ratio:.3f} times {result.baseline}"
+            print(f"  {row.name}: {row.outcome.value}{ratio} {row.detail}", flush=True)
+
+
+def _table(options: argparse.Namespace) -> None:
+    from benchmarks.result import load_all
+    from benchmarks.table import write
+
+    write(load_all())
+
+
+def _keep(options: argparse.Namespace) -> None:
+    from benchmarks.result import Result, save
+    from forebay.records import load
+
+    for line in options.file.read_text().splitlines():
+        print(save(load(Result, line)).name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

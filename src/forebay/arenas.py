@@ -1,0 +1,125 @@
+"""How many bytes a plan asks of every tier, arena by arena. No torch.
+
+The runtime allocates these figures and the planner predicts with them, so the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayout, align, gradient_offsets, state_layout
+from forebay.memory import Tier
+from forebay.plans import Placement, Streaming
+from forebay.trace import Block, Model
+from forebay.units import MiB
+
+__all__ = [
+    "DISK_BLOCK",
+    "DISK_BOUNCE",
+    "GRADIENT_STAGING",
+    "UPDATE_RING",
+    "Arenas",
+    "arenas",
+    "home_nbytes",
+    "home_tier",
+]
+
+GRADIENT_STAGING = 8 * MiB
+"""Bytes: the most of a micro-batch's gradient that waits on the host to be added to what has landed before."""
+
+UPDATE_RING = 3
+"""Buffers through which states on disk pass: one is read, one updated, one written back."""
+
+DISK_BLOCK = 4 * MiB
+"""Bytes that one call reads from disk or writes to it."""
+
+DISK_BOUNCE = 1
+"""Buffers of ``DISK_BLOCK`` through which bytes pass whose address O_DIRECT does not take."""
+
+
+@dataclass(frozen=True)
+class Arenas:
+    """Bytes of every arena. ``device_*`` without activations; ``states`` includes fp32 master copies."""
+
+    device_resident: int
+    device_gradients: int
+    device_slots: int
+    host_parameters: int
+    host_gradients: int
+    host_states: int
+    gradient_staging: int
+    update_workspace: int
+    update_ring: int
+    host_slots: int
+    disk_bounce: int
+    disk_parameters: int
+    disk_states: int
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device that are there all the time, and the gradients of resident blocks."""
+        return self.device_resident + self.device_gradients + self.device_slots
+
+    @property
+    def host_staging(self) -> int:
+        """Bytes on the host through which other bytes pass."""
+        return self.gradient_staging + self.update_workspace + self.update_ring + self.host_slots + self.disk_bounce
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host."""
+        return self.host_parameters + self.host_gradients + self.host_states + self.host_staging
+
+    @property
+    def disk(self) -> int:
+        """Bytes on disk."""
+        return self.disk_parameters + self.disk_states
+
+
+def home_tier(placement: Placement) -> Tier:
+    """Where the home copy of a block's parameters is. A dedicated slot is a copy; its home is on the host."""
+    if placement.parameters is Tier.DEVICE and not placement.resident:
+        return Tier.HOST
+    return placement.parameters
+
+
+def home_nbytes(block: Block) -> int:
+    """Bytes of the home copy of a block on disk: whole pages."""
+    return align(block.nbytes, PAGE)
+
+
+def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:
+    """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
+    blocks = {b.name: b for b in model.blocks}
+    pairs = [(blocks[p.block], p) for p in placements]
+    layouts = {b.name: state_layout(b, state_names, streaming.update_chunk) for b, _ in pairs}
+    hosted = [(b, p) for b, p in pairs if not p.resident]
+    trained = [b for b, _ in hosted if b.gradient_nbytes]
+
+    def states(tier: Tier) -> list[StateLayout]:
+        return [layouts[b.name] for b, p in pairs if p.states is tier]
+
+    on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
+    largest_gradient = max((p.nbytes for b in trained for p in b.parameters if p.trainable), default=0)
+    return Arenas(
+        device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
+        device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
+        device_slots=sum(streaming.slots) + sum(b.nbytes for b, p in hosted if p.parameters is Tier.DEVICE),
+        host_parameters=sum(b.nbytes for b, p in hosted if home_tier(p) is Tier.HOST),
+        host_gradients=sum(gradient_offsets(b)[1] for b, _ in hosted),
+        host_states=sum(s.nbytes for s in states(Tier.HOST)),
+        gradient_staging=min(GRADIENT_STAGING, largest_gradient),
+        update_workspace=max(
+            (c.elements * STATE_ITEMSIZE for b in trained for c in _master_chunks(layouts[b.name])), default=0
+        ),
+        update_ring=UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0),
+        host_slots=sum(streaming.host_slots) if on_disk else 0,
+        disk_bounce=DISK_BLOCK * DISK_BOUNCE if on_disk or any(s.nbytes for s in states(Tier.DISK)) else 0,
+        disk_parameters=sum(home_nbytes(b) for b in on_disk),
+        disk_states=sum(s.nbytes for s in states(Tier.DISK)),
+    )
+
+
+def _master_chunks(layout: StateLayout) -> tuple[Chunk, ...]:
+    return layout.chunks if MASTER in layout.streams else ()

@@ -1,0 +1,150 @@
+"""Writing a model as transformers reads it, one tensor in memory at a time.
+
+A safetensors file starts with the length of its header (8 bytes, little endian), then the header (JSON, spaces may
+follow), then the tensors. The header names every shape, so writing it first would mean reading every tensor twice.
+Here a space wide enough is left for it and filled in when the last tensor has been written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, final
+
+from forebay.errors import StorageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["export_model"]
+
+SHARD_NBYTES = 5 * 1000**3
+"""Bytes of tensors after which a new file begins."""
+
+_TENSOR_ENTRY = 512
+"""Bytes: more than the header's entry of any tensor of up to 16 dimensions takes, its name left out."""
+
+
+def export_model(
+    model: nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    folder: Path,
+    *,
+    shard_nbytes: int = SHARD_NBYTES,
+) -> None:
+    """Writes config.json and the weights into ``folder``, so that ``from_pretrained(folder)`` loads them.
+
+    ``parameters`` maps plain PyTorch names to tensors and may read each one as it is asked for; a tied parameter is
+    in it once, under its first name. Values are written as they are: the fp32 master of a bf16 parameter stays fp32,
+    and ``from_pretrained`` rounds it to the configuration's dtype. Files hold about ``shard_nbytes`` each.
+
+    Raises ``StorageError`` when the folder cannot be written; no file under its final name is then incomplete.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        config: Any = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        names = [*parameters, *_saved_buffers(model)]
+        header = 64 + sum(len(json.dumps(name)) + _TENSOR_ENTRY for name in names)
+        _write_shards(_tensors(model, parameters), header, folder, shard_nbytes)
+    except OSError as error:
+        raise StorageError(f"cannot write the model to {folder}: {error.strerror or error}") from error
+
+
+def _tensors(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in parameters:
+        yield name, parameters[name]
+    yield from _saved_buffers(model).items()
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the state dict: those that a module cannot compute again."""
+    saved = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                saved[name] = buffer
+    return saved
+
+
+def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], header: int, folder: Path, shard_nbytes: int) -> None:
+    shards: list[_Shard] = []
+    try:
+        for name, tensor in tensors:
+            if not shards or shards[-1].nbytes >= shard_nbytes:
+                shards.append(_Shard(folder / f"model-{len(shards) + 1:05d}.part", header))
+            shards[-1].add(name, tensor)
+            del tensor  # or the next one would be read while this one is still held
+        for shard in shards:
+            shard.finish()
+    except BaseException:
+        for shard in shards:
+            shard.abandon()
+        raise
+    if len(shards) == 1:
+        os.replace(shards[0].path, folder / "model.safetensors")
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        target = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(shard.path, folder / target)
+        places.update(dict.fromkeys(shard.entries, target))
+    index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@final
+class _Shard:
+    """One file under way: a space of ``header`` bytes, then tensors one after the other."""
+
+    def __init__(self, path: Path, header: int) -> None:
+        self.path = path
+        self.nbytes = 0
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._header = header
+        self._file: IO[bytes] = path.open("wb")
+        self._file.seek(8 + header)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Appends ``tensor``."""
+        import torch
+
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self._file.write(flat.view(torch.uint8).numpy().data)
+        begin, self.nbytes = self.nbytes, self.nbytes + flat.nbytes
+        self.entries[name] = {
+            "dtype": _dtype_name(tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, self.nbytes],
+        }
+
+    def finish(self) -> None:
+        """Fills the header in and waits until the file is on disk."""
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}).encode()
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", self._header) + header.ljust(self._header))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Removes what was written."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    """What safetensors calls the dtype: F32, BF16, I64."""
+    import torch
+
+    if tensor.dtype is torch.bool:
+        return "BOOL"
+    letter = "F" if tensor.dtype.is_floating_point else "I" if tensor.dtype.is_signed else "U"
+    prefix = "BF" if tensor.dtype is torch.bfloat16 else letter
+    return f"{prefix}{8 * tensor.element_size()}"

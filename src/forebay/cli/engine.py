@@ -1,0 +1,50 @@
+"""What the command line needs of forebay's public interface: a seam, so that a test can stand in for the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from forebay.reporting.run import RunReport
+
+__all__ = ["Engine"]
+
+
+class Engine(Protocol):
+    """The functions of ``forebay.api`` that train a model: the module itself is an engine. See there for each."""
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        device_memory: int,
+        host_memory: int | None,
+        disk: str | None,
+        policy: str,
+        device: str,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Puts model and optimizer under a plan."""
+
+    def load(self, model: nn.Module, folder: str) -> None:
+        """Streams the safetensors of ``folder`` into the tiers."""
+
+    def initialize(self, model: nn.Module, seed: int) -> None:
+        """Streams the model's own random weights into the tiers."""
+
+    def synchronize(self, model: nn.Module) -> None:
+        """Waits for every update and transfer."""
+
+    def report(self, model: nn.Module) -> RunReport:
+        """The account of the run so far."""
+
+    def parameters(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Name to full-precision tensor, read as it is asked for."""
+
+    def close(self, model: nn.Module) -> None:
+        """Ends the threads and frees the tiers."""

@@ -1,0 +1,157 @@
+"""The ``forebay`` command. Verbs import what they need when they run: help must not wait for torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forebay.errors import ForebayError, UsageError
+
+__all__ = ["app", "main"]
+
+EXIT_NO = 1
+EXIT_MISUSE = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="forebay",
+    help="Train models that do not fit in device memory, with the numbers of plain PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point. Exit code 0: yes, 1: no (it does not fit, it failed), 2: misuse, 130: stopped by Ctrl-C."""
+    app()
+
+
+@app.callback()
+def _verbs() -> None:
+    """Keeps every verb a verb: typer drops the name of an only one."""
+
+
+@app.command()
+def train(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="CONFIG.yaml|FILE",
+            help="Settings as YAML (flags override them), and more text files after --data.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A recipe, a folder with config.json (and weights), or a config.json.")
+    ] = None,
+    data: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text files (UTF-8) to train on.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate, after a warmup over a tenth of the steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides random weights and the order of the text.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches in an optimizer step.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradients to this norm.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier.")] = None,
+    policy: Annotated[str | None, typer.Option(help="The planner.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+) -> None:
+    """Train a causal language model on text files within the memory you allow."""
+    with _errors_as_messages():
+        config_file, more_data = _split_files(files or [])
+        flags = {
+            "model": model,
+            "data": [*(data or []), *more_data] or None,
+            "batch": batch,
+            "seq": seq,
+            "steps": steps,
+            "lr": lr,
+            "seed": seed,
+            "dtype": dtype,
+            "accumulate": accumulate,
+            "clip_norm": clip_norm,
+            "optimizer": optimizer,
+            "device": device,
+            "device_memory": device_memory,
+            "host_memory": host_memory,
+            "disk": disk,
+            "policy": policy,
+            "run": run,
+        }
+        _train(config_file, flags, json)
+
+
+@app.command()
+def demo(
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 512MiB.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier; lowers the host budget too.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+) -> None:
+    """Train a model that needs several times its device memory on the annual messages of the US presidents."""
+    with _errors_as_messages():
+        from forebay.cli.demo import demo_settings
+
+        _train(None, demo_settings(host_memory, disk, steps), json)
+
+
+def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) -> None:
+    from json import dumps
+
+    from rich.console import Console
+
+    from forebay import api
+    from forebay.cli.progress import choose_view
+    from forebay.cli.train import train as run_training
+    from forebay.config import make_config, read_yaml
+    from forebay.recipes import load_recipe, recipe_names
+    from forebay.reporting.table import closing_table
+
+    settings = {} if config_file is None else read_yaml(config_file)
+    model = flags["model"] or settings.get("model")
+    recipe = load_recipe(model).train if model in recipe_names() else {}
+    config = make_config(recipe, settings, flags)
+    result = run_training(config, api, choose_view(Console(stderr=True)))
+    if as_json:
+        print(dumps(result.to_json_dict()))
+        return
+    console = Console()
+    console.print(closing_table(result.report, result.losses))
+    if result.folder is not None:
+        console.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:
+    """The configuration (the one that ends in .yaml or .yml) and the data files: a shell expands ``--data *.txt``
+    to one value of the flag and loose names after it."""
+    configs = [file for file in files if file.suffix in (".yaml", ".yml")]
+    if len(configs) > 1:
+        raise UsageError(f"one configuration at a time, got {', '.join(map(str, configs))}")
+    return configs[0] if configs else None, [file for file in files if file not in configs]
+
+
+@contextmanager
+def _errors_as_messages() -> Iterator[None]:
+    """Turns forebay's own errors and Ctrl-C into one message on stderr and an exit code."""
+    try:
+        yield
+    except ForebayError as error:
+        print(f"forebay: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_MISUSE if isinstance(error, UsageError) else EXIT_NO) from None
+    except KeyboardInterrupt:
+        print("forebay: stopped by Ctrl-C; the model of this run was not kept", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None

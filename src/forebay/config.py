@@ -1,0 +1,111 @@
+"""The settings of a training run, typed: from a YAML file, a recipe and flags, each default written once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from forebay.errors import ConfigError
+from forebay.units import parse_bytes, parse_disk
+
+__all__ = ["TrainConfig", "make_config", "read_yaml"]
+
+Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+"""Bytes, written ``24GiB`` or as a number of bytes."""
+
+
+class TrainConfig(BaseModel):
+    """One run of ``forebay train``. Sizes are bytes; see the help of the flag of the same name for the meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str
+    data: tuple[Path, ...] = Field(min_length=1)
+    device_memory: Size
+    batch: int = Field(default=1, ge=1)
+    seq: int = Field(default=128, ge=2)
+    steps: int = Field(default=100, ge=1)
+    lr: float = Field(default=3e-4, ge=0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    accumulate: int = Field(default=1, ge=1)
+    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    device: Literal["cpu", "cuda"] | None = None
+    host_memory: Size | None = None
+    disk: str | None = None
+    policy: str = "auto"
+    run: Path | None = None
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str | Path) else value
+
+    @field_validator("disk")
+    @classmethod
+    def _disk_can_be_read(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_disk(value)
+        return value
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens between two optimizer steps."""
+        return self.batch * self.seq * self.accumulate
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file. Raises ``ConfigError`` for a file that is missing or holds no mapping."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold settings as 'name: value', it holds a {type(content).__name__}")
+    _refuse_unknown(content, str(path))
+    return content
+
+
+def make_config(*layers: Mapping[str, Any]) -> TrainConfig:
+    """One configuration from ``layers``; a later one overrides an earlier one, None means 'not given'.
+
+    Raises ``ConfigError`` naming the first setting that is missing, unknown or wrong.
+    """
+    merged = {key: value for layer in layers for key, value in layer.items() if value is not None}
+    _refuse_unknown(merged, "the configuration")
+    try:
+        return TrainConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_first_fault(error)) from None
+
+
+def _refuse_unknown(settings: Mapping[Any, Any], where: str) -> None:
+    known = list(TrainConfig.model_fields)
+    for key in settings:
+        if key not in known:
+            close = get_close_matches(str(key).replace("-", "_"), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"settings are {', '.join(known)}"
+            raise ConfigError(f"{where}: {key} is not a setting; {hint}")
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "the configuration"
+    flag = "--" + name.replace("_", "-")
+    if first["type"] == "missing":
+        return f"{name} is missing; give {flag}, or {name}: in the YAML file"
+    if first["type"] == "value_error":  # raised by one of our own parsers: it quotes the value already
+        return f"{flag}: {first['msg'].removeprefix('Value error, ')}"
+    return f"{flag}: {first['msg'][:1].lower()}{first['msg'][1:]}, got {first['input']!r}"

@@ -1,0 +1,1 @@
+"""Text files, made into batches of tokens."""

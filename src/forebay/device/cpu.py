@@ -1,0 +1,180 @@
+"""torch's ``cpu`` as a device: host memory played by two ledgers, so that a budget means something without a GPU.
+
+The device tier is a ledger of its own beside the host's; a copy between them is a real copy of bytes by the lane's
+thread. Compute runs in the caller's thread and is done when it returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from forebay.device.base import Completion, Delays, Device, NoDelays
+from forebay.device.lanes import EventLog, ReadyCompletion, WorkerLanes
+from forebay.errors import DeviceOutOfMemory
+from forebay.memory import Kind, Ledger, Tier, TierUsage
+from forebay.timeline import Event, Lane
+from forebay.units import format_bytes
+
+__all__ = ["STALL_THRESHOLD", "CpuDevice", "as_bytes", "copies_bytes"]
+
+STALL_THRESHOLD = 10e-6
+"""Seconds: a shorter wait is the price of asking, not a stall."""
+
+
+@final
+class CpuDevice(Device):
+    """The host's processor as a device with ``budget`` bytes of memory (None: counted, not limited)."""
+
+    def __init__(self, budget: int | None = None, *, delays: Delays | None = None) -> None:
+        self.name = "cpu"
+        self.ledger = Ledger(Tier.DEVICE, budget)
+        self._origin = time.perf_counter()
+        self._log = EventLog()
+        # Grad mode is thread-local and starts enabled: a copy in a lane would otherwise be recorded by autograd.
+        self._lanes = WorkerLanes(
+            self.now,
+            self._log,
+            delays or NoDelays(),
+            prepare_thread=partial(torch.set_grad_enabled, False),
+        )
+        self._lock = threading.Lock()
+        self._buffers: dict[int, tuple[torch.Tensor, Kind]] = {}
+
+    @property
+    def dropped_events(self) -> int:
+        """Events lost because nobody drained them in time."""
+        return self._log.dropped
+
+    def allocate(self, nbytes: int, kind: Kind, what: str) -> torch.Tensor:
+        """A 1-D uint8 tensor of ``nbytes``, aligned to 64 bytes, charged to the ledger until ``free``.
+
+        Raises ``DeviceOutOfMemory`` over the budget, and when the machine itself has no such memory.
+        """
+        headroom = self.ledger.headroom
+        if headroom is not None and nbytes > headroom:
+            raise self.ledger.exceeded(kind, nbytes, what)
+        try:
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise DeviceOutOfMemory(
+                f"this machine has no {format_bytes(nbytes)} of memory for {what or kind.value}; lower device_memory",
+                needed=self.ledger.live + nbytes,
+                allowed=self.ledger.live,
+            ) from error
+        self.ledger.charge(kind, nbytes, what)  # after: bytes that the machine refuses must not show in the peak
+        with self._lock:
+            self._buffers[id(buffer)] = (buffer, kind)
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Takes the buffer off the account; its memory goes with the last view of it."""
+        with self._lock:
+            held = self._buffers.pop(id(buffer), None)
+        if held is None:
+            raise ValueError("this tensor is not a buffer of this device, or was freed before")
+        self.ledger.discharge(held[1], buffer.nbytes)
+
+    def submit(
+        self,
+        lane: Lane,
+        job: Callable[[], Any],
+        *,
+        after: Sequence[Completion] = (),
+        nbytes: int = 0,
+        what: str = "",
+    ) -> Completion:
+        return self._lanes.submit(lane, job, after=after, nbytes=nbytes, what=what)
+
+    def copy(
+        self,
+        lane: Lane,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        after: Sequence[Completion] = (),
+        what: str = "",
+    ) -> Completion:
+        """Copies bytes between contiguous tensors of any dtype, or values between strided ones of the same dtype
+        and shape. ValueError for anything else."""
+        if lane not in (Lane.H2D, Lane.D2H):
+            raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")
+        move = _copy_bytes if copies_bytes(target, source) else _copy_values
+        return self._lanes.submit(lane, partial(move, target, source), after=after, nbytes=source.nbytes, what=what)
+
+    def mark(self) -> Completion:
+        return ReadyCompletion()
+
+    def hold_compute(self, completion: Completion) -> None:
+        start = self.now()
+        completion.wait()
+        end = self.now()
+        if end - start > STALL_THRESHOLD:
+            self.record(Event(Lane.STALL, start, end))
+
+    def now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    def record(self, event: Event) -> None:
+        self._log.add(event)
+
+    def drain_events(self) -> list[Event]:
+        return self._log.drain()
+
+    def usage(self) -> TierUsage:
+        return self.ledger.usage()
+
+    def reset_peak(self) -> None:
+        self.ledger.reset_peak()
+
+    def synchronize(self) -> None:
+        self._lanes.synchronize()
+
+    def close(self) -> None:
+        self._lanes.close()
+        with self._lock:
+            held = list(self._buffers.values())
+            self._buffers.clear()
+        for buffer, kind in held:
+            self.ledger.discharge(kind, buffer.nbytes)
+
+
+def copies_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy moves bytes as they are (True) or has to follow strides (False); ValueError if neither works."""
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"a copy of {source.nbytes} bytes into {target.nbytes}")
+    if _is_plain(target) and _is_plain(source):
+        return True
+    if target.dtype != source.dtype or target.shape != source.shape:
+        raise ValueError(
+            f"a copy that is not contiguous needs one dtype and shape, got {source.dtype} {tuple(source.shape)} "
+            f"into {target.dtype} {tuple(target.shape)}"
+        )
+    return False
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as 1-D uint8, without a copy."""
+    # reshape first: a tensor without dimensions cannot be viewed in another dtype.
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are its bytes, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.detach().copy_(source.detach())
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    # numpy and not copy_: torch would start a team of OpenMP threads for this lane, which fights for the cores
+    # with the team that computes. np.copyto is one thread and lets go of the GIL.
+    np.copyto(as_bytes(target).numpy(), as_bytes(source).numpy())

@@ -1,0 +1,405 @@
+"""An NVIDIA GPU as a device: copies on streams of their own, memory from torch's caching allocator under a budget.
+
+Vocabulary
+    *issue*    what the host does: a lane's thread puts a copy on the lane's stream. The bytes move later.
+    *order*    to make a stream wait for an event; the host goes on at once.
+    *wait*     to make the host wait.
+
+A job of a copy waits (host) until what it depends on has been issued, orders the lane's stream after it, and issues
+the copy. Compute is ordered after a fetch in the same way, so the host runs ahead of the device all the time.
+
+Lifetimes. ``record_stream`` is not used: it gives memory back at a time that depends on when the allocator polls
+its events, and a budget cannot be promised on top of that. Instead
+- a fetch (H2D) writes into a buffer that the caller holds until the completion is done;
+- an offload (D2H) often reads a gradient that nobody else holds. Its job keeps the source and finishes only when
+  the copy has, so the allocator cannot hand the bytes to the next kernel while they are still being read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+
+from forebay.device.base import Completion, Delays, Device, NoDelays
+from forebay.device.cpu import STALL_THRESHOLD, as_bytes, copies_bytes
+from forebay.device.lanes import EventLog, LaneCompletion, ReadyCompletion, WorkerLanes, dependency_failure
+from forebay.errors import DeviceOutOfMemory, ModelError
+from forebay.memory import Kind, Ledger, Tier, TierUsage
+from forebay.timeline import Event, Lane
+from forebay.units import format_bytes, parse_bytes
+
+__all__ = ["CudaDevice", "configure_allocator", "requested_bytes"]
+
+_PENDING_LIMIT = 1024
+"""Timed events that may wait for their times before somebody looks which of them have ended."""
+
+_REBASE_SECONDS = 5.0
+"""torch gives times between events as 32-bit floats in ms: 5 s after the base they are good to half a microsecond."""
+
+
+def configure_allocator() -> None:
+    """Asks torch's allocator for ``expandable_segments``, unless CUDA is running or the user has decided.
+
+    A plan counts the bytes of tensors; segments of fixed size would add holes that no plan can foresee. The setting
+    has an effect only on memory that is not there yet, so it is made before CUDA starts or not at all.
+    """
+    if torch.cuda.is_initialized():
+        return
+    # The variables in which torch takes the user's settings, the newer name first. The call below replaces all
+    # settings, so what the user has set goes in again.
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in settings:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [settings, "expandable_segments:True"])))
+
+
+def requested_bytes(message: str) -> int | None:
+    """Bytes that torch's out-of-memory ``message`` says were asked for, to the two decimals it prints; or None."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    if found is None:
+        return None
+    number, unit = found.groups()
+    return int(float(number)) if unit == "bytes" else parse_bytes(f"{number}{unit}")
+
+
+@final
+class _CudaCompletion(LaneCompletion):
+    """Work on a stream: ``issued`` says that the host has put it there, ``event`` that the device has done it."""
+
+    def __init__(self, issued: LaneCompletion, event: torch.cuda.Event) -> None:
+        self._issued = issued
+        self._event = event
+
+    def wait(self) -> None:
+        self._issued.wait()
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        if not self._issued.done():
+            return False
+        # An event that was never recorded answers True: a job that failed is done.
+        return bool(self._event.query())
+
+    def failure(self) -> BaseException | None:
+        failure = self._issued.failure()
+        if failure is None:
+            try:
+                self._event.synchronize()
+            except RuntimeError as error:
+                return error
+        return failure
+
+    def order(self, stream: torch.cuda.Stream) -> BaseException | None:
+        """Work put on ``stream`` after this call starts after this. Waits for the issue only; returns its failure."""
+        failure = self._issued.failure()
+        if failure is None:
+            stream.wait_event(self._event)
+        return failure
+
+
+def _order_after(stream: torch.cuda.Stream, completion: Completion) -> BaseException | None:
+    """Orders ``stream`` after ``completion``; what has no event is waited for on the host. Returns its failure."""
+    if isinstance(completion, _CudaCompletion):
+        return completion.order(stream)
+    return dependency_failure(completion)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    lane: Lane
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    nbytes: int
+    what: str
+
+
+@final
+class _CudaClock:
+    """Turns pairs of CUDA events into ``Event``s on the host's clock, once the device has passed them."""
+
+    def __init__(self, log: EventLog, stream: torch.cuda.Stream) -> None:
+        self._log = log
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._origin = time.perf_counter()
+        self._pending: deque[_Pending] = deque()
+        self._set_base()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    def add(self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event, nbytes: int, what: str) -> None:
+        """Notes work between two recorded events."""
+        with self._lock:
+            self._pending.append(_Pending(lane, start, end, nbytes, what))
+            if len(self._pending) > _PENDING_LIMIT:
+                self._resolve()
+
+    def resolve(self) -> None:
+        """Logs what has ended; what is still running stays for the next call."""
+        with self._lock:
+            self._resolve()
+            if not self._pending and self.now() - self._base_seconds > _REBASE_SECONDS:
+                self._set_base()
+
+    def _resolve(self) -> None:
+        for _ in range(len(self._pending)):
+            work = self._pending.popleft()
+            if not work.end.query():
+                self._pending.append(work)
+                continue
+            seconds = work.start.elapsed_time(work.end) / 1e3
+            if work.lane is Lane.STALL and seconds <= STALL_THRESHOLD:
+                continue
+            start = self._base_seconds + self._base.elapsed_time(work.start) / 1e3
+            self._log.add(Event(work.lane, start, start + seconds, work.nbytes, work.what))
+
+    def _set_base(self) -> None:
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record(self._stream)
+        self._base.synchronize()  # so that the host reads its own clock when the device passes the event
+        self._base_seconds = self.now()
+
+
+def _prepare_thread(index: int) -> None:
+    # Both are thread-local: a new thread starts on device 0 with grad mode enabled.
+    torch.cuda.set_device(index)
+    torch.set_grad_enabled(False)
+
+
+@final
+class CudaDevice(Device):
+    """GPU number ``index`` with ``budget`` bytes of memory (None: all there is).
+
+    The budget is torch's per-process limit, so that it holds for what the step allocates too, not only for what
+    forebay places; it counts whole segments of the allocator. Raises ``ModelError`` if there is no such GPU or the
+    budget is more than it has.
+    """
+
+    def __init__(self, index: int = 0, budget: int | None = None, *, delays: Delays | None = None) -> None:
+        configure_allocator()
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise ModelError(f"there is no CUDA device {index}: torch sees {count}; use another index or device='cpu'")
+        self.name = f"cuda:{index}"
+        self.ledger = Ledger(Tier.DEVICE, budget)
+        self._index = index
+        # torch versions multiply the fraction by one or the other; the larger keeps the limit at or under the budget.
+        self._total = max(torch.cuda.get_device_properties(index).total_memory, torch.cuda.mem_get_info(index)[1])
+        if budget is not None and budget > self._total:
+            raise ModelError(
+                f"device_memory is {format_bytes(budget)} and {self.name} has {format_bytes(self._total)}; "
+                f"ask for {format_bytes(self._total)} or less"
+            )
+        self._earlier_fraction = torch.cuda.get_per_process_memory_fraction(index)
+        if budget is not None:
+            torch.cuda.set_per_process_memory_fraction(budget / self._total, index)
+        self._streams = {
+            # Fetches must not queue behind compute: the next block arrives while this one is computed.
+            Lane.H2D: torch.cuda.Stream(index),
+            # Offloads must not queue behind fetches: a GPU has a copy engine for each direction.
+            Lane.D2H: torch.cuda.Stream(index),
+        }
+        self._log = EventLog()
+        self._clock = _CudaClock(self._log, self._streams[Lane.H2D])
+        self._lanes = WorkerLanes(
+            self.now, self._log, delays or NoDelays(), prepare_thread=partial(_prepare_thread, index)
+        )
+        self._lock = threading.Lock()
+        self._buffers: dict[int, tuple[torch.Tensor, Kind]] = {}
+        self._closed = False
+
+    @property
+    def dropped_events(self) -> int:
+        """Events lost because nobody drained them in time."""
+        return self._log.dropped
+
+    def allocate(self, nbytes: int, kind: Kind, what: str) -> torch.Tensor:
+        """A 1-D uint8 tensor of ``nbytes`` on the GPU (aligned to 512 bytes), charged to the ledger until ``free``.
+
+        Raises ``DeviceOutOfMemory`` over the budget.
+        """
+        headroom = self.ledger.headroom
+        if headroom is not None and nbytes > headroom:
+            raise self.ledger.exceeded(kind, nbytes, what)
+        with self.translate_oom(what or kind.value):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.name)
+        self.ledger.charge(kind, nbytes, what)  # after: bytes that torch refuses must not show in the peak
+        # The allocator may hand out bytes that queued kernels still use: it relies on the new owner's work coming
+        # after them on the same stream. Copies run on other streams, so those are ordered after the kernels here.
+        born = torch.cuda.Event()
+        born.record(torch.cuda.current_stream(self._index))
+        for stream in self._streams.values():
+            stream.wait_event(born)
+        with self._lock:
+            self._buffers[id(buffer)] = (buffer, kind)
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Takes the buffer off the account; its memory goes back to the allocator with the last view of it."""
+        with self._lock:
+            held = self._buffers.pop(id(buffer), None)
+        if held is None:
+            raise ValueError("this tensor is not a buffer of this device, or was freed before")
+        self.ledger.discharge(held[1], buffer.nbytes)
+
+    @contextmanager
+    def translate_oom(self, what: str) -> Iterator[None]:
+        """Turns torch's out-of-memory error in the body into ``DeviceOutOfMemory``: ``what`` needed how much, how
+        much is allowed, and what to change."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(what, str(error)) from error
+
+    def submit(
+        self,
+        lane: Lane,
+        job: Callable[[], Any],
+        *,
+        after: Sequence[Completion] = (),
+        nbytes: int = 0,
+        what: str = "",
+    ) -> Completion:
+        return self._lanes.submit(lane, job, after=after, nbytes=nbytes, what=what)
+
+    def copy(
+        self,
+        lane: Lane,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        after: Sequence[Completion] = (),
+        what: str = "",
+    ) -> Completion:
+        """Copies bytes between contiguous tensors of any dtype, or values between strided ones of the same dtype
+        and shape (ValueError for anything else). Overlaps with compute only if the host's side is pinned."""
+        if lane not in self._streams:
+            raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")
+        start = torch.cuda.Event(enable_timing=True)
+        # blocking: a thread that waits for the event sleeps, instead of taking a core from the optimizer.
+        end = torch.cuda.Event(enable_timing=True, blocking=True)
+        issued = self._lanes.submit(
+            lane,
+            partial(self._issue, lane, target, source, copies_bytes(target, source), start, end, what),
+            after=after,
+            what=what,
+            await_one=partial(_order_after, self._streams[lane]),
+            timed=False,
+        )
+        return _CudaCompletion(issued, end)
+
+    def mark(self) -> Completion:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._index))
+        return _CudaCompletion(ReadyCompletion(), event)
+
+    def hold_compute(self, completion: Completion) -> None:
+        if completion.done():
+            completion.wait()
+            return
+        stream = torch.cuda.current_stream(self._index)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(stream)
+        if _order_after(stream, completion) is not None:
+            completion.wait()  # raises the failure, and counts it as told
+        end.record(stream)
+        # Nothing lies between the two events but the wait: their distance is what compute lost.
+        self._clock.add(Lane.STALL, start, end, 0, "")
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def record(self, event: Event) -> None:
+        self._log.add(event)
+
+    def drain_events(self) -> list[Event]:
+        """The events that have ended since the last call. Work that the GPU has not done yet comes later."""
+        self._clock.resolve()
+        return self._log.drain()
+
+    def usage(self) -> TierUsage:
+        """The allocator's account of this GPU; what forebay did not place itself is ``TEMPORARY``.
+
+        The kinds at the peak are those of the ledger's own peak, which the allocator's peak is never below.
+        """
+        placed = self.ledger.usage()
+        peak = torch.cuda.max_memory_allocated(self._index)
+        kinds = dict(placed.at_peak)
+        kinds[Kind.TEMPORARY] += max(0, peak - placed.peak)
+        live = torch.cuda.memory_allocated(self._index)
+        return TierUsage(Tier.DEVICE, placed.limit, live, peak, MappingProxyType(kinds))
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._index)
+        self.ledger.reset_peak()
+
+    def synchronize(self) -> None:
+        try:
+            self._lanes.synchronize()
+        finally:
+            torch.cuda.synchronize(self._index)
+
+    def close(self) -> None:
+        """Finishes what is queued, ends the threads, frees the buffers, and gives torch its earlier limit back."""
+        self._lanes.close()
+        with self._lock:
+            closed, self._closed = self._closed, True
+            held = list(self._buffers.values())
+            self._buffers.clear()
+        if closed:
+            return
+        for buffer, kind in held:
+            self.ledger.discharge(kind, buffer.nbytes)
+        torch.cuda.set_per_process_memory_fraction(self._earlier_fraction, self._index)
+        # A fetch may still be writing into a buffer, which goes when this function returns.
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _issue(
+        self,
+        lane: Lane,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        whole_bytes: bool,
+        start: torch.cuda.Event,
+        end: torch.cuda.Event,
+        what: str,
+    ) -> None:
+        stream = self._streams[lane]
+        if whole_bytes:
+            target, source = as_bytes(target), as_bytes(source)
+        with torch.cuda.stream(stream):
+            start.record(stream)
+            # A strided copy goes through a temporary of torch's own, whose life ends when copy_ returns.
+            target.copy_(source, non_blocking=whole_bytes)
+            end.record(stream)
+        self._clock.add(lane, start, end, source.nbytes, what)
+        if lane is Lane.D2H:
+            # This frame may hold the last reference to the source. Letting go of it before the copy has read it
+            # would give its memory to the next kernel of the compute stream.
+            end.synchronize()
+
+    def _out_of_memory(self, what: str, message: str) -> DeviceOutOfMemory:
+        allowed = self.ledger.limit if self.ledger.limit is not None else self._total
+        used = torch.cuda.memory_allocated(self._index)
+        asked = requested_bytes(message)
+        more = "more" if asked is None else f"{format_bytes(asked)} more"
+        return DeviceOutOfMemory(
+            f"device memory: {what} needs {more}, {format_bytes(used)} of {format_bytes(allowed)} are in use; "
+            "use a smaller batch or a shorter sequence, or raise device_memory",
+            # Holes in the allocator's segments can make a request fail that would fit by the sum of the bytes.
+            needed=max(used + (asked or 0), allowed + 1),
+            allowed=allowed,
+        )

@@ -1,0 +1,147 @@
+"""The byte ledger of the ``cpu`` device: every storage that a step makes, counted when it is made and when it dies.
+
+torch's CPU allocator keeps no account, so a budget on ``cpu`` would mean nothing without one. A dispatch mode sees
+every op, backward included; a storage that an op makes is charged under a key (``_cdata``) and discharged by a
+finalizer on the storage object, which torch keeps alive exactly as long as the bytes. What lives only inside one
+kernel escapes the account. (design.md, mechanism 6.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from forebay.device.base import Watch
+from forebay.errors import ParameterReleased
+from forebay.memory import Kind, Ledger
+
+__all__ = ["StorageLedger"]
+
+_OWN_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+# Ops that return a storage of their input although their schema does not say so.
+_SILENT_ALIASES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default})
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors among an op's arguments or results: tensors, and lists or tuples of them."""
+    if isinstance(values, torch.Tensor):
+        # A subclass stands for bytes that are elsewhere: it has no storage of its own to count.
+        if type(values) in _OWN_STORAGE:
+            yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+@final
+class StorageLedger(Watch):
+    """Charges ``ledger`` with every storage that ops make while active.
+
+    ``where`` says in words what is running (the current block), for the message when the budget is exceeded.
+    """
+
+    def __init__(self, ledger: Ledger, where: Callable[[], str] = lambda: "") -> None:
+        self.ledger = ledger
+        self._where = where
+        self._active = False
+        self._mode = _Mode(self)
+        self._counted: dict[int, tuple[Kind, int]] = {}
+        self._known: set[int] = set()
+        self._released: dict[int, str] = {}
+        self._makes_storage: dict[Any, bool] = {}
+
+    def install(self) -> None:
+        if not any(mode is self._mode for mode in _get_current_dispatch_mode_stack()):
+            _push_mode(self._mode)
+
+    def uninstall(self) -> None:
+        # Modes that were entered after this one stay, in their order: whoever entered them will leave them.
+        self._active = False
+        above = []
+        if any(mode is self._mode for mode in _get_current_dispatch_mode_stack()):
+            while (mode := _pop_mode()) is not self._mode:
+                above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def activate(self, active: bool) -> None:
+        self._active = active
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._known.add(key)
+        weakref.finalize(storage, self._known.discard, key).atexit = False
+
+    def mark_released(self, tensor: torch.Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        self._released[storage._cdata] = name
+        self.adopt(storage)
+        weakref.finalize(storage, self._released.pop, storage._cdata, None).atexit = False
+
+    def attribute(self, tensor: torch.Tensor, kind: Kind) -> None:
+        key = tensor.untyped_storage()._cdata
+        entry = self._counted.get(key)
+        if entry is not None and entry[0] is not kind:
+            self.ledger.move(entry[0], kind, entry[1])
+            self._counted[key] = (kind, entry[1])
+
+    def before(self, func: Any, args: Any) -> None:
+        """Called before every op: refuses one that would read a released parameter."""
+        if not self._released or func.is_view or func is torch.ops.aten.detach.default:
+            return
+        for tensor in _tensors(args):
+            name = self._released.get(tensor.untyped_storage()._cdata)
+            if name is not None:
+                raise ParameterReleased(
+                    f"{func} read parameter {name} while its bytes are not on the device; inside the model, use it in "
+                    f"the forward of the module that owns it; outside, read forebay.parameters(model)[{name!r}]"
+                )
+
+    def after(self, func: Any, result: Any) -> None:
+        """Called after every op: charges the storages that it made."""
+        if self._active and self._may_make_storage(func):
+            for tensor in _tensors(result):
+                self._note(tensor, func)
+
+    def _may_make_storage(self, func: Any) -> bool:
+        known = self._makes_storage.get(func)
+        if known is None:
+            fresh = any(ret.alias_info is None for ret in func._schema.returns)
+            known = self._makes_storage[func] = fresh and func not in _SILENT_ALIASES
+        return known
+
+    def _note(self, tensor: torch.Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._counted or key in self._known:
+            return
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return
+        self.ledger.charge(Kind.TEMPORARY, nbytes, f"{self._where()}the result {tuple(tensor.shape)} of {func}")
+        self._counted[key] = (Kind.TEMPORARY, nbytes)
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        kind, nbytes = self._counted.pop(key)
+        self.ledger.discharge(kind, nbytes)
+
+
+@final
+class _Mode(TorchDispatchMode):
+    """What torch calls for every op of the threads on which it is installed, and of their backward."""
+
+    def __init__(self, owner: StorageLedger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._owner.before(func, args)
+        result = func(*args, **(kwargs or {}))
+        self._owner.after(func, result)
+        return result

@@ -1,0 +1,109 @@
+"""The exceptions that forebay raises on purpose.
+
+    ForebayError
+    ├── UsageError               the call or the input is wrong; nothing was changed
+    │   ├── UnitError            a size, a time or a rate that cannot be read
+    │   ├── ConfigError          a configuration file, flag or record that cannot be used
+    │   ├── ModelError           a model, batch or device that cannot be prepared
+    │   └── OptimizerError       an optimizer, or an option of one, that forebay does not run
+    ├── DoesNotFit               no plan keeps the promise that the budget asks for
+    ├── BudgetExceeded           a tier went over its budget while running
+    │   ├── DeviceOutOfMemory
+    │   ├── HostOutOfMemory
+    │   └── DiskFull
+    ├── StorageError             a disk tier cannot be read or written
+    ├── ParameterReleased        a parameter was read while its bytes were elsewhere
+    └── SessionClosed            the model was closed, or its run was abandoned after a fault
+
+Every message says what was needed, what was there and what to change. The command line turns
+``UsageError`` into exit code 2 and every other ``ForebayError`` into exit code 1, without a traceback.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetExceeded",
+    "ConfigError",
+    "DeviceOutOfMemory",
+    "DiskFull",
+    "DoesNotFit",
+    "ForebayError",
+    "HostOutOfMemory",
+    "ModelError",
+    "OptimizerError",
+    "ParameterReleased",
+    "SessionClosed",
+    "StorageError",
+    "UnitError",
+    "UsageError",
+]
+
+
+class ForebayError(Exception):
+    """Base of every error that forebay raises on purpose."""
+
+
+class UsageError(ForebayError):
+    """The call or the input is wrong; nothing was changed."""
+
+
+class UnitError(UsageError, ValueError):
+    """A size, a time or a rate that cannot be read."""
+
+
+class ConfigError(UsageError, ValueError):
+    """A configuration file, a flag or a record that cannot be used."""
+
+
+class ModelError(UsageError):
+    """A model, a batch or a device that cannot be prepared."""
+
+
+class OptimizerError(UsageError):
+    """An optimizer, or an option of one, that forebay does not run."""
+
+
+class DoesNotFit(ForebayError):
+    """No plan keeps the promise that the budget asks for.
+
+    ``tier`` names the tier that is too small, ``needed`` and ``allowed`` are bytes.
+    """
+
+    def __init__(self, message: str, *, tier: str, needed: int, allowed: int) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.needed = needed
+        self.allowed = allowed
+
+
+class BudgetExceeded(ForebayError):
+    """A tier went over its budget while running; ``needed`` and ``allowed`` are bytes."""
+
+    def __init__(self, message: str, *, needed: int, allowed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.allowed = allowed
+
+
+class DeviceOutOfMemory(BudgetExceeded):
+    """The device tier went over its budget."""
+
+
+class HostOutOfMemory(BudgetExceeded):
+    """The host tier, or the pinned part of it, went over its budget."""
+
+
+class DiskFull(BudgetExceeded):
+    """The disk tier went over its budget, or the file system has no room."""
+
+
+class StorageError(ForebayError):
+    """A disk tier cannot be read or written."""
+
+
+class ParameterReleased(ForebayError):
+    """A parameter was read while its bytes were elsewhere."""
+
+
+class SessionClosed(ForebayError):
+    """The model was closed, or its run was abandoned after a fault."""

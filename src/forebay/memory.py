@@ -1,0 +1,144 @@
+"""Where bytes are, what they are, and the account that is kept of them.
+
+Three ledgers (device, host, disk) count every byte that forebay places, by kind. A ledger refuses a byte over
+its budget before it is used, so a budget is a promise and not a hope. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from forebay.errors import BudgetExceeded, DeviceOutOfMemory, DiskFull, HostOutOfMemory
+from forebay.units import format_bytes
+
+__all__ = ["Kind", "Ledger", "Tier", "TierUsage"]
+
+
+class Tier(StrEnum):
+    """A place for bytes. ``PINNED`` is the page-locked part of ``HOST``: its bytes count in both ledgers."""
+
+    DEVICE = "device"
+    HOST = "host"
+    PINNED = "pinned"
+    DISK = "disk"
+
+
+class Kind(StrEnum):
+    """What a byte is part of."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    STATE = "state"
+    STAGING = "staging"
+    TEMPORARY = "temporary"
+
+
+@dataclass(frozen=True)
+class TierUsage:
+    """Bytes of one tier: the budget (None: no limit), live now, the peak, and what the peak was made of."""
+
+    tier: Tier
+    limit: int | None
+    live: int
+    peak: int
+    at_peak: Mapping[Kind, int]
+
+
+_OUT_OF_MEMORY: Mapping[Tier, type[BudgetExceeded]] = MappingProxyType(
+    {
+        Tier.DEVICE: DeviceOutOfMemory,
+        Tier.HOST: HostOutOfMemory,
+        Tier.PINNED: HostOutOfMemory,
+        Tier.DISK: DiskFull,
+    }
+)
+
+_REMEDY: Mapping[Tier, str] = MappingProxyType(
+    {
+        Tier.DEVICE: "use a smaller batch or a shorter sequence, or raise device_memory",
+        Tier.HOST: "raise host_memory, or give a disk",
+        Tier.PINNED: "raise the pinned limit, or let the arena be pageable",
+        Tier.DISK: "raise the size of the disk budget",
+    }
+)
+
+
+class Ledger:
+    """Counts the live bytes of one tier by kind, and refuses what would go over ``limit`` (bytes; None: no limit).
+
+    Safe to use from several threads: transfers and finalizers report from threads of their own.
+    """
+
+    def __init__(self, tier: Tier, limit: int | None = None) -> None:
+        self.tier = tier
+        self.limit = limit
+        self._lock = threading.RLock()  # re-entrant: a finalizer may discharge inside a charge of the same thread
+        self._live: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self._total = 0
+        self._peak = 0
+        self._at_peak: dict[Kind, int] = dict(self._live)
+
+    @property
+    def live(self) -> int:
+        """Bytes live now."""
+        return self._total
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes left under the limit, or None without a limit."""
+        return None if self.limit is None else self.limit - self._total
+
+    def charge(self, kind: Kind, nbytes: int, what: str = "") -> None:
+        """Counts ``nbytes`` more of ``kind``.
+
+        Raises the tier's ``BudgetExceeded``, and counts nothing, when that would go over the limit.
+        """
+        with self._lock:
+            total = self._total + nbytes
+            if self.limit is not None and total > self.limit:
+                raise self.exceeded(kind, nbytes, what)
+            self._live[kind] += nbytes
+            self._total = total
+            if total > self._peak:
+                self._peak = total
+                self._at_peak = dict(self._live)
+
+    def discharge(self, kind: Kind, nbytes: int) -> None:
+        """Takes ``nbytes`` of ``kind`` off again."""
+        with self._lock:
+            self._live[kind] -= nbytes
+            self._total -= nbytes
+
+    def move(self, old: Kind, new: Kind, nbytes: int) -> None:
+        """Counts ``nbytes`` that were ``old`` as ``new`` from now on; the total does not change."""
+        with self._lock:
+            self._live[old] -= nbytes
+            self._live[new] += nbytes
+
+    def exceeded(self, kind: Kind, nbytes: int, what: str) -> BudgetExceeded:
+        """The error for ``nbytes`` of ``kind`` that do not fit: who asked, what is held, what to change."""
+        limit = self.limit if self.limit is not None else 0
+        held = ", ".join(f"{k.value} {format_bytes(n)}" for k, n in self._live.items() if n > 0) or "nothing"
+        message = (
+            f"{self.tier.value} memory: {what or kind.value} needs {format_bytes(nbytes)} more, "
+            f"{format_bytes(self._total)} of {format_bytes(limit)} are in use ({held}); {_REMEDY[self.tier]}"
+        )
+        return _OUT_OF_MEMORY[self.tier](message, needed=self._total + nbytes, allowed=limit)
+
+    def usage(self) -> TierUsage:
+        """A frozen account of this moment."""
+        with self._lock:
+            return TierUsage(self.tier, self.limit, self._total, self._peak, MappingProxyType(dict(self._at_peak)))
+
+    def reset_peak(self) -> None:
+        """Starts a new measurement: the peak becomes what is live now."""
+        with self._lock:
+            self._peak = self._total
+            self._at_peak = dict(self._live)

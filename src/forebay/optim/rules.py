@@ -1,0 +1,136 @@
+"""Update rules: what one optimizer step does to some elements, on whatever device they are.
+
+A rule is read from the user's ``torch.optim`` optimizer and applied to pieces of parameters. The arithmetic is that
+of torch's fused kernels (``aten/src/ATen/native/cpu/FusedAdamKernel.cpp`` and its siblings), which the optimizers of
+``torch.optim`` call with ``fused=True``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from forebay.errors import OptimizerError
+
+__all__ = ["AdamRule", "SgdRule", "UpdateRule", "read_optimizer"]
+
+States = Mapping[str, Sequence[torch.Tensor]]
+
+
+class UpdateRule(ABC):
+    """One optimizer's arithmetic. ``state_names`` are its states in torch's own names, fp32, one element each."""
+
+    state_names: tuple[str, ...]
+
+    @abstractmethod
+    def update(
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: States,
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        """Updates ``parameters`` and ``states`` in place.
+
+        All lists run in parallel and hold tensors of the same dtype. ``step`` counts from 1; ``group`` are the
+        hyperparameters of the parameter group at the time of the step.
+        """
+
+
+@final
+class AdamRule(UpdateRule):
+    """Adam (Kingma and Ba, 2015, algorithm 1) and AdamW (Loshchilov and Hutter, 2019, algorithm 2)."""
+
+    def __init__(self, *, decoupled: bool, amsgrad: bool) -> None:
+        self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        self._amsgrad = amsgrad
+        self.state_names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+
+    def update(
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: States,
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        amsgrad = bool(group["amsgrad"])
+        device = parameters[0].device
+        self._kernel(
+            list(parameters),
+            list(gradients),
+            list(states["exp_avg"]),
+            list(states["exp_avg_sq"]),
+            list(states["max_exp_avg_sq"]) if amsgrad else [],
+            [torch.tensor(float(step), device=device) for _ in parameters],
+            amsgrad=amsgrad,
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            maximize=bool(group["maximize"]),
+        )
+
+
+@final
+class SgdRule(UpdateRule):
+    """SGD with momentum as in ``torch.optim.SGD``."""
+
+    def __init__(self, *, momentum: bool) -> None:
+        self.state_names = ("momentum_buffer",) if momentum else ()
+
+    def update(
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: States,
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        momentum = float(group["momentum"])
+        torch._fused_sgd_(
+            list(parameters),
+            list(gradients),
+            list(states["momentum_buffer"]) if momentum != 0 else [],
+            weight_decay=float(group["weight_decay"]),
+            momentum=momentum,
+            lr=float(group["lr"]),
+            dampening=float(group["dampening"]),
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group["maximize"]),
+            is_first_step=step == 1 and momentum != 0,
+        )
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
+    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam`` or ``SGD``.
+
+    Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
+    forebay does not run.
+    """
+    groups = optimizer.param_groups
+    if optimizer.state:
+        raise OptimizerError(
+            "the optimizer has taken steps already; prepare it before the first step, or load its state_dict() into "
+            "the prepared optimizer"
+        )
+    if any(group.get("differentiable") for group in groups):
+        raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
+    kind = type(optimizer)
+    if kind is torch.optim.AdamW or kind is torch.optim.Adam:
+        decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
+        if len(decoupled) > 1:
+            raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
+        return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))
+    if kind is torch.optim.SGD:
+        return SgdRule(momentum=any(group["momentum"] != 0 for group in groups))
+    raise OptimizerError(
+        f"{kind.__module__}.{kind.__qualname__} is not an optimizer that forebay runs; use torch.optim.AdamW, "
+        f"torch.optim.Adam or torch.optim.SGD"
+    )

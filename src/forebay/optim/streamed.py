@@ -1,0 +1,119 @@
+"""The optimizer that ``prepare`` returns: a real ``torch.optim.Optimizer`` in front of states that live anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, final
+
+import torch
+
+from forebay.errors import OptimizerError
+
+__all__ = ["StateHost", "StreamedOptimizer"]
+
+
+class StateHost(Protocol):
+    """Whoever holds the states and runs the updates (``runtime.session``)."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's states per element."""
+
+    def step(self, groups: Mapping[str, Mapping[str, object]]) -> None:
+        """One step for the parameters named in ``groups`` that have a gradient."""
+
+    def read_states(self, name: str) -> dict[str, torch.Tensor]:
+        """Copies of one parameter's states in its shape, with ``step``; empty before its first step."""
+
+    def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replaces the states of the parameters named; those with an empty mapping start anew."""
+
+
+@final
+class StreamedOptimizer(torch.optim.Optimizer):
+    """Steps through a ``StateHost``. Shares the parameter groups of the optimizer that the user made, so that a
+    scheduler over either of them works."""
+
+    def __init__(self, source: torch.optim.Optimizer, host: StateHost, names: Mapping[int, str]) -> None:
+        self._host = host
+        self._names = names
+        super().__init__(source.param_groups, source.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses parameters that were not there when the model was prepared."""
+        params = param_group["params"]
+        members = [params] if isinstance(params, torch.Tensor) else list(params)
+        if any(id(p) not in self._names for p in members):
+            raise OptimizerError(
+                "add_param_group: a parameter is not one of the prepared model's; add all groups before prepare()"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One optimizer step. Returns the closure's loss if there is one.
+
+        Updates on the host may still be running when this returns; whatever reads the parameters through forebay or
+        through the model's forward waits for them.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups: dict[str, Mapping[str, object]] = {}
+        for group in self.param_groups:
+            # A copy: a scheduler may change the group while the update is still queued.
+            frozen = {key: value for key, value in group.items() if key != "params"}
+            groups.update((self._names[id(p)], frozen) for p in group["params"])
+        self._host.step(groups)
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips all gradients to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does; returns the norm."""
+        return torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states in ``torch.optim``'s own form; fp32 master copies, where there are any, as ``master``."""
+        index = {id(p): i for i, p in enumerate(self._parameters())}
+        states = {index[key]: self._host.read_states(self._names[key]) for key in index}
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [index[id(p)] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        return {"state": {i: s for i, s in states.items() if s}, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict``, or the ``torch.optim`` optimizer of the same kind, gave.
+
+        Raises ``OptimizerError`` when groups or shapes are those of other parameters.
+        """
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise OptimizerError(
+                f"the saved optimizer has groups of {[len(g['params']) for g in saved]} parameters, this one has "
+                f"{[len(g['params']) for g in self.param_groups]}"
+            )
+        keys = [key for group in saved for key in group["params"]]
+        states: dict[str, Mapping[str, torch.Tensor]] = {}
+        for key, parameter in zip(keys, self._parameters(), strict=True):
+            entry = state_dict["state"].get(key, {})
+            _check_shapes(self._names[id(parameter)], parameter, entry, self._host.state_names)
+            states[self._names[id(parameter)]] = entry
+        self._host.write_states(states)
+        for group, loaded in zip(self.param_groups, saved, strict=True):
+            group.update({k: v for k, v in loaded.items() if k != "params"})
+
+
+def _check_shapes(name: str, parameter: torch.Tensor, entry: Mapping[str, Any], required: Iterable[str]) -> None:
+    for state in required:
+        value = entry.get(state)
+        if entry and not isinstance(value, torch.Tensor):
+            raise OptimizerError(f"the saved state of {name} has no {state}; it is another optimizer's")
+        if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+            raise OptimizerError(
+                f"the saved {state} of {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+            )

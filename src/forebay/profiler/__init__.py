@@ -1,0 +1,1 @@
+"""What a step needs, found out without running it: no memory, no GPU, no weights."""

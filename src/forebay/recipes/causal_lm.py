@@ -1,0 +1,111 @@
+"""Causal language models of transformers, built without memory for their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.errors import ModelError
+from forebay.recipes import load_recipe, recipe_names
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ModelSource", "build", "find"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    ``config`` is the content of a config.json (of a recipe) or its path; ``folder`` holds the tokenizer, if any, and
+    the weights if ``weights``.
+    """
+
+    name: str
+    config: Mapping[str, Any] | Path
+    folder: Path | None = None
+    weights: bool = False
+
+
+def find(name: str) -> ModelSource:
+    """What ``name`` stands for: a recipe, a folder with a config.json, or a config.json.
+
+    A folder called like a recipe is written ``./name``. Raises ``ModelError`` when there is neither, and for weights
+    that are not safetensors.
+    """
+    if name in recipe_names():
+        return ModelSource(name, load_recipe(name).model)
+    path = Path(name)
+    if path.is_file() and path.suffix == ".json":
+        return ModelSource(name, path)
+    if path.is_dir():
+        return _folder(name, path)
+    raise ModelError(
+        f"there is no model {name}: it is neither a recipe ({', '.join(recipe_names())}) nor a folder with a "
+        f"config.json nor a config.json"
+    )
+
+
+def _folder(name: str, path: Path) -> ModelSource:
+    config = path / "config.json"
+    if not config.is_file():
+        raise ModelError(f"the model folder {name} has no config.json; give a folder saved with save_pretrained")
+    weights = any(path.glob("*.safetensors"))
+    if not weights and (any(path.glob("*.bin")) or any(path.glob("*.gguf"))):
+        raise ModelError(
+            f"the weights in {name} are not safetensors; load them with transformers and save them again with "
+            "save_pretrained, or give its config.json to start from random weights"
+        )
+    return ModelSource(name, config, folder=path, weights=weights)
+
+
+def build(source: ModelSource, dtype: str) -> nn.Module:
+    """The model of ``source`` with every parameter on the meta device and every buffer real, ready to train.
+
+    Raises ``ModelError`` when transformers is missing or has no causal language model for the configuration.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ModelError("a named model needs transformers; pip install 'forebay[transformers]'") from None
+    import torch
+
+    factory: Any = AutoModelForCausalLM
+    try:
+        if isinstance(source.config, Path):
+            config = AutoConfig.from_pretrained(source.config, local_files_only=True)
+        else:
+            config = AutoConfig.for_model(**source.config)
+        with _parameters_on_meta():
+            model: nn.Module = factory.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())[:400]
+        raise ModelError(f"transformers cannot build a causal language model from {source.name}: {reason}") from None
+    return model.train()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While it lasts, a parameter that a module takes goes to the meta device at once.
+
+    One parameter at a time is real, and as modules fill theirs only after taking them, its pages are never touched.
+    Buffers stay: a model computes them when it is built (rotary frequencies, say) and no file brings them back.
+    """
+    from torch.nn import Parameter
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    def to_meta(module: nn.Module, name: str, parameter: Any) -> Any:
+        # A parameter that is on meta already is being tied or moved: a new one would untie it.
+        if parameter is None or parameter.is_meta:
+            return None
+        return Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()

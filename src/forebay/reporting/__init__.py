@@ -1,0 +1,1 @@
+"""What a run was promised and what it did: the record, and its table."""

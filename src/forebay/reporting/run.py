@@ -1,0 +1,103 @@
+"""The record of a run: the plan that was made, and the timeline that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from forebay.errors import ConfigError
+from forebay.memory import Tier, TierUsage
+from forebay.plans import Plan
+from forebay.timeline import Lane, Timeline
+
+__all__ = ["RUN_SCHEMA", "RunReport"]
+
+RUN_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What was predicted and what happened.
+
+    ``elapsed`` is the time in seconds since the first step began, ``steps`` the number of whole optimizer steps in
+    it, ``tokens`` the number of tokens trained on (None: nobody counted).
+    """
+
+    plan: Plan
+    timeline: Timeline
+    elapsed: float
+    steps: int
+    tokens: int | None = None
+    schema: int = RUN_SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != RUN_SCHEMA:
+            raise ConfigError(f"this report has schema {self.schema}, this forebay reads schema {RUN_SCHEMA}")
+        if self.elapsed < 0 or self.steps < 0:
+            raise ConfigError(f"a run has 0 or more seconds and steps, got {self.elapsed} and {self.steps}")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second over the whole run; None when nobody counted or no time has passed."""
+        return self.tokens / self.elapsed if self.tokens is not None and self.elapsed > 0 else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of the median step (the first one records the order and is slower); None before the first."""
+        if self.timeline.step_seconds:
+            return median(self.timeline.step_seconds)
+        return self.elapsed / self.steps if self.steps else None
+
+    def busy_shares(self) -> dict[Lane, float]:
+        """Share of ``elapsed`` during which each lane had something to do, 0 to 1."""
+        busy = self.timeline.busy()
+        return {lane: busy[lane] / self.elapsed if self.elapsed > 0 else 0.0 for lane in Lane}
+
+    def usage(self, tier: Tier) -> TierUsage | None:
+        """The account of ``tier``, or None if the run has none."""
+        return next((usage for usage in self.timeline.tiers if usage.tier is tier), None)
+
+    def measured_peaks(self) -> dict[Tier, int]:
+        """Peak of every tier in bytes; 0 for a tier that the run did not use."""
+        usages = {tier: self.usage(tier) for tier in Tier}
+        return {tier: usage.peak if usage is not None else 0 for tier, usage in usages.items()}
+
+    def predicted_peaks(self) -> dict[Tier, int | None]:
+        """Peak of every tier in bytes as the plan has it; None where the plan makes no prediction."""
+        return {
+            Tier.DEVICE: self.plan.device,
+            Tier.HOST: self.plan.host,
+            Tier.PINNED: None,
+            Tier.DISK: self.plan.disk,
+        }
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The figures of the run for ``--json``: sizes are bytes, times seconds, rates per second."""
+        return {
+            "steps": self.steps,
+            "tokens_per_second": self.tokens_per_second,
+            "predicted": {"step_seconds": None, "peaks": _by_name(self.predicted_peaks())},
+            "measured": {"step_seconds": self.step_seconds, "peaks": _by_name(self.measured_peaks())},
+        }
+
+    def to_json(self) -> str:
+        """The whole record, events included, as one JSON object."""
+        from forebay.records import dump
+
+        # A ledger hands its account out as a read-only view, which JSON writers do not take for a mapping.
+        tiers = tuple(replace(usage, at_peak=dict(usage.at_peak)) for usage in self.timeline.tiers)
+        counters = dict(self.timeline.counters)
+        return dump(replace(self, timeline=replace(self.timeline, tiers=tiers, counters=counters)))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunReport:
+        """Reads ``to_json``'s text. Raises ``ConfigError`` naming the field that is wrong."""
+        from forebay.records import load
+
+        return load(cls, text)
+
+
+def _by_name(peaks: Mapping[Tier, int | None]) -> dict[str, int | None]:
+    return {tier.value: nbytes for tier, nbytes in peaks.items()}

@@ -1,0 +1,188 @@
+"""Finds the blocks of a model: which parameters move together, and whose forward needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import nn
+
+from forebay.errors import ModelError
+from forebay.layout import align
+from forebay.trace import Block, Model, Parameter
+
+__all__ = ["BoundModel", "find_blocks"]
+
+CUTS = 32
+"""Neighbouring small modules outside of repeated lists are merged up to one part in ``CUTS`` of the model."""
+
+
+@final
+@dataclass(frozen=True)
+class BoundModel:
+    """A ``Model`` and the live objects that its names stand for."""
+
+    model: Model
+    parameters: dict[str, nn.Parameter]
+    modules: dict[str, nn.Module]
+
+
+def find_blocks(root: nn.Module, override: Sequence[str] | None = None) -> BoundModel:
+    """The blocks of ``root``.
+
+    Every child of a repeated ``ModuleList`` or ``Sequential`` is a block; so is every module named in ``override``,
+    where given, instead of the repeated lists. Modules outside of them are merged with their neighbours up to a
+    balanced size. A tied parameter belongs to the block of its first owner, and every owner's forward asks for that
+    block. Raises ``ModelError`` for a name in ``override`` that is no module, and for parameters that cannot move.
+    """
+    parameters = dict(root.named_parameters())
+    names = _names(root)
+    for name, parameter in parameters.items():
+        _refuse_immovable(name, parameter)
+    modules = dict(root.named_modules())
+    if override is None:
+        starts = [name for name, _ in _repeated(root, "")]
+    else:
+        missing = [name for name in override if name not in modules]
+        if missing:
+            raise ModelError(f"blocks: the model has no module called {missing[0]!r}; see model.named_modules()")
+        starts = list(override)
+    groups = _group(root, starts, parameters)
+    owners = _owners(root)
+    home_of = {id(parameters[p]): start for start, members in groups for p in members}
+    asked: dict[str, list[str]] = {start: [] for start, _ in groups}
+    for module_name, module in root.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            home = home_of[id(parameter)]
+            # The block's own module first; then the owner itself, which may be called without it: a checkpointed
+            # forward is run again without the hooks of the module that it belongs to.
+            inside = home in starts and _within(module_name, home)
+            for asker in (home, module_name) if inside else (module_name,):
+                if asker not in asked[home]:
+                    asked[home].append(asker)
+    blocks = []
+    for start, members in groups:
+        specs, nbytes = _lay_out([(p, parameters[p]) for p in members], names)
+        held = any(_encloses(owner, other, owners) for owner in asked[start] for other, _ in groups if other != start)
+        blocks.append(Block(start, specs, tuple(asked[start]), nbytes, held and start not in starts))
+    buffers = sum(b.nbytes for b in {id(b): b for b in root.buffers()}.values())
+    return BoundModel(Model(tuple(blocks), buffers), parameters, modules)
+
+
+def _refuse_immovable(name: str, parameter: nn.Parameter) -> None:
+    if parameter.layout is not torch.strided or not _is_dense(parameter):
+        raise ModelError(f"parameter {name} is sparse or overlaps itself; make it dense (parameter.contiguous())")
+    if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelError(f"parameter {name} is trained in {parameter.dtype}; use float32, bfloat16 or float16")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _names(root: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, the first one being its own."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children, with parameters, of the outermost lists in which a class occurs twice or more."""
+    children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+    classes = [type(c) for _, c in children]
+    repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(set(classes)) < len(classes)
+    for name, child in children:
+        full = f"{prefix}.{name}" if prefix else name
+        if repeated:
+            yield full, child
+        else:
+            yield from _repeated(child, full)
+
+
+def _group(root: nn.Module, starts: Sequence[str], parameters: dict[str, nn.Parameter]) -> list[tuple[str, list[str]]]:
+    """Names of parameters by block, in the order of the model: first those of ``starts``, then what lies around."""
+    total = sum(p.nbytes for p in parameters.values())
+    groups: list[tuple[str, list[str]]] = []
+    loose = 0
+    for name, parameter in parameters.items():
+        start = next((s for s in starts if _within(name, s)), None)
+        if start is not None:
+            if groups and groups[-1][0] == start:
+                groups[-1][1].append(name)
+            else:
+                known = next((g for g in groups if g[0] == start), None)
+                if known is not None:
+                    known[1].append(name)
+                else:
+                    groups.append((start, [name]))
+            loose = 0
+            continue
+        owner = name.rpartition(".")[0]
+        same_owner = bool(groups) and loose > 0 and groups[-1][1][-1].rpartition(".")[0] == owner
+        if same_owner or (loose > 0 and loose + parameter.nbytes <= total // CUTS):
+            groups[-1][1].append(name)
+            loose += parameter.nbytes
+        else:
+            groups.append((owner or "(root)", [name]))
+            loose = parameter.nbytes
+    return _unique(groups)
+
+
+def _unique(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Makes block names unique: a module whose parameters fell into two blocks gives its name to the first."""
+    seen: dict[str, int] = {}
+    unique = []
+    for name, members in groups:
+        seen[name] = seen.get(name, 0) + 1
+        unique.append((name if seen[name] == 1 else f"{name}#{seen[name]}", members))
+    return unique
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _owners(root: nn.Module) -> set[str]:
+    """Names of modules that own parameters directly."""
+    return {n for n, m in root.named_modules() if any(p is not None for p in m._parameters.values())}
+
+
+def _encloses(owner: str, other: str, owners: set[str]) -> bool:
+    """Whether the forward of module ``owner`` runs modules of block ``other``."""
+    if not owner:
+        return True
+    return other != owner and _within(other.partition("#")[0], owner)
+
+
+def _lay_out(
+    members: Sequence[tuple[str, nn.Parameter]], names: dict[int, list[str]]
+) -> tuple[tuple[Parameter, ...], int]:
+    specs, end = [], 0
+    for name, parameter in members:
+        aliases = tuple(n for n in names[id(parameter)] if n != name)
+        specs.append(
+            Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                stride=tuple(parameter.stride()),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                nbytes=parameter.nbytes,
+                offset=end,
+                trainable=parameter.requires_grad,
+                aliases=aliases,
+            )
+        )
+        end += align(parameter.nbytes)
+    return tuple(specs), max(end, 1)

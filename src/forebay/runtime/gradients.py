@@ -1,0 +1,242 @@
+"""Landed gradients: gradients whose bytes are on the host while ``param.grad`` stands for them on the device.
+
+A gradient leaves the device as soon as autograd has made it. ``param.grad`` becomes a ``LandedGradient``, a tensor
+without storage that has the parameter's shape, dtype and device. What users and autograd do with gradients lands in
+its dispatch: ``add_`` (the next micro-batch), the norm and ``mul_`` of clipping, ``zero_``, ``.to()``. Anything else
+runs on a copy on the device. (design.md, mechanism 4.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from forebay.device.base import Completion, Device
+from forebay.runtime.tensors import flat, shaped
+from forebay.timeline import Lane
+from forebay.trace import Parameter
+
+__all__ = ["GradientBuffer", "LandedGradient", "Landing"]
+
+SERIAL = 32768
+"""Elements: torch runs an elementwise op of at most this many in the calling thread (``at::internal::GRAIN_SIZE``)."""
+
+
+@final
+class Landing:
+    """The way of gradients to the host, one for a session: at most ``window`` bytes are under way at any time.
+
+    ``staging`` (1-D uint8, host) is where a micro-batch's gradient waits to be added to what has landed before.
+    """
+
+    def __init__(self, device: Device, window: int, staging: torch.Tensor) -> None:
+        self.device = device
+        self._window = window
+        self._staging = staging
+        self._under_way: deque[tuple[Completion, int]] = deque()
+        self._bytes = 0
+
+    def admit(self, nbytes: int) -> None:
+        """Waits until ``nbytes`` more may leave the device.
+
+        The wait is what bounds device memory: a gradient is freed when its copy is done, and without it a backward
+        that is faster than the link would pile them up.
+        """
+        while self._under_way and (self._under_way[0][0].done() or self._bytes + nbytes > self._window):
+            completion, size = self._under_way.popleft()
+            self.device.hold_compute(completion)
+            completion.wait()
+            self._bytes -= size
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Completion:
+        """Queues ``target = source`` (1-D, the same dtype)."""
+        self.admit(source.nbytes)
+        # The mark: the copy must not start before the kernel that makes the gradient is done.
+        done = self.device.copy(Lane.D2H, target, source, after=(self.device.mark(),), what=f"gradient {what}")
+        return self._sent(done, source.nbytes)
+
+    def accumulate(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Completion:
+        """Queues ``target += source`` (1-D, the same dtype), the sum made on the host."""
+        self.admit(source.nbytes)
+        after: tuple[Completion, ...] = (self.device.mark(),)
+        room = self._staging.numel() // source.element_size()
+        done: Completion | None = None
+        for start in range(0, source.numel(), room):
+            piece = source[start : start + room]
+            staging = self._staging[: piece.nbytes].view(source.dtype)
+            part = target[start : start + room]
+            # One staging buffer is enough: copy and sum are jobs of one lane, which keeps their order.
+            copied = self.device.copy(Lane.D2H, staging, piece, after=after, what=f"gradient {what}")
+            done = self.device.submit(
+                Lane.D2H, _sum_job(part, staging), after=(copied,), nbytes=0, what=f"accumulate {what}"
+            )
+        return self._sent(done or self.device.mark(), source.nbytes)
+
+    def _sent(self, completion: Completion, nbytes: int) -> Completion:
+        self._under_way.append((completion, nbytes))
+        self._bytes += nbytes
+        # A gradient larger than the window is waited for at once: the window holds for it too.
+        self.admit(0)
+        return completion
+
+    def drain(self) -> None:
+        """Waits for every gradient that is under way."""
+        while self._under_way:
+            completion, size = self._under_way.popleft()
+            self._bytes -= size
+            completion.wait()
+
+
+def _sum_job(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    def add() -> None:
+        # In pieces that torch adds in this thread: a team of threads would fight with the one that computes.
+        for start in range(0, target.numel(), SERIAL):
+            target[start : start + SERIAL].add_(source[start : start + SERIAL])
+
+    return add
+
+
+@final
+class GradientBuffer:
+    """The landed bytes of one parameter's gradient: ``host`` (1-D, the parameter's dtype) in the gradient arena.
+
+    ``arrived`` is the last job that writes the bytes, ``read_by`` the update that reads them.
+    """
+
+    def __init__(self, parameter: Parameter, host: torch.Tensor, landing: Landing) -> None:
+        self.parameter = parameter
+        self.host = host
+        self.arrived: Completion | None = None
+        self.read_by: Completion | None = None
+        self._landing = landing
+
+    def land(self, gradient: torch.Tensor) -> None:
+        """Replaces the landed bytes by ``gradient``."""
+        self._before_write()
+        self.arrived = self._landing.copy(self.host, flat(gradient, self.parameter), self.parameter.name)
+
+    def accumulate(self, gradient: torch.Tensor) -> None:
+        """Adds ``gradient`` to the landed bytes, in the parameter's dtype as autograd would on the device."""
+        self._before_write()
+        source = flat(gradient, self.parameter)
+        self.arrived = self._landing.accumulate(self.host, source, self.parameter.name)
+
+    def value(self) -> torch.Tensor:
+        """The gradient on the host in the parameter's shape: the landed bytes themselves, all of them there."""
+        if self.arrived is not None:
+            self.arrived.wait()
+            self.arrived = None
+        return shaped(self.host, self.parameter)
+
+    def writable(self) -> torch.Tensor:
+        """Like ``value``, for a caller that is going to change it."""
+        self._before_write()
+        return self.value()
+
+    def _before_write(self) -> None:
+        # The update of the last step may not have read these bytes yet.
+        if self.read_by is not None:
+            self.read_by.wait()
+            self.read_by = None
+
+
+aten = torch.ops.aten
+_IN_PLACE_SCALE = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar})
+_NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim})
+
+
+@final
+class LandedGradient(torch.Tensor):
+    """``param.grad`` of a parameter whose gradient has landed; see the module's docstring."""
+
+    buffer: GradientBuffer
+
+    @staticmethod
+    def __new__(cls, buffer: GradientBuffer, dtype: torch.dtype, device: torch.device) -> LandedGradient:
+        spec = buffer.parameter
+        made: LandedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=dtype, device=device, requires_grad=False
+        )
+        made.buffer = buffer
+        return made
+
+    def __init__(self, buffer: GradientBuffer, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LandedGradient({self.buffer.parameter.name}, {tuple(self.shape)}, {self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LandedGradient):
+            if func is aten.add_.Tensor and not kwargs and _is_device_tensor(args[1], first):
+                first.buffer.accumulate(args[1])
+                return first
+            if func in (aten.detach.default, aten.alias.default):
+                return LandedGradient(first.buffer, first.dtype, first.device)
+            if func is aten.zero_.default:
+                first.buffer.writable().zero_()
+                return first
+            if func in _IN_PLACE_SCALE:
+                func(first.buffer.writable(), _to_host(args[1]))
+                return first
+            if func in _NORMS:
+                return func(first.buffer.value(), *args[1:], **kwargs).to(first.device)
+        if func in (aten._foreach_zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
+            return _one_by_one(func, args)
+        return _on_device(func, args, kwargs)
+
+
+def _is_device_tensor(value: Any, like: LandedGradient) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, LandedGradient)
+        and value.shape == like.shape
+        and value.dtype == like.dtype
+    )
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _one_by_one(func: Any, args: Any) -> None:
+    """The in-place list ops of ``zero_grad`` and clipping: one gradient after the other, so that no two of them are
+    on the device at once."""
+    for gradient in args[0]:
+        if func is aten._foreach_zero_.default:
+            gradient.zero_()
+        else:
+            gradient.mul_(args[1])
+
+
+def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any other op: runs on copies on the device, and lands again what the op changed in place."""
+    copies: list[tuple[LandedGradient, torch.Tensor]] = []
+
+    def materialise(gradient: LandedGradient) -> torch.Tensor:
+        for known, copy in copies:
+            if known is gradient:
+                return copy
+        value = gradient.buffer.value()
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=gradient.device)
+        copies.append((gradient, copy.copy_(value)))
+        return copy
+
+    plain_args, plain_kwargs = tree_map_only(LandedGradient, materialise, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if func._schema.is_mutable:
+        for gradient, copy in copies:
+            gradient.buffer.writable().copy_(copy)
+    # An op that returns what it was given returns the gradient itself, not the copy.
+    return tree_map_only(torch.Tensor, lambda t: next((g for g, c in copies if c is t), t), result)

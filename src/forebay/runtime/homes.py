@@ -1,0 +1,181 @@
+"""Home copies: where the parameters and the optimizer state of a block are between their uses.
+
+Every home answers the same two questions, whatever tier it is on: *check out* some bytes for an update (the buffer,
+and what to wait for before touching it) and *check in* what the update made of them. On the host both are views and
+cost nothing; on disk the bytes pass through a staging ring.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from forebay.device.base import Completion, Device
+from forebay.layout import PAGE, align
+from forebay.tiers.disk import DiskFile
+from forebay.tiers.staging import StagingBuffer, StagingRing
+from forebay.timeline import Lane
+
+__all__ = ["Checkout", "DiskHome", "Home", "MemoryHome"]
+
+
+@final
+class Checkout:
+    """Bytes on loan from a home: the ``buffer``, and ``ready``, after which they may be read and written."""
+
+    def __init__(self, buffer: torch.Tensor, ready: tuple[Completion, ...], staging: StagingBuffer | None) -> None:
+        self.buffer = buffer
+        self.ready = ready
+        self.staging = staging
+
+
+class Home(ABC):
+    """A range of bytes on one tier. ``written`` is the last writer: every reader waits for it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.written: Completion | None = None
+
+    @abstractmethod
+    def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
+        """Queues the copy of all bytes into the device buffer ``target``."""
+
+    @abstractmethod
+    def check_out(self, offset: int, nbytes: int, what: str) -> Checkout:
+        """Asks for ``nbytes`` from ``offset`` for an update."""
+
+    @abstractmethod
+    def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
+        """Queues the way back of a loan once ``after``, its last writer, is done; sets ``written``."""
+
+    @abstractmethod
+    def read(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        """``nbytes`` from ``offset`` (None: the rest), now: the bytes themselves, or a copy of them on the host."""
+
+    @abstractmethod
+    def write(self, content: torch.Tensor) -> None:
+        """Replaces all bytes, now. ``content`` may be what ``staging_for_write`` returned."""
+
+    @abstractmethod
+    def staging_for_write(self) -> torch.Tensor:
+        """A buffer to make the content for ``write`` in: the bytes themselves, or a staging buffer."""
+
+    def settle(self) -> None:
+        """Waits for the last writer."""
+        if self.written is not None:
+            self.written.wait()
+            self.written = None
+
+    def _pending(self) -> tuple[Completion, ...]:
+        return () if self.written is None else (self.written,)
+
+
+@final
+class MemoryHome(Home):
+    """Bytes that are in memory all the time: a view of a host arena, or of a device buffer."""
+
+    def __init__(self, device: Device, buffer: torch.Tensor, what: str) -> None:
+        super().__init__(buffer.numel())
+        self._device = device
+        self._buffer = buffer
+        self._what = what
+
+    def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
+        # The copy must see the last update of these bytes, and must not overtake the slot's last reader.
+        return self._device.copy(
+            Lane.H2D, target[: self.nbytes], self._buffer, after=(*after, *self._pending()), what=f"fetch {self._what}"
+        )
+
+    def check_out(self, offset: int, nbytes: int, what: str) -> Checkout:
+        return Checkout(self._buffer[offset : offset + nbytes], self._pending(), None)
+
+    def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
+        self.written = after
+        return after
+
+    def read(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        self.settle()
+        return self._buffer[offset:] if nbytes is None else self._buffer[offset : offset + nbytes]
+
+    def write(self, content: torch.Tensor) -> None:
+        self.settle()
+        if content.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(content[: self.nbytes])
+
+    def staging_for_write(self) -> torch.Tensor:
+        self.settle()
+        return self._buffer
+
+
+@final
+class DiskHome(Home):
+    """A range of a file, ``offset`` and length multiples of the file's alignment; moves through ``ring``."""
+
+    def __init__(self, device: Device, file: DiskFile, offset: int, nbytes: int, ring: StagingRing, what: str) -> None:
+        super().__init__(nbytes)
+        self._device = device
+        self._file = file
+        self._offset = offset
+        self._ring = ring
+        self._what = what
+
+    def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
+        loan = self.check_out(0, self.nbytes, f"read {self._what}")
+        source = loan.buffer[: target.numel()]
+        copied = self._device.copy(
+            Lane.H2D, target[: self.nbytes], source, after=(*after, *loan.ready), what=f"fetch {self._what}"
+        )
+        self._release(loan, copied)
+        return copied
+
+    def check_out(self, offset: int, nbytes: int, what: str) -> Checkout:
+        staging, after = self._ring.take(nbytes)
+        buffer, start = staging.view(nbytes), self._offset + offset
+        file = self._file
+        # The file is read after the last write of this range, and into a buffer that nobody reads any more.
+        read = self._device.submit(
+            Lane.DISK_READ,
+            lambda: file.read(start, buffer),
+            after=(*after, *self._pending()),
+            nbytes=nbytes,
+            what=what,
+        )
+        staging.busy = read
+        return Checkout(buffer, (read,), staging)
+
+    def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
+        file, buffer, start = self._file, loan.buffer, self._offset + offset
+        # One writer at a time and in order: the lane is first in, first out, so the last write covers the others.
+        written = self._device.submit(
+            Lane.DISK_WRITE, lambda: file.write(start, buffer), after=(after,), nbytes=buffer.numel(), what=what
+        )
+        self._release(loan, written)
+        self.written = written
+        return written
+
+    def read(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        self.settle()
+        length = self.nbytes - offset if nbytes is None else nbytes
+        first = offset // PAGE * PAGE
+        copy = torch.empty(align(offset + length, PAGE) - first, dtype=torch.uint8)
+        self._file.read(self._offset + first, copy)
+        return copy[offset - first : offset - first + length]
+
+    def write(self, content: torch.Tensor) -> None:
+        self.settle()
+        self._file.write(self._offset, content[: self.nbytes])
+
+    def staging_for_write(self) -> torch.Tensor:
+        self.settle()
+        staging, after = self._ring.take(self.nbytes)
+        for completion in after:
+            completion.wait()
+        return staging.view(self.nbytes)
+
+    @staticmethod
+    def _release(loan: Checkout, after: Completion) -> None:
+        if loan.staging is not None:
+            loan.staging.busy = after

@@ -1,0 +1,219 @@
+"""The hooks on the user's model: what torch tells forebay, and nothing else.
+
+module, before and after forward   parameters of its blocks are exposed and hidden again
+root, before and after forward     a pass begins and ends
+parameter, after accumulation      a gradient lands
+module, state_dict and its load    plain names and plain values, wherever they live
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from forebay.errors import UsageError
+from forebay.runtime.session import Phase, Session
+from forebay.trace import Block
+
+__all__ = ["Attachment", "RootHook", "session_of"]
+
+
+@final
+class RootHook:
+    """The root module's forward pre-hook; also how a session is found again from its model."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.attachment.before_root()
+
+
+def session_of(model: nn.Module) -> Attachment | None:
+    """The attachment of a prepared model, or None."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, RootHook):
+            return hook.attachment
+    return None
+
+
+@final
+class Attachment:
+    """All hooks of one session on one model."""
+
+    def __init__(self, session: Session, root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        self.session = session
+        self._root = weakref.ref(root)
+        self._handles: list[RemovableHandle] = []
+        self._depth: dict[str, int] = {}
+        # Modules whose forward is running, innermost last, each with the blocks that it opened.
+        self._running: list[tuple[nn.Module, Sequence[Block]]] = []
+        self._scopes = contextlib.ExitStack()
+        self._training = False
+        streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
+        # Read by their owners' state_dict hooks; resident parameters are ordinary tensors.
+        self._streamed_names = {p.name for b in streamed for p in b.parameters}
+        self._attach(root, modules, streamed)
+
+    # Attaching and detaching.
+
+    def _attach(self, root: nn.Module, modules: Mapping[str, nn.Module], streamed: Sequence[Block]) -> None:
+        keep = self._handles.append
+        # The root's hooks come first: a pass begins before its first block is asked for.
+        keep(root.register_forward_pre_hook(RootHook(self)))
+        asked: dict[str, list[Block]] = {}
+        for block in streamed:
+            for name in block.modules:
+                asked.setdefault(name, []).append(block)
+        for name, blocks in asked.items():
+            keep(modules[name].register_forward_pre_hook(self._before_module(tuple(blocks))))
+            # always_call: an exception inside forward must close the block too, so that the next step works.
+            keep(modules[name].register_forward_hook(self._after_module, always_call=True))
+        keep(root.register_forward_hook(self._after_root, always_call=True))
+        for name, parameter in self.session.parameters.items():
+            if parameter.requires_grad:
+                made = partial(self.session.gradient_made, name)
+                keep(parameter.register_post_accumulate_grad_hook(made))
+        for name, module in modules.items():
+            prefix = f"{name}." if name else ""
+            own = {n: f for n, p in module._parameters.items() if p is not None for f in (self._name(p, prefix + n),)}
+            if any(full in self._streamed_names for full in own.values()):
+                keep(module.register_state_dict_post_hook(partial(self._after_state_dict, own)))
+            if own:
+                keep(module.register_load_state_dict_pre_hook(partial(self._before_load, own)))
+                keep(module.register_load_state_dict_post_hook(partial(self._after_load, own)))
+
+    def _name(self, parameter: nn.Parameter, name: str) -> str:
+        """The block's name for a parameter: a tied one goes by the name of its first owner."""
+        if name in self.session.parameters:
+            return name
+        return next(n for n, p in self.session.parameters.items() if p is parameter)
+
+    def hide_all(self) -> None:
+        """Points every streamed parameter at its stand-in."""
+        for name in self._streamed_names:
+            self._hide(name)
+
+    def _hide(self, name: str) -> None:
+        self.session.parameters[name].data = self.session.stand_in(self.session.spec_of[name])
+
+    def detach(self) -> None:
+        """Takes every hook off and gives the parameters their values back, as ordinary tensors.
+
+        What was at home on the host stays where it is; what was on disk is read into memory.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._scopes.close()
+        session = self.session
+        with torch.no_grad():
+            for name, parameter in session.parameters.items():
+                gradient = session.gradient(name)
+                parameter.grad = None
+                parameter.data = session.value(name)
+                if gradient is not None:
+                    parameter.grad = gradient.to(parameter.device)
+
+    # Forward.
+
+    def before_root(self) -> None:
+        """A pass begins."""
+        if self.session.phase is Phase.FORWARD:
+            return  # a recursive call of the root is part of the same pass
+        self._running.clear()
+        self._training = torch.is_grad_enabled()
+        self.session.begin_forward(self._training)
+        # Only here, and never around a single block: hooks that a checkpoint sets inside the root's forward, and
+        # again in its recomputation, must stay the innermost ones.
+        saved = self.session.saved
+        self._scopes.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.session.phase is Phase.FORWARD and not self._running:
+            self._scopes.close()
+            self.session.end_forward(self._training)
+
+    def _before_module(self, blocks: tuple[Block, ...]) -> Callable[[nn.Module, Any], None]:
+        def before(module: nn.Module, args: Any) -> None:
+            self._running.append((module, blocks))
+            for block in blocks:
+                self.session.enter_block(block.name)
+                if self._depth.get(block.name, 0) == 0:
+                    self.session.access.expose(block, self.session.parameters)
+                self._depth[block.name] = self._depth.get(block.name, 0) + 1
+
+        return before
+
+    def _after_module(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._running or self._running[-1][0] is not module:
+            return None  # its pre-hook did not come as far as opening
+        _, blocks = self._running.pop()
+        output = self._without_aliases(output)
+        for block in blocks:
+            # A pre-hook that failed in the middle has opened only the first of its blocks.
+            depth = self._depth.get(block.name, 0)
+            if depth == 0:
+                continue
+            self._depth[block.name] = depth - 1
+            if depth == 1:
+                for spec in block.parameters:
+                    self._hide(spec.name)
+        return output
+
+    def _without_aliases(self, output: Any) -> Any:
+        """The output with views of a slot copied: they would hold the slot for as long as they live."""
+
+        def own(value: Any) -> Any:
+            if type(value) is torch.Tensor and self.session.access.slot_at(value) is not None:
+                return value.clone()
+            return value
+
+        return tree_map(own, output)
+
+    # state_dict.
+
+    def _after_state_dict(
+        self, own: Mapping[str, str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        for local, full in own.items():
+            if full in self._streamed_names and prefix + local in state:
+                state[prefix + local] = self.session.value(full).detach()
+
+    def _before_load(
+        self,
+        own: Mapping[str, str],
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        *errors: Any,
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError("load_state_dict(assign=True) would replace the prepared parameters; use assign=False")
+        self.session.synchronize()
+        # torch copies the loaded value into param.data: for the time of the load that is a tensor of its own.
+        for local, full in own.items():
+            if full in self._streamed_names and prefix + local in state:
+                self.session.parameters[full].data = torch.empty_like(self.session.value(full))
+
+    def _after_load(self, own: Mapping[str, str], module: nn.Module, incompatible: Any) -> None:
+        written: dict[str, torch.Tensor] = {}
+        for full in own.values():
+            parameter = self.session.parameters[full]
+            if full not in self._streamed_names:
+                written[full] = parameter.data
+            elif not self.session.is_hidden(full):
+                written[full] = parameter.data
+                self._hide(full)
+        if written:
+            self.session.write(written)

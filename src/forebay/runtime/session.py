@@ -1,0 +1,371 @@
+"""A prepared model at run time: passes, steps, and what they leave in the timeline."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import final
+
+import torch
+from torch import nn
+
+from forebay.device.base import Device, Watch
+from forebay.errors import ForebayError, SessionClosed
+from forebay.layout import MASTER
+from forebay.memory import Kind, Tier, TierUsage
+from forebay.optim.rules import UpdateRule
+from forebay.plans import Plan
+from forebay.runtime.access import BlockAccess, stand_in
+from forebay.runtime.gradients import GradientBuffer, LandedGradient
+from forebay.runtime.saved import SavedTensors
+from forebay.runtime.slots import SlotPool
+from forebay.runtime.store import BlockState, Ledgers, Store
+from forebay.runtime.tensors import flat, shaped
+from forebay.runtime.updates import Task, Updater
+from forebay.timeline import Event, Lane, Timeline
+from forebay.trace import Model, Parameter
+
+__all__ = ["Phase", "Resources", "Session", "Whereabouts"]
+
+EVENT_LIMIT = 200_000
+"""Events that a session remembers; older steps are forgotten first."""
+
+
+class Phase(Enum):
+    """What the model is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CLOSED = "closed"
+
+
+@final
+class Whereabouts:
+    """What is running now, in words, for whoever must say it in a message. Holds no reference to the model."""
+
+    def __init__(self) -> None:
+        self.block = ""
+        self.phase = Phase.IDLE
+
+    def __call__(self) -> str:
+        return f"block {self.block} in {self.phase.value}: " if self.block else ""
+
+
+@final
+class Resources:
+    """What must be given back: threads, arenas, files, device buffers. Holds no reference to the model, so that a
+    finalizer of the model can hold this."""
+
+    def __init__(
+        self, device: Device, watch: Watch, ledgers: Ledgers, store: Store, pool: SlotPool, *, owns_device: bool
+    ) -> None:
+        self.device = device
+        self.watch = watch
+        self.ledgers = ledgers
+        self.store = store
+        self.pool = pool
+        self._owns_device = owns_device
+        self._closed = False
+
+    def close(self) -> None:
+        """Waits for what is queued, then frees everything. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.watch.uninstall()
+        try:
+            # Nothing is freed while a lane may still read or write it.
+            self.device.synchronize()
+        finally:
+            self.pool.close()
+            self.store.close()
+            if self._owns_device:
+                self.device.close()
+
+
+@final
+class Session:
+    """One prepared model. The hooks call in (``hooks.py``), the optimizer asks for steps, the interface reads."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        parameters: Mapping[str, nn.Parameter],
+        rule: UpdateRule,
+        resources: Resources,
+        whereabouts: Whereabouts,
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.parameters = parameters
+        self.rule = rule
+        self.resources = resources
+        self.device = resources.device
+        self.watch = resources.watch
+        self.store = resources.store
+        self.pool = resources.pool
+        self._whereabouts = whereabouts
+        self.torch_device = torch.device(resources.device.name)
+        self.access = BlockAccess(self.pool, self.watch, self.torch_device)
+        self.saved = SavedTensors(self.access, self.watch, self.enter_backward)
+        self.block_of = {p.name: b.name for b in model.blocks for p in b.parameters}
+        self.spec_of = {p.name: p for b in model.blocks for p in b.parameters}
+        self.unwritten = set[str]()
+        self._stand_ins = {
+            spec.name: stand_in(spec, self.torch_device)
+            for spec in self.spec_of.values()
+            if not self._state(spec.name).placement.resident
+        }
+        for name, tensor in self._stand_ins.items():
+            self.watch.mark_released(tensor, name)
+        self._updater = Updater(self.device, rule, self.store.workspace)
+        self._events: deque[Event] = deque(maxlen=EVENT_LIMIT)
+        self._step_seconds: list[float] = []
+        self._first_start: float | None = None
+        self._step_start: float | None = None
+        self._phase_start = 0.0
+
+    # What is running.
+
+    @property
+    def phase(self) -> Phase:
+        """What the model is doing."""
+        return self._whereabouts.phase
+
+    def expect_open(self) -> None:
+        """Raises ``SessionClosed`` after ``close``."""
+        if self.phase is Phase.CLOSED:
+            raise SessionClosed("this model was closed; prepare it again to train on")
+
+    def begin_forward(self, training: bool) -> None:
+        """The root module's forward begins."""
+        self.expect_open()
+        if self.unwritten:
+            name = min(self.unwritten)
+            raise SessionClosed(
+                f"{len(self.unwritten)} parameters have no values yet ({name}, ...): the model was prepared on the "
+                f"meta device; call forebay.load(model, folder) or forebay.initialize(model) first"
+            )
+        self.watch.install()
+        self.watch.activate(True)
+        self.pool.order.begin("training" if training else "evaluation")
+        self._whereabouts.phase = Phase.FORWARD
+        self._phase_start = self.device.now()
+        if training:
+            if self._first_start is None:
+                self._first_start = self._phase_start
+            if self._step_start is None:
+                self._step_start = self._phase_start
+
+    def end_forward(self, training: bool) -> None:
+        """The root module's forward ended, with a result or with an exception."""
+        self.device.record(Event(Lane.COMPUTE, self._phase_start, self.device.now(), 0, "forward"))
+        self._whereabouts.block = ""
+        if self.phase is not Phase.CLOSED:
+            self._whereabouts.phase = Phase.IDLE
+        if not training:
+            # In training the loss and backward are still to come, and what they take is the step's.
+            self.watch.activate(False)
+
+    def enter_block(self, name: str) -> None:
+        """Compute of block ``name`` begins."""
+        self._whereabouts.block = name
+
+    def enter_backward(self) -> None:
+        """Something happened that only happens in backward; the first time, backward begins."""
+        if self.phase is not Phase.IDLE or torch._C._current_graph_task_id() == -1:
+            return
+        self._whereabouts.phase = Phase.BACKWARD
+        self._phase_start = self.device.now()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.device.record(Event(Lane.COMPUTE, self._phase_start, self.device.now(), 0, "backward"))
+        self._whereabouts.block = ""
+        self._whereabouts.phase = Phase.IDLE
+        self.watch.activate(False)
+
+    # Gradients and steps.
+
+    def gradient_made(self, name: str, parameter: nn.Parameter) -> None:
+        """autograd has accumulated into ``param.grad``: a gradient that does not stay here goes to the host."""
+        self.enter_backward()
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, LandedGradient):
+            return  # LandedGradient: autograd's own accumulation has landed it
+        self.watch.attribute(gradient, Kind.GRADIENT)
+        if gradient.layout is not torch.strided:
+            raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
+        buffer = self._state(name).gradients.get(name)
+        if buffer is not None:
+            self._land(parameter, gradient, buffer)
+
+    def _land(self, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
+        buffer.land(gradient)
+        parameter.grad = LandedGradient(buffer, parameter.dtype, self.torch_device)
+
+    def step(self, groups: Mapping[str, Mapping[str, object]]) -> None:
+        """One optimizer step for the parameters named in ``groups`` (name to hyperparameters) that have a gradient.
+
+        Updates of blocks on the host or on disk are queued in the order in which the next forward will want the
+        blocks, and each fetch waits for its own; with ``overlap_update`` off they are waited for here.
+        """
+        self.expect_open()
+        self.watch.activate(False)
+        for state in self._in_order_of_use():
+            tasks = {
+                p.name: Task(state.steps[p.name] + 1, groups[p.name])
+                for p in state.block.parameters
+                if p.name in groups and self.parameters[p.name].grad is not None
+            }
+            if not tasks:
+                continue
+            if state.placement.resident:
+                gradients = {n: g for n in tasks if (g := self.parameters[n].grad) is not None}
+                self._updater.run_resident(state, tasks, gradients)
+            else:
+                self._land_replaced(state, tasks)
+                self.pool.invalidate(state.block.name)
+                self._updater.submit(state, tasks)
+            for name in tasks:
+                state.steps[name] += 1
+        if not self.plan.streaming.overlap_update:
+            self.store.settle()
+        self._end_step()
+
+    def _land_replaced(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
+        """Lands gradients that the user put in the place of landed ones (``p.grad = p.grad * 2``)."""
+        for name in tasks:
+            parameter = self.parameters[name]
+            gradient = parameter.grad
+            if gradient is not None and not isinstance(gradient, LandedGradient):
+                self._land(parameter, gradient.detach(), state.gradients[name])
+
+    def _in_order_of_use(self) -> Iterator[BlockState]:
+        names = dict.fromkeys((*self.pool.order.first_uses(), *self.store.blocks))
+        return (self.store.blocks[name] for name in names)
+
+    def _end_step(self) -> None:
+        now = self.device.now()
+        if self._step_start is not None:
+            self._step_seconds.append(now - self._step_start)
+            self._step_start = None
+        self._collect()
+
+    def _state(self, name: str) -> BlockState:
+        return self.store.blocks[self.block_of[name]]
+
+    # What the interface reads.
+
+    def synchronize(self) -> None:
+        """Waits for every transfer and update; raises the first error among them."""
+        self.store.landing.drain()
+        self.store.settle()
+        self.device.synchronize()
+
+    def full_precision(self, name: str) -> torch.Tensor:
+        """A copy of a parameter on the host, its fp32 master if it has one."""
+        return self.store.full_precision(self.block_of[name], self.spec_of[name])
+
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter in its own dtype, as it is at home: the bytes themselves unless they are on disk."""
+        return self.store.value(self.block_of[name], self.spec_of[name])
+
+    def stand_in(self, spec: Parameter) -> torch.Tensor:
+        """What ``param.data`` is while the parameter is not on the device; the same tensor every time."""
+        return self._stand_ins[spec.name]
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether the parameter's ``data`` is its stand-in."""
+        made = self._stand_ins.get(name)
+        data = self.parameters[name].data
+        return made is not None and data.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """A copy of a parameter's gradient on the host; None if it has none."""
+        gradient = self.parameters[name].grad
+        if isinstance(gradient, LandedGradient):
+            return gradient.buffer.value().clone()
+        return None if gradient is None else gradient.detach().to("cpu", copy=True)
+
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Sets parameters (plain names; shape of the parameter) at home, block by block."""
+        self.synchronize()
+        for block in dict.fromkeys(self.block_of[name] for name in values):
+            self.pool.invalidate(block)
+            self.store.fill(block, lambda p: values.get(p.name))
+        self.unwritten -= set(values)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's states per element (``optim.streamed.StateHost``)."""
+        return self.rule.state_names
+
+    def read_states(self, name: str) -> dict[str, torch.Tensor]:
+        """Copies of the states of one parameter in its shape, with ``step``; empty before its first step."""
+        state, spec = self._state(name), self.spec_of[name]
+        steps = state.steps.get(name, 0)
+        if not steps:
+            return {}
+        content = state.states.read()
+        streams = {n: shaped(state.stream(n, spec, content), spec) for n in state.streams_of(spec)}
+        return {"step": torch.tensor(float(steps)), **streams}
+
+    def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replaces the states of the parameters named; an empty mapping stands for "no step yet"."""
+        self.synchronize()
+        for block in dict.fromkeys(self.block_of[name] for name in states):
+            state = self.store.blocks[block]
+            with self.store.edit_states(state) as content:
+                for spec in state.block.parameters:
+                    if spec.trainable and spec.name in states:
+                        self._write_parameter_states(state, spec, content, states[spec.name])
+
+    def _write_parameter_states(
+        self, state: BlockState, spec: Parameter, content: torch.Tensor, saved: Mapping[str, torch.Tensor]
+    ) -> None:
+        for stream in state.streams_of(spec):
+            value = saved.get(stream)
+            if value is not None:
+                state.write_stream(stream, spec, content, flat(value.float(), spec))
+            elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
+                state.write_stream(stream, spec, content, torch.zeros(spec.numel))
+        # SGD keeps no count; that it has a momentum at all says that it has taken a step.
+        state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))
+
+    def timeline(self) -> Timeline:
+        """What was measured so far."""
+        self._collect()
+        ledgers = self.resources.ledgers
+        tiers = (self.device.usage(), ledgers.host.usage(), ledgers.pinned.usage(), ledgers.disk.usage())
+        counters = {
+            "fetches on demand": self.pool.on_demand,
+            "fetches ahead": self.pool.prefetched,
+            "deviations from the recorded order": self.pool.order.deviations,
+        }
+        used: tuple[TierUsage, ...] = tuple(t for t in tiers if t.peak or t.tier is not Tier.PINNED)
+        return Timeline(tuple(self._events), used, tuple(self._step_seconds), counters)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first training forward began."""
+        return 0.0 if self._first_start is None else self.device.now() - self._first_start
+
+    @property
+    def steps(self) -> int:
+        """Whole optimizer steps so far."""
+        return len(self._step_seconds)
+
+    def _collect(self) -> None:
+        self._events.extend(self.device.drain_events())
+
+    def close(self) -> None:
+        """Gives everything back. The hooks take themselves off (``hooks.Attachment.detach``)."""
+        if self.phase is Phase.CLOSED:
+            return
+        self._whereabouts.phase = Phase.CLOSED
+        self._collect()
+        self.resources.close()

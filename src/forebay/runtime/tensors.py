@@ -1,0 +1,36 @@
+"""Typed views of flat byte buffers. Nothing here copies."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.trace import Parameter
+
+__all__ = ["dtype_of", "elements", "flat", "shaped"]
+
+
+def dtype_of(parameter: Parameter) -> torch.dtype:
+    """The torch dtype that ``parameter.dtype`` names."""
+    dtype: torch.dtype = getattr(torch, parameter.dtype)
+    return dtype
+
+
+def elements(buffer: torch.Tensor, parameter: Parameter, offset: int) -> torch.Tensor:
+    """The bytes of ``parameter`` at ``offset`` of a 1-D uint8 ``buffer``, as a 1-D tensor of its dtype."""
+    return buffer[offset : offset + parameter.nbytes].view(dtype_of(parameter))
+
+
+def shaped(flat_elements: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """A 1-D tensor of the elements of ``parameter`` in its shape and strides."""
+    return flat_elements.as_strided(parameter.shape, parameter.stride)
+
+
+def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """``tensor`` (the shape of ``parameter``) as a 1-D tensor in the parameter's order of memory.
+
+    A view where the strides agree; a copy where they do not.
+    """
+    if tensor.stride() != parameter.stride:
+        ordered = torch.empty_strided(parameter.shape, parameter.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((parameter.numel,), (1,), tensor.storage_offset())

@@ -1,0 +1,286 @@
+"""One file of the disk tier: read and written past the page cache where the file system allows it.
+
+Going past the page cache (O_DIRECT) spares the CPU a copy of every byte and keeps the kernel from filling host memory
+with bytes that the plan put on disk on purpose. It wants offsets, sizes and memory addresses aligned.
+
+Calls block, and release the interpreter's lock while the kernel works: they are meant for jobs on the device's
+``DISK_READ`` and ``DISK_WRITE`` lanes. Nothing is synced: these files do not outlive the run, checkpoints do.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, TypeAlias, final
+
+import numpy as np
+import torch
+
+from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
+from forebay.memory import Kind, Ledger
+from forebay.tiers.io import Io
+from forebay.units import MiB, format_bytes
+
+__all__ = ["NO_SPACE", "Buffer", "DiskFile", "DiskPolicy", "errno_words", "storage_error"]
+
+Buffer: TypeAlias = torch.Tensor | memoryview
+"""A contiguous uint8 CPU tensor, or a contiguous memoryview of bytes."""
+
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers that mean: the disk is full, or the user's share of it."""
+
+
+@dataclass(frozen=True)
+class DiskPolicy:
+    """How files are read and written. Sizes in bytes.
+
+    ``block`` is the size of one system call, ``alignment`` what O_DIRECT wants of offsets, sizes and addresses,
+    ``direct`` False keeps to the page cache. ``bounce_buffers`` blocks of host memory serve the callers whose own
+    memory is not aligned; more callers than that at one time wait for each other.
+    """
+
+    block: int = 4 * MiB
+    alignment: int = 4096
+    direct: bool = True
+    bounce_buffers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.alignment < 512 or self.alignment & (self.alignment - 1) or self.alignment > mmap.PAGESIZE:
+            raise ConfigError(
+                f"alignment must be a power of two from 512 to the page size {mmap.PAGESIZE}, got {self.alignment}"
+            )
+        if self.block <= 0 or self.block % self.alignment:
+            raise ConfigError(f"block must be a multiple of the alignment {self.alignment}, got {self.block}")
+        if self.bounce_buffers < 1:
+            raise ConfigError(f"bounce_buffers must be 1 or more, got {self.bounce_buffers}")
+
+    def padded(self, nbytes: int) -> int:
+        """``nbytes`` rounded up to the alignment."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Host memory of the bounce buffers."""
+        return self.bounce_buffers * self.block if self.direct else 0
+
+
+@final
+class DiskFile:
+    """One file of a ``DiskFolder``, made by ``DiskFolder.create``.
+
+    ``nbytes`` is its size, a multiple of the alignment. ``direct`` says whether it goes past the page cache: it turns
+    False for good at the first refusal by the file system. ``ledger`` counts ``nbytes`` as ``kind`` until the file is
+    closed or collected. Several threads may read and write at one time; that they do not touch the same bytes is the
+    caller's business.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        nbytes: int,
+        *,
+        kind: Kind,
+        direct: bool,
+        ledger: Ledger,
+        policy: DiskPolicy,
+        io: Io,
+        bounce: queue.SimpleQueue[mmap.mmap],
+    ) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = direct
+        self._fd = fd
+        self._policy = policy
+        self._io = io
+        self._bounce = bounce
+        self._idle = threading.Condition()
+        self._transfers = 0
+        self._closed = False
+        # Runs once: at close, or when a file that nobody closed is collected (then no transfer holds it). Not at
+        # exit, where a lane's thread may still be writing and the kernel closes everything anyway.
+        self._release = weakref.finalize(self, _release, fd, ledger, kind, nbytes)
+        self._release.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def padded(self, nbytes: int) -> int:
+        """``nbytes`` rounded up to what ``read`` and ``write`` accept as a size or an offset."""
+        return self._policy.padded(nbytes)
+
+    def read(self, offset: int, buffer: Buffer) -> None:
+        """Fills ``buffer`` with the bytes from ``offset`` on; blocks until they are there.
+
+        Offset and size are multiples of the alignment. Raises ``StorageError`` for misuse, for an I/O error and at
+        an early end of the file; ``buffer`` is then partly filled.
+        """
+        self._transfer("read", offset, buffer)
+
+    def write(self, offset: int, buffer: Buffer) -> None:
+        """Writes ``buffer`` to ``offset`` and after; blocks until the kernel has taken all of it.
+
+        Offset and size are multiples of the alignment. Raises ``StorageError`` for misuse and for an I/O error,
+        ``DiskFull`` when there is no room; the bytes of the range are then undefined.
+        """
+        self._transfer("write", offset, buffer)
+
+    def close(self) -> None:
+        """Waits for the calls that are under way, gives the space back; a second call does nothing."""
+        with self._idle:
+            if self._closed:
+                return
+            self._closed = True
+            # The number of a closed descriptor is given to the next file that anyone opens. A transfer that still
+            # used it would write into that file, so the last one has to be out first.
+            self._idle.wait_for(lambda: self._transfers == 0)
+        self._release()
+
+    def __enter__(self) -> DiskFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _transfer(self, verb: str, offset: int, buffer: Buffer) -> None:
+        view = _bytes_of(buffer)
+        self._check(verb, offset, view)
+        with self._in_use():
+            position = 0
+            while position < len(view):
+                piece = view[position : position + self._policy.block]
+                position += self._piece(verb, offset + position, piece)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Holds ``close`` back."""
+        with self._idle:
+            if self._closed:
+                raise StorageError(f"{self.path} is closed; it can no longer be read or written")
+            self._transfers += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._transfers -= 1
+                self._idle.notify_all()
+
+    def _check(self, verb: str, offset: int, view: memoryview) -> None:
+        if verb == "read" and view.readonly:
+            raise StorageError(f"cannot read from {self.path} into memory that is read-only; give a writable buffer")
+        for name, value in (("offset", offset), ("size", len(view))):
+            if value % self._policy.alignment:
+                raise StorageError(
+                    f"cannot {verb} {self.path}: the {name} must be a multiple of {self._policy.alignment}, "
+                    f"got {value}; use padded()"
+                )
+        if offset < 0 or offset + len(view) > self.nbytes:
+            raise StorageError(
+                f"cannot {verb} {self.path}: bytes {offset} to {offset + len(view)} are not inside a file of "
+                f"{self.nbytes} bytes"
+            )
+
+    def _piece(self, verb: str, offset: int, piece: memoryview) -> int:
+        """Moves as much of ``piece`` (one block at most) as one system call does; returns the bytes done."""
+        direct = self.direct
+        try:
+            if direct and not _aligned(piece, self._policy.alignment):
+                done = self._bounced(verb, offset, piece)
+            else:
+                done = self._call(verb, offset, piece)
+        except OSError as error:
+            # Everything is aligned, so this can only mean that the file system has no O_DIRECT after all.
+            if direct and error.errno == errno.EINVAL:
+                self._leave_direct()
+                return 0
+            action = f"{verb} {len(piece)} bytes at offset {offset} of"
+            raise storage_error(self._io, action, self.path, error, len(piece)) from error
+        if done == 0:
+            raise StorageError(
+                f"cannot {verb} {len(piece)} bytes at offset {offset} of {self.path}: the file ends there, although "
+                f"it was made with {self.nbytes} bytes; check the disk, or name another"
+            )
+        if direct and done % self._policy.alignment:
+            # O_DIRECT cannot go on from inside an aligned unit; the page cache can, to the end or to the error.
+            self._leave_direct()
+        return done
+
+    def _call(self, verb: str, offset: int, piece: memoryview) -> int:
+        if verb == "read":
+            return self._io.preadv(self._fd, piece, offset)
+        return self._io.pwritev(self._fd, piece, offset)
+
+    def _bounced(self, verb: str, offset: int, piece: memoryview) -> int:
+        """``_call`` by way of an aligned block, which nobody else has until it is put back."""
+        block = self._bounce.get()
+        try:
+            with memoryview(block) as whole, whole[: len(piece)] as aligned:
+                if verb == "write":
+                    aligned[:] = piece
+                done = self._call(verb, offset, aligned)
+                if verb == "read":
+                    piece[:done] = aligned[:done]
+            return done
+        finally:
+            self._bounce.put(block)
+
+    def _leave_direct(self) -> None:
+        # The descriptor is switched before the flag: whoever sees ``direct`` False may send unaligned memory at once.
+        self._io.set_direct(self._fd, False)
+        self.direct = False
+
+
+def storage_error(io: Io, action: str, path: Path, error: OSError, needed: int = 0) -> ForebayError:
+    """The error for a refused ``action`` (verb and object) on ``path``."""
+    message = f"cannot {action} {path}: {errno_words(error)}"
+    if error.errno not in NO_SPACE:
+        return StorageError(f"{message}; check the disk, or name another")
+    free = io.free_bytes(path.parent)
+    return DiskFull(
+        f"{message}, {format_bytes(free)} are free; make room, or name another disk", needed=needed, allowed=free
+    )
+
+
+def errno_words(error: OSError) -> str:
+    """What the operating system says, with the name of its error number."""
+    number = error.errno or 0
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
+
+
+def _bytes_of(buffer: Buffer) -> memoryview:
+    """The memory of ``buffer`` as bytes. Raises ``StorageError`` for misuse."""
+    if isinstance(buffer, torch.Tensor):
+        if buffer.dtype is not torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise StorageError(
+                f"a disk transfer needs a contiguous uint8 tensor on the CPU, got {buffer.dtype} on {buffer.device} "
+                f"with strides {tuple(buffer.stride())}"
+            )
+        return buffer.reshape(-1).numpy().data
+    if not buffer.c_contiguous:
+        raise StorageError("a disk transfer needs a contiguous memoryview")
+    return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
+
+
+def _aligned(view: memoryview, alignment: int) -> bool:
+    """Whether the memory starts on a multiple of ``alignment``."""
+    return np.frombuffer(view, dtype=np.uint8).ctypes.data % alignment == 0
+
+
+def _release(fd: int, ledger: Ledger, kind: Kind, nbytes: int) -> None:
+    try:
+        os.close(fd)
+    finally:
+        ledger.discharge(kind, nbytes)

@@ -1,0 +1,73 @@
+"""The system calls of the disk tier, as a seam: tests put short transfers and faults here."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import final
+
+from forebay.tiers.host import available_disk
+
+__all__ = ["Io", "SystemIo"]
+
+
+class Io(ABC):
+    """What the disk tier asks of the operating system. Every method raises ``OSError`` as the system call does."""
+
+    @abstractmethod
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that may still be written to the file system of ``path``; ``ConfigError`` if nobody can say."""
+
+    @abstractmethod
+    def make_folder(self, path: Path) -> None:
+        """Makes a folder that only its owner can use (mode 0700)."""
+
+    @abstractmethod
+    def open_new(self, path: Path, direct: bool) -> int:
+        """Makes a file that was not there (mode 0600) and opens it for reading and writing."""
+
+    @abstractmethod
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Gives the file ``nbytes`` of real space."""
+
+    @abstractmethod
+    def set_direct(self, fd: int, direct: bool) -> None:
+        """Turns O_DIRECT of an open file on or off."""
+
+    @abstractmethod
+    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Reads at most ``len(buffer)`` bytes; returns how many, 0 at the end of the file."""
+
+    @abstractmethod
+    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Writes at most ``len(buffer)`` bytes; returns how many."""
+
+
+@final
+class SystemIo(Io):
+    """The calls themselves."""
+
+    def free_bytes(self, path: Path) -> int:
+        return available_disk(path)
+
+    def make_folder(self, path: Path) -> None:
+        os.mkdir(path, mode=0o700)
+
+    def open_new(self, path: Path, direct: bool) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        return os.open(path, flags, mode=0o600)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def set_direct(self, fd: int, direct: bool) -> None:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+
+    def preadv(self, fd: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(fd, [buffer], offset)
+
+    def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
+        return os.pwritev(fd, [buffer], offset)

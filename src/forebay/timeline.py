@@ -1,0 +1,68 @@
+"""What happened, or is predicted to happen, in a run: events on lanes, and bytes per tier.
+
+The simulator and the runtime emit the same ``Timeline``, so that a prediction error is a subtraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from forebay.memory import TierUsage
+
+__all__ = ["Event", "Lane", "Timeline", "merge_busy"]
+
+
+class Lane(StrEnum):
+    """A resource that does one thing at a time, in the order it was asked."""
+
+    COMPUTE = "compute"
+    STALL = "stall"  # compute that waits for another lane: what the plan failed to hide
+    H2D = "h2d"
+    D2H = "d2h"
+    UPDATE = "update"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action: ``start`` and ``end`` in seconds on the device's clock, ``nbytes`` moved, ``what`` in words."""
+
+    lane: Lane
+    start: float
+    end: float
+    nbytes: int = 0
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Events in order of their start, the accounts of every tier, and the seconds of each step."""
+
+    events: tuple[Event, ...]
+    tiers: tuple[TierUsage, ...]
+    step_seconds: tuple[float, ...] = ()
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    def busy(self) -> dict[Lane, float]:
+        """Seconds during which each lane had something to do (overlapping events counted once)."""
+        return {lane: merge_busy(e for e in self.events if e.lane is lane) for lane in Lane}
+
+    def moved(self) -> dict[Lane, int]:
+        """Bytes that each lane moved."""
+        total = dict.fromkeys(Lane, 0)
+        for event in self.events:
+            total[event.lane] += event.nbytes
+        return total
+
+
+def merge_busy(events: Iterable[Event]) -> float:
+    """Length in seconds of the union of the events' intervals."""
+    busy, reach = 0.0, float("-inf")
+    for event in sorted(events, key=lambda e: e.start):
+        if event.end > reach:
+            busy += event.end - max(event.start, reach)
+            reach = event.end
+    return busy

@@ -1,0 +1,25 @@
+"""Settings that every test runs under."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Examples are the same in every run and none is timed: a slow machine must not look like a fault.
+settings.register_profile(
+    "forebay", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
+)
+settings.load_profile("forebay")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked ``gpu`` where torch finds no CUDA device. Imports torch only if there is one to skip."""
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} finds none")
+        for item in marked:
+            item.add_marker(skip)

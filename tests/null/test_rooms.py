@@ -1,0 +1,46 @@
+"""Rooms that must work without torch do so in an interpreter of their own.
+
+The import contracts in pyproject.toml say the same of the source; this sees what an import really loads, also
+through other packages.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+WITHOUT_TORCH = (
+    "forebay",
+    "forebay.units",
+    "forebay.errors",
+    "forebay.memory",
+    "forebay.timeline",
+    "forebay.trace",
+    "forebay.layout",
+    "forebay.plans",
+    "forebay.records",
+    "forebay.arenas",
+    "forebay.config",
+    "forebay.planners",
+    "forebay.reporting",
+    "forebay.cli",
+)
+
+PROBE = """
+import importlib, json, sys
+loaded = {}
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    loaded[name] = sorted({"torch", "transformers", "numba"} & sys.modules.keys())
+print(json.dumps(loaded))
+"""
+
+
+def test_rooms_without_torch() -> None:
+    # One process imports them in turn: the first one that names torch is the culprit.
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, *WITHOUT_TORCH], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {name: [] for name in WITHOUT_TORCH}

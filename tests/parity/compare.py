@@ -1,0 +1,76 @@
+"""Trains a model under forebay beside plain PyTorch and demands the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.parity.models import Case
+from torch import nn
+
+import forebay
+
+__all__ = ["STEPS", "adamw", "assert_same_training"]
+
+STEPS = 5
+ACCUMULATE = 2
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+
+def assert_same_training(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    optimizer: Make = adamw,
+    clip: float | None = 0.5,
+    steps: int = STEPS,
+    **prepare: Any,
+) -> nn.Module:
+    """Loss and every gradient equal those of plain PyTorch, over ``steps`` steps of two micro-batches.
+
+    Before each step the reference takes over forebay's parameters, so that a difference cannot hide in a history of
+    its own. Returns the prepared model, still open.
+    """
+    model, reference = case.model(dtype), case.model(dtype)
+    made = optimizer([p for p in model.parameters() if p.requires_grad])
+    model, made = forebay.prepare(model, made, case.inputs(0, dtype), **prepare)
+    for step in range(steps):
+        _take_over(model, reference)
+        reference.zero_grad()
+        for micro in range(ACCUMULATE):
+            inputs = case.inputs(step * ACCUMULATE + micro, dtype)
+            loss = model(**inputs)["loss"]
+            loss.backward()
+            # After backward: what the reference takes is not charged to the device then.
+            expected = reference(**inputs)["loss"]
+            expected.backward()
+            assert torch.equal(loss, expected), (step, micro, loss, expected)
+        _assert_same_gradients(model, reference)
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), clip))
+            _assert_same_gradients(model, reference)
+        made.step()
+        made.zero_grad()
+    return model
+
+
+def _take_over(model: nn.Module, reference: nn.Module) -> None:
+    values = forebay.parameters(model)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    gradients = forebay.gradients(model)
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    assert set(gradients) == set(expected)
+    for name, gradient in expected.items():
+        assert torch.equal(gradients[name], gradient), name
