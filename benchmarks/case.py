@@ -155,7 +155,8 @@ class Limit:
 class Case:
     """One question, put to several contenders.
 
-    ``target`` is the largest ratio of ``subject`` to ``baseline`` that is acceptable. Each of ``rounds`` gives every
+    ``target`` is the largest ratio of ``subject`` to ``baseline`` that is acceptable; ``control`` is the baseline once
+    more, whose ratio says what the run can tell apart. Each of ``rounds`` gives every
     contender ``steps`` steps; ``warmup`` rounds before them are compared and not counted. The first loss of each
     turn must be equal to the last bit; the later ones follow an update, which may differ in rounding, and must agree
     within ``tolerance`` (relative). ``limit_seconds`` of one run of the case is what ``gpu`` allows it.
@@ -172,6 +173,7 @@ class Case:
     target: float | None = None
     baseline: str = "plain"
     subject: str = "forebay"
+    control: str = "plain-again"
     metric: str = "seconds per step"
     rounds: int = 9
     warmup: int = 2
@@ -183,7 +185,7 @@ class Case:
         names = [c.name for c in self.contenders]
         if len(set(names)) != len(names):
             raise BenchmarkError(f"case {self.name}: two contenders have one name: {', '.join(names)}")
-        for role, name in (("baseline", self.baseline), ("subject", self.subject)):
+        for role, name in (("baseline", self.baseline), ("subject", self.subject), ("control", self.control)):
             if name not in names:
                 raise BenchmarkError(f"case {self.name}: the {role} is {name!r}, the contenders are {', '.join(names)}")
         if self.rounds < 3 or self.warmup < 1:

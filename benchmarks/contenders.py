@@ -6,7 +6,6 @@ torch is imported when a contender starts, so that cases can be listed without i
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -189,4 +188,3 @@ class _ForebayRunning(_Loop):
 
         api.close(self._model)
         del self._model, self._optimizer, self._batches
-        shutil.rmtree(self._job.scratch, ignore_errors=True)

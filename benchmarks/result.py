@@ -66,6 +66,7 @@ class Result:
     metric: str
     baseline: str
     subject: str
+    control: str
     target: float | None
     shape: Shape
     limit: str
@@ -129,6 +130,7 @@ def collect(
         metric=case.metric,
         baseline=case.baseline,
         subject=case.subject,
+        control=case.control,
         target=case.target,
         shape=shape,
         limit=case.limit.words,

@@ -20,7 +20,10 @@ __all__ = ["run_case"]
 
 
 def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = None) -> Result:
-    """Runs ``case`` on this machine. Raises ``BenchmarkError`` where it lacks the device."""
+    """Runs ``case`` on this machine.
+
+    Raises ``BenchmarkError`` where it lacks the device, and when the code changes meanwhile.
+    """
     import torch
 
     on_card = case.device is DeviceKind.CUDA
@@ -28,6 +31,7 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
         raise BenchmarkError(f"case {case.name} needs a CUDA device; torch {torch.__version__} finds none")
     load_average = os.getloadavg()[0]
     date = datetime.now(UTC)
+    before = code(revision)
     with tempfile.TemporaryDirectory(prefix="forebay-benchmark-") as folder:
         job = Job(case.model, case.batch, case.seq, case.device, Path(folder))
 
@@ -39,6 +43,11 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
             torch.cuda.empty_cache()
         scores = race(case, start, say)
         scores = tuple(replace(score, detail=score.detail.replace(folder, "SCRATCH")) for score in scores)
+    if code(revision) != before:
+        raise BenchmarkError(
+            f"case {case.name}: sources or commit changed during the run, so that contenders may have run different "
+            f"code; run it again, in a checkout that nobody edits"
+        )
     return collect(
         case,
         scores,
@@ -47,7 +56,7 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
         versions=versions(),
         threads=torch.get_num_threads(),
         load_average=load_average,
-        code=code(revision),
+        code=before,
         date=date,
         command=f"scripts/bench run {case.name}",
     )

@@ -71,7 +71,9 @@ def _verdict(result: Result) -> str:
         return "No target is set."
     if ratio is None:
         return f"Target {result.target:.2f}; no ratio was measured."
-    return f"Target {result.target:.2f} or less; measured {ratio:.3f}: {'met' if ratio <= result.target else 'missed'}."
+    verdict = "met" if ratio <= result.target else "missed"
+    control = _number(result.row(result.control).median_ratio, 3)
+    return f"Target {result.target:.2f} or less; measured {ratio:.3f}: {verdict} ({result.control}: {control})."
 
 
 def _row(result: Result, row: Row, previous: Result | None) -> str:

