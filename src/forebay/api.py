@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -14,7 +15,7 @@ from forebay.device import open_device
 from forebay.device.base import Device, NoWatch, Watch
 from forebay.device.ledger import StorageLedger
 from forebay.errors import ConfigError, DoesNotFit, ModelError, OptimizerError, UsageError
-from forebay.memory import Kind, Ledger, Tier
+from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule, read_optimizer
 from forebay.optim.streamed import StreamedOptimizer
 from forebay.planners import Problem, make_plan
@@ -70,7 +71,7 @@ def prepare(
         if plan is None:
             plan = _make_plan(model, batch, bound, rule, budget, policy, opened)
         else:
-            _check_plan(plan, bound, budget)
+            plan = _adopt_plan(plan, bound, budget)
         return _open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
     except BaseException:
         if opened is not device:
@@ -147,24 +148,31 @@ def _limits(budget: Budget) -> dict[Tier, int]:
     return {Tier.HOST: free if budget.host is None else budget.host, Tier.DISK: on_disk}
 
 
-def _check_plan(plan: Plan, bound: BoundModel, budget: Budget) -> None:
+def _adopt_plan(plan: Plan, bound: BoundModel, budget: Budget) -> Plan:
+    """``plan`` under the budget that is promised now, which need not be the one that it was made for."""
     planned = {p.block for p in plan.placements}
     there = {b.name for b in bound.model.blocks}
     if planned != there or len(plan.placements) != len(there):
         odd = min(planned ^ there, default="a block named twice")
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
+    if plan.disk and budget.disk is None:
+        raise ConfigError(f"the plan keeps {format_bytes(plan.disk)} on disk; give disk=PATH or PATH:SIZE")
+    limits = _limits(budget)
     for tier, needed, allowed in (
         (Tier.DEVICE, plan.device, budget.device),
-        (Tier.HOST, plan.host, budget.host),
+        (Tier.HOST, plan.host, limits[Tier.HOST]),
+        (Tier.DISK, plan.disk, limits[Tier.DISK]),
     ):
-        if allowed is not None and needed > allowed:
+        if needed > allowed:
+            what = tier.value if tier is Tier.DISK else f"{tier.value}_memory"
             raise DoesNotFit(
-                f"{tier.value} memory: the plan needs {format_bytes(needed)} and {format_bytes(allowed)} are allowed; "
-                f"raise {tier.value}_memory, or make another plan",
+                f"{tier.value}: the plan needs {format_bytes(needed)} and {format_bytes(allowed)} are allowed; "
+                f"raise {what}, or make another plan",
                 tier=tier.value,
                 needed=needed,
                 allowed=allowed,
             )
+    return replace(plan, budget=budget)
 
 
 def _open_session(
@@ -187,7 +195,6 @@ def _open_session(
     on_cuda = torch.device(device.name).type == "cuda"
     pinner: Pinner = CudaPinner.of(torch.device(device.name)) if on_cuda else NoPinner()
     watch: Watch = NoWatch() if on_cuda else StorageLedger(device.ledger, whereabouts)
-    device.ledger.charge(Kind.BUFFER, bound.model.buffer_nbytes, "the model's buffers")
     store = Store(device, bound.model, plan, rule.state_names, ledgers, pinner)
     try:
         pool = _slot_pool(device, store, bound, plan)

@@ -11,8 +11,9 @@ torch's own fused kernel, and no further.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas
+from forebay.device.cpu import CpuDevice
+from forebay.device.delays import RandomDelays
 from forebay.layout import PAGE, align
 from forebay.memory import Tier
 from forebay.plans import Budget, DiskBudget, Plan
 from forebay.runtime.blocks import find_blocks
-from forebay.units import MiB
+from forebay.timeline import Lane
+from forebay.units import MiB, parse_bytes
 
 AMPLE = "64MiB"
 STEPS = 5
@@ -35,6 +39,7 @@ DEFAULT_APART = 4
 """Ulps of the largest term: how far torch's default and fused implementations are apart (see above)."""
 
 Make = Callable[..., torch.optim.Optimizer]
+Late = Callable[..., tuple[nn.Module, torch.optim.Optimizer]]
 State = dict[str, dict[str, torch.Tensor]]
 
 OPTIMIZERS: dict[str, Make] = {
@@ -266,14 +271,14 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("built_on", ["returned", "original"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_groups_and_schedulers(scheduler: str, built_on: str) -> None:
+def test_groups_and_schedulers(late_updates: Late, scheduler: str, built_on: str) -> None:
     """The hyperparameters of a step are those of its moment, though updates may run after the scheduler's step."""
     model, reference = network(), network()
     plain = torch.optim.AdamW(groups_of(reference), lr=1e-2, fused=True)
     plain_schedule = SCHEDULERS[scheduler](plain)
     original = torch.optim.AdamW(groups_of(model), lr=1e-2)
     early = SCHEDULERS[scheduler](original) if built_on == "original" else None
-    model, optimizer = forebay.prepare(model, original, device_memory=AMPLE, policy="stream", device="cpu")
+    model, optimizer = late_updates(model, original)
     schedule = early or SCHEDULERS[scheduler](optimizer)
     seen = set()
     for step in range(STEPS):
@@ -291,25 +296,34 @@ def test_groups_and_schedulers(scheduler: str, built_on: str) -> None:
     forebay.close(model)
 
 
-@pytest.mark.parametrize("policy", ["auto", "stream"])
-def test_learning_rate_as_a_tensor(policy: str) -> None:
-    """torch writes a tensor's new value in place: a queued update must not see it."""
+@pytest.fixture
+def late_updates() -> Iterator[Late]:
+    """``prepare`` with updates that overlap whatever follows the step, each one held back."""
+    device = CpuDevice(parse_bytes(AMPLE), delays=RandomDelays(0, 0.01, [Lane.UPDATE]))
+    yield partial(forebay.prepare, device_memory=AMPLE, plan=overlapping_plan(), device=device)
+    device.close()
+
+
+def overlapping_plan() -> Plan:
+    model = network()
+    model, _ = forebay.prepare(
+        model, OPTIMIZERS["adamw"](model.parameters()), device_memory=AMPLE, policy="stream", device="cpu"
+    )
+    plan = forebay.report(model).plan
+    forebay.close(model)
+    return replace(plan, streaming=replace(plan.streaming, overlap_update=True))
+
+
+def test_learning_rate_as_a_tensor(late_updates: Late) -> None:
+    """torch writes a tensor's new value in place: an update that is still queued must not see it."""
     model, reference = network(), network()
     plain = torch.optim.AdamW(reference.parameters(), lr=torch.tensor(1e-2), fused=True)
-    made = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
-    model, optimizer = forebay.prepare(model, made, device_memory=AMPLE, policy=policy, device="cpu")
+    model, optimizer = late_updates(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True))
     for step in range(STEPS):
-        give_gradients(model, step)
-        give_gradients(reference, step)
-        optimizer.step()
-        for group in (*optimizer.param_groups, *plain.param_groups):
-            group["lr"].fill_(1e-2 * 0.5**step)
-        # After forebay's step and before torch's: had the queued update read the tensor late, it would differ.
-        for group in plain.param_groups:
-            group["lr"].fill_(1e-2 if step == 0 else 1e-2 * 0.5 ** (step - 1))
-        plain.step()
-        for group in plain.param_groups:
-            group["lr"].fill_(1e-2 * 0.5**step)
+        for subject, used in ((model, optimizer), (reference, plain)):
+            give_gradients(subject, step)
+            used.step()
+            used.param_groups[0]["lr"].fill_(1e-2 * 0.5**step)
         for name, parameter in reference.named_parameters():
             assert torch.equal(forebay.parameters(model)[name], parameter), (step, name)
     forebay.close(model)

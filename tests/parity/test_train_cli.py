@@ -70,7 +70,7 @@ def test_a_streamed_run_from_the_shell(tmp_path: Path, text: Path) -> None:
     config.write_text(f"model: {tmp_path / 'model.json'}\nsteps: 999\nseq: 32\nbatch: 2\nlr: 0.003\ndevice: cpu\n")
     command = [sys.executable, "-c", "from forebay.cli.main import main; main()", "train", config, "--data", text]
     command += ["--steps", "6", "--accumulate", "2", "--clip-norm", "1.0", "--device-memory", "10MiB"]
-    command += ["--host-memory", "12MiB", "--disk", f"{tmp_path / 'disk'}:24MiB", "--run", tmp_path / "run", "--json"]
+    command += ["--host-memory", "14MiB", "--disk", f"{tmp_path / 'disk'}:24MiB", "--run", tmp_path / "run", "--json"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -82,7 +82,7 @@ def test_a_streamed_run_from_the_shell(tmp_path: Path, text: Path) -> None:
     assert found["loss"][-1] < found["loss"][0]
     peaks = found["measured"]["peaks"]
     assert 0 < peaks["device"] <= 10 * 2**20
-    assert 0 < peaks["host"] <= 12 * 2**20
+    assert 0 < peaks["host"] <= 14 * 2**20
     assert 0 < peaks["disk"] <= 24 * 2**20
     assert "step 6/6" in done.stderr
     assert list((tmp_path / "disk").iterdir()) == []

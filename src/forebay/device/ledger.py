@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from forebay.device.base import Watch
-from forebay.errors import ParameterReleased
+from forebay.errors import BudgetExceeded, ParameterReleased
 from forebay.memory import Kind, Ledger
 
 __all__ = ["StorageLedger"]
@@ -50,7 +50,7 @@ class StorageLedger(Watch):
         self._where = where
         self._active = False
         self._mode = _Mode(self)
-        self._counted: dict[int, tuple[Kind, int]] = {}
+        self._counted: dict[int, _Entry] = {}
         self._known: set[int] = set()
         self._released: dict[int, str] = {}
         self._makes_storage: dict[Any, bool] = {}
@@ -86,9 +86,9 @@ class StorageLedger(Watch):
     def attribute(self, tensor: torch.Tensor, kind: Kind) -> None:
         key = tensor.untyped_storage()._cdata
         entry = self._counted.get(key)
-        if entry is not None and entry[0] is not kind:
-            self.ledger.move(entry[0], kind, entry[1])
-            self._counted[key] = (kind, entry[1])
+        if entry is not None and entry.kind is not kind:
+            self.ledger.move(entry.kind, kind, entry.nbytes)
+            entry.kind = kind
 
     def before(self, func: Any, args: Any) -> None:
         """Called before every op: refuses one that would read a released parameter."""
@@ -123,13 +123,33 @@ class StorageLedger(Watch):
         nbytes = storage.nbytes()
         if nbytes == 0:
             return
-        self.ledger.charge(Kind.TEMPORARY, nbytes, f"{self._where()}the result {tuple(tensor.shape)} of {func}")
-        self._counted[key] = (Kind.TEMPORARY, nbytes)
-        weakref.finalize(storage, self._forget, key).atexit = False
+        try:
+            self.ledger.charge(Kind.TEMPORARY, nbytes)
+        except BudgetExceeded:
+            what = f"{self._where()}the result {tuple(tensor.shape)} of {func}"
+            raise self.ledger.exceeded(Kind.TEMPORARY, nbytes, what) from None
+        self._counted[key] = _Entry(storage, self._forget, key, nbytes)
 
-    def _forget(self, key: int) -> None:
-        kind, nbytes = self._counted.pop(key)
-        self.ledger.discharge(kind, nbytes)
+    def _forget(self, entry: _Entry) -> None:
+        del self._counted[entry.key]
+        self.ledger.discharge(entry.kind, entry.nbytes)
+
+
+@final
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A counted storage: what it is charged as. A bare weak reference, because one is made for every op's result
+    and ``weakref.finalize`` costs several times as much."""
+
+    __slots__ = ("key", "kind", "nbytes")
+
+    def __new__(cls, storage: torch.UntypedStorage, died: Callable[[_Entry], None], key: int, nbytes: int) -> _Entry:
+        return super().__new__(cls, storage, died)
+
+    def __init__(self, storage: torch.UntypedStorage, died: Callable[[_Entry], None], key: int, nbytes: int) -> None:
+        super().__init__(storage, died)  # type: ignore[call-arg]
+        self.key = key
+        self.kind = Kind.TEMPORARY
+        self.nbytes = nbytes
 
 
 @final

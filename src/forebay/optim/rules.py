@@ -67,7 +67,8 @@ class AdamRule(UpdateRule):
             list(states["exp_avg"]),
             list(states["exp_avg_sq"]),
             list(states["max_exp_avg_sq"]) if amsgrad else [],
-            [torch.tensor(float(step), device=device) for _ in parameters],
+            # One tensor for all: the kernel only reads it, and on a GPU each one would be a copy of its own.
+            [torch.full((), float(step), device=device)] * len(parameters),
             amsgrad=amsgrad,
             lr=float(group["lr"]),
             beta1=float(beta1),

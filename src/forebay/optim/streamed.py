@@ -62,8 +62,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         groups: dict[str, Mapping[str, object]] = {}
         for group in self.param_groups:
-            # A copy: a scheduler may change the group while the update is still queued.
-            frozen = {key: value for key, value in group.items() if key != "params"}
+            # A copy: a scheduler may change the group while the update is still queued, and a learning rate that is
+            # a tensor is changed in place.
+            frozen = {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
             groups.update((self._names[id(p)], frozen) for p in group["params"])
         self._host.step(groups)
         return loss

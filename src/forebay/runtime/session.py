@@ -31,6 +31,9 @@ __all__ = ["Phase", "Resources", "Session", "Whereabouts"]
 EVENT_LIMIT = 200_000
 """Events that a session remembers; older steps are forgotten first."""
 
+TRAINING, EVALUATION = "training", "evaluation"
+"""The kinds of pass, each with a record of its own of the order in which blocks are used."""
+
 
 class Phase(Enum):
     """What the model is doing."""
@@ -151,7 +154,7 @@ class Session:
             )
         self.watch.install()
         self.watch.activate(True)
-        self.pool.order.begin("training" if training else "evaluation")
+        self.pool.order.begin(TRAINING if training else EVALUATION)
         self._whereabouts.phase = Phase.FORWARD
         self._phase_start = self.device.now()
         if training:
@@ -234,6 +237,9 @@ class Session:
                 state.steps[name] += 1
         if not self.plan.streaming.overlap_update:
             self.store.settle()
+        # The next pass begins where the record begins: its first blocks are fetched as soon as they are updated.
+        self.pool.order.begin(TRAINING)
+        self.pool.prefetch()
         self._end_step()
 
     def _land_replaced(self, state: BlockState, tasks: Mapping[str, Task]) -> None:

@@ -105,6 +105,9 @@ class Store:
         self._pinner = pinner or NoPinner()
         self._device_buffers: list[torch.Tensor] = []
         self._stack = contextlib.ExitStack()
+        # The model's buffers stay on the device for as long as the session lives.
+        device.ledger.charge(Kind.BUFFER, model.buffer_nbytes, "the model's buffers")
+        self._stack.callback(device.ledger.discharge, Kind.BUFFER, model.buffer_nbytes)
         self.notes: list[str] = []
         self.sizes = arenas(model, plan.placements, plan.streaming, state_names)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
