@@ -85,7 +85,7 @@ class Forebay(Contender):
         model = job.model.build(job.seq, "cpu")
         seeded = _copy_of_parameters(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        folder = job.scratch / self.name
+        folder = job.scratch
         folder.mkdir(parents=True, exist_ok=True)
         model, wrapped = api.prepare(
             model,

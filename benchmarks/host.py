@@ -8,11 +8,16 @@ import platform
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import final
 
-__all__ = ["ROOT", "Code", "Hardware", "code", "hardware", "slug", "versions"]
+import psutil
+
+__all__ = ["ROOT", "Code", "CpuMeter", "Hardware", "code", "hardware", "slug", "versions"]
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
@@ -55,6 +60,41 @@ def hardware(with_gpu: bool) -> Hardware:
     properties = torch.cuda.get_device_properties(0)
     driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
     return Hardware(cpu, cores, memory, properties.name, properties.total_memory, driver)
+
+
+@final
+class CpuMeter:
+    """How many cores other processes kept busy since this was made.
+
+    Processes of our own count once they have ended. Times are in seconds: ``busy`` of the whole machine, ``own`` of
+    this process and its ended children, ``clock`` of the wall.
+    """
+
+    def __init__(
+        self,
+        busy: Callable[[], float] | None = None,
+        own: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._busy, self._own, self._clock = busy or _machine_busy, own or _own_busy, clock
+        self._start = self._busy(), self._own(), self._clock()
+
+    def others(self) -> float:
+        """Cores that others used, on average."""
+        busy, own, clock = self._start
+        elapsed = self._clock() - clock
+        used = (self._busy() - busy) - (self._own() - own)
+        return max(0.0, used / elapsed) if elapsed > 0 else 0.0
+
+
+def _machine_busy() -> float:
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in user and nice too
+
+
+def _own_busy() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def versions() -> dict[str, str]:

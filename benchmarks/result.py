@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """One run of one case. ``load_average`` is the machine's over the minute before it (processes)."""
+    """One run of one case. ``other_cores`` is how many cores other processes kept busy meanwhile, on average."""
 
     case: str
     question: str
@@ -75,7 +75,7 @@ class Result:
     hardware: Hardware
     versions: Mapping[str, str]
     threads: int
-    load_average: float
+    other_cores: float
     code: Code
     rows: tuple[Row, ...]
     schema: int = SCHEMA
@@ -105,7 +105,7 @@ def collect(
     hardware: Hardware,
     versions: Mapping[str, str],
     threads: int,
-    load_average: float,
+    other_cores: float,
     code: Code,
     date: datetime,
     command: str,
@@ -139,7 +139,7 @@ def collect(
         hardware=hardware,
         versions=versions,
         threads=threads,
-        load_average=load_average,
+        other_cores=other_cores,
         code=code,
         rows=tuple(_row(case, score) for score in scores),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.case import BenchmarkError, Case, Contender, DeviceKind, Job
-from benchmarks.host import code, hardware, versions
+from benchmarks.host import CpuMeter, code, hardware, versions
 from benchmarks.isolated import IsolatedRunner
 from benchmarks.measure import Runner, race
-from benchmarks.rates import facts
+from benchmarks.rates import facts, fastest
 from benchmarks.result import Result, collect
 
 __all__ = ["run_case"]
@@ -29,7 +28,7 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
     on_card = case.device is DeviceKind.CUDA
     if on_card and not torch.cuda.is_available():
         raise BenchmarkError(f"case {case.name} needs a CUDA device; torch {torch.__version__} finds none")
-    load_average = os.getloadavg()[0]
+    meter = CpuMeter()
     date = datetime.now(UTC)
     before = code(revision)
     with tempfile.TemporaryDirectory(prefix="forebay-benchmark-") as folder:
@@ -38,11 +37,13 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
         def start(contender: Contender) -> Runner:
             return IsolatedRunner(contender, replace(job, scratch=job.scratch / contender.name), case.steps)
 
-        measured = facts(job)
+        rates_before = facts(job)
         if on_card:
             torch.cuda.empty_cache()
         scores = race(case, start, say)
+        measured = fastest(rates_before, facts(job))
         scores = tuple(replace(score, detail=score.detail.replace(folder, "SCRATCH")) for score in scores)
+    other_cores = meter.others()
     if code(revision) != before:
         raise BenchmarkError(
             f"case {case.name}: sources or commit changed during the run, so that contenders may have run different "
@@ -55,7 +56,7 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
         hardware=hardware(on_card),
         versions=versions(),
         threads=torch.get_num_threads(),
-        load_average=load_average,
+        other_cores=other_cores,
         code=before,
         date=date,
         command=f"scripts/bench run {case.name}",

@@ -54,7 +54,7 @@ CASES = (
             AGAIN,
             Forebay(
                 device_memory="384MiB",
-                host_memory="160MiB",
+                host_memory="140MiB",
                 disk="1GiB",
                 policy="stream",
                 what="forebay, everything streamed, states on disk",

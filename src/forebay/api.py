@@ -30,7 +30,7 @@ from forebay.runtime.store import Ledgers, Store
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
 from forebay.tiers.host import available_disk, available_host_memory
 from forebay.trace import Footprint
-from forebay.units import format_bytes, parse_bytes, parse_disk
+from forebay.units import format_apart, format_bytes, parse_bytes, parse_disk
 
 __all__ = ["close", "gradients", "initialize", "load", "parameters", "prepare", "report", "synchronize"]
 
@@ -67,7 +67,7 @@ def prepare(
     opened = open_device(device, budget.device)
     try:
         bound = find_blocks(model, blocks)
-        _check_model(bound, optimizer, opened)
+        _check_model(model, bound, optimizer, opened)
         if plan is None:
             plan = _make_plan(model, batch, bound, rule, budget, policy, opened)
         else:
@@ -88,9 +88,17 @@ def _read_budget(device_memory: Size, host_memory: Size | None, disk: str | None
     return Budget(parse_bytes(device_memory), host, None, folder)
 
 
-def _check_model(bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
+def _check_model(
+    model: nn.Module, bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device
+) -> None:
     if not bound.parameters:
         raise ModelError("the model has no parameters; there is nothing to train")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(
+                f"buffer {name} is on the meta device and has no values; build the model so that only parameters "
+                f"are on meta (accelerate.init_empty_weights() does)"
+            )
     known = {id(p) for p in bound.parameters.values()}
     for group in optimizer.param_groups:
         if any(id(p) not in known for p in group["params"]):
@@ -135,9 +143,9 @@ def _limits(budget: Budget) -> dict[Tier, int]:
     """Bytes of host and disk that may be used: the budget, and never more than the machine has free."""
     free = available_host_memory().available
     if budget.host is not None and budget.host > free:
+        asked, there = format_apart(budget.host, free)
         raise DoesNotFit(
-            f"host memory: {format_bytes(budget.host)} are allowed and this machine has {format_bytes(free)} free; "
-            f"lower host_memory",
+            f"host memory: {asked} are allowed and this machine has {there} free; lower host_memory",
             tier=Tier.HOST.value,
             needed=budget.host,
             allowed=free,
@@ -165,8 +173,9 @@ def _adopt_plan(plan: Plan, bound: BoundModel, budget: Budget) -> Plan:
     ):
         if needed > allowed:
             what = tier.value if tier is Tier.DISK else f"{tier.value}_memory"
+            shown = format_apart(needed, allowed)
             raise DoesNotFit(
-                f"{tier.value}: the plan needs {format_bytes(needed)} and {format_bytes(allowed)} are allowed; "
+                f"{tier.value}: the plan needs {shown[0]} and {shown[1]} are allowed; "
                 f"raise {what}, or make another plan",
                 tier=tier.value,
                 needed=needed,
@@ -242,12 +251,7 @@ def _take_over(session: Session, model: nn.Module, bound: BoundModel) -> Attachm
                 session.store.fill(block.name, lambda p: None if p.name in meta else bound.parameters[p.name].detach())
             # At once, not after the last block: what a block leaves behind is free before the next is copied.
             _point_away(session, block.name, bound.parameters)
-        for name, buffer in model.named_buffers():
-            if buffer.is_meta:
-                raise ModelError(
-                    f"buffer {name} is on the meta device and has no values; build the model so that only parameters "
-                    f"are on meta (accelerate.init_empty_weights() does)"
-                )
+        for buffer in model.buffers():
             if buffer.device != session.torch_device:
                 buffer.data = buffer.data.to(session.torch_device)
     session.unwritten |= meta

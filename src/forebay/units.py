@@ -19,6 +19,7 @@ __all__ = [
     "KiB",
     "MiB",
     "TiB",
+    "format_apart",
     "format_bytes",
     "format_count",
     "format_rate",
@@ -104,6 +105,12 @@ def parse_disk(text: str) -> tuple[str, int | None]:
 def format_bytes(nbytes: int) -> str:
     """``nbytes`` in binary units with one decimal: ``"24.0 GiB"``; below 1 KiB in whole bytes: ``"512 B"``."""
     return _scale(nbytes, 1024, _BINARY)
+
+
+def format_apart(needed: int, allowed: int) -> tuple[str, str]:
+    """Two sizes for one message: as ``format_bytes`` writes them, or in bytes where that would make them look equal."""
+    short = format_bytes(needed), format_bytes(allowed)
+    return short if short[0] != short[1] else (f"{needed} bytes", f"{allowed} bytes")
 
 
 def format_rate(bytes_per_second: float) -> str:

@@ -31,7 +31,7 @@ from benchmarks.case import (
 from benchmarks.cases import CASES
 from benchmarks.contenders import FUSED, Forebay, exhausted
 from benchmarks.contenders import PLAIN as PLAIN_TORCH
-from benchmarks.host import Code, Hardware
+from benchmarks.host import Code, CpuMeter, Hardware
 from benchmarks.isolated import IsolatedRunner
 from benchmarks.measure import LocalRunner, Outcome, Runner, Score, noticing_exhaustion, race
 from benchmarks.models import LlamaShape
@@ -362,7 +362,7 @@ def result_of(scores: tuple[Score, ...], day: int = 1, case: Case | None = None)
         hardware=MACHINE,
         versions={"python": "3.11.7", "torch": "2.13.0"},
         threads=2,
-        load_average=0.25,
+        other_cores=0.01,
         code=Code("0123456789abcdef", True, "fedcba9876543210"),
         date=datetime(2026, 1, day, 12, 30, tzinfo=UTC),
         command="scripts/bench run fake",
@@ -378,7 +378,8 @@ def test_a_result_keeps_what_a_reader_needs_to_repeat_it(result: Result) -> None
     kept = json.loads(dump(result))
     assert set(kept) == {
         "baseline", "case", "code", "command", "control", "date", "device", "facts", "hardware", "limit",
-        "limit_seconds", "load_average", "metric", "question", "rows", "schema", "shape", "subject", "target", "threads", "versions",
+        "limit_seconds", "metric", "other_cores", "question", "rows", "schema", "shape", "subject", "target",
+        "threads", "versions",
     }  # fmt: skip
     assert set(kept["hardware"]) == {"cpu", "cores", "memory_bytes", "gpu", "gpu_memory_bytes", "driver"}
     assert set(kept["code"]) == {"revision", "dirty", "sha256"}
@@ -416,6 +417,17 @@ def test_the_table_shows_the_latest_and_forebays_result_before_it(result: Result
     assert "plain alone, before the others were set up: 1.0000 s" in text
     assert "commit 0123456789ab with changes" in text
     assert "2026-01-02 12:30 UTC. `scripts/bench run fake`" in text
+
+
+def test_a_run_on_a_crowded_host_is_not_judged(result: Result) -> None:
+    text = render([replace(result, other_cores=0.7)])
+    assert "measured 1.500: not judged, other processes kept 0.7 cores busy" in text
+
+
+def test_cores_of_others_are_what_the_machine_did_and_we_did_not() -> None:
+    busy, own, clock = iter((100.0, 130.0)), iter((5.0, 20.0)), iter((0.0, 10.0))
+    meter = CpuMeter(busy=lambda: next(busy), own=lambda: next(own), clock=lambda: next(clock))
+    assert meter.others() == 1.5
 
 
 def test_the_table_keeps_a_row_that_ran_out_of_memory() -> None:

@@ -35,17 +35,16 @@ class _Weights:
         index = self._folder / INDEX
         if index.is_file():
             try:
-                names: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+                # The index is input: it names files of this folder and none elsewhere.
+                files = {n: Path(f).name for n, f in dict(json.loads(index.read_text())["weight_map"]).items()}
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(f"{index} is not an index of safetensors; save the model again") from None
-            for name, file in names.items():
-                # The index is input: it names files of this folder and none elsewhere.
-                yield name, self._folder / Path(file).name
+            yield from ((name, self._folder / file) for name, file in files.items())
             return
-        files = sorted(self._folder.glob("*.safetensors"))
-        if not files:
+        paths = sorted(self._folder.glob("*.safetensors"))
+        if not paths:
             raise ConfigError(f"{self._folder} has no safetensors; save the model with save_pretrained")
-        for path in files:
+        for path in paths:
             with self._open(path) as tensors:
                 yield from ((name, path) for name in tensors.keys())  # noqa: SIM118 - a reader, not a dict
 
@@ -60,15 +59,22 @@ class _Weights:
         return name in self._file_of
 
     def read(self, name: str) -> torch.Tensor:
-        with self._open(self._file_of[name]) as tensors:
-            value: torch.Tensor = tensors.get_tensor(name)
+        path = self._file_of[name]
+        with self._open(path) as tensors:
+            try:
+                value: torch.Tensor = tensors.get_tensor(name)
+            except SafetensorError as error:
+                raise ConfigError(f"{path} has no {name} although the index says so: {error}") from None
             return value
 
     def parameter(self, spec: Parameter) -> torch.Tensor:
         """The value of a parameter, under its own name or that of a tied one. Raises ``ConfigError``."""
         name = next((n for n in (spec.name, *spec.aliases) if n in self), None)
         if name is None:
-            raise ConfigError(f"{self._folder} has no tensor {spec.name}; it was saved from another model")
+            raise ConfigError(
+                f"{self._folder} has no tensor {spec.name}; it was saved from another model, or this model's tied "
+                f"weights are not tied (init_empty_weights() unties them: call model.tie_weights() before prepare)"
+            )
         value = self.read(name)
         if tuple(value.shape) != spec.shape:
             raise ConfigError(

@@ -23,6 +23,8 @@ from forebay.memory import Kind, Ledger
 __all__ = ["StorageLedger"]
 
 _OWN_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+# Ops that look at what a tensor is and not at its values. The second is how ``param.data = ...`` asks, in inference mode.
+_READ_NO_VALUES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._has_compatible_shallow_copy_type.default})
 # Ops that return a storage of their input although their schema does not say so.
 _SILENT_ALIASES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default})
 
@@ -92,7 +94,7 @@ class StorageLedger(Watch):
 
     def before(self, func: Any, args: Any) -> None:
         """Called before every op: refuses one that would read a released parameter."""
-        if not self._released or func.is_view or func is torch.ops.aten.detach.default:
+        if not self._released or func.is_view or func in _READ_NO_VALUES:
             return
         for tensor in _tensors(args):
             name = self._released.get(tensor.untyped_storage()._cdata)
@@ -118,7 +120,9 @@ class StorageLedger(Watch):
     def _note(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._counted or key in self._known:
+        counted = self._counted.get(key)
+        # A dead entry is one whose finalizer has not run yet, in another thread; its address is this storage's now.
+        if (counted is not None and counted() is not None) or key in self._known:
             return
         nbytes = storage.nbytes()
         if nbytes == 0:
@@ -131,7 +135,8 @@ class StorageLedger(Watch):
         self._counted[key] = _Entry(storage, self._forget, key, nbytes)
 
     def _forget(self, entry: _Entry) -> None:
-        del self._counted[entry.key]
+        if self._counted.get(entry.key) is entry:
+            del self._counted[entry.key]
         self.ledger.discharge(entry.kind, entry.nbytes)
 
 

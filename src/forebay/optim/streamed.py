@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, final
+from typing import Any, NoReturn, Protocol, SupportsIndex, final
 
 import torch
 
@@ -38,6 +38,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._host = host
         self._names = names
         super().__init__(source.param_groups, source.defaults)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise OptimizerError("a prepared optimizer cannot be copied or pickled; save its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses parameters that were not there when the model was prepared."""

@@ -22,7 +22,7 @@ from forebay.memory import Tier
 from forebay.planners.problem import Problem
 from forebay.plans import Placement, Plan, Streaming
 from forebay.trace import Block
-from forebay.units import format_bytes
+from forebay.units import format_apart, format_bytes
 
 __all__ = ["auto", "stream"]
 
@@ -94,8 +94,9 @@ def _slots(problem: Problem, streamed: Sequence[Block]) -> Streaming:
     slots = options[-1]
     largest = max(shared, key=lambda b: b.nbytes)
     need = sum(slots) + dedicated + _working_set(problem)
+    needed, allowed = format_apart(need, problem.budget.device)
     raise DoesNotFit(
-        f"device memory: {format_bytes(need)} are needed and {format_bytes(problem.budget.device)} are allowed: "
+        f"device memory: {needed} are needed and {allowed} are allowed: "
         f"{format_bytes(sum(slots))} for the largest block ({largest.name}), {format_bytes(dedicated)} for blocks in "
         f"use throughout, {format_bytes(_working_set(problem))} for the activations of one step; raise device_memory, "
         f"or use a smaller batch or a shorter sequence",
@@ -173,8 +174,9 @@ def _place_on_host(problem: Problem, name: str, placements: dict[str, Placement]
     if sizes.host > problem.host_limit:
         raise _no_room(problem, sizes)
     if sizes.disk > problem.disk_limit and sizes.disk:
+        needed, allowed = format_apart(sizes.disk, problem.disk_limit)
         raise DoesNotFit(
-            f"disk: {format_bytes(sizes.disk)} are needed and {format_bytes(problem.disk_limit)} are allowed; give "
+            f"disk: {needed} are needed and {allowed} are allowed; give "
             f"the disk budget more room, or raise host_memory",
             tier=Tier.DISK.value,
             needed=sizes.disk,
@@ -219,8 +221,9 @@ def _move_to_disk(
 
 def _no_room(problem: Problem, sizes: Arenas) -> DoesNotFit:
     disk = "" if problem.disk_limit else ", or give disk=PATH:SIZE for the optimizer states"
+    needed, allowed = format_apart(sizes.host, problem.host_limit)
     return DoesNotFit(
-        f"host memory: {format_bytes(sizes.host)} are needed and {format_bytes(problem.host_limit)} are allowed: "
+        f"host memory: {needed} are needed and {allowed} are allowed: "
         f"{format_bytes(sizes.host_parameters)} parameters, {format_bytes(sizes.host_gradients)} gradients, "
         f"{format_bytes(sizes.host_states)} optimizer states, {format_bytes(sizes.host_staging)} staging; raise "
         f"host_memory{disk}",

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from forebay.device.base import Completion, Device
+from forebay.errors import ForebayError
 from forebay.runtime.tensors import flat, shaped
 from forebay.timeline import Lane
 from forebay.trace import Parameter
@@ -104,7 +105,8 @@ def _sum_job(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
 class GradientBuffer:
     """The landed bytes of one parameter's gradient: ``host`` (1-D, the parameter's dtype) in the gradient arena.
 
-    ``arrived`` is the last job that writes the bytes, ``read_by`` the update that reads them.
+    ``arrived`` is the last job that writes the bytes, ``read_by`` the update that reads them. ``generation`` counts
+    the gradients that have landed here: a wrapper that somebody kept must not pass the next one off as its own.
     """
 
     def __init__(self, parameter: Parameter, host: torch.Tensor, landing: Landing) -> None:
@@ -112,11 +114,13 @@ class GradientBuffer:
         self.host = host
         self.arrived: Completion | None = None
         self.read_by: Completion | None = None
+        self.generation = 0
         self._landing = landing
 
     def land(self, gradient: torch.Tensor) -> None:
         """Replaces the landed bytes by ``gradient``."""
         self._before_write()
+        self.generation += 1
         self.arrived = self._landing.copy(self.host, flat(gradient, self.parameter), self.parameter.name)
 
     def accumulate(self, gradient: torch.Tensor) -> None:
@@ -125,17 +129,16 @@ class GradientBuffer:
         source = flat(gradient, self.parameter)
         self.arrived = self._landing.accumulate(self.host, source, self.parameter.name)
 
-    def value(self) -> torch.Tensor:
-        """The gradient on the host in the parameter's shape: the landed bytes themselves, all of them there."""
+    def settle(self) -> None:
+        """Waits until the landed bytes are there."""
         if self.arrived is not None:
             self.arrived.wait()
             self.arrived = None
-        return shaped(self.host, self.parameter)
 
-    def writable(self) -> torch.Tensor:
-        """Like ``value``, for a caller that is going to change it."""
+    def settle_for_write(self) -> None:
+        """Like ``settle``, for a caller that is going to change them."""
         self._before_write()
-        return self.value()
+        self.settle()
 
     def _before_write(self) -> None:
         # The update of the last step may not have read these bytes yet.
@@ -151,24 +154,61 @@ _NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm
 
 @final
 class LandedGradient(torch.Tensor):
-    """``param.grad`` of a parameter whose gradient has landed; see the module's docstring."""
+    """``param.grad`` of a parameter whose gradient has landed, or a view of one; see the module's docstring.
+
+    ``piece`` is the view of the landed bytes, on the host, that this tensor stands for.
+    """
 
     buffer: GradientBuffer
+    piece: torch.Tensor
+    generation: int
 
     @staticmethod
-    def __new__(cls, buffer: GradientBuffer, dtype: torch.dtype, device: torch.device) -> LandedGradient:
-        spec = buffer.parameter
+    def __new__(cls, buffer: GradientBuffer, device: torch.device, piece: torch.Tensor | None = None) -> LandedGradient:
+        """A wrapper for all of ``buffer``, or for ``piece``, a view of its bytes."""
+        if piece is None:
+            piece = shaped(buffer.host, buffer.parameter)
         made: LandedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=dtype, device=device, requires_grad=False
+            cls, piece.shape, strides=piece.stride(), dtype=piece.dtype, device=device, requires_grad=False
         )
-        made.buffer = buffer
+        made.buffer, made.piece, made.generation = buffer, piece, buffer.generation
         return made
 
-    def __init__(self, buffer: GradientBuffer, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, buffer: GradientBuffer, device: torch.device, piece: torch.Tensor | None = None) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LandedGradient({self.buffer.parameter.name}, {tuple(self.shape)}, {self.dtype})"
+
+    def stands_for(self, buffer: GradientBuffer) -> bool:
+        """Whether this is what has landed in ``buffer``, all of it, element for element."""
+        if self.buffer is not buffer or self.generation != buffer.generation:
+            return False
+        spec, piece = buffer.parameter, self.piece
+        same_place = piece.data_ptr() == buffer.host.data_ptr()
+        return same_place and tuple(piece.shape) == spec.shape and piece.stride() == spec.stride
+
+    def value(self) -> torch.Tensor:
+        """The landed bytes themselves (host), all of them there.
+
+        Raises ``ForebayError`` when another gradient has landed since: the bytes are no longer this one's.
+        """
+        self._expect_current()
+        self.buffer.settle()
+        return self.piece
+
+    def writable(self) -> torch.Tensor:
+        """Like ``value``, for a caller that is going to change it."""
+        self._expect_current()
+        self.buffer.settle_for_write()
+        return self.piece
+
+    def _expect_current(self) -> None:
+        if self.generation != self.buffer.generation:
+            raise ForebayError(
+                f"this gradient of {self.buffer.parameter.name} is that of an earlier backward and its bytes were "
+                f"overwritten by the next; to keep a gradient, clone() it before zero_grad()"
+            )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -179,30 +219,42 @@ class LandedGradient(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, LandedGradient):
-            if func is aten.add_.Tensor and not kwargs and _is_device_tensor(args[1], first):
+            if func is aten.add_.Tensor and not kwargs and _can_accumulate(first, args[1]):
                 first.buffer.accumulate(args[1])
                 return first
-            if func in (aten.detach.default, aten.alias.default):
-                return LandedGradient(first.buffer, first.dtype, first.device)
+            if func.is_view:
+                return _view(func, first, args[1:], kwargs)
             if func is aten.zero_.default:
-                first.buffer.writable().zero_()
+                first.writable().zero_()
                 return first
             if func in _IN_PLACE_SCALE:
-                func(first.buffer.writable(), _to_host(args[1]))
+                func(first.writable(), _to_host(args[1]))
                 return first
             if func in _NORMS:
-                return func(first.buffer.value(), *args[1:], **kwargs).to(first.device)
+                return func(first.value(), *args[1:], **kwargs).to(first.device)
         if func in (aten._foreach_zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
             return _one_by_one(func, args)
         return _on_device(func, args, kwargs)
 
 
-def _is_device_tensor(value: Any, like: LandedGradient) -> bool:
+def _view(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> Any:
+    """A view of a landed gradient stands for a view of the landed bytes: what is written to it must land too."""
+
+    def wrap(piece: torch.Tensor) -> LandedGradient:
+        return LandedGradient(gradient.buffer, gradient.device, piece)
+
+    gradient._expect_current()
+    return tree_map_only(torch.Tensor, wrap, func(gradient.piece, *args, **kwargs))
+
+
+def _can_accumulate(gradient: LandedGradient, value: Any) -> bool:
+    """Whether ``value`` is what autograd adds to a whole gradient: the same shape and dtype, on the device."""
     return (
-        isinstance(value, torch.Tensor)
+        gradient.stands_for(gradient.buffer)
+        and isinstance(value, torch.Tensor)
         and not isinstance(value, LandedGradient)
-        and value.shape == like.shape
-        and value.dtype == like.dtype
+        and value.shape == gradient.shape
+        and value.dtype == gradient.dtype
     )
 
 
@@ -228,7 +280,7 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
         for known, copy in copies:
             if known is gradient:
                 return copy
-        value = gradient.buffer.value()
+        value = gradient.value()
         copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=gradient.device)
         copies.append((gradient, copy.copy_(value)))
         return copy
@@ -237,6 +289,6 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if func._schema.is_mutable:
         for gradient, copy in copies:
-            gradient.buffer.writable().copy_(copy)
+            gradient.writable().copy_(copy)
     # An op that returns what it was given returns the gradient itself, not the copy.
     return tree_map_only(torch.Tensor, lambda t: next((g for g, c in copies if c is t), t), result)

@@ -9,10 +9,12 @@ module, state_dict and its load    plain names and plain values, wherever they l
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from types import FrameType
+from typing import Any, NoReturn, SupportsIndex, final
 
 import torch
 from torch import nn
@@ -47,13 +49,21 @@ def session_of(model: nn.Module) -> Attachment | None:
 
 @final
 class Attachment:
-    """All hooks of one session on one model."""
+    """All hooks of one session on one model. They cannot be copied, and so neither can a prepared model: a copy would
+    share threads, arenas and files with the original."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UsageError(
+            "a prepared model cannot be copied or pickled; save its state_dict(), or forebay.close() it first"
+        )
 
     def __init__(self, session: Session, root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         self.session = session
         self._root = weakref.ref(root)
         self._handles: list[RemovableHandle] = []
         self._depth: dict[str, int] = {}
+        # Of parameters with several names: the tensor that the last state_dict() was given.
+        self._exports: dict[str, weakref.ref[torch.Tensor]] = {}
         # Modules whose forward is running, innermost last, each with the blocks that it opened.
         self._running: list[tuple[nn.Module, Sequence[Block]]] = []
         self._scopes = contextlib.ExitStack()
@@ -102,6 +112,10 @@ class Attachment:
         for name in self._streamed_names:
             self._hide(name)
 
+    def _hide_block(self, block: Block) -> None:
+        for spec in block.parameters:
+            self._hide(spec.name)
+
     def _hide(self, name: str) -> None:
         self.session.parameters[name].data = self.session.stand_in(self.session.spec_of[name])
 
@@ -128,7 +142,9 @@ class Attachment:
     def before_root(self) -> None:
         """A pass begins."""
         if self.session.phase is Phase.FORWARD:
-            return  # a recursive call of the root is part of the same pass
+            if self._is_recursive():
+                return  # part of the same pass
+            self._abandon()
         self._running.clear()
         self._training = torch.is_grad_enabled()
         self.session.begin_forward(self._training)
@@ -136,6 +152,27 @@ class Attachment:
         # again in its recomputation, must stay the innermost ones.
         saved = self.session.saved
         self._scopes.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
+
+    def _is_recursive(self) -> bool:
+        """Whether the call of the root that begins is one inside another.
+
+        Asked of the stack because nothing else knows: an interrupt (KeyboardInterrupt, SystemExit) leaves a forward
+        without any after-hook, always_call or not, and the session then still believes that it is inside.
+        """
+        root, calls = self._root(), 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is root
+            frame = frame.f_back
+        return calls > 1
+
+    def _abandon(self) -> None:
+        """Ends a forward that was interrupted: what it left open is closed."""
+        for block in self.session.model.blocks:
+            if self._depth.pop(block.name, 0):
+                self._hide_block(block)
+        self._scopes.close()
+        self.session.end_forward(self._training)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.session.phase is Phase.FORWARD and not self._running:
@@ -165,8 +202,7 @@ class Attachment:
                 continue
             self._depth[block.name] = depth - 1
             if depth == 1:
-                for spec in block.parameters:
-                    self._hide(spec.name)
+                self._hide_block(block)
         return output
 
     def _without_aliases(self, output: Any) -> Any:
@@ -186,7 +222,18 @@ class Attachment:
     ) -> None:
         for local, full in own.items():
             if full in self._streamed_names and prefix + local in state:
-                state[prefix + local] = self.session.value(full).detach()
+                state[prefix + local] = self._exported(full, state)
+
+    def _exported(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
+        """The value of a parameter for ``state``; under a second name the tensor that is there already, since tied
+        names must stay tied in what is saved."""
+        reference = self._exports.get(name)
+        made = reference() if reference is not None else None
+        if made is None or not any(value is made for value in state.values()):
+            made = self.session.value(name)
+        if self.session.spec_of[name].aliases:
+            self._exports[name] = weakref.ref(made)
+        return made
 
     def _before_load(
         self,
@@ -201,10 +248,11 @@ class Attachment:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace the prepared parameters; use assign=False")
         self.session.synchronize()
-        # torch copies the loaded value into param.data: for the time of the load that is a tensor of its own.
+        # torch copies the loaded value into param.data: for the time of the load that is a tensor of its own, with
+        # the present value, because torch copies nothing when the shapes differ.
         for local, full in own.items():
             if full in self._streamed_names and prefix + local in state:
-                self.session.parameters[full].data = torch.empty_like(self.session.value(full))
+                self.session.parameters[full].data = self.session.value(full).clone()
 
     def _after_load(self, own: Mapping[str, str], module: nn.Module, incompatible: Any) -> None:
         written: dict[str, torch.Tensor] = {}

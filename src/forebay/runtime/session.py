@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from forebay.device.base import Device, Watch
-from forebay.errors import ForebayError, SessionClosed
+from forebay.errors import ForebayError, ModelError, SessionClosed
 from forebay.layout import MASTER
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
@@ -21,7 +21,7 @@ from forebay.runtime.gradients import GradientBuffer, LandedGradient
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.slots import SlotPool
 from forebay.runtime.store import BlockState, Ledgers, Store
-from forebay.runtime.tensors import flat, shaped
+from forebay.runtime.tensors import alone, flat, shaped
 from forebay.runtime.updates import Task, Updater
 from forebay.timeline import Event, Lane, Timeline
 from forebay.trace import Model, Parameter
@@ -199,16 +199,16 @@ class Session:
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, LandedGradient):
             return  # LandedGradient: autograd's own accumulation has landed it
-        self.watch.attribute(gradient, Kind.GRADIENT)
         if gradient.layout is not torch.strided:
             raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
+        self.watch.attribute(gradient, Kind.GRADIENT)
         buffer = self._state(name).gradients.get(name)
         if buffer is not None:
             self._land(parameter, gradient, buffer)
 
     def _land(self, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
         buffer.land(gradient)
-        parameter.grad = LandedGradient(buffer, parameter.dtype, self.torch_device)
+        parameter.grad = LandedGradient(buffer, self.torch_device)
 
     def step(self, groups: Mapping[str, Mapping[str, object]]) -> None:
         """One optimizer step for the parameters named in ``groups`` (name to hyperparameters) that have a gradient.
@@ -217,6 +217,7 @@ class Session:
         blocks, and each fetch waits for its own; with ``overlap_update`` off they are waited for here.
         """
         self.expect_open()
+        self._refuse_thawed(groups)
         self.watch.activate(False)
         for state in self._in_order_of_use():
             tasks = {
@@ -242,13 +243,27 @@ class Session:
         self.pool.prefetch()
         self._end_step()
 
+    def _refuse_thawed(self, groups: Mapping[str, object]) -> None:
+        """Raises ``ModelError`` for a gradient that the plan has no room and no state for."""
+        for name, spec in self.spec_of.items():
+            if not spec.trainable and name in groups and self.parameters[name].grad is not None:
+                raise ModelError(
+                    f"parameter {name} was frozen when the model was prepared and has a gradient now; forebay.close() "
+                    f"the model and prepare it anew to train it, or set requires_grad=False again and its grad to None"
+                )
+
     def _land_replaced(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
         """Lands gradients that the user put in the place of landed ones (``p.grad = p.grad * 2``)."""
         for name in tasks:
-            parameter = self.parameters[name]
+            parameter, buffer = self.parameters[name], state.gradients[name]
             gradient = parameter.grad
-            if gradient is not None and not isinstance(gradient, LandedGradient):
-                self._land(parameter, gradient.detach(), state.gradients[name])
+            if isinstance(gradient, LandedGradient):
+                if gradient.stands_for(buffer):
+                    continue
+                # Another parameter's, or a view: a copy, since landing it must not overwrite what is being read.
+                gradient = gradient.value().to(self.torch_device, copy=True)
+            if gradient is not None:
+                self._land(parameter, gradient.detach(), buffer)
 
     def _in_order_of_use(self) -> Iterator[BlockState]:
         names = dict.fromkeys((*self.pool.order.first_uses(), *self.store.blocks))
@@ -278,7 +293,7 @@ class Session:
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter in its own dtype, as it is at home: the bytes themselves unless they are on disk."""
-        return self.store.value(self.block_of[name], self.spec_of[name])
+        return alone(self.store.value(self.block_of[name], self.spec_of[name]))
 
     def stand_in(self, spec: Parameter) -> torch.Tensor:
         """What ``param.data`` is while the parameter is not on the device; the same tensor every time."""
@@ -294,7 +309,7 @@ class Session:
         """A copy of a parameter's gradient on the host; None if it has none."""
         gradient = self.parameters[name].grad
         if isinstance(gradient, LandedGradient):
-            return gradient.buffer.value().clone()
+            return gradient.value().clone()
         return None if gradient is None else gradient.detach().to("cpu", copy=True)
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:

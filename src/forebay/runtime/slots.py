@@ -142,7 +142,11 @@ class SlotPool:
                 self._vacate(slot)
                 raise
             slot.arrive()
-        self.prefetch()
+        try:
+            self.prefetch()
+        except BaseException:
+            self.release(slot)  # the caller never sees the slot
+            raise
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -186,15 +190,19 @@ class SlotPool:
         self._where[block] = slot
 
     def _vacate(self, slot: Slot) -> None:
-        if slot.occupant is not None:
-            if slot.arrival is not None:
+        occupant, arrival = slot.occupant, slot.arrival
+        slot.vacate()  # first: a slot with readers is refused before anything has changed
+        if occupant is not None:
+            del self._where[occupant]
+        try:
+            if arrival is not None:
                 # A copy into the slot may still be queued; whatever writes to the slot next must come after it.
-                # Waiting is the rare path: a prefetched block that the pass then skipped.
-                slot.arrival.wait()
-            del self._where[slot.occupant]
-        slot.vacate()
-        if self._on_vacate is not None:
-            self._on_vacate(slot.buffer)
+                # Waiting is the rare path: a prefetched block that the pass then skipped. A copy that failed raises
+                # here, once, since the slot has forgotten it.
+                arrival.wait()
+        finally:
+            if self._on_vacate is not None:
+                self._on_vacate(slot.buffer)
 
     def _slot_for(self, block: str, keep: frozenset[str]) -> Slot | None:
         """An empty slot for ``block``, made so by evicting the block whose next use is furthest (Belady).

@@ -6,7 +6,7 @@ import torch
 
 from forebay.trace import Parameter
 
-__all__ = ["dtype_of", "elements", "flat", "shaped"]
+__all__ = ["alone", "dtype_of", "elements", "flat", "shaped"]
 
 
 def dtype_of(parameter: Parameter) -> torch.dtype:
@@ -34,3 +34,11 @@ def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
         ordered = torch.empty_strided(parameter.shape, parameter.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
     return tensor.as_strided((parameter.numel,), (1,), tensor.storage_offset())
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense ``tensor`` over the same memory, as a storage of its own: whoever saves it saves its bytes and no others."""
+    start = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[start : start + tensor.nbytes]
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, 0, tensor.shape, tensor.stride())
