@@ -20,7 +20,7 @@ CASES = (
         question="What does forebay add to a step when everything stays on the device?",
         model=LLAMA_16M,
         batch=4,
-        seq=256,
+        seq=512,
         device=DeviceKind.CPU,
         contenders=(
             PLAIN,

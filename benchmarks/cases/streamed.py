@@ -26,13 +26,13 @@ CASES = (
         question="What does a step cost when parameters, gradients and states all live on the host?",
         model=LLAMA_16M,
         batch=4,
-        seq=256,
+        seq=512,
         device=DeviceKind.CPU,
         contenders=(
             PLAIN,
             FUSED,
             AGAIN,
-            Forebay(device_memory="384MiB", policy="stream", what="forebay, everything streamed"),
+            Forebay(device_memory="768MiB", policy="stream", what="forebay, everything streamed"),
         ),
         limit=Limit(
             "matrix products, 28 bytes per parameter of update, two fetches of each parameter and one return of each "
@@ -46,14 +46,14 @@ CASES = (
         question="What does a step cost when the optimizer's states live on disk?",
         model=LLAMA_16M,
         batch=4,
-        seq=256,
+        seq=512,
         device=DeviceKind.CPU,
         contenders=(
             PLAIN,
             FUSED,
             AGAIN,
             Forebay(
-                device_memory="384MiB",
+                device_memory="768MiB",
                 host_memory="140MiB",
                 disk="1GiB",
                 policy="stream",

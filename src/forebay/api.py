@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from forebay.arenas import arenas
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
 from forebay.device.base import Device, NoWatch, Watch
@@ -23,13 +24,13 @@ from forebay.plans import Budget, DiskBudget, Plan
 from forebay.profiler.footprint import footprint
 from forebay.reporting.run import RunReport
 from forebay.runtime.blocks import BoundModel, find_blocks
-from forebay.runtime.hooks import Attachment, session_of
+from forebay.runtime.hooks import Attachment, is_prepared, session_of
 from forebay.runtime.session import Resources, Session, Whereabouts
 from forebay.runtime.slots import SlotPool
 from forebay.runtime.store import Ledgers, Store
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
 from forebay.tiers.host import available_disk, available_host_memory
-from forebay.trace import Footprint
+from forebay.trace import Footprint, Parameter
 from forebay.units import format_apart, format_bytes, parse_bytes, parse_disk
 
 __all__ = ["close", "gradients", "initialize", "load", "parameters", "prepare", "report", "synchronize"]
@@ -60,8 +61,10 @@ def prepare(
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
     """
-    if session_of(model) is not None:
-        raise ModelError("this model is prepared already; call forebay.close(model) before preparing it anew")
+    if is_prepared(model):
+        raise ModelError(
+            "this model, or a part of it, is prepared already; call forebay.close(model) before preparing it anew"
+        )
     rule = read_optimizer(optimizer)
     budget = _read_budget(device_memory, host_memory, disk)
     opened = open_device(device, budget.device)
@@ -71,7 +74,7 @@ def prepare(
         if plan is None:
             plan = _make_plan(model, batch, bound, rule, budget, policy, opened)
         else:
-            plan = _adopt_plan(plan, bound, budget)
+            plan = _adopt_plan(plan, bound, rule, budget)
         return _open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
     except BaseException:
         if opened is not device:
@@ -88,9 +91,7 @@ def _read_budget(device_memory: Size, host_memory: Size | None, disk: str | None
     return Budget(parse_bytes(device_memory), host, None, folder)
 
 
-def _check_model(
-    model: nn.Module, bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device
-) -> None:
+def _check_model(model: nn.Module, bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
     if not bound.parameters:
         raise ModelError("the model has no parameters; there is nothing to train")
     for name, buffer in model.named_buffers():
@@ -152,17 +153,26 @@ def _limits(budget: Budget) -> dict[Tier, int]:
         )
     on_disk = 0
     if budget.disk is not None:
-        on_disk = available_disk(budget.disk.path) if budget.disk.nbytes is None else budget.disk.nbytes
+        # Asked even where a size is given: a path that is not there is an error although nothing may go there.
+        free_on_disk = available_disk(budget.disk.path)
+        on_disk = free_on_disk if budget.disk.nbytes is None else budget.disk.nbytes
     return {Tier.HOST: free if budget.host is None else budget.host, Tier.DISK: on_disk}
 
 
-def _adopt_plan(plan: Plan, bound: BoundModel, budget: Budget) -> Plan:
+def _adopt_plan(plan: Plan, bound: BoundModel, rule: UpdateRule, budget: Budget) -> Plan:
     """``plan`` under the budget that is promised now, which need not be the one that it was made for."""
     planned = {p.block for p in plan.placements}
     there = {b.name for b in bound.model.blocks}
     if planned != there or len(plan.placements) != len(there):
         odd = min(planned ^ there, default="a block named twice")
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
+    sizes = arenas(bound.model, plan.placements, plan.streaming, rule.state_names)
+    if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
+        raise ConfigError(
+            f"the plan was made for another model or optimizer: it has {format_bytes(plan.device)} on the device, "
+            f"{format_bytes(plan.host)} on the host and {format_bytes(plan.disk)} on disk, and this one needs "
+            f"{format_bytes(sizes.device)}, {format_bytes(sizes.host)} and {format_bytes(sizes.disk)}; make the plan again"
+        )
     if plan.disk and budget.disk is None:
         raise ConfigError(f"the plan keeps {format_bytes(plan.disk)} on disk; give disk=PATH or PATH:SIZE")
     limits = _limits(budget)
@@ -243,19 +253,37 @@ def _slot_pool(device: Device, store: Store, bound: BoundModel, plan: Plan) -> S
 
 
 def _take_over(session: Session, model: nn.Module, bound: BoundModel) -> Attachment:
-    """Moves the parameters' values to their homes, block by block, and puts the hooks on."""
+    """Moves the parameters' values to their homes, block by block, and puts the hooks on. All or nothing: when it
+    fails, the parameters that were moved get their values back."""
     meta = {n for n, p in bound.parameters.items() if p.is_meta}
-    with torch.no_grad():
-        for block in bound.model.blocks:
-            if any(p.name not in meta for p in block.parameters):
-                session.store.fill(block.name, lambda p: None if p.name in meta else bound.parameters[p.name].detach())
-            # At once, not after the last block: what a block leaves behind is free before the next is copied.
-            _point_away(session, block.name, bound.parameters)
-        for buffer in model.buffers():
-            if buffer.device != session.torch_device:
-                buffer.data = buffer.data.to(session.torch_device)
-    session.unwritten |= meta
-    return Attachment(session, model, bound.modules)
+    moved: list[Parameter] = []
+    try:
+        with torch.no_grad():
+            for block in bound.model.blocks:
+                if any(p.name not in meta for p in block.parameters):
+                    session.store.fill(
+                        block.name, lambda p: None if p.name in meta else bound.parameters[p.name].detach()
+                    )
+                # At once, not after the last block: what a block leaves behind is free before the next is copied.
+                _point_away(session, block.name, bound.parameters)
+                moved.extend(block.parameters)
+            for buffer in model.buffers():
+                if buffer.device != session.torch_device:
+                    buffer.data = buffer.data.to(session.torch_device)
+        session.unwritten |= meta
+        return Attachment(session, model, bound.modules)
+    except BaseException:
+        for spec in moved:
+            _put_back(session, spec, bound.parameters[spec.name], was_meta=spec.name in meta)
+        raise
+
+
+def _put_back(session: Session, spec: Parameter, parameter: nn.Parameter, *, was_meta: bool) -> None:
+    if was_meta:
+        empty = torch.empty_strided(spec.shape, spec.stride, dtype=parameter.dtype, device="meta")
+        torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = session.value(spec.name)
 
 
 def _point_away(session: Session, block: str, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -326,16 +354,19 @@ def close(model: nn.Module) -> None:
     """Ends forebay's work on a model: waits, takes the hooks off, frees threads, arenas and files.
 
     The parameters become ordinary tensors on the host (resident ones stay on the device). A model that is not
-    prepared is left as it is.
+    prepared is left as it is. When a transfer or an update had failed, everything is freed all the same and its error
+    is raised; parameters that cannot be read any more are NaN.
     """
     attachment = session_of(model)
     if attachment is None:
         return
     try:
         attachment.session.synchronize()
-        attachment.detach()
     finally:
-        attachment.session.close()
+        try:
+            attachment.detach()
+        finally:
+            attachment.session.close()
 
 
 def load(model: nn.Module, folder: str) -> None:

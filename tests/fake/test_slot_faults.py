@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fake.slot_rig import NBYTES, Rig, ScriptedSource, names, rig
 
 from forebay.device.fake import FakeDevice
 from forebay.errors import DeviceOutOfMemory
 from forebay.runtime.slots import Residency, Slot, SlotPool
+from tests.fake.slot_rig import NBYTES, Rig, ScriptedSource, names, rig
 
 
 def test_a_fetch_that_fails_raises_in_acquire_and_leaves_no_reader() -> None:

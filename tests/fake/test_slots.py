@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fake.slot_rig import FETCH, NBYTES, Rig, names, rig, there_and_back
 
 from forebay.errors import DeviceOutOfMemory, ForebayError
 from forebay.runtime.slots import Residency
 from forebay.timeline import Event, Lane
+from tests.fake.slot_rig import FETCH, NBYTES, Rig, names, rig, there_and_back
 
 # The schedule of a training step.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 import pytest
+
 from benchmarks import gpu
 from benchmarks.case import (
     Account,
@@ -37,7 +38,6 @@ from benchmarks.measure import LocalRunner, Outcome, Runner, Score, noticing_exh
 from benchmarks.models import LlamaShape
 from benchmarks.result import Result, collect, load_all, save
 from benchmarks.table import render, write
-
 from forebay.errors import ConfigError
 from forebay.records import dump, load
 

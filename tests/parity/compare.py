@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.parity.models import Case
 from torch import nn
 
 import forebay
+from tests.parity.models import Case
 
 __all__ = ["STEPS", "adamw", "assert_same_training"]
 
@@ -37,14 +37,15 @@ def assert_same_training(
     Before each step the reference takes over forebay's parameters, so that a difference cannot hide in a history of
     its own. Returns the prepared model, still open.
     """
-    model, reference = case.model(dtype), case.model(dtype)
+    device = torch.device(str(prepare.get("device", "cpu")))
+    model, reference = case.model(dtype), case.model(dtype).to(device)
     made = optimizer([p for p in model.parameters() if p.requires_grad])
     model, made = forebay.prepare(model, made, case.inputs(0, dtype), **prepare)
     for step in range(steps):
         _take_over(model, reference)
         reference.zero_grad()
         for micro in range(ACCUMULATE):
-            inputs = case.inputs(step * ACCUMULATE + micro, dtype)
+            inputs = {k: v.to(device) for k, v in case.inputs(step * ACCUMULATE + micro, dtype).items()}
             loss = model(**inputs)["loss"]
             loss.backward()
             # After backward: what the reference takes is not charged to the device then.
@@ -73,4 +74,4 @@ def _assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
     expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     assert set(gradients) == set(expected)
     for name, gradient in expected.items():
-        assert torch.equal(gradients[name], gradient), name
+        assert torch.equal(gradients[name], gradient.cpu()), name

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.models import CASES, convnet, tokens
-from tests.parity.test_streaming import everything_on_disk
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import forebay
 from forebay.errors import ConfigError, ModelError, SessionClosed
 from forebay.memory import Tier
+from tests.parity.models import CASES, convnet, tokens
+from tests.parity.test_streaming import everything_on_disk
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.models import CASES, Case
-from tests.parity.test_streaming import everything_on_disk
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import forebay
+from tests.parity.models import CASES, Case
+from tests.parity.test_streaming import everything_on_disk
 
 AMPLE = "64MiB"
 

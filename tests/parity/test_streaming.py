@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parity.compare import adamw, assert_same_training
-from tests.parity.models import CASES
 from torch import nn
 
 import forebay
@@ -18,6 +16,8 @@ from forebay.memory import Tier
 from forebay.plans import Budget, DiskBudget, Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.units import parse_disk
+from tests.parity.compare import adamw, assert_same_training
+from tests.parity.models import CASES
 
 AMPLE = "64MiB"
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.models import CASES, images, tokens
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forebay
+from tests.parity.models import CASES, images, tokens
 
 AMPLE = "64MiB"
 POLICIES = ["auto", "stream"]
@@ -27,9 +27,7 @@ class Pair:
     def __init__(self, model: nn.Module, reference: nn.Module, policy: str) -> None:
         self.plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
         made = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        self.model, self.optimizer = forebay.prepare(
-            model, made, device_memory=AMPLE, policy=policy, device="cpu"
-        )
+        self.model, self.optimizer = forebay.prepare(model, made, device_memory=AMPLE, policy=policy, device="cpu")
         self.reference = reference
 
     def both(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer], ...]:
@@ -511,6 +509,36 @@ def test_parameters_outside_forward(pair: Pair, policy: str) -> None:
         expected = pair.reference.get_parameter("body.layers.0.weight")
         assert torch.equal((weight * 2).sum(), (expected * 2).sum())
     same_step(pair, 1)
+
+
+def test_sparse_inputs(policy: str) -> None:
+    """A sparse tensor inside the step is neither counted twice nor taken for a parameter."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            edges = torch.eye(8).to_sparse()
+            for layer in self.layers:
+                x = torch.sparse.mm(edges * 2, layer(x).relu())
+            return {"loss": x.square().mean()}
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Graph())
+    pair = Pair(models[0], models[1], policy)
+    batch = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), "labels": torch.zeros(1)}
+    for _ in range(2):
+        for model, optimizer in pair.both():
+            model(**batch)["loss"].backward()
+        pair.assert_equal()
+        for _, optimizer in pair.both():
+            optimizer.step()
+            optimizer.zero_grad()
+    forebay.close(pair.model)
 
 
 def test_data_loader_workers_beside_a_prepared_model(pair: Pair) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -23,7 +24,8 @@ from forebay.memory import Kind, Ledger
 __all__ = ["StorageLedger"]
 
 _OWN_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
-# Ops that look at what a tensor is and not at its values. The second is how ``param.data = ...`` asks, in inference mode.
+# Ops that look at what a tensor is and not at its values; the second is how ``param.data = ...`` asks, in inference
+# mode.
 _READ_NO_VALUES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._has_compatible_shallow_copy_type.default})
 # Ops that return a storage of their input although their schema does not say so.
 _SILENT_ALIASES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default})
@@ -32,8 +34,9 @@ _SILENT_ALIASES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
     """The plain tensors among an op's arguments or results: tensors, and lists or tuples of them."""
     if isinstance(values, torch.Tensor):
-        # A subclass stands for bytes that are elsewhere: it has no storage of its own to count.
-        if type(values) in _OWN_STORAGE:
+        # A subclass stands for bytes that are elsewhere: it has no storage of its own to count. A sparse tensor is
+        # made of strided ones, which were counted when they were made.
+        if type(values) in _OWN_STORAGE and values.layout is torch.strided:
             yield values
     elif isinstance(values, tuple | list):
         for value in values:
@@ -55,7 +58,7 @@ class StorageLedger(Watch):
         self._counted: dict[int, _Entry] = {}
         self._known: set[int] = set()
         self._released: dict[int, str] = {}
-        self._makes_storage: dict[Any, bool] = {}
+        self._traits: dict[Any, _Traits] = {}
 
     def install(self) -> None:
         if not any(mode is self._mode for mode in _get_current_dispatch_mode_stack()):
@@ -92,10 +95,24 @@ class StorageLedger(Watch):
             self.ledger.move(entry.kind, kind, entry.nbytes)
             entry.kind = kind
 
-    def before(self, func: Any, args: Any) -> None:
-        """Called before every op: refuses one that would read a released parameter."""
-        if not self._released or func.is_view or func in _READ_NO_VALUES:
-            return
+    def through(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an op: refuses one that would read a released parameter, charges the storages that it makes.
+
+        Thousands of ops a step pass here, most of them views that make nothing: what can be known of an op is known
+        once.
+        """
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = _Traits.of(func)
+        if traits.reads and self._released:
+            self._refuse_released(func, args)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if traits.makes and self._active:
+            for tensor in _tensors(result):
+                self._note(tensor, func)
+        return result
+
+    def _refuse_released(self, func: Any, args: Any) -> None:
         for tensor in _tensors(args):
             name = self._released.get(tensor.untyped_storage()._cdata)
             if name is not None:
@@ -103,19 +120,6 @@ class StorageLedger(Watch):
                     f"{func} read parameter {name} while its bytes are not on the device; inside the model, use it in "
                     f"the forward of the module that owns it; outside, read forebay.parameters(model)[{name!r}]"
                 )
-
-    def after(self, func: Any, result: Any) -> None:
-        """Called after every op: charges the storages that it made."""
-        if self._active and self._may_make_storage(func):
-            for tensor in _tensors(result):
-                self._note(tensor, func)
-
-    def _may_make_storage(self, func: Any) -> bool:
-        known = self._makes_storage.get(func)
-        if known is None:
-            fresh = any(ret.alias_info is None for ret in func._schema.returns)
-            known = self._makes_storage[func] = fresh and func not in _SILENT_ALIASES
-        return known
 
     def _note(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
@@ -138,6 +142,20 @@ class StorageLedger(Watch):
         if self._counted.get(entry.key) is entry:
             del self._counted[entry.key]
         self.ledger.discharge(entry.kind, entry.nbytes)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What is known of an op: whether it ``reads`` the values of its arguments, whether it ``makes`` storages."""
+
+    reads: bool
+    makes: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Traits:
+        fresh = any(returned.alias_info is None for returned in func._schema.returns)
+        return cls(reads=not func.is_view and func not in _READ_NO_VALUES, makes=fresh and func not in _SILENT_ALIASES)
 
 
 @final
@@ -166,7 +184,10 @@ class _Mode(TorchDispatchMode):
         self._owner = owner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._owner.before(func, args)
-        result = func(*args, **(kwargs or {}))
-        self._owner.after(func, result)
-        return result
+        return self._owner.through(func, args, kwargs)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the method above in a switch that keeps torch.compile out of it, at several microseconds an
+        # op. There is nothing in it that a compiler could trace wrongly: it runs the op that it was given.
+        return False

@@ -115,7 +115,12 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
     Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
     forebay does not run.
     """
-    groups = optimizer.param_groups
+    groups, kind = optimizer.param_groups, type(optimizer)
+    if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        raise OptimizerError(
+            f"{kind.__module__}.{kind.__qualname__} is not an optimizer that forebay runs; use torch.optim.AdamW, "
+            f"torch.optim.Adam or torch.optim.SGD"
+        )
     if optimizer.state:
         raise OptimizerError(
             "the optimizer has taken steps already; prepare it before the first step, or load its state_dict() into "
@@ -123,15 +128,9 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
         )
     if any(group.get("differentiable") for group in groups):
         raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
-    kind = type(optimizer)
-    if kind is torch.optim.AdamW or kind is torch.optim.Adam:
-        decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
-        if len(decoupled) > 1:
-            raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
-        return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))
     if kind is torch.optim.SGD:
         return SgdRule(momentum=any(group["momentum"] != 0 for group in groups))
-    raise OptimizerError(
-        f"{kind.__module__}.{kind.__qualname__} is not an optimizer that forebay runs; use torch.optim.AdamW, "
-        f"torch.optim.Adam or torch.optim.SGD"
-    )
+    decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
+    if len(decoupled) > 1:
+        raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
+    return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))

@@ -21,7 +21,7 @@ from forebay.runtime.tensors import flat, shaped
 from forebay.timeline import Lane
 from forebay.trace import Parameter
 
-__all__ = ["GradientBuffer", "LandedGradient", "Landing"]
+__all__ = ["GradientBuffer", "LandedGradient", "Landing", "host_copy"]
 
 SERIAL = 32768
 """Elements: torch runs an elementwise op of at most this many in the calling thread (``at::internal::GRAIN_SIZE``)."""
@@ -235,6 +235,13 @@ class LandedGradient(torch.Tensor):
         if func in (aten._foreach_zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
             return _one_by_one(func, args)
         return _on_device(func, args, kwargs)
+
+
+def host_copy(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy on the host of what any ``param.grad`` stands for."""
+    if isinstance(gradient, LandedGradient):
+        return gradient.value().clone()
+    return gradient.detach().to("cpu", copy=True)
 
 
 def _view(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> Any:

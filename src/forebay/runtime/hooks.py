@@ -21,11 +21,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from forebay.errors import UsageError
+from forebay.errors import ForebayError, UsageError
+from forebay.runtime.gradients import host_copy
 from forebay.runtime.session import Phase, Session
 from forebay.trace import Block
 
-__all__ = ["Attachment", "RootHook", "session_of"]
+__all__ = ["Attachment", "GradientHook", "RootHook", "is_prepared", "session_of"]
 
 
 @final
@@ -37,6 +38,32 @@ class RootHook:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.attachment.before_root()
+
+
+@final
+class GradientHook:
+    """A parameter's hook after accumulation; also how a part of a prepared model is known for what it is.
+
+    The session is held weakly: torch keeps these hooks where the garbage collector does not look, so that a cycle
+    from the session to its parameters and back would never be freed.
+    """
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session = weakref.ref(session)
+        self._name = name
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        session = self._session()
+        if session is not None:
+            session.gradient_made(self._name, parameter)
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether ``model``, a part of it or a model that it is part of is prepared."""
+    if any(session_of(module) is not None for module in model.modules()):
+        return True
+    hooks = (h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {}).values())
+    return any(isinstance(hook, GradientHook) for hook in hooks)
 
 
 def session_of(model: nn.Module) -> Attachment | None:
@@ -71,7 +98,11 @@ class Attachment:
         streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
         # Read by their owners' state_dict hooks; resident parameters are ordinary tensors.
         self._streamed_names = {p.name for b in streamed for p in b.parameters}
-        self._attach(root, modules, streamed)
+        try:
+            self._attach(root, modules, streamed)
+        except BaseException:
+            self._remove_hooks()
+            raise
 
     # Attaching and detaching.
 
@@ -90,8 +121,7 @@ class Attachment:
         keep(root.register_forward_hook(self._after_root, always_call=True))
         for name, parameter in self.session.parameters.items():
             if parameter.requires_grad:
-                made = partial(self.session.gradient_made, name)
-                keep(parameter.register_post_accumulate_grad_hook(made))
+                keep(parameter.register_post_accumulate_grad_hook(GradientHook(self.session, name)))
         for name, module in modules.items():
             prefix = f"{name}." if name else ""
             own = {n: f for n, p in module._parameters.items() if p is not None for f in (self._name(p, prefix + n),)}
@@ -122,20 +152,35 @@ class Attachment:
     def detach(self) -> None:
         """Takes every hook off and gives the parameters their values back, as ordinary tensors.
 
-        What was at home on the host stays where it is; what was on disk is read into memory.
+        What was at home on the host stays where it is; what was on disk is read into memory. Raises the first error
+        of what could not be read, after everything else has its values.
         """
+        self._remove_hooks()
+        self._scopes.close()
+        # After a fault the step's account is still open; what is made from here on is not the device's.
+        self.session.watch.activate(False)
+        errors: list[ForebayError] = []
+        for name, parameter in self.session.parameters.items():
+            try:
+                self._give_back(name, parameter)
+            except ForebayError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._scopes.close()
-        session = self.session
-        with torch.no_grad():
-            for name, parameter in session.parameters.items():
-                gradient = session.gradient(name)
-                parameter.grad = None
-                parameter.data = session.value(name)
-                if gradient is not None:
-                    parameter.grad = gradient.to(parameter.device)
+
+    @torch.no_grad()
+    def _give_back(self, name: str, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if name in self._streamed_names:
+            self._hide(name)  # what cannot be read stays NaN
+        parameter.data = self.session.value(name)
+        if gradient is not None:
+            parameter.grad = host_copy(gradient).to(parameter.device)
 
     # Forward.
 

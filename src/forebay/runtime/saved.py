@@ -42,6 +42,8 @@ class SavedTensors:
         """A reference for a view of a slot; any other tensor is kept, and counted as an activation."""
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
             return tensor
+        if tensor.layout is not torch.strided:
+            return tensor  # a sparse tensor has no storage of its own
         slot = self._access.slot_at(tensor)
         if slot is None or slot.occupant is None:
             self._watch.attribute(tensor, Kind.ACTIVATION)

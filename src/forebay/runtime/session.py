@@ -17,7 +17,7 @@ from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess, stand_in
-from forebay.runtime.gradients import GradientBuffer, LandedGradient
+from forebay.runtime.gradients import GradientBuffer, LandedGradient, host_copy
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.slots import SlotPool
 from forebay.runtime.store import BlockState, Ledgers, Store
@@ -308,9 +308,7 @@ class Session:
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient on the host; None if it has none."""
         gradient = self.parameters[name].grad
-        if isinstance(gradient, LandedGradient):
-            return gradient.value().clone()
-        return None if gradient is None else gradient.detach().to("cpu", copy=True)
+        return None if gradient is None else host_copy(gradient)
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Sets parameters (plain names; shape of the parameter) at home, block by block."""
@@ -327,6 +325,7 @@ class Session:
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of the states of one parameter in its shape, with ``step``; empty before its first step."""
+        self.expect_open()
         state, spec = self._state(name), self.spec_of[name]
         steps = state.steps.get(name, 0)
         if not steps:
@@ -337,6 +336,7 @@ class Session:
 
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replaces the states of the parameters named; an empty mapping stands for "no step yet"."""
+        self.expect_open()
         self.synchronize()
         for block in dict.fromkeys(self.block_of[name] for name in states):
             state = self.store.blocks[block]

@@ -180,7 +180,9 @@ class SlotPool:
         """Gives the slots' memory back. The caller has waited for all transfers and compute."""
         self._where.clear()
         while self.slots:
-            self._device.free(self.slots.pop().buffer)
+            slot = self.slots.pop()
+            self._device.free(slot.buffer)
+            slot.buffer = None  # whoever holds the slot does not hold its memory
 
     def _fetch(self, block: str, slot: Slot) -> None:
         # The slot's last reader may be a kernel that is issued but not finished: the copy waits for all compute

@@ -16,7 +16,7 @@ from forebay.memory import Kind, Ledger, Tier
 from forebay.plans import Placement, Plan
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import DiskHome, Home, MemoryHome
-from forebay.runtime.tensors import elements, shaped
+from forebay.runtime.tensors import alone, elements, shaped
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
 from forebay.tiers.disk import DiskFile, DiskFolder, DiskPolicy
 from forebay.tiers.staging import StagingRing
@@ -109,6 +109,8 @@ class Store:
         device.ledger.charge(Kind.BUFFER, model.buffer_nbytes, "the model's buffers")
         self._stack.callback(device.ledger.discharge, Kind.BUFFER, model.buffer_nbytes)
         self.notes: list[str] = []
+        self.blocks: dict[str, BlockState] = {}
+        self.workspace = self._staging = torch.empty(0, dtype=torch.uint8)
         self.sizes = arenas(model, plan.placements, plan.streaming, state_names)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
@@ -132,12 +134,12 @@ class Store:
             [working.carve(largest, PAGE) for _ in range(UPDATE_RING)] if working is not None and largest else []
         )
         empty = torch.empty(0, dtype=torch.uint8)
-        self.landing = Landing(
-            self._device, streaming.gradient_window, moving.carve(sizes.gradient_staging) if moving else empty
-        )
-        self.workspace = working.carve(sizes.update_workspace) if working and sizes.update_workspace else empty
+        if moving is not None:
+            self._staging = alone(moving.carve(sizes.gradient_staging))
+        if working is not None and sizes.update_workspace:
+            self.workspace = alone(working.carve(sizes.update_workspace))
+        self.landing = Landing(self._device, streaming.gradient_window, self._staging)
         files = self._files(plan, sizes)
-        self.blocks: dict[str, BlockState] = {}
         taken = {Tier.HOST: 0, Tier.DISK: 0}
         state_end = 0
         for placement in plan.placements:
@@ -295,4 +297,9 @@ class Store:
         """Frees arenas, files and device buffers. The caller has waited for all transfers."""
         while self._device_buffers:
             self._device.free(self._device_buffers.pop())
+        # An arena is unmapped with the last tensor that looks into it. The user's optimizer goes on holding the
+        # session; it must not go on holding the memory.
+        self.blocks.clear()
+        for buffer in (self._staging, self.workspace):
+            buffer.set_()
         self._stack.close()

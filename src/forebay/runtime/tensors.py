@@ -37,7 +37,7 @@ def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense ``tensor`` over the same memory, as a storage of its own: whoever saves it saves its bytes and no others."""
+    """A dense ``tensor`` over the same memory, as a storage of its own: who saves it saves its bytes and no others."""
     start = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[start : start + tensor.nbytes]
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,452 @@
+"""Input that cannot be used: one clear error that says what was needed, what was there and what to change; the model
+and the optimizer as they were; and no thread, descriptor or file left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import forebay
+from forebay.errors import (
+    ConfigError,
+    DoesNotFit,
+    ForebayError,
+    ModelError,
+    OptimizerError,
+    StorageError,
+    UnitError,
+    UsageError,
+)
+from forebay.plans import Plan
+from forebay.tiers.host import available_host_memory
+
+WIDTH = 512
+NOBODY = 65534
+
+
+def network(width: int = WIDTH) -> nn.Module:
+    """Four blocks of 1.0 MiB; with gradients and AdamW 16 MiB in all."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def a_batch(width: int = WIDTH) -> torch.Tensor:
+    return torch.ones(2, width)
+
+
+def plan_for(model: nn.Module, **options: Any) -> Plan:
+    model, _ = forebay.prepare(model, adamw(model), device_memory="64MiB", policy="stream", device="cpu", **options)
+    plan = forebay.report(model).plan
+    forebay.close(model)
+    return plan
+
+
+class MyAdamW(torch.optim.AdamW):
+    """A subclass may compute something else."""
+
+
+Change = Callable[[nn.Module, Path], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A wrong call: what differs from a right one, the error, and parts of its message."""
+
+    change: Change
+    error: type[ForebayError]
+    says: tuple[str, ...]
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    model(a_batch()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def a_file(folder: Path) -> str:
+    (folder / "file").write_text("")
+    return f"{folder / 'file'}:1GiB"
+
+
+ON_DISK = {"host_memory": "15MiB", "device_memory": "6MiB"}
+"""Budgets that put states on disk."""
+
+TABLE: dict[str, Bad] = {
+    "budget below the largest block": Bad(
+        lambda m, f: {"device_memory": "900KiB", "batch": a_batch()},
+        DoesNotFit,
+        ("device memory", "MiB are needed", "900.0 KiB are allowed", "largest block (", "activations", "raise device"),
+    ),
+    "budget below the block and its working set": Bad(
+        lambda m, f: {"device_memory": "1100KiB", "batch": torch.ones(512, WIDTH)},
+        DoesNotFit,
+        ("are needed", "1.1 MiB are allowed", "for the activations of one step", "smaller batch"),
+    ),
+    "no device memory": Bad(lambda m, f: {"device_memory": 0}, ConfigError, ("device budget", "more than 0", "got 0")),
+    "unknown unit": Bad(
+        lambda m, f: {"device_memory": "24XB"}, UnitError, ("unknown unit 'XB' in '24XB'", "sizes are written like")
+    ),
+    "negative size": Bad(lambda m, f: {"host_memory": "-1GiB"}, UnitError, ("'-1GiB'", "sizes are written like")),
+    "host budget too small": Bad(
+        lambda m, f: {"device_memory": "6MiB", "host_memory": "1MiB"},
+        DoesNotFit,
+        ("host memory", "are needed", "1.0 MiB are allowed", "optimizer states", "raise host_memory", "give disk="),
+    ),
+    "host budget larger than the machine": Bad(
+        lambda m, f: {"host_memory": available_host_memory().total * 2},
+        DoesNotFit,
+        ("host memory", "are allowed", "this machine has", "lower host_memory"),
+    ),
+    "unknown policy": Bad(
+        lambda m, f: {"policy": "magic"}, ConfigError, ("unknown policy 'magic'", "there are auto, stream")
+    ),
+    "unknown device": Bad(lambda m, f: {"device": "abacus"}, ModelError, ("no device 'abacus'", "use one of cpu")),
+    "disk path missing": Bad(
+        lambda m, f: {**ON_DISK, "disk": f"{f / 'nowhere'}:1GiB"},
+        ConfigError,
+        ("nowhere", "No such file", "name a folder that exists"),
+    ),
+    "disk path missing, no size": Bad(
+        lambda m, f: {**ON_DISK, "disk": str(f / "nowhere")}, ConfigError, ("nowhere", "No such file", "name a folder")
+    ),
+    "disk path missing, not needed": Bad(
+        lambda m, f: {"disk": f"{f / 'nowhere'}:1GiB"}, ConfigError, ("nowhere", "No such file", "name a folder")
+    ),
+    "disk path is a file": Bad(
+        lambda m, f: {**ON_DISK, "disk": a_file(f)}, ConfigError, ("is not a folder", "name a folder")
+    ),
+    "disk budget too small": Bad(
+        lambda m, f: {**ON_DISK, "disk": f"{f}:8KiB"},
+        DoesNotFit,
+        ("disk:", "are needed", "8.0 KiB are allowed", "more room", "raise host_memory"),
+    ),
+    "disk with an unknown unit": Bad(lambda m, f: {"disk": f"{f}:5XB"}, UnitError, ("PATH:SIZE", "unknown unit 'XB'")),
+    "unsupported optimizer": Bad(
+        lambda m, f: {"optimizer": torch.optim.Adagrad(m.parameters())},
+        OptimizerError,
+        ("Adagrad is not an optimizer that forebay runs", "use torch.optim.AdamW, torch.optim.Adam or torch.optim.SGD"),
+    ),
+    "subclass of an optimizer": Bad(
+        lambda m, f: {"optimizer": MyAdamW(m.parameters())},
+        OptimizerError,
+        ("MyAdamW is not an optimizer that forebay runs", "use torch.optim.AdamW"),
+    ),
+    "differentiable optimizer": Bad(
+        lambda m, f: {"optimizer": torch.optim.AdamW(m.parameters(), differentiable=True)},
+        OptimizerError,
+        ("differentiable=True", "set it to False"),
+    ),
+    "optimizer of another model": Bad(
+        lambda m, f: {"optimizer": adamw(network())},
+        OptimizerError,
+        ("parameters that are not the model's", "make it from this model"),
+    ),
+    "optimizer with steps taken": Bad(
+        lambda m, f: {"optimizer": stepped(m)},
+        OptimizerError,
+        ("has taken steps already", "before the first step", "load its state_dict()"),
+    ),
+    "batch without tensors": Bad(
+        lambda m, f: {"batch": {"text": "hello"}}, ModelError, ("batch holds no tensors", "a dict or a tuple")
+    ),
+    "blocks that are not there": Bad(
+        lambda m, f: {"blocks": ["layers.0"]}, ModelError, ("no module called 'layers.0'", "model.named_modules()")
+    ),
+    "plan for another model": Bad(
+        lambda m, f: {"plan": plan_for(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]))},
+        ConfigError,
+        ("made for another model", "block 3", "make the plan again"),
+    ),
+    "plan for a smaller model of the same kind": Bad(
+        lambda m, f: {"plan": plan_for(network(128))},
+        ConfigError,
+        ("made for another model", "make the plan again"),
+    ),
+    "plan over the device budget": Bad(
+        lambda m, f: {"plan": plan_for(network()), "device_memory": "1100KiB"},
+        DoesNotFit,
+        ("device: the plan needs", "1.1 MiB are allowed", "raise device_memory, or make another plan"),
+    ),
+    "plan over the host budget": Bad(
+        lambda m, f: {"plan": plan_for(network()), "host_memory": "1MiB"},
+        DoesNotFit,
+        ("host: the plan needs", "1.0 MiB are allowed", "raise host_memory, or make another plan"),
+    ),
+}
+
+
+def descriptors() -> list[str]:
+    """What this process has open: a path each."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except OSError:
+            continue  # the descriptor of the listing itself
+    return sorted(path for path in found if "/proc/" not in path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> Iterator[None]:
+    """What is there already (torch and its modules) is not searched again at every collection."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@dataclass(frozen=True)
+class Footing:
+    """What must be the same afterwards."""
+
+    threads: set[threading.Thread]
+    descriptors: list[str]
+    parameters: list[nn.Parameter]
+    values: list[torch.Tensor]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Footing:
+        gc.collect()
+        parameters = list(model.parameters())
+        return cls(
+            set(threading.enumerate()),
+            descriptors(),
+            parameters,
+            [p.detach().clone() for p in parameters],
+            [p.data_ptr() for p in parameters],
+        )
+
+    def assert_kept(self, model: nn.Module, *, moved: bool = False) -> None:
+        gc.collect()
+        assert set(threading.enumerate()) == self.threads
+        assert descriptors() == self.descriptors
+        now = list(model.parameters())
+        assert all(p is q for p, q in zip(now, self.parameters, strict=True))
+        assert all(torch.equal(p, value) for p, value in zip(now, self.values, strict=True))
+        assert moved or [p.data_ptr() for p in now] == self.addresses
+        hooks = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
+        assert not hooks and all(not p._post_accumulate_grad_hooks for p in now)
+
+
+def assert_trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A plain step changes every parameter as it should."""
+    before = [p.detach().clone() for p in model.parameters()]
+    model(a_batch()).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_refused(name: str, tmp_path: Path) -> None:
+    bad = TABLE[name]
+    model = network()
+    changed = bad.change(model, tmp_path)
+    options: dict[str, Any] = {"device_memory": "64MiB", "device": "cpu", **changed}
+    optimizer = options.pop("optimizer", None) or adamw(model)
+    there = set(tmp_path.iterdir())
+    footing = Footing.of(model)
+    with pytest.raises(bad.error) as caught:
+        forebay.prepare(model, optimizer, options.pop("batch", None), **options)
+    message = str(caught.value)
+    for part in bad.says:
+        assert part in message, message
+    assert "\n" not in message
+    assert type(caught.value) is bad.error
+    if isinstance(caught.value, DoesNotFit):
+        assert caught.value.tier in message and caught.value.needed != caught.value.allowed
+    del caught
+    footing.assert_kept(model)
+    assert set(tmp_path.iterdir()) == there
+    if name not in ("optimizer of another model", "differentiable optimizer"):
+        assert_trains(model, optimizer)
+    # And a right call works at once.
+    prepared, made = forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
+    assert_trains_under_forebay(prepared, made)
+    forebay.close(prepared)
+
+
+def assert_trains_under_forebay(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    before = dict(forebay.parameters(model).items())
+    model(a_batch()).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(not torch.equal(value, before[name]) for name, value in forebay.parameters(model).items())
+
+
+def test_disk_without_room_for_the_file(tmp_path: Path) -> None:
+    """The system refuses a file of that size after the arenas were made: all of them go again."""
+    model = network()
+    optimizer = adamw(model)
+    footing = Footing.of(model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StorageError, match=r"cannot make .*MiB of .*states.*File too large"):
+            forebay.prepare(model, optimizer, device="cpu", disk=f"{tmp_path}:1GiB", **ON_DISK)  # type: ignore[arg-type]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    footing.assert_kept(model)
+    assert not any(tmp_path.iterdir())
+    assert_trains(model, optimizer)
+
+
+class NoHooks(nn.Linear):
+    """A module that takes no forward hook: prepare fails after the parameters were moved."""
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no hooks here")
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_failure_after_the_parameters_were_moved(tmp_path: Path, on_disk: bool) -> None:
+    model = network()
+    model.append(NoHooks(WIDTH, WIDTH))
+    optimizer = adamw(model)
+    options: dict[str, Any] = {"device_memory": "64MiB", "policy": "stream"}
+    if on_disk:
+        options |= {"host_memory": "18MiB", "disk": f"{tmp_path}:1GiB"}
+    footing = Footing.of(model)
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        forebay.prepare(model, optimizer, device="cpu", **options)
+    footing.assert_kept(model, moved=True)
+    assert not any(tmp_path.iterdir())
+    assert_trains(model, optimizer)
+
+
+@pytest.fixture
+def read_only() -> Iterator[Path]:
+    """A folder that this process may look into and not write to; root gives its rights up for the time."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o555)
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(NOBODY)
+    yield folder
+    os.seteuid(was)
+    folder.rmdir()
+
+
+def test_read_only_disk(read_only: Path) -> None:
+    model = network()
+    optimizer = adamw(model)
+    footing = Footing.of(model)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied.*change its permissions, or name"):
+        forebay.prepare(model, optimizer, device="cpu", disk=f"{read_only}:1GiB", **ON_DISK)  # type: ignore[arg-type]
+    footing.assert_kept(model)
+    assert not any(read_only.iterdir())
+    assert_trains(model, optimizer)
+
+
+def test_model_on_another_device() -> None:
+    model = network()
+    with FakeTensorMode():  # a device that need not be here
+        model.register_parameter("far", nn.Parameter(torch.empty(8, 8, device="cuda:0")))
+    with pytest.raises(ModelError, match="parameter far is on cuda:0.* trains on cpu; keep the model on the cpu"):
+        forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
+
+
+def test_model_without_parameters() -> None:
+    other = network()
+    with pytest.raises(ModelError, match="no parameters; there is nothing to train"):
+        forebay.prepare(nn.Sequential(nn.ReLU()), adamw(other), device_memory="64MiB", device="cpu")
+
+
+def test_model_with_gradients() -> None:
+    model = network()
+    model(a_batch()).sum().backward()
+    with pytest.raises(ModelError, match="0.weight has a gradient already; call optimizer.zero_grad"):
+        forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["auto", "stream"])
+def test_second_prepare(policy: str) -> None:
+    model = network()
+    model, optimizer = forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu", policy=policy)
+    for outer in (model, nn.Sequential(model), model[0]):
+        with pytest.raises(ModelError, match=r"is prepared already; call forebay\.close\(model\)"):
+            forebay.prepare(outer, adamw(model), device_memory="64MiB", device="cpu")
+    assert_trains_under_forebay(model, optimizer)
+    forebay.close(model)
+    model, optimizer = forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu", policy=policy)
+    assert_trains_under_forebay(model, optimizer)
+    forebay.close(model)
+
+
+def test_a_prepared_optimizer_with_another_model() -> None:
+    model = network()
+    model, optimizer = forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
+    with pytest.raises(OptimizerError, match="StreamedOptimizer is not an optimizer that forebay runs"):
+        forebay.prepare(network(), optimizer, device_memory="64MiB", device="cpu")
+    forebay.close(model)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        forebay.parameters,
+        forebay.gradients,
+        forebay.report,
+        forebay.synchronize,
+        forebay.initialize,
+        lambda m: forebay.load(m, "/"),
+    ],
+)
+def test_a_model_that_is_not_prepared(use: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(UsageError, match=r"not prepared; call forebay\.prepare\(model, optimizer, \.\.\.\) first"):
+        use(network())
+
+
+def test_closing_what_is_not_prepared_does_nothing() -> None:
+    model = network()
+    forebay.close(model)
+    assert_trains(model, adamw(model))
+
+
+TEXTS = {
+    "truncated": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "another object": lambda text: "[1, 2]",
+    "another schema": lambda text: text.replace('"schema": 1', '"schema": 99'),
+    "a word for a number": lambda text: text.replace('"prefetch_distance": ', '"prefetch_distance": "many", "x": '),
+    "an unknown tier": lambda text: text.replace('"parameters": "host"', '"parameters": "attic"', 1),
+}
+
+
+@pytest.mark.parametrize("how", TEXTS)
+def test_a_plan_that_cannot_be_read(how: str) -> None:
+    text = TEXTS[how](plan_for(network()).to_json())
+    with pytest.raises(ConfigError) as caught:
+        Plan.from_json(text)
+    assert "\n" not in str(caught.value)
+    assert "Plan" in str(caught.value) or "make the plan again" in str(caught.value)
+
+
+def test_a_plan_that_was_read_is_the_plan() -> None:
+    plan = plan_for(network())
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    model = network()
+    model, optimizer = forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu", plan=read)
+    assert_trains_under_forebay(model, optimizer)
+    forebay.close(model)
