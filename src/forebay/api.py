@@ -171,7 +171,8 @@ def _adopt_plan(plan: Plan, bound: BoundModel, rule: UpdateRule, budget: Budget)
         raise ConfigError(
             f"the plan was made for another model or optimizer: it has {format_bytes(plan.device)} on the device, "
             f"{format_bytes(plan.host)} on the host and {format_bytes(plan.disk)} on disk, and this one needs "
-            f"{format_bytes(sizes.device)}, {format_bytes(sizes.host)} and {format_bytes(sizes.disk)}; make the plan again"
+            f"{format_bytes(sizes.device)}, {format_bytes(sizes.host)} and {format_bytes(sizes.disk)}; "
+            f"make the plan again"
         )
     if plan.disk and budget.disk is None:
         raise ConfigError(f"the plan keeps {format_bytes(plan.disk)} on disk; give disk=PATH or PATH:SIZE")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import final
 
-from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayout, align, gradient_offsets, state_layout
+from forebay.errors import ConfigError
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, align, gradient_offsets, state_layout
 from forebay.memory import Tier
 from forebay.plans import Placement, Streaming
 from forebay.trace import Block, Model
@@ -20,6 +22,7 @@ __all__ = [
     "GRADIENT_STAGING",
     "UPDATE_RING",
     "Arenas",
+    "Sizer",
     "arenas",
     "home_nbytes",
     "home_tier",
@@ -89,37 +92,64 @@ def home_nbytes(block: Block) -> int:
     return align(block.nbytes, PAGE)
 
 
+@final
+class Sizer:
+    """Sizes plans for one model that differ in their placements and slots: what depends on the optimizer's states
+    and on ``update_chunk`` (elements) alone is worked out once."""
+
+    def __init__(self, model: Model, state_names: tuple[str, ...], update_chunk: int) -> None:
+        self.update_chunk = update_chunk
+        self._blocks = {b.name: b for b in model.blocks}
+        self._states = {b.name: _StateSizes.of(state_layout(b, state_names, update_chunk)) for b in model.blocks}
+
+    def state_nbytes(self, block: str) -> int:
+        """Bytes of the optimizer state of ``block``, fp32 masters included."""
+        return self._states[block].nbytes
+
+    def arenas(self, placements: Iterable[Placement], streaming: Streaming) -> Arenas:
+        """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own."""
+        if streaming.update_chunk != self.update_chunk:
+            raise ConfigError(f"sizes for chunks of {self.update_chunk} elements, asked for {streaming.update_chunk}")
+        pairs = [(self._blocks[p.block], p) for p in placements]
+        hosted = [(b, p) for b, p in pairs if not p.resident]
+        trained = [b for b, _ in hosted if b.gradient_nbytes]
+
+        def states(tier: Tier) -> list[_StateSizes]:
+            return [self._states[b.name] for b, p in pairs if p.states is tier]
+
+        on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
+        largest_gradient = max((p.nbytes for b in trained for p in b.parameters if p.trainable), default=0)
+        return Arenas(
+            device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
+            device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
+            device_slots=sum(streaming.slots) + sum(b.nbytes for b, p in hosted if p.parameters is Tier.DEVICE),
+            host_parameters=sum(b.nbytes for b, p in hosted if home_tier(p) is Tier.HOST),
+            host_gradients=sum(gradient_offsets(b)[1] for b, _ in hosted),
+            host_states=sum(s.nbytes for s in states(Tier.HOST)),
+            gradient_staging=min(GRADIENT_STAGING, largest_gradient),
+            update_workspace=max((self._states[b.name].widened for b in trained), default=0),
+            update_ring=UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0),
+            host_slots=sum(streaming.host_slots) if on_disk else 0,
+            disk_bounce=DISK_BLOCK * DISK_BOUNCE if on_disk or any(s.nbytes for s in states(Tier.DISK)) else 0,
+            disk_parameters=sum(home_nbytes(b) for b in on_disk),
+            disk_states=sum(s.nbytes for s in states(Tier.DISK)),
+        )
+
+
+@dataclass(frozen=True)
+class _StateSizes:
+    """Bytes of one block's state, of its largest chunk, and of the gradients of a chunk that are widened to fp32."""
+
+    nbytes: int
+    largest_chunk: int
+    widened: int
+
+    @classmethod
+    def of(cls, layout: StateLayout) -> _StateSizes:
+        elements = max((c.elements for c in layout.chunks), default=0) if MASTER in layout.streams else 0
+        return cls(layout.nbytes, layout.largest_chunk, elements * STATE_ITEMSIZE)
+
+
 def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:
     """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
-    blocks = {b.name: b for b in model.blocks}
-    pairs = [(blocks[p.block], p) for p in placements]
-    layouts = {b.name: state_layout(b, state_names, streaming.update_chunk) for b, _ in pairs}
-    hosted = [(b, p) for b, p in pairs if not p.resident]
-    trained = [b for b, _ in hosted if b.gradient_nbytes]
-
-    def states(tier: Tier) -> list[StateLayout]:
-        return [layouts[b.name] for b, p in pairs if p.states is tier]
-
-    on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
-    largest_gradient = max((p.nbytes for b in trained for p in b.parameters if p.trainable), default=0)
-    return Arenas(
-        device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
-        device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
-        device_slots=sum(streaming.slots) + sum(b.nbytes for b, p in hosted if p.parameters is Tier.DEVICE),
-        host_parameters=sum(b.nbytes for b, p in hosted if home_tier(p) is Tier.HOST),
-        host_gradients=sum(gradient_offsets(b)[1] for b, _ in hosted),
-        host_states=sum(s.nbytes for s in states(Tier.HOST)),
-        gradient_staging=min(GRADIENT_STAGING, largest_gradient),
-        update_workspace=max(
-            (c.elements * STATE_ITEMSIZE for b in trained for c in _master_chunks(layouts[b.name])), default=0
-        ),
-        update_ring=UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0),
-        host_slots=sum(streaming.host_slots) if on_disk else 0,
-        disk_bounce=DISK_BLOCK * DISK_BOUNCE if on_disk or any(s.nbytes for s in states(Tier.DISK)) else 0,
-        disk_parameters=sum(home_nbytes(b) for b in on_disk),
-        disk_states=sum(s.nbytes for s in states(Tier.DISK)),
-    )
-
-
-def _master_chunks(layout: StateLayout) -> tuple[Chunk, ...]:
-    return layout.chunks if MASTER in layout.streams else ()
+    return Sizer(model, state_names, streaming.update_chunk).arenas(placements, streaming)

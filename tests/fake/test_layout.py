@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.null.synthetic import ADAM, ITEMSIZE, block
 
 from forebay.arenas import (
     DISK_BLOCK,
@@ -22,6 +21,7 @@ from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, gradient_offsets
 from forebay.memory import Tier
 from forebay.plans import Placement, Streaming
 from forebay.trace import ALIGNMENT, Block, Model
+from tests.null.synthetic import ADAM, ITEMSIZE, block
 
 PARAMETERS = st.tuples(
     st.lists(st.integers(0, 40), max_size=3).map(tuple), st.sampled_from(sorted(ITEMSIZE)), st.booleans()

@@ -350,7 +350,7 @@ def test_read_only_disk(read_only: Path) -> None:
     model = network()
     optimizer = adamw(model)
     footing = Footing.of(model)
-    with pytest.raises(ConfigError, match="cannot be written: Permission denied.*change its permissions, or name"):
+    with pytest.raises(ConfigError, match=r"cannot be written: Permission denied.*change its permissions, or name"):
         forebay.prepare(model, optimizer, device="cpu", disk=f"{read_only}:1GiB", **ON_DISK)  # type: ignore[arg-type]
     footing.assert_kept(model)
     assert not any(read_only.iterdir())
@@ -361,7 +361,7 @@ def test_model_on_another_device() -> None:
     model = network()
     with FakeTensorMode():  # a device that need not be here
         model.register_parameter("far", nn.Parameter(torch.empty(8, 8, device="cuda:0")))
-    with pytest.raises(ModelError, match="parameter far is on cuda:0.* trains on cpu; keep the model on the cpu"):
+    with pytest.raises(ModelError, match=r"parameter far is on cuda:0.* trains on cpu; keep the model on the cpu"):
         forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
 
 
@@ -374,7 +374,7 @@ def test_model_without_parameters() -> None:
 def test_model_with_gradients() -> None:
     model = network()
     model(a_batch()).sum().backward()
-    with pytest.raises(ModelError, match="0.weight has a gradient already; call optimizer.zero_grad"):
+    with pytest.raises(ModelError, match=r"0.weight has a gradient already; call optimizer.zero_grad"):
         forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
     assert all(p.grad is not None for p in model.parameters())
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.null.synthetic import ADAM, block, problem
 
 from forebay.arenas import GRADIENT_STAGING, arenas, home_nbytes
 from forebay.errors import ConfigError, DoesNotFit
@@ -17,6 +16,7 @@ from forebay.planners import Problem, make_plan
 from forebay.plans import Budget, DiskBudget, Plan, Streaming
 from forebay.trace import Block
 from forebay.units import GiB, KiB, MiB
+from tests.null.synthetic import ADAM, block, problem
 
 LAYER = 1024 * 1024  # elements
 BF16 = (((1024, 1024), "bfloat16", True),)
@@ -70,7 +70,7 @@ def test_a_byte_less_and_something_streams() -> None:
 
 
 def test_a_small_device_streams_through_three_slots() -> None:
-    """The embedding and the head need a slot of their size; two more serve the layers' turns; the norm keeps its own."""
+    """The embedding and the head need a slot of their size; three more serve the layers; the norm keeps its own."""
     window = 8 * MiB  # the largest gradient
     slots = (8 * MiB, 2 * MiB, 2 * MiB, 2 * MiB)
     budget = sum(slots) + 2 * KiB + window + ACTIVATIONS
@@ -84,7 +84,7 @@ def test_a_small_device_streams_through_three_slots() -> None:
 
 @pytest.mark.parametrize("spare", [0, 1, 2 * MiB - 1, 2 * MiB, 4 * MiB, 6 * MiB, 8 * MiB, 14 * MiB - 1])
 def test_slots_come_before_the_gradient_window(spare: int) -> None:
-    """With the least that is accepted there is one slot and no window; then slots of a layer's size, then the window."""
+    """The least that is accepted: one slot and no window. Then come slots of a layer's size, then the window."""
     least = 8 * MiB + 2 * KiB + ACTIVATIONS
     plan = plan_for(problem(TRANSFORMER, device=least + spare, activations=ACTIVATIONS))
     layers = min(3, spare // (2 * MiB))
@@ -94,15 +94,19 @@ def test_slots_come_before_the_gradient_window(spare: int) -> None:
 
 
 def test_room_that_is_left_keeps_the_largest_blocks_then_the_last() -> None:
-    """Of a block that stays, 16 bytes an element stay; the slot that only it needed goes."""
-    budget = 30 * MiB + ACTIVATIONS
-    kept = [names(plan_for(problem(TRANSFORMER, device=budget + n * MiB)), Tier.DEVICE, "states") for n in (64, 128)]
-    assert kept[0][0] == "embedding" and "head" not in kept[0]
-    assert {"embedding", "head"} <= set(kept[1])
-    plan = plan_for(problem(TRANSFORMER, device=budget + 128 * MiB))
-    layers = [name for name in names(plan, Tier.DEVICE, "states") if name.startswith("layer")]
-    assert layers == [b.name for b in LAYERS[len(LAYERS) - len(layers) :]]
-    assert max(plan.streaming.slots) == 2 * MiB
+    """Of a block that stays, 16 bytes an element stay: 64 MiB of the embedding or the head, 16 MiB of a layer. The
+    slot of 8 MiB shrinks to a layer's 2 MiB when neither the embedding nor the head needs it."""
+    streamed = (8 + 3 * 2 + 8) * MiB + 2 * KiB
+    norm = 1024 * 14 + 1024 * 2  # resident instead of in a slot of its own: less than a MiB in any case
+    kept, slots = {}, {}
+    for spare in (0, 64, 2 * 64 - 6, 2 * 64 - 6 + 2 * 16):
+        plan = plan_for(problem(TRANSFORMER, device=streamed + spare * MiB + norm))
+        kept[spare] = [name for name in names(plan, Tier.DEVICE, "states") if name != "norm"]
+        slots[spare] = [nbytes // MiB for nbytes in plan.streaming.slots]
+    ends = ["embedding", "head"]
+    assert kept == {0: [], 64: ["embedding"], 122: ends, 154: [ends[0], "layer4", "layer5", ends[1]]}
+    # At last the four layers that are left keep the four slots for themselves.
+    assert slots == {0: [8, 2, 2, 2], 64: [8, 2, 2, 2], 122: [2, 2, 2, 2], 154: []}
 
 
 def test_without_a_batch_half_of_the_device_is_left_to_the_activations() -> None:
@@ -122,10 +126,11 @@ def test_the_policy_stream_keeps_nothing() -> None:
 
 def test_frozen_blocks_have_neither_gradients_nor_states() -> None:
     frozen = [block(b.name, *[(p.shape, p.dtype, False) for p in b.parameters], held=b.held) for b in TRANSFORMER]
-    plan = plan_for(problem(frozen, device=12 * MiB))
-    hosted = [b.nbytes for b in frozen if where(plan, "parameters")[b.name] is Tier.HOST]
-    kept = [b.nbytes for b in frozen if where(plan, "states")[b.name] is Tier.DEVICE]
-    assert plan.host == sum(hosted) and plan.device == sum(plan.streaming.slots) + sum(kept)
+    whole = sum(b.nbytes for b in frozen)
+    assert plan_for(problem(frozen, device=whole)).device == whole
+    plan = plan_for(problem(frozen, device=14 * MiB + 2 * KiB), "stream")
+    assert plan.streaming.gradient_window == 0 and plan.device == 14 * MiB + 2 * KiB
+    assert plan.host == whole  # no gradients, no states, no staging
 
 
 def test_an_unknown_policy_is_refused() -> None:
@@ -135,8 +140,8 @@ def test_an_unknown_policy_is_refused() -> None:
 
 # On the host and on disk.
 
-STREAMED = 30 * MiB
-"""A device budget that keeps nothing (without activations)."""
+STREAMED = 22 * MiB + 2 * KiB
+"""A device budget that keeps nothing but a slot for the norm (without activations)."""
 
 
 def test_states_go_to_disk_first_and_from_the_last_block_on() -> None:
@@ -150,7 +155,7 @@ def test_states_go_to_disk_first_and_from_the_last_block_on() -> None:
 
 
 def test_parameters_follow_when_all_states_are_on_disk() -> None:
-    host = 80 * MiB
+    host = 70 * MiB
     plan = plan_for(problem(TRANSFORMER, device=STREAMED, host=host, disk=GiB))
     assert names(plan, Tier.DISK, "states") == [b.name for b in TRANSFORMER]
     on_disk = names(plan, Tier.DISK, "parameters")
@@ -168,13 +173,12 @@ def test_without_need_nothing_goes_to_disk() -> None:
 # Refusals.
 
 
-def accepted(asked: Problem, tier: Tier, nbytes: int) -> bool:
-    """Whether the same problem fits with ``nbytes`` of ``tier``. Another tier may then be the one that is short."""
+def outcome(asked: Problem) -> DoesNotFit | None:
     try:
-        make_plan(with_limit(asked, tier, nbytes), "auto")
+        make_plan(asked, "auto")
     except DoesNotFit as error:
-        return error.tier != tier.value
-    return True
+        return error
+    return None
 
 
 def with_limit(asked: Problem, tier: Tier, nbytes: int) -> Problem:
@@ -195,8 +199,10 @@ def refusal(asked: Problem) -> DoesNotFit:
 def assert_needed_is_the_least(asked: Problem, error: DoesNotFit) -> None:
     tier = Tier(error.tier)
     assert error.needed > error.allowed
-    assert accepted(asked, tier, error.needed), error
-    assert not accepted(asked, tier, error.needed - 1), error
+    assert outcome(with_limit(asked, tier, error.needed - 1)) is not None, error
+    enough = outcome(with_limit(asked, tier, error.needed))
+    # The device is looked at first: what does not stay there may then not fit on the host.
+    assert enough is None or (tier is Tier.DEVICE and enough.tier != error.tier), (error, enough)
 
 
 ONE = [block("only", *BF16)]
@@ -209,7 +215,7 @@ MODELS = {"transformer": TRANSFORMER, "one block": ONE, "all in use throughout":
 def test_a_device_too_small_is_refused_with_the_least_that_is_enough(blocks: list[Block]) -> None:
     largest = max((b.nbytes for b in blocks if not b.held), default=0)
     held = sum(b.nbytes for b in blocks if b.held)
-    asked = problem(blocks, device=largest, activations=ACTIVATIONS, buffers=1000)
+    asked = problem(blocks, device=max(1, largest), activations=ACTIVATIONS, buffers=1000)
     error = refusal(asked)
     assert (error.tier, error.allowed) == ("device", max(1, largest))
     # One slot for the largest block, the blocks in use throughout, and what the step needs beside parameters.
@@ -231,7 +237,6 @@ def test_a_host_too_small_is_refused_with_the_least_that_is_enough() -> None:
     error = refusal(asked)
     assert (error.tier, error.needed, error.allowed) == ("host", HOSTED + STAGING, 100 * MiB)
     assert "disk=PATH:SIZE" in str(error) and "100.0 MiB are allowed" in str(error)
-    assert "156.0 MiB optimizer states" not in str(error)
     assert_needed_is_the_least(asked, error)
 
 
@@ -294,6 +299,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+@settings(max_examples=300)
 @given(problems(), st.sampled_from(["auto", "stream"]))
 def test_no_plan_exceeds_a_budget(asked: Problem, policy: str) -> None:
     """Counted over from the placements; and whatever streams has a slot that holds it."""
@@ -324,15 +330,12 @@ def assert_within(asked: Problem, plan: Plan) -> None:
             assert max(plan.streaming.host_slots) >= home_nbytes(one)
 
 
+@settings(max_examples=300)
 @given(problems())
 def test_every_refusal_names_the_least_that_is_enough(asked: Problem) -> None:
-    try:
-        make_plan(asked, "auto")
-    except DoesNotFit as error:
-        refused = error
-    else:
-        return
-    assert_needed_is_the_least(asked, refused)
+    error = outcome(asked)
+    if error is not None:
+        assert_needed_is_the_least(asked, error)
 
 
 def test_a_plan_has_the_defaults_of_streaming_where_nothing_speaks_against_them() -> None:

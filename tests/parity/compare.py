@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import forebay
+from forebay.device.base import Device
 from tests.parity.models import Case
 
 __all__ = ["STEPS", "adamw", "assert_same_training"]
@@ -37,7 +38,8 @@ def assert_same_training(
     Before each step the reference takes over forebay's parameters, so that a difference cannot hide in a history of
     its own. Returns the prepared model, still open.
     """
-    device = torch.device(str(prepare.get("device", "cpu")))
+    asked = prepare.get("device", "cpu")
+    device = torch.device(asked.name if isinstance(asked, Device) else asked)
     model, reference = case.model(dtype), case.model(dtype).to(device)
     made = optimizer([p for p in model.parameters() if p.requires_grad])
     model, made = forebay.prepare(model, made, case.inputs(0, dtype), **prepare)

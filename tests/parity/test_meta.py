@@ -232,7 +232,7 @@ def test_weights_that_cannot_be_used(tmp_path: Path, bad: str) -> None:
 
 def test_no_folder(tmp_path: Path) -> None:
     model, _ = prepared(CASES["used-twice"].model(torch.float32))
-    with pytest.raises(ConfigError, match="there is no folder .*nowhere"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
         forebay.load(model, str(tmp_path / "nowhere"))
     forebay.close(model)
 
@@ -284,7 +284,7 @@ def test_initialize_needs_a_way() -> None:
     with accelerate.init_empty_weights():
         model: nn.Module = Own()
     model, _ = prepared(model, policy="stream")
-    with pytest.raises(ModelError, match="does not initialise table .*forebay.load"):
+    with pytest.raises(ModelError, match=r"does not initialise table .*forebay.load"):
         forebay.initialize(model)
     forebay.close(model)
 

@@ -265,7 +265,7 @@ def test_foreign_optimizer_states_are_refused(prepare: Prepare) -> None:
     before = optimizer.state_dict()
     other = CASES["unused"].model(torch.float32)
     foreign = torch.optim.AdamW(other.parameters())
-    with pytest.raises(forebay.ForebayError, match="groups of .* parameters"):
+    with pytest.raises(forebay.ForebayError, match=r"groups of .* parameters"):
         optimizer.load_state_dict(foreign.state_dict())
     sgd_model = CASE.model(torch.float32)
     sgd = MAKES["sgd-momentum"](sgd_model.parameters())

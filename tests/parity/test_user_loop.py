@@ -189,7 +189,7 @@ def test_the_user_edits_gradients(pair: Pair, edit: str) -> None:
             for parameter in model.parameters():
                 EDITS[edit](parameter)
         pair.assert_equal()
-        for model, optimizer in pair.both():
+        for model, _ in pair.both():
             loss_of(model, 2 * step + 1).backward()  # accumulates on the edited gradient
         pair.assert_equal()
         for _, optimizer in pair.both():
@@ -276,7 +276,7 @@ def test_generate(llama: Pair) -> None:
 
 def test_two_forwards_before_one_backward(pair: Pair) -> None:
     for step in range(3):
-        for model, optimizer in pair.both():
+        for model, _ in pair.both():
             (loss_of(model, 2 * step) + 0.5 * loss_of(model, 2 * step + 1)).backward()
         pair.assert_equal()
         for _, optimizer in pair.both():
@@ -294,7 +294,7 @@ def test_backward_in_the_other_order(pair: Pair) -> None:
 
 def test_backward_twice_over_one_graph(pair: Pair) -> None:
     for step in range(2):
-        for model, optimizer in pair.both():
+        for model, _ in pair.both():
             loss = loss_of(model, step)
             loss.backward(retain_graph=True)
             loss.backward()
@@ -330,7 +330,7 @@ def test_dropout_draws_the_same_numbers(policy: str) -> None:
     states = []
     for step in range(3):
         losses = []
-        for model, optimizer in pair.both():
+        for model, _ in pair.both():
             torch.manual_seed(step)
             loss = loss_of(model, step)
             loss.backward()
@@ -475,8 +475,8 @@ def test_thawing_what_was_frozen_at_prepare_is_refused(policy: str) -> None:
         model, torch.optim.AdamW(model.parameters()), device_memory=AMPLE, policy=policy, device="cpu"
     )
     model.get_submodule("model.layers.0").requires_grad_(True)
+    loss_of(model, 0).backward()
     with pytest.raises(forebay.ForebayError, match=r"model\.layers\.0.* frozen .*prepare"):
-        loss_of(model, 0).backward()
         optimizer.step()
     forebay.close(model)
 
@@ -487,7 +487,7 @@ def test_a_prepared_model_is_not_copied(pair: Pair, stepped: bool) -> None:
     if stepped:
         same_step(pair, 0)
     for make in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(forebay.ForebayError, match="cannot be copied or pickled.*state_dict"):
+        with pytest.raises(forebay.ForebayError, match=r"cannot be copied or pickled.*state_dict"):
             make(pair.model)
         with pytest.raises(forebay.ForebayError, match=r"cannot be copied or pickled.*state_dict"):
             make(pair.optimizer)
@@ -532,7 +532,7 @@ def test_sparse_inputs(policy: str) -> None:
     pair = Pair(models[0], models[1], policy)
     batch = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), "labels": torch.zeros(1)}
     for _ in range(2):
-        for model, optimizer in pair.both():
+        for model, _ in pair.both():
             model(**batch)["loss"].backward()
         pair.assert_equal()
         for _, optimizer in pair.both():

@@ -12,12 +12,12 @@ Choices
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from forebay.arenas import Arenas, arenas, home_nbytes, home_tier
+from forebay.arenas import Arenas, Sizer, arenas, home_nbytes, home_tier
 from forebay.errors import DoesNotFit
-from forebay.layout import STATE_ITEMSIZE, state_layout
+from forebay.layout import STATE_ITEMSIZE
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
 from forebay.plans import Placement, Plan, Streaming
@@ -49,7 +49,9 @@ DEDICATED = (Tier.DEVICE, Tier.HOST, Tier.HOST)
 def auto(problem: Problem) -> Plan:
     """Keeps on the device what fits. Raises ``DoesNotFit``."""
     everything = tuple(Placement(b.name, *RESIDENT) for b in problem.model.blocks)
-    plan = _finish(problem, "auto", everything, Streaming(), ["parameters, gradients and states fit on the device"])
+    sizes = arenas(problem.model, everything, Streaming(), problem.state_names)
+    reasons = ["parameters, gradients and states fit on the device"]
+    plan = _finish(problem, "auto", everything, Streaming(), sizes, reasons)
     measured = problem.footprint.measured
     allowed = problem.budget.device if measured else int(problem.budget.device * UNMEASURED_SHARE)
     if plan.device <= allowed:
@@ -76,34 +78,39 @@ def _slots(problem: Problem, streamed: Sequence[Block]) -> Streaming:
     """The shared slots for ``streamed``: as many as fit of the repeated size, one for what is larger."""
     shared = [b for b in streamed if not b.held]
     dedicated = sum(b.nbytes for b in streamed if b.held)
-    if not shared:
-        return _streaming(problem, (), max((b.gradient_nbytes for b in streamed), default=0))
-    repeated = _repeated_size(shared)
-    larger = max((b.nbytes for b in shared if b.nbytes > repeated), default=0)
-    wanted = min(SHARED_SLOTS, sum(b.nbytes <= repeated for b in shared))
-    options = [(*([larger] if larger else []), *[repeated] * n) for n in range(wanted, 0, -1)]
-    if larger:
-        options.append((larger,))
-    window = max(b.gradient_nbytes for b in shared)
+    options = _slot_options(shared)
+    window = max((b.gradient_nbytes for b in shared or streamed), default=0)
     for slots in options:
         need = sum(slots) + dedicated + _working_set(problem)
         # The window may shrink to one small gradient; it is a matter of speed, not of fit.
         spare = problem.budget.device - need
         if spare >= 0:
             return _streaming(problem, slots, min(window, spare))
-    slots = options[-1]
-    largest = max(shared, key=lambda b: b.nbytes)
-    need = sum(slots) + dedicated + _working_set(problem)
+    parts = []
+    if shared:
+        largest = max(shared, key=lambda b: b.nbytes)
+        parts.append(f"{format_bytes(largest.nbytes)} for the largest block ({largest.name})")
+    parts.append(f"{format_bytes(dedicated)} for blocks in use throughout")
+    parts.append(f"{format_bytes(_working_set(problem))} for the activations of one step")
     needed, allowed = format_apart(need, problem.budget.device)
     raise DoesNotFit(
-        f"device memory: {needed} are needed and {allowed} are allowed: "
-        f"{format_bytes(sum(slots))} for the largest block ({largest.name}), {format_bytes(dedicated)} for blocks in "
-        f"use throughout, {format_bytes(_working_set(problem))} for the activations of one step; raise device_memory, "
+        f"device memory: {needed} are needed and {allowed} are allowed: {', '.join(parts)}; raise device_memory, "
         f"or use a smaller batch or a shorter sequence",
         tier=Tier.DEVICE.value,
         needed=need,
         allowed=problem.budget.device,
     )
+
+
+def _slot_options(shared: Sequence[Block]) -> list[tuple[int, ...]]:
+    """Slots that would do for ``shared``, the fastest first; the last is the least that is enough."""
+    if not shared:
+        return [()]
+    repeated = _repeated_size(shared)
+    larger = max((b.nbytes for b in shared if b.nbytes > repeated), default=0)
+    wanted = min(SHARED_SLOTS, sum(b.nbytes <= repeated for b in shared))
+    options = [(*([larger] if larger else []), *[repeated] * n) for n in range(wanted, 0, -1)]
+    return [*options, (larger,)] if larger else options
 
 
 def _streaming(problem: Problem, slots: tuple[int, ...], window: int) -> Streaming:
@@ -116,9 +123,9 @@ def _streaming(problem: Problem, slots: tuple[int, ...], window: int) -> Streami
 
 
 def _repeated_size(blocks: Sequence[Block]) -> int:
-    """The largest size that counts as repeated: near the size that, over all its blocks, makes up most bytes."""
+    """The largest size that counts as repeated: near the size that most blocks have, the larger one of equals."""
     counts = Counter(b.nbytes for b in blocks)
-    commonest, count = max(counts.items(), key=lambda item: (item[1] > 1, item[0] * item[1]))
+    commonest, count = max(counts.items(), key=lambda item: (item[1], item[0]))
     if count == 1:
         return max(counts)
     return max(size for size in counts if size <= NEAR * commonest)
@@ -161,28 +168,45 @@ def _device_peak(problem: Problem, placements: dict[str, Placement], streaming: 
 
 def _place_on_host(problem: Problem, name: str, placements: dict[str, Placement], streaming: Streaming) -> Plan:
     """Moves states, then parameters, to disk until the host has room. Raises ``DoesNotFit``."""
-    reasons = [_kept(placements)]
-    sizes = arenas(problem.model, placements.values(), streaming, problem.state_names)
-    if sizes.host > problem.host_limit and problem.disk_limit:
-        streaming = replace(streaming, update_chunk=_disk_chunk(problem))
-        for what in ("states", "parameters"):
-            placements, streaming = _move_to_disk(problem, placements, streaming, what)
-        sizes = arenas(problem.model, placements.values(), streaming, problem.state_names)
-        on_disk = sum(p.states is Tier.DISK for p in placements.values())
-        homes = sum(home_tier(p) is Tier.DISK for p in placements.values())
-        reasons.append(f"states of {on_disk} blocks and parameters of {homes} are on disk: the host has no room")
-    if sizes.host > problem.host_limit:
-        raise _no_room(problem, sizes)
-    if sizes.disk > problem.disk_limit and sizes.disk:
-        needed, allowed = format_apart(sizes.disk, problem.disk_limit)
-        raise DoesNotFit(
-            f"disk: {needed} are needed and {allowed} are allowed; give "
-            f"the disk budget more room, or raise host_memory",
-            tier=Tier.DISK.value,
-            needed=sizes.disk,
-            allowed=problem.disk_limit,
-        )
-    return _finish(problem, name, tuple(placements.values()), streaming, reasons)
+    tried: list[Arenas] = []
+    for homes, how, sizes in _homes(problem, placements, streaming):
+        device = sizes.device + how.gradient_window + _working_set(problem)
+        if device > problem.budget.device:
+            continue  # smaller chunks may take a page more for the states of resident blocks
+        if sizes.host <= problem.host_limit and sizes.disk <= problem.disk_limit:
+            return _finish(problem, name, tuple(homes.values()), how, sizes, [_kept(homes), *_moved(homes)])
+        tried.append(sizes)
+    enough_host = [s for s in tried if s.host <= problem.host_limit]
+    if enough_host:
+        raise _disk_too_small(problem, min(enough_host, key=lambda s: s.disk))
+    raise _no_room(problem, min((s for s in tried if s.disk <= problem.disk_limit), key=lambda s: s.host))
+
+
+def _homes(
+    problem: Problem, placements: dict[str, Placement], streaming: Streaming
+) -> Iterator[tuple[dict[str, Placement], Streaming, Arenas]]:
+    """What may live where beside the device, the fastest first: everything on the host, then more and more on disk,
+    from the last block on; then once more with the smallest staging."""
+    sizer = Sizer(problem.model, problem.state_names, streaming.update_chunk)
+    yield placements, streaming, sizer.arenas(placements.values(), streaming)
+    if not problem.disk_limit:
+        return
+    for chunk in dict.fromkeys((_disk_chunk(problem), SMALLEST_CHUNK)):
+        sizer = Sizer(problem.model, problem.state_names, chunk)
+        homes, how = placements, replace(streaming, update_chunk=chunk)
+        for block in reversed(problem.model.blocks):
+            old = homes[block.name]
+            if not old.resident and sizer.state_nbytes(block.name):
+                homes = {**homes, block.name: replace(old, states=Tier.DISK)}
+                yield homes, how, sizer.arenas(homes.values(), how)
+        largest = 0
+        for block in reversed(problem.model.blocks):
+            old = homes[block.name]
+            if old.parameters is Tier.HOST:
+                homes = {**homes, block.name: replace(old, parameters=Tier.DISK)}
+                largest = max(largest, home_nbytes(block))
+                how = replace(how, host_slots=(largest, largest))
+                yield homes, how, sizer.arenas(homes.values(), how)
 
 
 def _kept(placements: dict[str, Placement]) -> str:
@@ -192,6 +216,14 @@ def _kept(placements: dict[str, Placement]) -> str:
     return f"of {len(placements)} blocks {resident} stay on the device, {dedicated} keep a slot, {streamed} stream"
 
 
+def _moved(placements: dict[str, Placement]) -> list[str]:
+    states = sum(p.states is Tier.DISK for p in placements.values())
+    homes = sum(home_tier(p) is Tier.DISK for p in placements.values())
+    if not states and not homes:
+        return []
+    return [f"states of {states} blocks and parameters of {homes} are on disk: the host has no room"]
+
+
 def _disk_chunk(problem: Problem) -> int:
     """Elements of a chunk such that the ring of staging buffers takes a small share of the host."""
     per_element = STATE_ITEMSIZE * (len(problem.state_names) + 1)
@@ -199,24 +231,14 @@ def _disk_chunk(problem: Problem) -> int:
     return max(SMALLEST_CHUNK, min(Streaming().update_chunk, chunk // 1024 * 1024))
 
 
-def _move_to_disk(
-    problem: Problem, placements: dict[str, Placement], streaming: Streaming, what: str
-) -> tuple[dict[str, Placement], Streaming]:
-    for block in reversed(problem.model.blocks):
-        sizes = arenas(problem.model, placements.values(), streaming, problem.state_names)
-        if sizes.host <= problem.host_limit:
-            break
-        old = placements[block.name]
-        if old.resident:
-            continue
-        if what == "states":
-            if state_layout(block, problem.state_names, streaming.update_chunk).nbytes:
-                placements = {**placements, block.name: replace(old, states=Tier.DISK)}
-        elif old.parameters is Tier.HOST:
-            placements = {**placements, block.name: replace(old, parameters=Tier.DISK)}
-            largest = max(home_nbytes(b) for b in problem.model.blocks if placements[b.name].parameters is Tier.DISK)
-            streaming = replace(streaming, host_slots=(largest, largest))
-    return placements, streaming
+def _disk_too_small(problem: Problem, sizes: Arenas) -> DoesNotFit:
+    needed, allowed = format_apart(sizes.disk, problem.disk_limit)
+    return DoesNotFit(
+        f"disk: {needed} are needed and {allowed} are allowed; give the disk budget more room, or raise host_memory",
+        tier=Tier.DISK.value,
+        needed=sizes.disk,
+        allowed=problem.disk_limit,
+    )
 
 
 def _no_room(problem: Problem, sizes: Arenas) -> DoesNotFit:
@@ -234,9 +256,13 @@ def _no_room(problem: Problem, sizes: Arenas) -> DoesNotFit:
 
 
 def _finish(
-    problem: Problem, name: str, placements: tuple[Placement, ...], streaming: Streaming, reasons: list[str]
+    problem: Problem,
+    name: str,
+    placements: tuple[Placement, ...],
+    streaming: Streaming,
+    sizes: Arenas,
+    reasons: list[str],
 ) -> Plan:
-    sizes = arenas(problem.model, placements, streaming, problem.state_names)
     if not problem.footprint.measured:
         why = problem.footprint.note or "no batch was given"
         reasons = [*reasons, f"the activations are not known beforehand ({why}): device memory left over is theirs"]

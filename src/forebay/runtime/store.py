@@ -301,5 +301,5 @@ class Store:
         # session; it must not go on holding the memory.
         self.blocks.clear()
         for buffer in (self._staging, self.workspace):
-            buffer.set_()
+            buffer.set_(torch.UntypedStorage(0, device=buffer.device))
         self._stack.close()
