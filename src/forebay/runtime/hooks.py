@@ -217,12 +217,13 @@ class Attachment:
             if self._depth.pop(block.name, 0):
                 self._hide_block(block)
         self._scopes.close()
-        self.session.end_forward(self._training)
+        self.session.end_forward(backward_follows=False)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.session.phase is Phase.FORWARD and not self._running:
             self._scopes.close()
-            self.session.end_forward(self._training)
+            # After an exception torch calls this with None. What the user does about it is no part of a step.
+            self.session.end_forward(backward_follows=self._training and output is not None)
 
     def _before_module(self, blocks: tuple[Block, ...]) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:

@@ -41,13 +41,13 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SlotReference:
         """A reference for a view of a slot; any other tensor is kept, and counted as an activation."""
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            return tensor
+            return _without_graph(tensor)
         if tensor.layout is not torch.strided:
-            return tensor  # a sparse tensor has no storage of its own
+            return _without_graph(tensor)  # a sparse tensor has no storage of its own
         slot = self._access.slot_at(tensor)
         if slot is None or slot.occupant is None:
             self._watch.attribute(tensor, Kind.ACTIVATION)
-            return tensor
+            return _without_graph(tensor)
         return SlotReference(
             slot.occupant, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
         )
@@ -59,3 +59,9 @@ class SavedTensors:
         self._on_unpack()
         lease = self._access.lease(packed.block)
         return self._access.view(lease, packed.dtype, packed.offset, packed.shape, packed.stride)
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the node that made it. A node that keeps its own output, by way of these hooks, would hold
+    itself: a graph that no backward frees (a forward that failed, a loss that nobody wanted) would stay for good."""
+    return tensor if tensor.grad_fn is None else tensor.detach()

@@ -163,14 +163,14 @@ class Session:
             if self._step_start is None:
                 self._step_start = self._phase_start
 
-    def end_forward(self, training: bool) -> None:
+    def end_forward(self, *, backward_follows: bool) -> None:
         """The root module's forward ended, with a result or with an exception."""
         self.device.record(Event(Lane.COMPUTE, self._phase_start, self.device.now(), 0, "forward"))
         self._whereabouts.block = ""
         if self.phase is not Phase.CLOSED:
             self._whereabouts.phase = Phase.IDLE
-        if not training:
-            # In training the loss and backward are still to come, and what they take is the step's.
+        if not backward_follows:
+            # Else the loss and backward are still to come, and what they take is the step's.
             self.watch.activate(False)
 
     def enter_block(self, name: str) -> None:
