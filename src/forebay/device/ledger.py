@@ -189,5 +189,5 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # torch would wrap the method above in a switch that keeps torch.compile out of it, two more Python
-        # calls for each op. There is nothing in it that a compiler could trace wrongly: it runs the op that it was given.
+        # calls for each op. There is nothing in it that a compiler could trace wrongly: it runs the op it was given.
         return False
