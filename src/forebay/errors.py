@@ -5,7 +5,8 @@
     │   ├── UnitError            a size, a time or a rate that cannot be read
     │   ├── ConfigError          a configuration file, flag or record that cannot be used
     │   ├── ModelError           a model, batch or device that cannot be prepared
-    │   └── OptimizerError       an optimizer, or an option of one, that forebay does not run
+    │   ├── OptimizerError       an optimizer, or an option of one, that forebay does not run
+    │   └── PlanInvalid          a plan that would read what is not there, or do something twice or never
     ├── DoesNotFit               no plan keeps the promise that the budget asks for
     ├── BudgetExceeded           a tier went over its budget while running
     │   ├── DeviceOutOfMemory
@@ -32,6 +33,7 @@ __all__ = [
     "ModelError",
     "OptimizerError",
     "ParameterReleased",
+    "PlanInvalid",
     "SessionClosed",
     "StorageError",
     "UnitError",
@@ -61,6 +63,18 @@ class ModelError(UsageError):
 
 class OptimizerError(UsageError):
     """An optimizer, or an option of one, that forebay does not run."""
+
+
+class PlanInvalid(UsageError):
+    """A plan, or the program made from it, that would read what is not there, or do something twice or never.
+
+    ``action`` is the number of the action or op at fault, ``subject`` the tensor, parameter or block.
+    """
+
+    def __init__(self, message: str, *, action: int, subject: str) -> None:
+        super().__init__(message)
+        self.action = action
+        self.subject = subject
 
 
 class DoesNotFit(ForebayError):

@@ -9,7 +9,7 @@ from forebay.memory import Tier
 
 __all__ = ["PLAN_SCHEMA", "Budget", "DiskBudget", "Placement", "Plan", "Streaming"]
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,10 @@ class Streaming:
 class Plan:
     """Where everything lives, what that is predicted to need, and why.
 
-    ``device``, ``host`` and ``disk`` are predicted peaks in bytes. ``changes_numbers`` lists in words whatever
-    makes the result differ from plain PyTorch; empty for a lossless plan.
+    ``device``, ``host``, ``pinned`` and ``disk`` are predicted peaks in bytes, ``step_seconds`` the predicted time of
+    one step (None: not simulated). ``recompute`` names the blocks whose activations are dropped in forward and made
+    again in backward. ``fingerprint`` is that of the trace that the plan was made for ("": none). ``changes_numbers``
+    lists in words whatever makes the result differ from plain PyTorch; empty for a lossless plan.
     """
 
     planner: str
@@ -109,6 +111,10 @@ class Plan:
     device: int
     host: int
     disk: int
+    pinned: int = 0
+    recompute: tuple[str, ...] = ()
+    step_seconds: float | None = None
+    fingerprint: str = ""
     reasons: tuple[str, ...] = ()
     changes_numbers: tuple[str, ...] = ()
     schema: int = PLAN_SCHEMA

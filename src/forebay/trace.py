@@ -1,4 +1,4 @@
-"""What a training step is made of, as far as a planner needs to know it. No torch here.
+"""What a training step is made of: the model's blocks, and every op and tensor of one step. No torch here.
 
 A *block* is the set of parameters that move together: one transformer layer, an embedding, a head. Its bytes
 lie in one flat buffer, in the order of ``parameters``, so that one copy fetches all of it.
@@ -6,9 +6,32 @@ lie in one flat buffer, in the order of ``parameters``, so that one copy fetches
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from hashlib import sha256
 
-__all__ = ["ALIGNMENT", "Block", "Footprint", "Model", "Parameter"]
+from forebay.errors import ConfigError
+from forebay.memory import Kind
+
+__all__ = [
+    "ALIGNMENT",
+    "TRACE_SCHEMA",
+    "Block",
+    "Footprint",
+    "Gradient",
+    "Model",
+    "Op",
+    "Parameter",
+    "Phase",
+    "Segment",
+    "Tensor",
+    "Trace",
+    "Visit",
+    "Work",
+]
+
+TRACE_SCHEMA = 1
 
 ALIGNMENT = 64
 """Bytes: every parameter starts on a multiple of this inside its block (a cache line; kernels want 16)."""
@@ -91,3 +114,171 @@ class Footprint:
     input_nbytes: int
     measured: bool
     note: str = ""
+
+
+class Phase(StrEnum):
+    """Which half of a step an op belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a step.
+
+    ``root`` is the reference of the tensor that owns the storage: itself, unless this is a view. ``nbytes`` are the
+    bytes of the storage for a root and the tensor's own for a view. ``saved`` says whether autograd keeps it (or a
+    view of it) from forward to backward. ``name`` is set for parameters, buffers and inputs.
+    """
+
+    nbytes: int
+    dtype: str
+    kind: Kind
+    root: int
+    saved: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What running an op costs, whatever the machine; ops of the same ``signature`` cost the same.
+
+    ``signature`` is the overload with shapes, strides and dtypes of what it is given. ``dtype`` is that of the
+    arithmetic. ``nbytes`` are the bytes that it reads and writes at least; a view has 0 of both.
+    """
+
+    op: str
+    signature: str
+    dtype: str
+    flops: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """After an op, the gradient of ``parameter`` is complete and is ``tensor`` (both are references)."""
+
+    parameter: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op. ``work`` is an index into ``Trace.works``; tensors are references (see ``Segment``).
+
+    What happens after the op and before the next one: ``dropped`` are roots whose last holder outside autograd's
+    saved tensors went away, ``unsaved`` are roots that no saved tensor holds any longer. A root is in memory until it
+    is dropped and not (or no longer) saved. ``gradients`` are complete after the op.
+    """
+
+    work: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dropped: tuple[int, ...] = ()
+    unsaved: tuple[int, ...] = ()
+    gradients: tuple[Gradient, ...] = ()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive ops of one block in one phase, recorded once for all blocks that are alike.
+
+    A reference of 0 or more is one of the segment's own ``tensors``; -1 - k is the k-th port of the visit.
+    """
+
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One run through a segment.
+
+    ``block`` is the streamed block whose module runs, "" outside of all. ``ports`` are the ids of the tensors from
+    outside. The segment's own tensors have the ids from ``first_tensor`` on, its ops the numbers from ``first_op``.
+    """
+
+    segment: int
+    block: str
+    phase: Phase
+    ports: tuple[int, ...]
+    first_op: int
+    first_tensor: int
+
+    def resolve(self, reference: int) -> int:
+        """The id in the trace of what ``reference`` means in this visit."""
+        return self.first_tensor + reference if reference >= 0 else self.ports[-1 - reference]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One training step (one micro-batch) of a model on a batch of one shape.
+
+    ``sources`` are the tensors that exist before the step: parameters in the order of ``model.blocks``, then buffers,
+    then inputs; the id of a tensor is its place there, and those made in the step have the ids after them. A gradient
+    is never dropped in a trace: where it goes is the plan's to say. ``device`` is ``cpu`` or ``cuda``: on ``cpu`` the
+    inputs are the host's and take nothing of the device. ``tokens``
+    are what the user counts: token ids, or samples where there are none. ``held_nbytes`` of the step's outputs are
+    still there while the next forward runs; ``unseen_nbytes`` may be taken by a loss outside the model, between
+    forward and backward.
+    """
+
+    model: Model
+    device: str
+    optimizer: str
+    state_names: tuple[str, ...]
+    tokens: int
+    sources: tuple[Tensor, ...]
+    works: tuple[Work, ...]
+    segments: tuple[Segment, ...]
+    visits: tuple[Visit, ...]
+    held_nbytes: int = 0
+    unseen_nbytes: int = 0
+    notes: tuple[str, ...] = ()
+    schema: int = TRACE_SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != TRACE_SCHEMA:
+            raise ConfigError(
+                f"this trace has schema {self.schema}, this forebay reads schema {TRACE_SCHEMA}; capture it again"
+            )
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one step: a multiply-add counts as two."""
+        per_segment = [sum(self.works[op.work].flops for op in s.ops) for s in self.segments]
+        return sum(per_segment[v.segment] for v in self.visits)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the model, its batch shape and its optimizer: what a plan is made for."""
+        shapes = [(b.name, [(p.name, p.shape, p.dtype, p.trainable) for p in b.parameters]) for b in self.model.blocks]
+        inputs = [(t.name, t.dtype, t.nbytes) for t in self.sources if t.kind is Kind.INPUT]
+        return sha256(repr((shapes, inputs, self.state_names)).encode()).hexdigest()[:16]
+
+    def ops(self) -> Iterator[tuple[int, Visit, Op]]:
+        """Every op in order of execution: its number, the visit it belongs to, the op."""
+        for visit in self.visits:
+            for index, op in enumerate(self.segments[visit.segment].ops):
+                yield visit.first_op + index, visit, op
+
+    def tensors(self) -> Iterator[tuple[int, Tensor]]:
+        """Every tensor with its id, ``root`` resolved to an id: the sources, then what the step makes."""
+        yield from enumerate(self.sources)
+        for visit in self.visits:
+            for index, tensor in enumerate(self.segments[visit.segment].tensors):
+                yield visit.first_tensor + index, replace(tensor, root=visit.resolve(tensor.root))
+
+    def to_json(self) -> str:
+        """The trace as one JSON object."""
+        from forebay.records import dump
+
+        return dump(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Trace:
+        """Reads ``to_json``'s text. Raises ``ConfigError`` naming the field that is wrong."""
+        from forebay.records import load
+
+        return load(cls, text)

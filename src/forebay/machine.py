@@ -1,0 +1,150 @@
+"""What a machine can hold, move and compute. Measured (``forebay doctor``) or from the catalogue; no torch.
+
+All capacities are bytes, all rates bytes/s or FLOP/s, all latencies seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from forebay.errors import ConfigError
+
+__all__ = ["MACHINE_SCHEMA", "Curve", "Disk", "Link", "Machine"]
+
+MACHINE_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate that depends on how much is moved at once: ``points`` are (bytes, bytes/s), sizes increasing.
+
+    Between two points the rate is linear in the size; outside of them it is that of the nearest.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or any(rate <= 0 for _, rate in self.points):
+            raise ConfigError(f"a curve needs points of increasing sizes and rates above 0, got {self.points}")
+
+    def rate(self, nbytes: float) -> float:
+        """Bytes/s for a transfer of ``nbytes``."""
+        above = bisect_right(self.points, nbytes, key=lambda p: p[0])
+        if above == 0:
+            return self.points[0][1]
+        if above == len(self.points):
+            return self.points[-1][1]
+        (x0, y0), (x1, y1) = self.points[above - 1], self.points[above]
+        return y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a way between two tiers."""
+
+    curve: Curve
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.latency < 0:
+            raise ConfigError(f"a latency is 0 or more seconds, got {self.latency}")
+
+    def seconds(self, nbytes: int) -> float:
+        """Seconds of one transfer of ``nbytes`` that has the link to itself."""
+        return self.latency + nbytes / self.curve.rate(nbytes) if nbytes else 0.0
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk tier: bytes free, and its two links. ``path`` is where it was measured ("" in the catalogue)."""
+
+    capacity: int
+    read: Link
+    write: Link
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device with the host and the disk beside it.
+
+    ``source`` is ``measured`` or ``catalogue``, and ``sources`` says where the figures are from. ``device_kind`` is
+    ``cpu`` or ``cuda``.
+
+    Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
+    ``launch_seconds`` the least time of an op, ``watch_seconds`` what forebay's ledger adds to one.
+    ``op_seconds`` are measured seconds per ``Work.signature``; they go before everything else.
+
+    Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,
+    ``pinned_capacity`` what may be page-locked (0: this device needs none).
+
+    Sharing: ``duplex`` is the share of its rate that each direction of the h2d/d2h pair keeps while both are busy;
+    ``shared_cores`` the share of its rate that compute loses while a host lane is busy (0 where the device has an
+    engine of its own for that; near 1 where device and host are the same cores), and host lanes lose to compute.
+    """
+
+    name: str
+    source: str
+    device_kind: str
+    device_capacity: int
+    host_capacity: int
+    pinned_capacity: int
+    compute: Mapping[str, float]
+    device_bandwidth: float
+    host_bandwidth: float
+    update_rate: float
+    h2d: Link
+    d2h: Link
+    duplex: float = 1.0
+    shared_cores: float = 0.0
+    launch_seconds: float = 0.0
+    watch_seconds: float = 0.0
+    disk: Disk | None = None
+    op_seconds: Mapping[str, float] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    schema: int = MACHINE_SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != MACHINE_SCHEMA:
+            raise ConfigError(
+                f"machine {self.name} has schema {self.schema}, this forebay reads schema {MACHINE_SCHEMA}; "
+                f"measure it again with forebay doctor"
+            )
+        if self.source not in ("measured", "catalogue"):
+            raise ConfigError(f"machine {self.name}: source is measured or catalogue, got {self.source!r}")
+        if self.device_kind not in ("cpu", "cuda"):
+            raise ConfigError(f"machine {self.name}: device_kind is cpu or cuda, got {self.device_kind!r}")
+        positive = {
+            "device_capacity": self.device_capacity,
+            "host_capacity": self.host_capacity,
+            "device_bandwidth": self.device_bandwidth,
+            "host_bandwidth": self.host_bandwidth,
+            "update_rate": self.update_rate,
+            **{f"compute.{dtype}": rate for dtype, rate in self.compute.items()},
+        }
+        for name, value in positive.items():
+            if value <= 0:
+                raise ConfigError(f"machine {self.name}: {name} must be more than 0, got {value}")
+        if not self.compute:
+            raise ConfigError(f"machine {self.name}: compute names no dtype")
+        if not 0 < self.duplex <= 1 or not 0 <= self.shared_cores <= 1:
+            raise ConfigError(
+                f"machine {self.name}: duplex is in (0, 1] and shared_cores in [0, 1], got {self.duplex} and "
+                f"{self.shared_cores}"
+            )
+
+    def to_json(self) -> str:
+        """The machine as one JSON object."""
+        from forebay.records import dump
+
+        return dump(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Machine:
+        """Reads ``to_json``'s text. Raises ``ConfigError`` naming the field that is wrong."""
+        from forebay.records import load
+
+        return load(cls, text)

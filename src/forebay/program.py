@@ -1,0 +1,93 @@
+"""A plan lowered to actions: what every lane does, in which order, and what each action waits for. No torch.
+
+The simulator plays a program against a clock, the checker proves it right, the runtime does the same against a
+device. Inside a lane the order is that of the program; between lanes it is what ``after`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from forebay.memory import Kind, Tier
+from forebay.timeline import Lane
+
+__all__ = ["Action", "Change", "Program", "Use", "Verb"]
+
+
+class Verb(StrEnum):
+    """What an action does."""
+
+    COMPUTE = "compute"  # ops of the trace, in order
+    FETCH = "fetch"  # a block's parameters into a slot
+    LAND = "land"  # a gradient to the host, in the place of what was there
+    ACCUMULATE = "accumulate"  # a gradient to the host, added to what has landed before
+    UPDATE = "update"  # one chunk of a block's states, on the host (a resident block: all of it, on the device)
+    READ = "read"  # from disk
+    WRITE = "write"  # to disk
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Block ``block`` is read from slot ``slot``: an index into ``Program.slots``."""
+
+    block: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """``nbytes`` more (or, below 0, fewer) bytes of ``kind`` on the device."""
+
+    kind: Kind
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that one lane does.
+
+    ``after`` are indices of earlier actions that must be done before this one starts, beside the one before it on the
+    same lane. ``nbytes`` are bytes moved (transfers) or touched (updates). ``what`` is the text of its event.
+
+    COMPUTE      ``ops`` is the range of op numbers, ``recomputed`` says that they are a block's forward run again for
+                 its backward. ``uses`` are the blocks that it reads from slots. While it runs, the device holds
+                 ``peak`` bytes more than before it at most; when it is done, what ``changes`` says.
+    FETCH        ``block`` into ``slot``
+    LAND, ACCUMULATE   the gradient of ``parameter``; when done, ``changes`` frees it on the device
+    UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
+                 resident block as a whole (UPDATE)
+    """
+
+    lane: Lane
+    verb: Verb
+    what: str
+    step: int
+    block: str = ""
+    after: tuple[int, ...] = ()
+    nbytes: int = 0
+    ops: tuple[int, int] = (0, 0)
+    recomputed: bool = False
+    uses: tuple[Use, ...] = ()
+    peak: int = 0
+    changes: tuple[Change, ...] = ()
+    slot: int = -1
+    parameter: str = ""
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """Actions in the order in which they are issued.
+
+    ``slots`` are the device slots in bytes, shared ones and dedicated ones. ``standing`` are the bytes of every tier
+    that are there all the time, by kind. ``micro_batches`` forward and backward passes make a step; ``steps`` steps
+    are in the program, the last of which is like all that would follow.
+    """
+
+    actions: tuple[Action, ...]
+    slots: tuple[int, ...]
+    standing: Mapping[Tier, Mapping[Kind, int]]
+    steps: int
+    micro_batches: int
