@@ -2,6 +2,7 @@
 
 scripts/bench list
 scripts/bench run resident-cpu streamed-cpu
+scripts/bench predict
 scripts/bench table
 scripts/bench keep FOLDER/results.jsonl
 """
@@ -24,7 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; 0 done, 1 a benchmark failed, 2 misuse."""
     options = _parser().parse_args(arguments)
     try:
-        command = {"list": _list, "run": _run, "table": _table, "keep": _keep}[options.command]
+        command = {
+            "list": _list,
+            "run": _run,
+            "predict": _predict,
+            "table": _table,
+            "keep": _keep,
+        }[options.command]
         command(options)
     except BenchmarkError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
@@ -40,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("cases", nargs="*", metavar="CASE", help="default: every case that needs no card")
     run.add_argument("--append-to", type=Path, metavar="FILE", help="one line a result here, not a file each")
     run.add_argument("--revision", help="the commit, where the code is a copy and no repository")
-    commands.add_parser("table", help="write the table into benchmarks/README.md")
+    predict = commands.add_parser("predict", help="hold predictions against runs, and keep the comparison")
+    predict.add_argument("models", nargs="*", metavar="MODEL", help="default: the whole zoo")
+    commands.add_parser("table", help="write the tables into benchmarks/README.md")
     keep = commands.add_parser("keep", help="take the results of scripts/gpu in")
     keep.add_argument("file", type=Path)
     return parser
@@ -70,11 +79,20 @@ def _run(options: argparse.Namespace) -> None:
             print(f"  {row.name}: {row.outcome.value}{ratio} {row.detail}", flush=True)
 
 
+def _predict(options: argparse.Namespace) -> None:
+    from benchmarks.prediction.record import save
+    from benchmarks.prediction.run import compare
+
+    print(f"kept as {save(compare(options.models, say=lambda line: print(line, flush=True))).name}")
+
+
 def _table(options: argparse.Namespace) -> None:
+    from benchmarks.prediction import table as predictions
     from benchmarks.result import load_all
     from benchmarks.table import write
 
     write(load_all())
+    predictions.write()
 
 
 def _keep(options: argparse.Namespace) -> None:

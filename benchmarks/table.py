@@ -12,10 +12,9 @@ from benchmarks.host import slug
 from benchmarks.measure import Outcome
 from benchmarks.result import Result, Row
 
-__all__ = ["QUIET_CORES", "README", "render", "write"]
+__all__ = ["QUIET_CORES", "README", "render", "replace_between", "write"]
 
 README = Path(__file__).resolve().parent / "README.md"
-_BEGIN, _END = "<!-- table: begin -->", "<!-- table: end -->"
 QUIET_CORES = 0.1
 """Cores that other processes may use during a run that is judged. A crowded host slows contenders down unequally:
 idle threads of one spin where another's sleep, so that a ratio is off without looking noisy."""
@@ -27,13 +26,18 @@ _HEAD = (
 
 
 def write(results: Sequence[Result], path: Path = README) -> None:
-    """Replaces the generated part of ``path``. Raises ``BenchmarkError`` where its two markers are not there."""
-    text = path.read_text()
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise BenchmarkError(f"{path.name} needs the lines {_BEGIN} and {_END} around the generated part")
-    path.write_text(f"{before}{_BEGIN}\n\n{render(results)}\n{_END}{after}")
+    """Replaces the table in ``path``. Raises ``BenchmarkError`` where its two markers are not there."""
+    replace_between("table", render(results), path)
+
+
+def replace_between(name: str, text: str, path: Path = README) -> None:
+    """Replaces the generated part ``name`` of ``path``. Raises ``BenchmarkError`` where it has no such part."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, first, rest = path.read_text().partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise BenchmarkError(f"{path.name} needs the lines {begin} and {end} around the generated part")
+    path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
 
 
 def render(results: Sequence[Result]) -> str:

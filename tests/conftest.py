@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -10,6 +12,14 @@ settings.register_profile(
     "forebay", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
 )
 settings.load_profile("forebay")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_measured_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans are the same wherever the tests run: what ``forebay doctor`` has kept of this machine is not looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

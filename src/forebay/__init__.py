@@ -10,34 +10,58 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay.api import (
+        check,
         close,
         gradients,
         initialize,
         load,
         parameters,
+        plan,
         prepare,
+        probe,
+        profile,
         report,
+        simulate,
         synchronize,
     )
     from forebay.errors import ForebayError
-    from forebay.plans import Plan
+    from forebay.machine import Machine
+    from forebay.plans import Budget, Plan
+    from forebay.timeline import Timeline
+    from forebay.trace import Trace
 
 __all__ = [
+    "Budget",
     "ForebayError",
+    "Machine",
     "Plan",
+    "Timeline",
+    "Trace",
+    "check",
     "close",
     "gradients",
     "initialize",
     "load",
     "parameters",
+    "plan",
     "prepare",
+    "probe",
+    "profile",
     "report",
+    "simulate",
     "synchronize",
 ]
 
 __version__ = "0.1.0"
 
-_HOMES = {"ForebayError": "forebay.errors", "Plan": "forebay.plans"}
+_HOMES = {
+    "Budget": "forebay.plans",
+    "ForebayError": "forebay.errors",
+    "Machine": "forebay.machine",
+    "Plan": "forebay.plans",
+    "Timeline": "forebay.timeline",
+    "Trace": "forebay.trace",
+}
 
 
 def __getattr__(name: str) -> Any:

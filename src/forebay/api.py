@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from forebay.arenas import arenas
+from forebay.adoption import adopt_plan
+from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
-from forebay.device.base import Device, NoWatch, Watch
-from forebay.device.ledger import StorageLedger
-from forebay.errors import ConfigError, DoesNotFit, ModelError, OptimizerError, UsageError
-from forebay.memory import Ledger, Tier
-from forebay.optim.rules import UpdateRule, read_optimizer
-from forebay.optim.streamed import StreamedOptimizer
+from forebay.device.base import Device
+from forebay.errors import CaptureFailed, ModelError, OptimizerError, UsageError
+from forebay.machine import Machine
+from forebay.memory import Tier
+from forebay.opening import limits_of, open_session
+from forebay.optim.rules import read_optimizer
 from forebay.planners import Problem, make_plan
+from forebay.planning import problem_of
 from forebay.plans import Budget, DiskBudget, Plan
-from forebay.profiler.footprint import footprint
+from forebay.profiler.capture import capture
+from forebay.profiler.here import this_machine
+from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
 from forebay.runtime.blocks import BoundModel, find_blocks
-from forebay.runtime.hooks import Attachment, is_prepared, session_of
-from forebay.runtime.session import Resources, Session, Whereabouts
-from forebay.runtime.slots import SlotPool
-from forebay.runtime.store import Ledgers, Store
-from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
-from forebay.tiers.host import available_disk, available_host_memory
-from forebay.trace import Footprint, Parameter
-from forebay.units import format_apart, format_bytes, parse_bytes, parse_disk
+from forebay.runtime.hooks import is_prepared, session_of
+from forebay.runtime.session import Session
+from forebay.simulation import simulate
+from forebay.trace import Footprint, Trace
+from forebay.units import parse_bytes, parse_disk
 
-__all__ = ["close", "gradients", "initialize", "load", "parameters", "prepare", "report", "synchronize"]
+__all__ = [
+    "check",
+    "close",
+    "gradients",
+    "initialize",
+    "load",
+    "parameters",
+    "plan",
+    "prepare",
+    "probe",
+    "profile",
+    "report",
+    "simulate",
+    "synchronize",
+]
 
 Size = int | str
 
@@ -72,10 +85,10 @@ def prepare(
         bound = find_blocks(model, blocks)
         _check_model(model, bound, optimizer, opened)
         if plan is None:
-            plan = _make_plan(model, batch, bound, rule, budget, policy, opened)
+            plan = _make_plan(model, batch, bound, blocks, optimizer, budget, policy, opened)
         else:
-            plan = _adopt_plan(plan, bound, rule, budget)
-        return _open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
+            plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
+        return open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
     except BaseException:
         if opened is not device:
             opened.close()
@@ -119,185 +132,72 @@ def _make_plan(
     model: nn.Module,
     batch: Any,
     bound: BoundModel,
-    rule: UpdateRule,
+    blocks: Sequence[str] | None,
+    optimizer: torch.optim.Optimizer,
     budget: Budget,
     policy: str,
     device: Device,
 ) -> Plan:
-    torch_device = torch.device(device.name)
-    measured = Footprint(0, 0, measured=False) if batch is None else footprint(model, batch, torch_device)
-    limits = _limits(budget)
+    limits = limits_of(budget)
+    trace, unseen = _captured(model, batch, blocks, optimizer, device)
+    machine = None if trace is None else this_machine(device.name, budget.disk)[0]
     problem = Problem(
         model=bound.model,
-        footprint=measured,
+        footprint=unseen,
         budget=budget,
         host_limit=limits[Tier.HOST],
         disk_limit=limits[Tier.DISK],
-        state_names=rule.state_names,
+        state_names=read_optimizer(optimizer).state_names,
         # On the cpu the update and the compute share the cores: beside each other both are slower.
-        overlap_update=torch_device.type != "cpu",
+        overlap_update=torch.device(device.name).type != "cpu",
+        trace=trace,
+        machine=machine,
     )
-    return make_plan(problem, policy)
+    plan = make_plan(problem, policy)
+    if trace is not None and machine is not None:
+        check(trace, machine, plan)
+    return plan
 
 
-def _limits(budget: Budget) -> dict[Tier, int]:
-    """Bytes of host and disk that may be used: the budget, and never more than the machine has free."""
-    free = available_host_memory().available
-    if budget.host is not None and budget.host > free:
-        asked, there = format_apart(budget.host, free)
-        raise DoesNotFit(
-            f"host memory: {asked} are allowed and this machine has {there} free; lower host_memory",
-            tier=Tier.HOST.value,
-            needed=budget.host,
-            allowed=free,
-        )
-    on_disk = 0
-    if budget.disk is not None:
-        # Asked even where a size is given: a path that is not there is an error although nothing may go there.
-        free_on_disk = available_disk(budget.disk.path)
-        on_disk = free_on_disk if budget.disk.nbytes is None else budget.disk.nbytes
-    return {Tier.HOST: free if budget.host is None else budget.host, Tier.DISK: on_disk}
+def _captured(
+    model: nn.Module, batch: Any, blocks: Sequence[str] | None, optimizer: torch.optim.Optimizer, device: Device
+) -> tuple[Trace | None, Footprint]:
+    """The trace of a step on ``batch``; None, and the reason, where there is none to be had."""
+    if batch is None:
+        return None, Footprint(0, 0, measured=False)
+    try:
+        trace = capture(model, batch, optimizer, torch.device(device.name).type, blocks).trace
+    except CaptureFailed as error:
+        # Whatever a model does with values it does not have ends here; the plan says that it does not know.
+        return None, Footprint(0, 0, measured=False, note=str(error))
+    return trace, Footprint(0, 0, measured=True)
 
 
-def _adopt_plan(plan: Plan, bound: BoundModel, rule: UpdateRule, budget: Budget) -> Plan:
-    """``plan`` under the budget that is promised now, which need not be the one that it was made for."""
-    planned = {p.block for p in plan.placements}
-    there = {b.name for b in bound.model.blocks}
-    if planned != there or len(plan.placements) != len(there):
-        odd = min(planned ^ there, default="a block named twice")
-        raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
-    sizes = arenas(bound.model, plan.placements, plan.streaming, rule.state_names)
-    if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
-        raise ConfigError(
-            f"the plan was made for another model or optimizer: it has {format_bytes(plan.device)} on the device, "
-            f"{format_bytes(plan.host)} on the host and {format_bytes(plan.disk)} on disk, and this one needs "
-            f"{format_bytes(sizes.device)}, {format_bytes(sizes.host)} and {format_bytes(sizes.disk)}; "
-            f"make the plan again"
-        )
-    if plan.disk and budget.disk is None:
-        raise ConfigError(f"the plan keeps {format_bytes(plan.disk)} on disk; give disk=PATH or PATH:SIZE")
-    limits = _limits(budget)
-    for tier, needed, allowed in (
-        (Tier.DEVICE, plan.device, budget.device),
-        (Tier.HOST, plan.host, limits[Tier.HOST]),
-        (Tier.DISK, plan.disk, limits[Tier.DISK]),
-    ):
-        if needed > allowed:
-            what = tier.value if tier is Tier.DISK else f"{tier.value}_memory"
-            shown = format_apart(needed, allowed)
-            raise DoesNotFit(
-                f"{tier.value}: the plan needs {shown[0]} and {shown[1]} are allowed; "
-                f"raise {what}, or make another plan",
-                tier=tier.value,
-                needed=needed,
-                allowed=allowed,
-            )
-    return replace(plan, budget=budget)
-
-
-def _open_session(
+def profile(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    bound: BoundModel,
-    rule: UpdateRule,
-    plan: Plan,
-    device: Device,
+    batch: Any,
+    optimizer: str | torch.optim.Optimizer = "adamw",
     *,
-    owns_device: bool,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    limits = _limits(plan.budget)
-    ledgers = Ledgers(
-        Ledger(Tier.HOST, limits[Tier.HOST]),
-        Ledger(Tier.PINNED, plan.budget.pinned),
-        Ledger(Tier.DISK, limits[Tier.DISK]),
-    )
-    whereabouts = Whereabouts()
-    on_cuda = torch.device(device.name).type == "cuda"
-    pinner: Pinner = CudaPinner.of(torch.device(device.name)) if on_cuda else NoPinner()
-    watch: Watch = NoWatch() if on_cuda else StorageLedger(device.ledger, whereabouts)
-    store = Store(device, bound.model, plan, rule.state_names, ledgers, pinner)
-    try:
-        pool = _slot_pool(device, store, bound, plan)
-    except BaseException:
-        store.close()
-        raise
-    for buffer in (*store.resident_buffers, *(slot.buffer for slot in pool.slots)):
-        watch.adopt(buffer.untyped_storage())
-    resources = Resources(device, watch, ledgers, store, pool, owns_device=owns_device)
-    session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)
-    try:
-        attachment = _take_over(session, model, bound)
-    except BaseException:
-        session.close()
-        raise
-    # A model that is dropped without close() gives its memory, files and threads back all the same.
-    weakref.finalize(model, resources.close)
-    names = {id(p): n for n, p in bound.parameters.items()}
-    attachment.hide_all()
-    return model, StreamedOptimizer(optimizer, session, names)
+    device: str = "cpu",
+    blocks: Sequence[str] | None = None,
+) -> Trace:
+    """One training step of ``model`` on ``batch``, forward and backward, recorded under fake tensors.
+
+    No memory is taken and nothing is computed: ``model`` may be on the meta device. ``device`` is the kind that the
+    step is recorded for, ``cpu`` or ``cuda``. Raises ``CaptureFailed`` naming the op for a model that cannot run so,
+    ``ModelError`` for a batch or a model that cannot be used, ``OptimizerError`` for an optimizer that is not known.
+    """
+    if is_prepared(model):
+        raise ModelError("this model is prepared; profile it before, or call forebay.close(model) first")
+    return capture(model, batch, optimizer, device, blocks).trace
 
 
-def _slot_pool(device: Device, store: Store, bound: BoundModel, plan: Plan) -> SlotPool:
-    sizes = {b.name: b.nbytes for b in bound.model.blocks}
-    dedicated = [p.block for p in plan.placements if p.parameters is Tier.DEVICE and not p.resident]
-    streaming = plan.streaming
-    return SlotPool(
-        device,
-        store,
-        {name: n for name, n in sizes.items() if not store.blocks[name].placement.resident},
-        streaming.slots,
-        dedicated,
-        streaming.prefetch_distance,
-        # All bits set is NaN in every floating dtype: a stale read cannot pass for a value.
-        (lambda buffer: buffer.fill_(0xFF)) if streaming.poison else None,
-    )
+def plan(trace: Trace, machine: Machine, budget: Budget, policy: str = "auto") -> Plan:
+    """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-
-def _take_over(session: Session, model: nn.Module, bound: BoundModel) -> Attachment:
-    """Moves the parameters' values to their homes, block by block, and puts the hooks on. All or nothing: when it
-    fails, the parameters that were moved get their values back."""
-    meta = {n for n, p in bound.parameters.items() if p.is_meta}
-    moved: list[Parameter] = []
-    try:
-        with torch.no_grad():
-            for block in bound.model.blocks:
-                if any(p.name not in meta for p in block.parameters):
-                    session.store.fill(
-                        block.name, lambda p: None if p.name in meta else bound.parameters[p.name].detach()
-                    )
-                # At once, not after the last block: what a block leaves behind is free before the next is copied.
-                _point_away(session, block.name, bound.parameters)
-                moved.extend(block.parameters)
-            for buffer in model.buffers():
-                if buffer.device != session.torch_device:
-                    buffer.data = buffer.data.to(session.torch_device)
-        session.unwritten |= meta
-        return Attachment(session, model, bound.modules)
-    except BaseException:
-        for spec in moved:
-            _put_back(session, spec, bound.parameters[spec.name], was_meta=spec.name in meta)
-        raise
-
-
-def _put_back(session: Session, spec: Parameter, parameter: nn.Parameter, *, was_meta: bool) -> None:
-    if was_meta:
-        empty = torch.empty_strided(spec.shape, spec.stride, dtype=parameter.dtype, device="meta")
-        torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-    else:
-        parameter.data = session.value(spec.name)
-
-
-def _point_away(session: Session, block: str, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Points the parameters of a block at their home (resident blocks: for good; others until they are hidden)."""
-    state = session.store.blocks[block]
-    for spec in state.block.parameters:
-        parameter = parameters[spec.name]
-        value = session.value(spec.name) if state.placement.resident else session.stand_in(spec)
-        if parameter.is_meta:
-            # Another kind of tensor cannot become param.data; the object, which the optimizer knows, stays the same.
-            torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
-        else:
-            parameter.data = value
+    Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
+    """
+    return make_plan(problem_of(trace, machine, budget), policy)
 
 
 def _session(model: nn.Module) -> Session:

@@ -5,6 +5,7 @@
     │   ├── UnitError            a size, a time or a rate that cannot be read
     │   ├── ConfigError          a configuration file, flag or record that cannot be used
     │   ├── ModelError           a model, batch or device that cannot be prepared
+    │   │   └── CaptureFailed    a model whose step cannot run under fake tensors
     │   ├── OptimizerError       an optimizer, or an option of one, that forebay does not run
     │   └── PlanInvalid          a plan that would read what is not there, or do something twice or never
     ├── DoesNotFit               no plan keeps the promise that the budget asks for
@@ -22,8 +23,14 @@ Every message says what was needed, what was there and what to change. The comma
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forebay.remedies import Remedy
+
 __all__ = [
     "BudgetExceeded",
+    "CaptureFailed",
     "ConfigError",
     "DeviceOutOfMemory",
     "DiskFull",
@@ -61,6 +68,10 @@ class ModelError(UsageError):
     """A model, a batch or a device that cannot be prepared."""
 
 
+class CaptureFailed(ModelError):
+    """A model whose step cannot run under fake tensors: its control flow depends on values that are not there."""
+
+
 class OptimizerError(UsageError):
     """An optimizer, or an option of one, that forebay does not run."""
 
@@ -80,11 +91,13 @@ class PlanInvalid(UsageError):
 class DoesNotFit(ForebayError):
     """No plan keeps the promise that the budget asks for.
 
-    ``tier`` names the tier that is too small, ``needed`` and ``allowed`` are bytes.
+    ``tier`` names the tier that is too small, ``needed`` and ``allowed`` are bytes; ``nearest`` are changes with which
+    it would fit.
     """
 
-    def __init__(self, message: str, *, tier: str, needed: int, allowed: int) -> None:
+    def __init__(self, message: str, *, tier: str, needed: int, allowed: int, nearest: tuple[Remedy, ...] = ()) -> None:
         super().__init__(message)
+        self.nearest = nearest
         self.tier = tier
         self.needed = needed
         self.allowed = allowed

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forebay.trace import ALIGNMENT, Block, Parameter
+from forebay.memory import ALIGNMENT
+from forebay.trace import Block, Parameter
 
 __all__ = [
     "MASTER",

@@ -15,7 +15,11 @@ from types import MappingProxyType
 from forebay.errors import BudgetExceeded, DeviceOutOfMemory, DiskFull, HostOutOfMemory
 from forebay.units import format_bytes
 
-__all__ = ["Kind", "Ledger", "Tier", "TierUsage"]
+__all__ = ["ALIGNMENT", "Kind", "Ledger", "Tier", "TierUsage"]
+
+
+ALIGNMENT = 64
+"""Bytes: every parameter starts on a multiple of this inside its block (a cache line; kernels want 16)."""
 
 
 class Tier(StrEnum):
@@ -49,6 +53,10 @@ class TierUsage:
     live: int
     peak: int
     at_peak: Mapping[Kind, int]
+
+    def __post_init__(self) -> None:
+        # A copy of its own, which no ledger changes later, and a dict, which JSON writers know.
+        object.__setattr__(self, "at_peak", dict(self.at_peak))
 
 
 _OUT_OF_MEMORY: Mapping[Tier, type[BudgetExceeded]] = MappingProxyType(
@@ -135,7 +143,7 @@ class Ledger:
     def usage(self) -> TierUsage:
         """A frozen account of this moment."""
         with self._lock:
-            return TierUsage(self.tier, self.limit, self._total, self._peak, MappingProxyType(dict(self._at_peak)))
+            return TierUsage(self.tier, self.limit, self._total, self._peak, self._at_peak)
 
     def reset_peak(self) -> None:
         """Starts a new measurement: the peak becomes what is live now."""

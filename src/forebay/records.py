@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,7 +26,24 @@ def load(cls: type[T], text: str | bytes) -> T:
     try:
         record: T = adapter.validate_json(text)
     except ValidationError as error:
+        _refuse_other_schema(cls, text)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole file"
         raise ConfigError(f"cannot read a {cls.__name__}: {where}: {first['msg']}") from None
     return record
+
+
+def _refuse_other_schema(cls: type[Any], text: str | bytes) -> None:
+    """Raises ``ConfigError`` when ``text`` says that it is of another schema: what else is wrong follows from that."""
+    own = next((f.default for f in fields(cls) if f.name == "schema"), None)
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return
+    theirs = whole.get("schema") if isinstance(whole, dict) else None
+    if isinstance(theirs, int) and own is not None and theirs != own:
+        what = cls.__name__.lower()
+        raise ConfigError(
+            f"this {what} has schema {theirs}, this forebay reads schema {own}; make the {what} again, or use the "
+            f"forebay that wrote it"
+        ) from None

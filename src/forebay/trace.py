@@ -6,7 +6,7 @@ lie in one flat buffer, in the order of ``parameters``, so that one copy fetches
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
@@ -15,7 +15,6 @@ from forebay.errors import ConfigError
 from forebay.memory import Kind
 
 __all__ = [
-    "ALIGNMENT",
     "TRACE_SCHEMA",
     "Block",
     "Footprint",
@@ -29,12 +28,10 @@ __all__ = [
     "Trace",
     "Visit",
     "Work",
+    "fingerprint_of",
 ]
 
 TRACE_SCHEMA = 1
-
-ALIGNMENT = 64
-"""Bytes: every parameter starts on a multiple of this inside its block (a cache line; kernels want 16)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,16 @@ class Block:
     modules: tuple[str, ...]
     nbytes: int
     held: bool = False
+
+    @property
+    def module(self) -> str | None:
+        """The one module inside whose forward all uses of the parameters lie: what can be recomputed as a whole.
+
+        None where the parameters are used in several places, while other blocks stream, or by the model itself.
+        """
+        outer = self.modules[0] if self.modules else ""
+        inside = all(name == outer or name.startswith(f"{outer}.") for name in self.modules)
+        return outer if outer and inside and not self.held else None
 
     @property
     def trainable_numel(self) -> int:
@@ -253,9 +260,8 @@ class Trace:
     @property
     def fingerprint(self) -> str:
         """Names the model, its batch shape and its optimizer: what a plan is made for."""
-        shapes = [(b.name, [(p.name, p.shape, p.dtype, p.trainable) for p in b.parameters]) for b in self.model.blocks]
         inputs = [(t.name, t.dtype, t.nbytes) for t in self.sources if t.kind is Kind.INPUT]
-        return sha256(repr((shapes, inputs, self.state_names)).encode()).hexdigest()[:16]
+        return fingerprint_of(self.model, inputs, self.state_names)
 
     def ops(self) -> Iterator[tuple[int, Visit, Op]]:
         """Every op in order of execution: its number, the visit it belongs to, the op."""
@@ -282,3 +288,9 @@ class Trace:
         from forebay.records import load
 
         return load(cls, text)
+
+
+def fingerprint_of(model: Model, inputs: Iterable[tuple[str, str, int]], state_names: tuple[str, ...]) -> str:
+    """The fingerprint of a trace of ``model`` on ``inputs`` (name, dtype and bytes of each, in order)."""
+    shapes = [(b.name, [(p.name, p.shape, p.dtype, p.trainable) for p in b.parameters]) for b in model.blocks]
+    return sha256(repr((shapes, list(inputs), state_names)).encode()).hexdigest()[:16]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from forebay.device.base import Completion
 from forebay.device.fake import FakeBuffer, FakeDevice
-from forebay.runtime.slots import Residency, Slot, SlotPool
+from forebay.scheduling.slots import Residency, Slot, SlotPool
 from forebay.timeline import Lane
 
 __all__ = ["FETCH", "NBYTES", "Rig", "ScriptedSource", "names", "rig", "there_and_back"]

@@ -18,9 +18,9 @@ from forebay.arenas import (
     home_tier,
 )
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, gradient_offsets, needs_master, state_layout
-from forebay.memory import Tier
+from forebay.memory import ALIGNMENT, Tier
 from forebay.plans import Placement, Streaming
-from forebay.trace import ALIGNMENT, Block, Model
+from forebay.trace import Block, Model
 from tests.null.synthetic import ADAM, ITEMSIZE, block
 
 PARAMETERS = st.tuples(

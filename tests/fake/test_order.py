@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.runtime.order import NEVER, AccessOrder
+from forebay.scheduling.order import NEVER, AccessOrder
 
 TRAINING, EVALUATION = "training", "evaluation"
 
@@ -137,3 +137,16 @@ def test_whatever_a_pass_does_it_is_the_next_one_s_record(record: str, uses: str
     assert set(order.upcoming(4)) <= set(record)
     order.begin(TRAINING)
     assert order.upcoming(4) == list(dict.fromkeys(uses or record))
+
+
+def test_updates_follow_the_order_of_use() -> None:
+    order = AccessOrder()
+    order.begin("training")
+    for block in ("b", "a", "c", "a", "b"):
+        order.note(block)
+    # Unused blocks come last, in the order given; a use of what is not asked for is left out.
+    assert order.in_order_of_use(["x", "a", "b", "y"]) == ["b", "a", "x", "y"]
+    assert order.record("training") == ()
+    order.begin("training")
+    assert order.record("training") == ("b", "a", "c", "a", "b")
+    assert order.in_order_of_use(["a", "b"]) == ["b", "a"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.device.fake import FakeDevice
 from forebay.errors import DeviceOutOfMemory
-from forebay.runtime.slots import Residency, Slot, SlotPool
+from forebay.scheduling.slots import Residency, Slot, SlotPool
 from tests.fake.slot_rig import NBYTES, Rig, ScriptedSource, names, rig
 
 

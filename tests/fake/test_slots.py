@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import DeviceOutOfMemory, ForebayError
-from forebay.runtime.slots import Residency
+from forebay.scheduling.slots import Residency
 from forebay.timeline import Event, Lane
 from tests.fake.slot_rig import FETCH, NBYTES, Rig, names, rig, there_and_back
 

@@ -29,7 +29,7 @@ from forebay.errors import (
     UnitError,
     UsageError,
 )
-from forebay.plans import Plan
+from forebay.plans import PLAN_SCHEMA, Plan
 from forebay.tiers.host import available_host_memory
 
 WIDTH = 512
@@ -116,7 +116,9 @@ TABLE: dict[str, Bad] = {
         ("host memory", "are allowed", "this machine has", "lower host_memory"),
     ),
     "unknown policy": Bad(
-        lambda m, f: {"policy": "magic"}, ConfigError, ("unknown policy 'magic'", "there are auto, stream")
+        lambda m, f: {"policy": "magic"},
+        ConfigError,
+        ("unknown policy 'magic'", "there are auto, recompute, resident, stream"),
     ),
     "unknown device": Bad(lambda m, f: {"device": "abacus"}, ModelError, ("no device 'abacus'", "use one of cpu")),
     "disk path missing": Bad(
@@ -427,7 +429,7 @@ TEXTS = {
     "truncated": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
     "another object": lambda text: "[1, 2]",
-    "another schema": lambda text: text.replace('"schema": 1', '"schema": 99'),
+    "another schema": lambda text: text.replace(f'"schema": {PLAN_SCHEMA}', '"schema": 99'),
     "a word for a number": lambda text: text.replace('"prefetch_distance": ', '"prefetch_distance": "many", "x": '),
     "an unknown tier": lambda text: text.replace('"parameters": "host"', '"parameters": "attic"', 1),
 }

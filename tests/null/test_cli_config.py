@@ -97,10 +97,10 @@ def test_a_yaml_that_is_not_there(tmp_path: Path) -> None:
 def test_every_recipe_is_a_valid_base(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.description
-    assert recipe.model["model_type"] == "llama"
+    assert recipe.model["model_type"]
     assert make_config({"device_memory": "1GiB"}, recipe.train, {"model": name, "data": "a.txt"}).model == name
 
 
 def test_an_unknown_recipe_lists_the_names() -> None:
-    with pytest.raises(ConfigError, match="demo, llama-135m, tiny"):
+    with pytest.raises(ConfigError, match=r"demo, .*llama-135m, .*tiny"):
         load_recipe("nope")

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from forebay.cli.main import app
+from forebay.cli.plan import PlanSettings
 from forebay.config import TrainConfig
 
 HELP = """
@@ -43,10 +44,28 @@ TRAIN_FLAGS = {
     "--json",
 }
 
+DOCTOR_FLAGS = {"--device", "--disk", "--refresh", "--out", "--json"}
+
 DEMO_FLAGS = {"--host-memory", "--disk", "--steps", "--json"}
 
+PLAN_FLAGS = {
+    "--batch",
+    "--seq",
+    "--dtype",
+    "--optimizer",
+    "--device-memory",
+    "--host-memory",
+    "--disk",
+    "--machine",
+    "--policy",
+    "--out",
+    "--json",
+}
 
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("demo", "--help")])
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("train", "--help"), ("demo", "--help"), ("doctor", "--help"), ("plan", "--help")]
+)
 def test_help_loads_nothing_heavy(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HELP, *arguments], capture_output=True, text=True, timeout=60, check=True
@@ -66,6 +85,17 @@ def test_the_flags_of_train_are_these() -> None:
 
 def test_the_flags_of_demo_are_these() -> None:
     assert flags_of("demo") == DEMO_FLAGS
+
+
+def test_the_flags_of_plan_are_these() -> None:
+    assert flags_of("plan") == PLAN_FLAGS
+    assert {"--" + name.replace("_", "-") for name in PlanSettings.model_fields} | {"--out", "--json"} == (
+        PLAN_FLAGS | {"--model"}
+    )
+
+
+def test_the_flags_of_doctor_are_these() -> None:
+    assert flags_of("doctor") == DOCTOR_FLAGS
 
 
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:

@@ -14,6 +14,8 @@ TREE = {
     "UnitError": ("UsageError", "ValueError"),
     "ConfigError": ("UsageError", "ValueError"),
     "ModelError": ("UsageError",),
+    "CaptureFailed": ("ModelError",),
+    "PlanInvalid": ("UsageError",),
     "OptimizerError": ("UsageError",),
     "DoesNotFit": ("ForebayError",),
     "BudgetExceeded": ("ForebayError",),

@@ -17,7 +17,8 @@ from forebay.arenas import arenas, home_nbytes
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
-from forebay.profiler.footprint import footprint
+from forebay.profiler.capture import capture
+from forebay.profiler.replay import footprint_of
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Block, Footprint, Model
 from tests.parity.compare import assert_same_training
@@ -46,7 +47,7 @@ class Subject:
 def subject(name: str, dtype: torch.dtype) -> Subject:
     case = CASES[name]
     model = case.model(dtype)
-    need = footprint(model, case.inputs(0, dtype), torch.device("cpu"))
+    need = footprint_of(capture(model, case.inputs(0, dtype)).trace)
     assert need.measured
     return Subject(case, dtype, find_blocks(model).model, need)
 

@@ -109,6 +109,85 @@ def demo(
         _train(None, demo_settings(host_memory, disk, steps), json)
 
 
+@app.command()
+def doctor(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="PATH", help="A folder on the disk to measure.")] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew what was measured before.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the machine there, as JSON.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+) -> None:
+    """Measure what this machine can hold, move and compute (under 20 s, then remembered)."""
+    with _errors_as_messages():
+        from forebay.cli.doctor import doctor as examine
+
+        examine(device, disk, refresh, out, json)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A recipe, a folder with config.json, a config.json, or package.module:function, called on the meta "
+            "device, that returns (model, batch), or a model of transformers.",
+        ),
+    ],
+    batch: Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd.")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="The planner.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan there, as JSON.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+) -> None:
+    """Say whether a training run fits, on which tiers, and how fast it will be. Needs neither weights nor a GPU."""
+    with _errors_as_messages():
+        flags = {
+            "model": model,
+            "batch": batch,
+            "seq": seq,
+            "dtype": dtype,
+            "optimizer": optimizer,
+            "device_memory": device_memory,
+            "host_memory": host_memory,
+            "disk": disk,
+            "machine": machine,
+            "policy": policy,
+        }
+        if not _plan(flags, out, json):
+            raise typer.Exit(EXIT_NO)
+
+
+def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
+    """Prints the answer and returns whether the run fits."""
+    from json import dumps
+
+    from rich.console import Console
+
+    from forebay.cli.plan import make_settings, write_plan
+    from forebay.cli.plan import plan as make_report
+    from forebay.recipes import load_recipe, recipe_names
+    from forebay.reporting.plan import plan_table
+
+    recipe = load_recipe(flags["model"]).train if flags["model"] in recipe_names() else {}
+    report = make_report(make_settings(recipe, flags))
+    if out is not None and report.fits:
+        write_plan(report, out)
+    if as_json:
+        print(dumps(report.to_json_dict()))
+    else:
+        Console().print(plan_table(report))
+    return report.fits
+
+
 def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) -> None:
     from json import dumps
 

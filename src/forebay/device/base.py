@@ -165,7 +165,11 @@ class Watch(ABC):
 
     @abstractmethod
     def attribute(self, tensor: Any, kind: Kind) -> None:
-        """Counts the storage of ``tensor`` as ``kind`` from now on."""
+        """Counts the storage of ``tensor`` as ``kind`` from now on, if it is counted."""
+
+    @abstractmethod
+    def count(self, tensor: Any, kind: Kind) -> None:
+        """Counts the storage of ``tensor``, which an op has made that was not seen, as ``kind``."""
 
 
 class NoWatch(Watch):
@@ -187,4 +191,7 @@ class NoWatch(Watch):
         return
 
     def attribute(self, tensor: Any, kind: Kind) -> None:
+        return
+
+    def count(self, tensor: Any, kind: Kind) -> None:
         return

@@ -36,7 +36,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         # A subclass stands for bytes that are elsewhere: it has no storage of its own to count. A sparse tensor is
         # made of strided ones, which were counted when they were made.
-        if type(values) in _OWN_STORAGE and values.layout is torch.strided:
+        # On the meta device there are no bytes.
+        if type(values) in _OWN_STORAGE and values.layout is torch.strided and values.device.type != "meta":
             yield values
     elif isinstance(values, tuple | list):
         for value in values:
@@ -95,6 +96,11 @@ class StorageLedger(Watch):
             self.ledger.move(entry.kind, kind, entry.nbytes)
             entry.kind = kind
 
+    def count(self, tensor: torch.Tensor, kind: Kind) -> None:
+        for plain in _tensors(tensor):
+            self._note(plain, kind.value)
+            self.attribute(plain, kind)
+
     def through(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op: refuses one that would read a released parameter, charges the storages that it makes.
 
@@ -121,7 +127,7 @@ class StorageLedger(Watch):
                     f"the forward of the module that owns it; outside, read forebay.parameters(model)[{name!r}]"
                 )
 
-    def _note(self, tensor: torch.Tensor, func: Any) -> None:
+    def _note(self, tensor: torch.Tensor, maker: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         counted = self._counted.get(key)
@@ -134,7 +140,7 @@ class StorageLedger(Watch):
         try:
             self.ledger.charge(Kind.TEMPORARY, nbytes)
         except BudgetExceeded:
-            what = f"{self._where()}the result {tuple(tensor.shape)} of {func}"
+            what = f"{self._where()}the result {tuple(tensor.shape)} of {maker}"
             raise self.ledger.exceeded(Kind.TEMPORARY, nbytes, what) from None
         self._counted[key] = _Entry(storage, self._forget, key, nbytes)
 

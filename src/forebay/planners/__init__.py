@@ -2,6 +2,14 @@
 
 A planner is a function from a ``Problem`` to a ``Plan``; it imports no torch and nothing of the runtime. To change
 how forebay decides, write one and name it here.
+
+problem, parts     what is asked, and what plans are put together from
+bench              what a draft needs of every tier and how long its step takes
+shapes, homes      drafts that fit on the device; what of them goes to disk
+search, reasons    the fastest of them, and why in words
+auto, policies     the planners themselves
+refusals           what was too small and what would fit
+alternatives       the best plans of another kind
 """
 
 from __future__ import annotations
@@ -10,13 +18,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from forebay.errors import ConfigError
-from forebay.planners.auto import auto, stream
+from forebay.planners.alternatives import Alternative, alternatives
+from forebay.planners.auto import auto
+from forebay.planners.policies import recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
-__all__ = ["PLANNERS", "Problem", "make_plan"]
+__all__ = ["PLANNERS", "Alternative", "Problem", "alternatives", "make_plan"]
 
-PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType({"auto": auto, "stream": stream})
+PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
+    {
+        "auto": auto,
+        "resident": resident,
+        "recompute": recompute,
+        "stream": stream,
+        "stream-recompute": stream_recompute,
+    }
+)
 
 
 def make_plan(problem: Problem, policy: str) -> Plan:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forebay.errors import ConfigError
+from forebay.machine import Machine
+from forebay.memory import Tier
 from forebay.plans import Budget
-from forebay.trace import Footprint, Model
+from forebay.trace import Footprint, Model, Trace
 
 __all__ = ["Problem"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, what its step needs beside the parameters, and what is allowed.
+    """A model, what its step needs beside the parameters, what is allowed, and the machine that it will run on.
 
-    ``host_limit`` and ``disk_limit`` are bytes: the budget, or what the machine has where the budget names none
-    (``disk_limit`` 0: no disk). ``state_names`` are the optimizer's states per element. ``overlap_update`` says
-    whether host updates may run beside compute: not where both share the cores.
+    ``trace`` and ``machine`` go together: with them plans are compared by their simulated step. Without them (no
+    batch was given) ``footprint`` stands for the step. ``host_limit`` and ``disk_limit`` are bytes: the budget, or
+    what the machine has where the budget names none (``disk_limit`` 0: no disk). ``state_names`` are the optimizer's
+    states per element. ``overlap_update`` says whether host updates may run beside compute: not where both share the
+    cores.
+
+    Raises ``ConfigError`` where these contradict each other.
     """
 
     model: Model
@@ -26,3 +33,38 @@ class Problem:
     disk_limit: int
     state_names: tuple[str, ...]
     overlap_update: bool
+    trace: Trace | None = None
+    machine: Machine | None = None
+
+    def __post_init__(self) -> None:
+        if (self.trace is None) != (self.machine is None):
+            raise ConfigError("a trace and a machine go together: without one of them no step can be simulated")
+        if self.trace is not None and self.trace.model != self.model:
+            raise ConfigError("the trace is of another model; capture this one")
+        if self.machine is not None and self.disk_limit and self.machine.disk is None:
+            raise ConfigError(
+                f"a disk is allowed and machine {self.machine.name} has none; measure one with forebay doctor --disk"
+            )
+
+    @property
+    def measured(self) -> bool:
+        """Whether the activations are known beforehand."""
+        return self.trace is not None or self.footprint.measured
+
+    def limit(self, tier: Tier) -> int:
+        """Bytes that a plan may take of ``tier``: what is allowed, and no more than the machine has."""
+        allowed = {
+            Tier.DEVICE: self.budget.device,
+            Tier.HOST: self.host_limit,
+            Tier.PINNED: self.host_limit if self.budget.pinned is None else self.budget.pinned,
+            Tier.DISK: self.disk_limit,
+        }[tier]
+        if self.machine is None:
+            return allowed
+        there = {
+            Tier.DEVICE: self.machine.device_capacity,
+            Tier.HOST: self.machine.host_capacity,
+            Tier.PINNED: self.machine.pinned_capacity,
+            Tier.DISK: 0 if self.machine.disk is None else self.machine.disk.capacity,
+        }[tier]
+        return min(allowed, there)

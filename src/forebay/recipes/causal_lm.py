@@ -14,7 +14,13 @@ from forebay.recipes import load_recipe, recipe_names
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModelSource", "build", "find"]
+__all__ = ["ModelSource", "build", "build_as", "find", "read_config"]
+
+_KINDS = {
+    "AutoModelForCausalLM": "a causal language model",
+    "AutoModelForSeq2SeqLM": "an encoder-decoder",
+    "AutoModelForImageClassification": "an image classifier",
+}
 
 
 @dataclass(frozen=True)
@@ -68,24 +74,42 @@ def build(source: ModelSource, dtype: str) -> nn.Module:
 
     Raises ``ModelError`` when transformers is missing or has no causal language model for the configuration.
     """
+    return build_as(source, dtype, "AutoModelForCausalLM", read_config(source))
+
+
+def read_config(source: ModelSource) -> Any:
+    """The transformers configuration of ``source``. Raises ``ModelError``."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ImportError:
         raise ModelError("a named model needs transformers; pip install 'forebay[transformers]'") from None
-    import torch
-
-    factory: Any = AutoModelForCausalLM
     try:
         if isinstance(source.config, Path):
-            config = AutoConfig.from_pretrained(source.config, local_files_only=True)
-        else:
-            config = AutoConfig.for_model(**source.config)
+            return AutoConfig.from_pretrained(source.config, local_files_only=True)
+        return AutoConfig.for_model(**source.config)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ModelError(f"transformers cannot read the configuration {source.name}: {_reason(error)}") from None
+
+
+def build_as(source: ModelSource, dtype: str, factory: str, config: Any) -> nn.Module:
+    """The model that ``transformers.<factory>`` makes of ``config``, with its parameters on the meta device.
+
+    Raises ``ModelError`` when it cannot.
+    """
+    import torch
+    import transformers
+
+    try:
         with _parameters_on_meta():
-            model: nn.Module = factory.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+            # transformers takes scaled_dot_product_attention by itself, but for models that cannot use it (Gemma 2).
+            model: nn.Module = getattr(transformers, factory).from_config(config, dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:400]
-        raise ModelError(f"transformers cannot build a causal language model from {source.name}: {reason}") from None
+        raise ModelError(f"transformers cannot build {_KINDS[factory]} from {source.name}: {_reason(error)}") from None
     return model.train()
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from forebay.device.base import Watch
-from forebay.runtime.slots import Slot, SlotPool
 from forebay.runtime.tensors import dtype_of
+from forebay.scheduling.slots import Slot, SlotPool
 from forebay.trace import Block, Parameter
 
 __all__ = ["BlockAccess", "stand_in"]

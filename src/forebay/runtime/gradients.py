@@ -8,7 +8,6 @@ runs on a copy on the device. (design.md, mechanism 4.)
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, final
 
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
 from forebay.runtime.tensors import flat, shaped
+from forebay.scheduling.gradients import GradientWindow
 from forebay.timeline import Lane
 from forebay.trace import Parameter
 
@@ -36,33 +36,20 @@ class Landing:
 
     def __init__(self, device: Device, window: int, staging: torch.Tensor) -> None:
         self.device = device
-        self._window = window
+        self.window = GradientWindow(device, window)
         self._staging = staging
-        self._under_way: deque[tuple[Completion, int]] = deque()
-        self._bytes = 0
-
-    def admit(self, nbytes: int) -> None:
-        """Waits until ``nbytes`` more may leave the device.
-
-        The wait is what bounds device memory: a gradient is freed when its copy is done, and without it a backward
-        that is faster than the link would pile them up.
-        """
-        while self._under_way and (self._under_way[0][0].done() or self._bytes + nbytes > self._window):
-            completion, size = self._under_way.popleft()
-            self.device.hold_compute(completion)
-            completion.wait()
-            self._bytes -= size
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Completion:
         """Queues ``target = source`` (1-D, the same dtype)."""
-        self.admit(source.nbytes)
+        self.window.admit(source.nbytes)
         # The mark: the copy must not start before the kernel that makes the gradient is done.
         done = self.device.copy(Lane.D2H, target, source, after=(self.device.mark(),), what=f"gradient {what}")
-        return self._sent(done, source.nbytes)
+        self.window.sent(done, source.nbytes)
+        return done
 
     def accumulate(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Completion:
         """Queues ``target += source`` (1-D, the same dtype), the sum made on the host."""
-        self.admit(source.nbytes)
+        self.window.admit(source.nbytes)
         after: tuple[Completion, ...] = (self.device.mark(),)
         room = self._staging.numel() // source.element_size()
         done: Completion | None = None
@@ -75,21 +62,17 @@ class Landing:
             done = self.device.submit(
                 Lane.D2H, _sum_job(part, staging), after=(copied,), nbytes=0, what=f"accumulate {what}"
             )
-        return self._sent(done or self.device.mark(), source.nbytes)
+        done = done or self.device.mark()
+        self.window.sent(done, source.nbytes)
+        return done
 
-    def _sent(self, completion: Completion, nbytes: int) -> Completion:
-        self._under_way.append((completion, nbytes))
-        self._bytes += nbytes
-        # A gradient larger than the window is waited for at once: the window holds for it too.
-        self.admit(0)
-        return completion
+    def empty(self) -> None:
+        """Holds compute until no gradient is under way."""
+        self.window.empty()
 
     def drain(self) -> None:
         """Waits for every gradient that is under way."""
-        while self._under_way:
-            completion, size = self._under_way.popleft()
-            self._bytes -= size
-            completion.wait()
+        self.window.drain()
 
 
 def _sum_job(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:

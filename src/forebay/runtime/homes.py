@@ -15,8 +15,8 @@ import torch
 
 from forebay.device.base import Completion, Device
 from forebay.layout import PAGE, align
+from forebay.scheduling.staging import StagingBuffer, StagingRing
 from forebay.tiers.disk import DiskFile
-from forebay.tiers.staging import StagingBuffer, StagingRing
 from forebay.timeline import Lane
 
 __all__ = ["Checkout", "DiskHome", "Home", "MemoryHome"]
@@ -82,15 +82,20 @@ class MemoryHome(Home):
         self._device = device
         self._buffer = buffer
         self._what = what
+        self._read_by: Completion | None = None
 
     def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
         # The copy must see the last update of these bytes, and must not overtake the slot's last reader.
-        return self._device.copy(
+        self._read_by = self._device.copy(
             Lane.H2D, target[: self.nbytes], self._buffer, after=(*after, *self._pending()), what=f"fetch {self._what}"
         )
+        return self._read_by
 
     def check_out(self, offset: int, nbytes: int, what: str) -> Checkout:
-        return Checkout(self._buffer[offset : offset + nbytes], self._pending(), None)
+        # The last fetch may still be reading: a block can be read again after its gradients have landed (where only
+        # some of its parameters are trained), and nothing else makes an update wait for that.
+        reader = () if self._read_by is None else (self._read_by,)
+        return Checkout(self._buffer[offset : offset + nbytes], (*self._pending(), *reader), None)
 
     def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
         self.written = after
@@ -173,7 +178,8 @@ class DiskHome(Home):
         staging, after = self._ring.take(self.nbytes)
         for completion in after:
             completion.wait()
-        return staging.view(self.nbytes)
+        buffer: torch.Tensor = staging.view(self.nbytes)
+        return buffer
 
     @staticmethod
     def _release(loan: Checkout, after: Completion) -> None:

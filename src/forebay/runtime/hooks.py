@@ -1,6 +1,7 @@
 """The hooks on the user's model: what torch tells forebay, and nothing else.
 
-module, before and after forward   parameters of its blocks are exposed and hidden again
+module, before and after forward   parameters of its blocks are exposed and hidden again; what it computes is timed
+                                   and, where the plan says so, recomputed (recompute.py)
 root, before and after forward     a pass begins and ends
 parameter, after accumulation      a gradient lands
 module, state_dict and its load    plain names and plain values, wherever they live
@@ -23,7 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.errors import ForebayError, UsageError
 from forebay.runtime.gradients import host_copy
+from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
+from forebay.runtime.vigil import batch_shape
 from forebay.trace import Block
 
 __all__ = ["Attachment", "GradientHook", "RootHook", "is_prepared", "session_of"]
@@ -36,8 +39,8 @@ class RootHook:
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.attachment.before_root()
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.attachment.before_root(args, kwargs)
 
 
 @final
@@ -89,6 +92,7 @@ class Attachment:
         self._root = weakref.ref(root)
         self._handles: list[RemovableHandle] = []
         self._depth: dict[str, int] = {}
+        self._recomputation = Recomputation(session.saved, session.recompute)
         # Of parameters with several names: the tensor that the last state_dict() was given.
         self._exports: dict[str, weakref.ref[torch.Tensor]] = {}
         # Modules whose forward is running, innermost last, each with the blocks that it opened.
@@ -96,6 +100,7 @@ class Attachment:
         self._scopes = contextlib.ExitStack()
         self._training = False
         streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
+        self._streamed = {b.name for b in streamed}
         # Read by their owners' state_dict hooks; resident parameters are ordinary tensors.
         self._streamed_names = {p.name for b in streamed for p in b.parameters}
         try:
@@ -108,16 +113,16 @@ class Attachment:
 
     def _attach(self, root: nn.Module, modules: Mapping[str, nn.Module], streamed: Sequence[Block]) -> None:
         keep = self._handles.append
-        # The root's hooks come first: a pass begins before its first block is asked for.
-        keep(root.register_forward_pre_hook(RootHook(self)))
-        asked: dict[str, list[Block]] = {}
-        for block in streamed:
-            for name in block.modules:
-                asked.setdefault(name, []).append(block)
-        for name, blocks in asked.items():
-            keep(modules[name].register_forward_pre_hook(self._before_module(tuple(blocks))))
+        for block in self.session.model.blocks:
+            if block.name in self.session.plan.recompute:
+                self._handles += self._recomputation.attach(block.name, modules[block.module or block.name])
+        for name, blocks in self._asked(streamed).items():
+            # Before the user's own hooks, and before those of a recomputation: both may read the parameters.
+            keep(modules[name].register_forward_pre_hook(self._before_module(tuple(blocks)), prepend=True))
             # always_call: an exception inside forward must close the block too, so that the next step works.
             keep(modules[name].register_forward_hook(self._after_module, always_call=True))
+        # Last and in front of all: a pass begins before its first block is asked for.
+        keep(root.register_forward_pre_hook(RootHook(self), prepend=True, with_kwargs=True))
         keep(root.register_forward_hook(self._after_root, always_call=True))
         for name, parameter in self.session.parameters.items():
             if parameter.requires_grad:
@@ -131,6 +136,16 @@ class Attachment:
                 keep(module.register_load_state_dict_pre_hook(partial(self._before_load, own)))
                 keep(module.register_load_state_dict_post_hook(partial(self._after_load, own)))
 
+    def _asked(self, streamed: Sequence[Block]) -> dict[str, list[Block]]:
+        """Modules whose forward is told of, and the blocks of each: all modules that read a streamed block, and of a
+        resident block, whose parameters are always there, the ones that say when it computes."""
+        asked: dict[str, list[Block]] = {}
+        for block in self.session.model.blocks:
+            whole = block.module if block not in streamed else None
+            for name in (whole,) if whole is not None else block.modules:
+                asked.setdefault(name, []).append(block)
+        return asked
+
     def _name(self, parameter: nn.Parameter, name: str) -> str:
         """The block's name for a parameter: a tied one goes by the name of its first owner."""
         if name in self.session.parameters:
@@ -143,8 +158,9 @@ class Attachment:
             self._hide(name)
 
     def _hide_block(self, block: Block) -> None:
-        for spec in block.parameters:
-            self._hide(spec.name)
+        if block.name in self._streamed:
+            for spec in block.parameters:
+                self._hide(spec.name)
 
     def _hide(self, name: str) -> None:
         self.session.parameters[name].data = self.session.stand_in(self.session.spec_of[name])
@@ -156,6 +172,7 @@ class Attachment:
         of what could not be read, after everything else has its values.
         """
         self._remove_hooks()
+        self._recomputation.abandon()
         self._scopes.close()
         # After a fault the step's account is still open; what is made from here on is not the device's.
         self.session.watch.activate(False)
@@ -184,15 +201,16 @@ class Attachment:
 
     # Forward.
 
-    def before_root(self) -> None:
-        """A pass begins."""
+    def before_root(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A pass begins, on the batch that ``args`` and ``kwargs`` are."""
         if self.session.phase is Phase.FORWARD:
             if self._is_recursive():
                 return  # part of the same pass
             self._abandon()
         self._running.clear()
         self._training = torch.is_grad_enabled()
-        self.session.begin_forward(self._training)
+        if not self.session.begin_forward(lambda: batch_shape(args, kwargs), training=self._training):
+            return  # nothing streams, and what such a pass saves has been seen
         # Only here, and never around a single block: hooks that a checkpoint sets inside the root's forward, and
         # again in its recomputation, must stay the innermost ones.
         saved = self.session.saved
@@ -213,6 +231,7 @@ class Attachment:
 
     def _abandon(self) -> None:
         """Ends a forward that was interrupted: what it left open is closed."""
+        self._recomputation.abandon()
         for block in self.session.model.blocks:
             if self._depth.pop(block.name, 0):
                 self._hide_block(block)
@@ -229,10 +248,13 @@ class Attachment:
         def before(module: nn.Module, args: Any) -> None:
             self._running.append((module, blocks))
             for block in blocks:
-                self.session.enter_block(block.name)
-                if self._depth.get(block.name, 0) == 0:
-                    self.session.access.expose(block, self.session.parameters)
-                self._depth[block.name] = self._depth.get(block.name, 0) + 1
+                depth = self._depth.get(block.name, 0)
+                if depth == 0:
+                    since = self.session.measure.opening(block)
+                    if block.name in self._streamed:
+                        self.session.access.expose(block, self.session.parameters)
+                    self.session.measure.enter(block, since)
+                self._depth[block.name] = depth + 1
 
         return before
 
@@ -249,6 +271,7 @@ class Attachment:
             self._depth[block.name] = depth - 1
             if depth == 1:
                 self._hide_block(block)
+                self.session.measure.leave(block)
         return output
 
     def _without_aliases(self, output: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from enum import Enum
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import final
 
 import torch
@@ -18,42 +16,20 @@ from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess, stand_in
 from forebay.runtime.gradients import GradientBuffer, LandedGradient, host_copy
+from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.saved import SavedTensors
-from forebay.runtime.slots import SlotPool
 from forebay.runtime.store import BlockState, Ledgers, Store
 from forebay.runtime.tensors import alone, flat, shaped
 from forebay.runtime.updates import Task, Updater
-from forebay.timeline import Event, Lane, Timeline
+from forebay.runtime.vigil import Vigil, VigilPolicy
+from forebay.scheduling.slots import SlotPool
+from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
 
 __all__ = ["Phase", "Resources", "Session", "Whereabouts"]
 
-EVENT_LIMIT = 200_000
-"""Events that a session remembers; older steps are forgotten first."""
-
 TRAINING, EVALUATION = "training", "evaluation"
 """The kinds of pass, each with a record of its own of the order in which blocks are used."""
-
-
-class Phase(Enum):
-    """What the model is doing."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    CLOSED = "closed"
-
-
-@final
-class Whereabouts:
-    """What is running now, in words, for whoever must say it in a message. Holds no reference to the model."""
-
-    def __init__(self) -> None:
-        self.block = ""
-        self.phase = Phase.IDLE
-
-    def __call__(self) -> str:
-        return f"block {self.block} in {self.phase.value}: " if self.block else ""
 
 
 @final
@@ -113,7 +89,8 @@ class Session:
         self._whereabouts = whereabouts
         self.torch_device = torch.device(resources.device.name)
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
-        self.saved = SavedTensors(self.access, self.watch, self.enter_backward)
+        self.measure = Measurement(self.device, whereabouts)
+        self.saved = SavedTensors(self.access, self.watch, self.measure, self.enter_backward)
         self.block_of = {p.name: b.name for b in model.blocks for p in b.parameters}
         self.spec_of = {p.name: p for b in model.blocks for p in b.parameters}
         self.unwritten = set[str]()
@@ -125,11 +102,8 @@ class Session:
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
         self._updater = Updater(self.device, rule, self.store.workspace)
-        self._events: deque[Event] = deque(maxlen=EVENT_LIMIT)
-        self._step_seconds: list[float] = []
-        self._first_start: float | None = None
-        self._step_start: float | None = None
-        self._phase_start = 0.0
+        # Where parameters come and go, the watch also refuses a stray use of one: it never rests.
+        self.vigil = None if self._stand_ins or plan.recompute else Vigil(VigilPolicy())
 
     # What is running.
 
@@ -143,8 +117,8 @@ class Session:
         if self.phase is Phase.CLOSED:
             raise SessionClosed("this model was closed; prepare it again to train on")
 
-    def begin_forward(self, training: bool) -> None:
-        """The root module's forward begins."""
+    def begin_forward(self, shape: Callable[[], Hashable], *, training: bool) -> bool:
+        """The root module's forward begins, on a batch of ``shape``. Returns whether what it makes is looked at."""
         self.expect_open()
         if self.unwritten:
             name = min(self.unwritten)
@@ -152,20 +126,31 @@ class Session:
                 f"{len(self.unwritten)} parameters have no values yet ({name}, ...): the model was prepared on the "
                 f"meta device; call forebay.load(model, folder) or forebay.initialize(model) first"
             )
-        self.watch.install()
-        self.watch.activate(True)
+        # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
+        self.store.landing.empty()
+        seen = self.vigil is None or self.vigil.begins(shape(), training=training)
+        if seen:
+            self._look()
+        else:
+            self.watch.uninstall()
         self.pool.order.begin(TRAINING if training else EVALUATION)
         self._whereabouts.phase = Phase.FORWARD
-        self._phase_start = self.device.now()
+        self.measure.begin(FORWARD)
         if training:
-            if self._first_start is None:
-                self._first_start = self._phase_start
-            if self._step_start is None:
-                self._step_start = self._phase_start
+            self.measure.begin_pass()
+        return seen
+
+    def _look(self) -> None:
+        """Counts what is made from here on, and the gradients that passes have left that nobody looked at."""
+        self.watch.install()
+        self.watch.activate(True)
+        for parameter in self.parameters.values() if self.vigil is not None else ():
+            if parameter.grad is not None:
+                self.watch.count(parameter.grad, Kind.GRADIENT)
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """The root module's forward ended, with a result or with an exception."""
-        self.device.record(Event(Lane.COMPUTE, self._phase_start, self.device.now(), 0, "forward"))
+        self.measure.end()
         self._whereabouts.block = ""
         if self.phase is not Phase.CLOSED:
             self._whereabouts.phase = Phase.IDLE
@@ -173,20 +158,25 @@ class Session:
             # Else the loss and backward are still to come, and what they take is the step's.
             self.watch.activate(False)
 
-    def enter_block(self, name: str) -> None:
-        """Compute of block ``name`` begins."""
-        self._whereabouts.block = name
+    def recompute(self, block: str, again: Callable[[], None]) -> None:
+        """Runs ``again``, the forward of ``block`` in backward."""
+        self.enter_backward()
+        self.measure.recompute(block)
+        try:
+            again()
+        finally:
+            self.measure.recomputed()
 
     def enter_backward(self) -> None:
         """Something happened that only happens in backward; the first time, backward begins."""
         if self.phase is not Phase.IDLE or torch._C._current_graph_task_id() == -1:
             return
         self._whereabouts.phase = Phase.BACKWARD
-        self._phase_start = self.device.now()
+        self.measure.begin(BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self.device.record(Event(Lane.COMPUTE, self._phase_start, self.device.now(), 0, "backward"))
+        self.measure.end()
         self._whereabouts.block = ""
         self._whereabouts.phase = Phase.IDLE
         self.watch.activate(False)
@@ -207,7 +197,9 @@ class Session:
             self._land(parameter, gradient, buffer)
 
     def _land(self, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
+        since = self.device.now()
         buffer.land(gradient)
+        self.measure.waited(since)
         parameter.grad = LandedGradient(buffer, self.torch_device)
 
     def step(self, groups: Mapping[str, Mapping[str, object]]) -> None:
@@ -241,7 +233,9 @@ class Session:
         # The next pass begins where the record begins: its first blocks are fetched as soon as they are updated.
         self.pool.order.begin(TRAINING)
         self.pool.prefetch()
-        self._end_step()
+        self.measure.end_step()
+        if self.vigil is not None:
+            self.vigil.step_ended()
 
     def _refuse_thawed(self, groups: Mapping[str, object]) -> None:
         """Raises ``ModelError`` for a gradient that the plan has no room and no state for."""
@@ -266,15 +260,7 @@ class Session:
                 self._land(parameter, gradient.detach(), buffer)
 
     def _in_order_of_use(self) -> Iterator[BlockState]:
-        names = dict.fromkeys((*self.pool.order.first_uses(), *self.store.blocks))
-        return (self.store.blocks[name] for name in names)
-
-    def _end_step(self) -> None:
-        now = self.device.now()
-        if self._step_start is not None:
-            self._step_seconds.append(now - self._step_start)
-            self._step_start = None
-        self._collect()
+        return (self.store.blocks[name] for name in self.pool.order.in_order_of_use(self.store.blocks))
 
     def _state(self, name: str) -> BlockState:
         return self.store.blocks[self.block_of[name]]
@@ -359,7 +345,6 @@ class Session:
 
     def timeline(self) -> Timeline:
         """What was measured so far."""
-        self._collect()
         ledgers = self.resources.ledgers
         tiers = (self.device.usage(), ledgers.host.usage(), ledgers.pinned.usage(), ledgers.disk.usage())
         counters = {
@@ -368,25 +353,22 @@ class Session:
             "deviations from the recorded order": self.pool.order.deviations,
         }
         used: tuple[TierUsage, ...] = tuple(t for t in tiers if t.peak or t.tier is not Tier.PINNED)
-        return Timeline(tuple(self._events), used, tuple(self._step_seconds), counters)
+        return Timeline(self.measure.collect(), used, tuple(self.measure.step_seconds), counters)
 
     @property
     def elapsed(self) -> float:
         """Seconds since the first training forward began."""
-        return 0.0 if self._first_start is None else self.device.now() - self._first_start
+        return self.measure.elapsed
 
     @property
     def steps(self) -> int:
         """Whole optimizer steps so far."""
-        return len(self._step_seconds)
-
-    def _collect(self) -> None:
-        self._events.extend(self.device.drain_events())
+        return len(self.measure.step_seconds)
 
     def close(self) -> None:
         """Gives everything back. The hooks take themselves off (``hooks.Attachment.detach``)."""
         if self.phase is Phase.CLOSED:
             return
         self._whereabouts.phase = Phase.CLOSED
-        self._collect()
+        self.measure.collect()
         self.resources.close()

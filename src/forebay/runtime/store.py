@@ -17,9 +17,9 @@ from forebay.plans import Placement, Plan
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import DiskHome, Home, MemoryHome
 from forebay.runtime.tensors import alone, elements, shaped
+from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
 from forebay.tiers.disk import DiskFile, DiskFolder, DiskPolicy
-from forebay.tiers.staging import StagingRing
 from forebay.trace import Block, Model, Parameter
 
 __all__ = ["BlockState", "Ledgers", "Store"]

@@ -22,9 +22,8 @@ from typing import Any, Final, cast, final
 import torch
 
 from forebay.errors import HostOutOfMemory, SessionClosed, UsageError
-from forebay.memory import Kind, Ledger
+from forebay.memory import ALIGNMENT, Kind, Ledger
 from forebay.tiers.host import available_host_memory
-from forebay.trace import ALIGNMENT
 from forebay.units import format_bytes
 
 __all__ = ["CudaPinner", "HostArena", "NoPinner", "Pinner"]

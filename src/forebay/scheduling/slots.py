@@ -1,7 +1,7 @@
 """Device slots: which block is where, who reads it, what is fetched next. No torch.
 
 This is the scheduling core of block streaming. It knows blocks by name and size and moves them through a
-``Device``; what a buffer is (a torch tensor, a fake one) it does not look at.
+``Device``; what a buffer is (a torch tensor, a fake one, one on paper) it does not look at.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol, final
 
-from forebay.device.base import Completion, Device
+from forebay.device.base import Completion
 from forebay.errors import DeviceOutOfMemory, ForebayError
 from forebay.memory import Kind
-from forebay.runtime.order import AccessOrder
+from forebay.scheduling.order import AccessOrder
 from forebay.units import format_bytes
 
-__all__ = ["BlockSource", "Residency", "Slot", "SlotPool"]
+__all__ = ["BlockSource", "Residency", "Slot", "SlotDevice", "SlotPool"]
 
 
 class Residency(Enum):
@@ -26,6 +26,22 @@ class Residency(Enum):
     EMPTY = "empty"  # nobody's bytes
     FETCHING = "fetching"  # a copy from the occupant's home is queued or under way
     READY = "ready"  # the occupant's parameters: compute issued from now on sees them
+
+
+class SlotDevice(Protocol):
+    """What a pool asks of a ``Device``: memory, and the order between its copies and compute."""
+
+    def allocate(self, nbytes: int, kind: Kind, what: str) -> Any:
+        """A buffer of ``nbytes`` on the device."""
+
+    def free(self, buffer: Any) -> None:
+        """Gives back a buffer of ``allocate``."""
+
+    def mark(self) -> Completion:
+        """A completion that is done when all compute issued so far is done."""
+
+    def hold_compute(self, completion: Completion) -> None:
+        """Compute that is issued after this call sees what ``completion`` stands for."""
 
 
 class BlockSource(Protocol):
@@ -80,7 +96,7 @@ class SlotPool:
 
     def __init__(
         self,
-        device: Device,
+        device: SlotDevice,
         source: BlockSource,
         sizes: Mapping[str, int],
         shared: Sequence[int],

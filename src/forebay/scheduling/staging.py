@@ -1,27 +1,34 @@
-"""Rings of staging buffers: a few buffers through which any amount of bytes passes, each reused in turn."""
+"""Rings of staging buffers: a few buffers through which any amount of bytes passes, each reused in turn. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
-
-import torch
+from typing import Any, Protocol, final
 
 from forebay.device.base import Completion
 from forebay.errors import ForebayError
 
-__all__ = ["StagingBuffer", "StagingRing"]
+__all__ = ["Sized", "StagingBuffer", "StagingRing"]
+
+
+class Sized(Protocol):
+    """A buffer: whatever says how many bytes it has."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
 
 
 @final
 class StagingBuffer:
-    """One buffer of a ring (1-D uint8) and the completion after which it may be overwritten."""
+    """One buffer of a ring (at run time 1-D uint8) and the completion after which it may be overwritten."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
+        self.nbytes: int = buffer.nbytes
         self.busy: Completion | None = None
 
-    def view(self, nbytes: int) -> torch.Tensor:
+    def view(self, nbytes: int) -> Any:
         """The first ``nbytes``."""
         return self.buffer[:nbytes]
 
@@ -30,8 +37,8 @@ class StagingBuffer:
 class StagingRing:
     """Hands out its buffers in turn. Used from one thread; the jobs that fill and drain the buffers may be anywhere."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._buffers = sorted((StagingBuffer(b) for b in buffers), key=lambda s: s.buffer.numel())
+    def __init__(self, buffers: Sequence[Sized]) -> None:
+        self._buffers = sorted((StagingBuffer(b) for b in buffers), key=lambda s: s.nbytes)
         self._turn = 0
 
     def take(self, nbytes: int) -> tuple[StagingBuffer, tuple[Completion, ...]]:
@@ -39,9 +46,9 @@ class StagingRing:
 
         The caller sets ``busy`` to the completion of the buffer's last reader; until then nobody else may take it.
         """
-        fitting = [s for s in self._buffers if s.buffer.numel() >= nbytes]
+        fitting = [s for s in self._buffers if s.nbytes >= nbytes]
         if not fitting:
-            largest = self._buffers[-1].buffer.numel() if self._buffers else 0
+            largest = self._buffers[-1].nbytes if self._buffers else 0
             raise ForebayError(f"staging needs a buffer of {nbytes} bytes, the largest has {largest}")
         self._turn += 1
         staging = fitting[self._turn % len(fitting)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import final
 
 __all__ = ["AccessOrder"]
@@ -67,7 +68,20 @@ class AccessOrder:
         except ValueError:
             return NEVER
 
+    def record(self, kind: str) -> tuple[str, ...]:
+        """The uses of the last pass of ``kind``, in order; empty before the first has ended."""
+        return self._records.get(kind, ())
+
     def first_uses(self) -> list[str]:
         """Blocks in the order of their first use in the last finished or present training-like pass."""
         record = tuple(self._now) or self._records.get(self._kind, ())
         return list(dict.fromkeys(record))
+
+    def in_order_of_use(self, blocks: Iterable[str]) -> list[str]:
+        """``blocks`` in the order of ``first_uses``; those that were not used come last, in the order given.
+
+        The order of the updates: what the next forward wants first is updated first.
+        """
+        known = dict.fromkeys(blocks)
+        used = [block for block in self.first_uses() if block in known]
+        return list(dict.fromkeys((*used, *known)))

@@ -1,0 +1,115 @@
+"""What is kept of one comparison of predictions with runs: one JSON file a day and a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+from benchmarks.host import Code, Hardware, slug
+from benchmarks.result import RESULTS
+from forebay.records import dump, load
+
+__all__ = ["Comparison", "Figures", "Run", "latest", "save"]
+
+SCHEMA = 1
+PREFIX = "prediction-"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Peak bytes on the device and on the host, and seconds of a step."""
+
+    device: int
+    host: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One plan, foretold and run. ``budget`` is the device budget in bytes, ``level`` its name, ``promised`` the
+    bytes that the plan promises not to pass, ``seconds`` the raw steps."""
+
+    model: str
+    kind: str
+    level: str
+    budget: int
+    policy: str
+    plan: str
+    promised: int
+    predicted: Figures
+    measured: Figures
+    seconds: tuple[float, ...]
+    measured_share: float
+
+    @property
+    def device_error(self) -> float:
+        """Predicted over measured device peak, less 1: above 0 is too much."""
+        return self.predicted.device / self.measured.device - 1
+
+    @property
+    def host_error(self) -> float:
+        """The same for the host; 0 where both are 0."""
+        return self.predicted.host / self.measured.host - 1 if self.measured.host else float(self.predicted.host > 0)
+
+    @property
+    def step_error(self) -> float:
+        """The same for the step."""
+        return self.predicted.step_seconds / self.measured.step_seconds - 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All runs of one session. ``other_cores`` is how many cores other processes kept busy meanwhile."""
+
+    date: datetime
+    command: str
+    hardware: Hardware
+    versions: Mapping[str, str]
+    threads: int
+    other_cores: float
+    code: Code
+    machine: str
+    runs: tuple[Run, ...]
+    schema: int = SCHEMA
+
+    def planned(self) -> tuple[Run, ...]:
+        """The runs of ``auto``: what a user gets."""
+        return tuple(run for run in self.runs if run.policy == "auto")
+
+    def step_errors(self) -> tuple[float, float]:
+        """Median and worst absolute error of the step's seconds over the runs of ``auto``."""
+        errors = [abs(run.step_error) for run in self.planned()]
+        return median(errors), max(errors)
+
+    def pairs(self, apart: float) -> tuple[int, int]:
+        """Pairs of policies for one model and budget whose measured steps differ by more than ``apart`` (a share), and
+        how many of them the prediction puts in the same order."""
+        same = total = 0
+        for index, one in enumerate(self.runs):
+            for other in self.runs[index + 1 :]:
+                if (one.model, one.level) != (other.model, other.level):
+                    continue
+                ratio = one.measured.step_seconds / other.measured.step_seconds
+                if max(ratio, 1 / ratio) <= 1 + apart:
+                    continue
+                total += 1
+                same += (ratio > 1) == (one.predicted.step_seconds > other.predicted.step_seconds)
+        return same, total
+
+
+def save(comparison: Comparison, folder: Path = RESULTS) -> Path:
+    """Writes ``comparison`` to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{PREFIX}{comparison.date:%Y%m%dT%H%M%SZ}-{slug(comparison.hardware)}.jsonl"
+    path.write_text(dump(comparison) + "\n", encoding="utf-8")
+    return path
+
+
+def latest(folder: Path = RESULTS) -> Sequence[Comparison]:
+    """The newest comparison of every machine, in order of their dates."""
+    found = [load(Comparison, path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{PREFIX}*.jsonl"))]
+    newest = {slug(comparison.hardware): comparison for comparison in found}
+    return tuple(newest.values())

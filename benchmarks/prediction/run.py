@@ -1,0 +1,170 @@
+"""Foretells a model's plans and runs them: one process a model, so that no run inherits another's memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.case import BenchmarkError
+from benchmarks.host import ROOT, CpuMeter, code, hardware, versions
+from benchmarks.prediction.record import Comparison, Figures, Run
+from benchmarks.prediction.zoo import ZOO, Entry
+from forebay.machine import Machine
+from forebay.memory import Tier
+from forebay.plans import Budget, Plan
+from forebay.records import dump, load
+
+if TYPE_CHECKING:
+    from forebay.trace import Trace
+
+__all__ = ["compare", "main"]
+
+WARM_STEPS, STEPS = 2, 7
+PLENTY = 8 << 30
+"""Bytes: more than any model of the zoo takes."""
+
+POLICIES = ("resident", "stream", "recompute", "stream-recompute")
+"""Beside ``auto``, for the order of policies."""
+
+
+@dataclass(frozen=True)
+class _Runs:
+    runs: tuple[Run, ...]
+
+
+def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
+    """Runs the models of the zoo called ``names`` (all, if empty). Raises ``BenchmarkError`` when one fails."""
+    import torch
+
+    from forebay.profiler.probe import probe
+
+    entries = [entry for entry in ZOO if not names or entry.name in names]
+    unknown = set(names) - {entry.name for entry in ZOO}
+    if unknown:
+        raise BenchmarkError(f"no model {', '.join(sorted(unknown))}; there are {', '.join(e.name for e in ZOO)}")
+    meter, date, before = CpuMeter(), datetime.now(UTC), code()
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory(prefix="forebay-prediction-") as folder:
+        here = probe("cpu", refresh=True)
+        machine = Path(folder) / "machine.json"
+        machine.write_text(here.to_json())
+        for entry in entries:
+            say(f"{entry.name}:")
+            for run in _in_a_process(entry, machine):
+                runs.append(run)
+                say(
+                    f"  {run.level:8} {run.policy:16} step {run.predicted.step_seconds:.3f} for "
+                    f"{run.measured.step_seconds:.3f} s ({run.step_error:+.1%}), device {run.device_error:+.2%}, host "
+                    f"{run.host_error:+.2%}; {run.plan}"
+                )
+    if code() != before:
+        raise BenchmarkError("sources or commit changed during the run; run it again, in a checkout nobody edits")
+    return Comparison(
+        date=date,
+        command="scripts/bench predict" + "".join(f" {name}" for name in names),
+        hardware=hardware(False),
+        versions=versions(),
+        threads=torch.get_num_threads(),
+        other_cores=meter.others(),
+        code=before,
+        machine=here.name,
+        runs=tuple(runs),
+    )
+
+
+def _in_a_process(entry: Entry, machine: Path) -> tuple[Run, ...]:
+    command = [sys.executable, "-m", "benchmarks.prediction.run", entry.name, str(machine)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"{entry.name} failed: {done.stderr.strip().splitlines()[-1]}")
+    return load(_Runs, done.stdout.strip().splitlines()[-1]).runs
+
+
+def main(name: str, machine_file: Path) -> None:
+    """All runs of one model; the last line of the output is their JSON."""
+    import torch
+
+    from forebay.profiler.capture import capture
+    from forebay.profiler.stopwatch import WallStopwatch
+    from forebay.profiler.timing import time_ops
+
+    entry = next(entry for entry in ZOO if entry.name == name)
+    captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
+    machine = Machine.from_json(machine_file.read_text())
+    machine = time_ops(captured.trace, captured.calls, machine, torch.device("cpu"), WallStopwatch())
+    runs = tuple(
+        _run(entry, captured.trace, machine, level, policy, plan)
+        for level, policy, plan in _plans(captured.trace, machine)
+    )
+    print(json.dumps(json.loads(dump(_Runs(runs)))))
+
+
+def _plans(trace: Trace, machine: Machine) -> Iterator[tuple[str, str, Plan]]:
+    """What is run: ``auto`` with plenty, half and the least of device memory, the other policies where they fit."""
+    from forebay.errors import DoesNotFit
+    from forebay.planners import make_plan
+    from forebay.planning import problem_of
+
+    def plan_for(nbytes: int, policy: str) -> Plan:
+        return make_plan(problem_of(trace, machine, Budget(nbytes)), policy)
+
+    plenty = plan_for(PLENTY, "resident").device
+    try:
+        least = plan_for(1 << 16, "auto").device
+    except DoesNotFit as refusal:
+        least = next(remedy.needed for remedy in refusal.nearest if remedy.what == "device")
+    for level, nbytes in (("plenty", PLENTY), ("half", (plenty + least) // 2), ("least", int(least * 1.02))):
+        for policy in ("auto", *POLICIES):
+            try:
+                yield level, policy, plan_for(nbytes, policy)
+            except DoesNotFit:
+                continue
+
+
+def _run(entry: Entry, trace: Trace, machine: Machine, level: str, policy: str, plan: Plan) -> Run:
+    """Foretells ``plan``, runs it, and puts both beside each other."""
+    import torch
+
+    import forebay
+    from forebay.planning import predict
+
+    foretold, forecast = predict(trace, machine, plan)
+    peaks = {usage.tier: usage.peak for usage in foretold.tiers}
+    model, batch = entry.build(), entry.batch()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model, optimizer = forebay.prepare(model, optimizer, batch, device_memory=plan.budget.device, plan=plan)
+    try:
+        for _ in range(WARM_STEPS + STEPS):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = forebay.report(model)
+    finally:
+        forebay.close(model)
+    seconds = report.timeline.step_seconds[WARM_STEPS:]
+    measured = report.measured_peaks()
+    return Run(
+        model=entry.name,
+        kind=entry.kind,
+        level=level,
+        budget=plan.budget.device,
+        policy=policy,
+        plan=plan.reasons[0] if plan.reasons else "",
+        promised=plan.device,
+        predicted=Figures(peaks.get(Tier.DEVICE, 0), peaks.get(Tier.HOST, 0), forecast.step_seconds),
+        measured=Figures(measured[Tier.DEVICE], measured[Tier.HOST], median(seconds)),
+        seconds=tuple(seconds),
+        measured_share=forecast.measured_share,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

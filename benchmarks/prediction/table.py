@@ -1,0 +1,59 @@
+"""The table of predictions in ``benchmarks/README.md``, generated from the newest comparison of every machine."""
+
+from __future__ import annotations
+
+from benchmarks.host import slug
+from benchmarks.prediction.record import Comparison, Run, latest
+from benchmarks.table import QUIET_CORES, replace_between
+
+__all__ = ["write"]
+
+APART = 0.05
+"""Steps of two policies that are closer than this share are taken as equal: repeated runs of one differ by as much."""
+
+_HEAD = (
+    "| model | kind | budget | plan | device: predicted | measured | error | host: error | step: predicted | "
+    "measured | error |\n|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|\n"
+)
+
+
+def write() -> None:
+    """Replaces the generated part of the README."""
+    sections = [_section(comparison) for comparison in latest()]
+    replace_between("predictions", "\n".join(sections) or "No comparison is kept yet.\n")
+
+
+def _section(comparison: Comparison) -> str:
+    runs = comparison.planned()
+    typical, worst = comparison.step_errors()
+    same, pairs = comparison.pairs(APART)
+    devices = [run.device_error for run in runs]
+    hosts = [abs(run.host_error) for run in runs]
+    broken = sum(run.measured.device > run.promised for run in comparison.runs)
+    company = "" if comparison.other_cores < QUIET_CORES else f", {comparison.other_cores:.2f} cores busy with others"
+    return "\n".join(
+        [
+            f"### {slug(comparison.hardware)}",
+            "",
+            f"{len({run.model for run in runs})} models, {len(runs)} plans of `auto`. Device peak: error from "
+            f"{min(devices):+.2%} to {max(devices):+.2%} (target within 3 %, never under by more than 1 %). Host peak: "
+            f"at most {max(hosts):.2%} (target 5 %). Step: median error {typical:.1%}, worst {worst:.1%} (targets 10 % "
+            f"and 20 %). Order of policies: {same} of {pairs} pairs whose steps differ by more than {APART:.0%} are "
+            f"predicted in the order measured, {len(comparison.runs)} runs. Promises broken: {broken}.",
+            "",
+            _HEAD + "".join(_row(run) for run in runs),
+            f"{comparison.hardware.cpu}, {comparison.hardware.cores} cores, {comparison.threads} threads{company}; "
+            f"{', '.join(f'{name} {version}' for name, version in comparison.versions.items())}; commit "
+            f"{comparison.code.revision[:12]}; {comparison.date:%Y-%m-%d %H:%M} UTC. `{comparison.command}`",
+            "",
+        ]
+    )
+
+
+def _row(run: Run) -> str:
+    mib = 1 << 20
+    return (
+        f"| {run.model} | {run.kind} | {run.level} | {run.plan} | {run.predicted.device / mib:.1f} MiB | "
+        f"{run.measured.device / mib:.1f} MiB | {run.device_error:+.2%} | {run.host_error:+.2%} | "
+        f"{run.predicted.step_seconds:.3f} s | {run.measured.step_seconds:.3f} s | {run.step_error:+.1%} |\n"
+    )

@@ -1,0 +1,96 @@
+"""A plan from elsewhere, read from JSON say, taken over for the model that is here; or refused, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from forebay.arenas import arenas
+from forebay.errors import ConfigError, DoesNotFit
+from forebay.memory import Tier
+from forebay.optim.rules import UpdateRule
+from forebay.plans import Budget, Plan
+from forebay.profiler.batch import named_inputs
+from forebay.runtime.blocks import BoundModel
+from forebay.trace import fingerprint_of
+from forebay.units import format_apart, format_bytes
+
+__all__ = ["adopt_plan"]
+
+
+def adopt_plan(
+    plan: Plan,
+    batch: Any,
+    bound: BoundModel,
+    rule: UpdateRule,
+    budget: Budget,
+    limits_of: Callable[[Budget], Mapping[Tier, int]],
+) -> Plan:
+    """``plan`` under the budget that is promised now, which need not be the one that it was made for.
+
+    ``batch`` is what the model will be called with, or None; ``limits_of`` says how many bytes of host and disk a
+    budget comes to on this machine.
+
+    Raises ``ConfigError`` for a plan that was made for another model, optimizer or (where a batch is given and the
+    plan says what it was made for) batch shape, and ``DoesNotFit`` where it needs more than is allowed now.
+    """
+    planned = {p.block for p in plan.placements}
+    there = {b.name for b in bound.model.blocks}
+    if planned != there or len(plan.placements) != len(there):
+        odd = min(planned ^ there, default="a block named twice")
+        raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
+    _check_recompute(plan, bound)
+    _check_fingerprint(plan, batch, bound, rule)
+    sizes = arenas(bound.model, plan.placements, plan.streaming, rule.state_names)
+    if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
+        raise ConfigError(
+            f"the plan was made for another model or optimizer: it has {format_bytes(plan.device)} on the device, "
+            f"{format_bytes(plan.host)} on the host and {format_bytes(plan.disk)} on disk, and this one needs "
+            f"{format_bytes(sizes.device)}, {format_bytes(sizes.host)} and {format_bytes(sizes.disk)}; "
+            f"make the plan again"
+        )
+    if plan.disk and budget.disk is None:
+        raise ConfigError(f"the plan keeps {format_bytes(plan.disk)} on disk; give disk=PATH or PATH:SIZE")
+    limits = limits_of(budget)
+    for tier, needed, allowed in (
+        (Tier.DEVICE, plan.device, budget.device),
+        (Tier.HOST, plan.host, limits[Tier.HOST]),
+        (Tier.DISK, plan.disk, limits[Tier.DISK]),
+    ):
+        if needed > allowed:
+            what = tier.value if tier is Tier.DISK else f"{tier.value}_memory"
+            shown = format_apart(needed, allowed)
+            raise DoesNotFit(
+                f"{tier.value}: the plan needs {shown[0]} and {shown[1]} are allowed; "
+                f"raise {what}, or make another plan",
+                tier=tier.value,
+                needed=needed,
+                allowed=allowed,
+            )
+    return replace(plan, budget=budget)
+
+
+def _check_recompute(plan: Plan, bound: BoundModel) -> None:
+    blocks = {b.name: b for b in bound.model.blocks}
+    for name in plan.recompute:
+        if name not in blocks:
+            raise ConfigError(f"the plan recomputes a block {name!r} that the model does not have; make the plan again")
+        if plan.recompute.count(name) > 1:
+            raise ConfigError(f"the plan names block {name} twice in recompute; make the plan again")
+        if blocks[name].module is None:
+            raise ConfigError(
+                f"the plan recomputes block {name}, which is not one module: its parameters are used in several "
+                f"places, or while other blocks run; take it out of recompute"
+            )
+
+
+def _check_fingerprint(plan: Plan, batch: Any, bound: BoundModel, rule: UpdateRule) -> None:
+    if not plan.fingerprint or batch is None:
+        return
+    here = fingerprint_of(bound.model, named_inputs(batch), rule.state_names)
+    if here != plan.fingerprint:
+        raise ConfigError(
+            f"the plan was made for another model, batch shape or optimizer (fingerprint {plan.fingerprint}, this is "
+            f"{here}); make the plan again, for a batch like this one"
+        )

@@ -1,0 +1,183 @@
+"""Whether a plan is one for this trace, and whether what it keeps in every tier all the time has room. No torch.
+
+The bytes are worked out here from the placements, on purpose not by ``forebay.arenas``: an error there must show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, GRADIENT_STAGING, UPDATE_RING
+from forebay.checking.words import listed
+from forebay.errors import DoesNotFit, PlanInvalid
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, needs_master, state_layout
+from forebay.machine import Machine
+from forebay.memory import ALIGNMENT, Kind, Tier
+from forebay.plans import Placement, Plan
+from forebay.trace import Block, Trace
+from forebay.units import format_apart
+
+__all__ = ["allowances", "check_names", "check_standing", "layouts", "standing"]
+
+_LIMIT_NAMES = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.PINNED: "pinned", Tier.DISK: "the disk"}
+
+
+def check_names(trace: Trace, plan: Plan) -> None:
+    """Raises ``PlanInvalid`` if the plan was made for another model, or does not name every block once."""
+    if plan.fingerprint and plan.fingerprint != trace.fingerprint:
+        raise _invalid(
+            "plan",
+            f"this plan was made for another model, batch shape or optimizer: its fingerprint is {plan.fingerprint} "
+            f"and the trace's is {trace.fingerprint}; make the plan again for this one",
+        )
+    blocks = {b.name: b for b in trace.model.blocks}
+    named = Counter(p.block for p in plan.placements)
+    missing = [name for name in blocks if name not in named]
+    unknown = [name for name in named if name not in blocks]
+    twice = [name for name, count in named.items() if count > 1]
+    if unknown or missing:
+        what = f"it has no block {listed(unknown)}" if unknown else f"the plan does not place block {listed(missing)}"
+        raise _invalid((unknown or missing)[0], f"this plan was made for another model: {what}; make the plan again")
+    if twice:
+        raise _invalid(twice[0], f"the plan places block {listed(twice)} more than once; keep one placement")
+    for name in plan.recompute:
+        if name not in blocks:
+            raise _invalid(
+                name, f"the plan recomputes block {name}, which the model does not have; make the plan again"
+            )
+        if plan.recompute.count(name) > 1:
+            raise _invalid(name, f"the plan names block {name} twice in recompute; keep one")
+    for placement in plan.placements:
+        _check_slots(blocks[placement.block], placement, plan)
+
+
+def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
+    """A streamed block passes through a slot that holds it, one from disk through a host slot as well."""
+    if placement.parameters is Tier.DEVICE:
+        return
+    places = [("slot", plan.streaming.slots, block.nbytes)]
+    if placement.parameters is Tier.DISK:
+        places.append(("host slot", plan.streaming.host_slots, _align(block.nbytes, PAGE)))
+    for what, sizes, needed in places:
+        if max(sizes, default=0) < needed:
+            raise _invalid(
+                block.name,
+                f"block {block.name} passes through a {what} of {needed} bytes and the largest has "
+                f"{max(sizes, default=0)}; make a {what} larger, or place the block elsewhere",
+            )
+
+
+def layouts(trace: Trace, plan: Plan) -> dict[str, StateLayout]:
+    """How the states of every block are cut into chunks. Raises ``PlanInvalid`` if the chunks of a block do not cover
+    each of its trainable elements exactly once."""
+    made = {b.name: state_layout(b, trace.state_names, plan.streaming.update_chunk) for b in trace.model.blocks}
+    for block in trace.model.blocks:
+        reached = dict.fromkeys((p.name for p in block.parameters if p.trainable), 0)
+        for chunk in made[block.name].chunks:
+            for piece in chunk.pieces:
+                if piece.start != reached.get(piece.parameter.name):
+                    raise _invalid(piece.parameter.name, f"chunks of block {block.name} skip or repeat elements")
+                reached[piece.parameter.name] = piece.stop
+        for parameter in block.parameters:
+            if parameter.trainable and reached[parameter.name] != parameter.numel:
+                raise _invalid(parameter.name, f"chunks of block {block.name} do not cover {parameter.name}")
+    return made
+
+
+def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict[Tier, int]:
+    """Bytes of every tier that are there all the time under ``plan``; pinned: what would like to be page-locked.
+
+    ``state`` are the ``layouts``.
+    """
+    blocks = {b.name: b for b in trace.model.blocks}
+    pairs = [(blocks[p.block], p) for p in plan.placements]
+    device = trace.model.buffer_nbytes + sum(plan.streaming.slots)
+    if trace.device == "cuda":
+        device += sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
+    host = pinned = disk = 0
+    ring = workspace = largest_gradient = 0
+    for block, placement in pairs:
+        states = sum(c.nbytes for c in state[block.name].chunks)
+        trained = [p for p in block.parameters if p.trainable]
+        if placement.parameters is Tier.DEVICE:
+            device += block.nbytes
+        if placement.states is Tier.DEVICE:
+            device += states + sum(p.nbytes for p in trained)
+            continue
+        # A block on the device whose states are elsewhere keeps a copy at home, on the host: updates happen there.
+        home = 0 if placement.parameters is Tier.DISK else block.nbytes
+        pinned += home + sum(_align(p.nbytes, ALIGNMENT) for p in trained)
+        largest_gradient = max((largest_gradient, *(p.nbytes for p in trained)))
+        disk += _align(block.nbytes, PAGE) if placement.parameters is Tier.DISK else 0
+        if placement.states is Tier.DISK:
+            disk += states
+            ring = max((ring, *(c.nbytes for c in state[block.name].chunks)))
+        else:
+            host += states
+        if MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
+            workspace = max((workspace, *(STATE_ITEMSIZE * c.elements for c in state[block.name].chunks)))
+    pinned += min(GRADIENT_STAGING, largest_gradient)
+    if any(p.parameters is Tier.DISK for _, p in pairs):
+        pinned += sum(plan.streaming.host_slots)
+    host += pinned + UPDATE_RING * ring + workspace + (DISK_BLOCK * DISK_BOUNCE if disk else 0)
+    return {Tier.DEVICE: device, Tier.HOST: host, Tier.PINNED: pinned, Tier.DISK: disk}
+
+
+def allowances(machine: Machine, plan: Plan) -> dict[Tier, int]:
+    """Bytes allowed in every tier: the budget, or what the machine has where that is less or there is no budget."""
+    budget = plan.budget
+    disk = machine.disk.capacity if machine.disk is not None else 0
+    if budget.disk is None:
+        disk = 0
+    elif budget.disk.nbytes is not None:
+        disk = min(disk, budget.disk.nbytes)
+    return {
+        Tier.DEVICE: min(budget.device, machine.device_capacity),
+        Tier.HOST: min(budget.host or machine.host_capacity, machine.host_capacity),
+        Tier.PINNED: min(budget.pinned or machine.pinned_capacity, machine.pinned_capacity),
+        Tier.DISK: disk,
+    }
+
+
+def check_standing(stands: Mapping[Tier, int], machine: Machine, plan: Plan) -> None:
+    """Raises ``DoesNotFit`` where what stands, or what the plan predicts, is more than is allowed, and ``PlanInvalid``
+    where the plan predicts less than what stands. An arena that may not be page-locked is pageable instead, so of
+    pinned memory only the plan's own figure counts."""
+    needed, allowed = dict(stands), allowances(machine, plan)
+    predicted = {Tier.DEVICE: plan.device, Tier.HOST: plan.host, Tier.DISK: plan.disk}
+    for tier, figure in predicted.items():
+        if figure < needed[tier]:
+            raise _invalid(
+                tier.value,
+                f"the plan predicts a {tier.value} peak of {figure} bytes and what it places there takes "
+                f"{needed[tier]}; make the plan again",
+            )
+    needed[Tier.PINNED] = plan.pinned
+    for tier in Tier:
+        figure = max(needed[tier], predicted.get(tier, 0))
+        if figure > allowed[tier]:
+            raise _too_much(tier, figure, allowed, machine, plan)
+
+
+def _too_much(tier: Tier, needed: int, allowed: Mapping[Tier, int], machine: Machine, plan: Plan) -> DoesNotFit:
+    limit = allowed[tier]
+    if tier is Tier.DISK and machine.disk is None:
+        what = f"the plan keeps {needed} bytes on disk and machine {machine.name} has none; use another plan or machine"
+    elif tier is Tier.DISK and plan.budget.disk is None:
+        what = f"the plan keeps {needed} bytes on disk and its budget names none; give a disk, or make the plan again"
+    else:
+        much, little = format_apart(needed, limit)
+        what = (
+            f"{tier.value} memory: the plan needs {much} and {little} are allowed (its budget, or what machine "
+            f"{machine.name} has); raise {_LIMIT_NAMES[tier]}, or make a plan that needs less"
+        )
+    return DoesNotFit(what, tier=tier.value, needed=needed, allowed=limit)
+
+
+def _align(nbytes: int, to: int) -> int:
+    return (nbytes + to - 1) // to * to
+
+
+def _invalid(subject: str, message: str) -> PlanInvalid:
+    return PlanInvalid(message, action=-1, subject=subject)

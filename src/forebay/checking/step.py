@@ -1,0 +1,114 @@
+"""The ops of a trace with all references resolved, and who needs what again. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import final
+
+from forebay.memory import Kind
+from forebay.trace import Parameter, Phase, Trace
+from forebay.units import format_bytes
+
+__all__ = ["FlatOp", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatOp:
+    """One op: ``reads``, ``dropped`` and ``unsaved`` are roots that the step makes, ``made`` those that are born here.
+
+    ``parameters`` are ids of the parameters that it reads, ``gradients`` are (parameter, root).
+    """
+
+    name: str
+    visit: int
+    reads: tuple[int, ...]
+    parameters: tuple[int, ...]
+    made: tuple[int, ...]
+    dropped: tuple[int, ...]
+    unsaved: tuple[int, ...]
+    gradients: tuple[tuple[int, int], ...]
+
+
+@final
+class Step:
+    """A trace, made flat: ``nbytes`` and ``saved`` by id, ``ops`` by number, ``birth`` the op that makes a root."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.sources = len(trace.sources)
+        tensors = [t for _, t in trace.tensors()]
+        self.nbytes = [t.nbytes for t in tensors]
+        self.saved = [t.saved for t in tensors]
+        self.kinds = [t.kind for t in tensors]
+        self._root = [t.root for t in tensors]
+        self.block_of: dict[int, str] = {}
+        self.parameter: dict[int, Parameter] = {}
+        for block in trace.model.blocks:
+            for parameter in block.parameters:
+                self.block_of[len(self.parameter)] = block.name
+                self.parameter[len(self.parameter)] = parameter
+        self.ids = {p.name: i for i, p in self.parameter.items()}
+        self.birth: dict[int, int] = {}
+        self.ops: list[FlatOp] = []
+        places = {visit.first_op: place for place, visit in enumerate(trace.visits)}
+        place = 0
+        for number, visit, op in trace.ops():
+            place = places.get(number, place)
+            roots = {self._root[visit.resolve(t)] for t in op.inputs}
+            # An op that works in place has for its output what is there already.
+            outputs = (t for t in map(visit.resolve, op.outputs) if self._root[t] == t and t >= self.sources)
+            made = tuple(t for t in dict.fromkeys(outputs) if t not in self.birth)
+            self.birth.update(dict.fromkeys(made, number))
+            self.ops.append(
+                FlatOp(
+                    trace.works[op.work].op,
+                    place,
+                    tuple(sorted(r for r in roots if r >= self.sources)),
+                    tuple(sorted(r for r in roots if r in self.parameter)),
+                    made,
+                    tuple(t for t in map(visit.resolve, op.dropped) if t >= self.sources),
+                    tuple(t for t in map(visit.resolve, op.unsaved) if t >= self.sources),
+                    tuple((visit.resolve(g.parameter), self._root[visit.resolve(g.tensor)]) for g in op.gradients),
+                )
+            )
+        # Of every visit the roots that it reads and does not make.
+        self.inputs: list[set[int]] = [set() for _ in trace.visits]
+        for flat in self.ops:
+            self.inputs[flat.visit].update(r for r in flat.reads if self.ops[self.birth[r]].visit != flat.visit)
+        self.with_gradient = {p: n for n, op in enumerate(self.ops) for p, _ in op.gradients}
+
+    def block(self, op: int) -> str:
+        """The block of the visit that op number ``op`` belongs to."""
+        return self.trace.visits[self.ops[op].visit].block
+
+    def phase(self, op: int) -> Phase:
+        """The phase of op number ``op``."""
+        return self.trace.visits[self.ops[op].visit].phase
+
+    def name(self, tensor: int) -> str:
+        """A tensor in words: its name, or which op made it."""
+        if tensor < self.sources:
+            return self.trace.sources[tensor].name
+        born = self.birth[tensor]
+        kind = Kind.GRADIENT.value if self.kinds[tensor] is Kind.GRADIENT else self.kinds[tensor].value
+        where = f" of block {self.block(born)}" if self.block(born) else ""
+        size = format_bytes(self.nbytes[tensor])
+        return f"tensor {tensor} ({kind} of {size}, made by op {born}, {self.ops[born].name}{where})"
+
+    def partners(self, blocks: Collection[str]) -> dict[int, frozenset[int]]:
+        """For every forward visit of ``blocks`` the backward visits that belong to it (places in ``Trace.visits``).
+
+        Calls of the same module go backward in reverse order, one visit each; where the numbers of visits differ,
+        every backward visit of the block belongs to each of its forward visits.
+        """
+        pairs: dict[int, frozenset[int]] = {}
+        for block in blocks:
+            own = [(place, v.phase) for place, v in enumerate(self.trace.visits) if v.block == block]
+            forward = [place for place, phase in own if phase is Phase.FORWARD]
+            backward = [place for place, phase in own if phase is Phase.BACKWARD]
+            if len(forward) == len(backward):
+                pairs.update((f, frozenset((b,))) for f, b in zip(forward, reversed(backward), strict=True))
+            else:
+                pairs.update((f, frozenset(backward)) for f in forward)
+        return pairs

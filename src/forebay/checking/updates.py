@@ -1,0 +1,239 @@
+"""Whether every trainable element is updated once in every step, after its gradient and with its states. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import final
+
+from forebay.arenas import UPDATE_RING
+from forebay.checking.computing import Passes
+from forebay.checking.order import Order
+from forebay.checking.step import Step
+from forebay.checking.words import fault, listed
+from forebay.layout import PAGE, StateLayout
+from forebay.memory import Tier
+from forebay.plans import Placement, Plan
+from forebay.program import Action, Program, Verb
+from forebay.timeline import Lane
+
+__all__ = ["Updates"]
+
+Key = tuple[str, int, int]
+"""Block, chunk, step."""
+
+
+@final
+class Updates:
+    """Updates, reads and writes by block, chunk and step. ``landed`` is what ``gradients.landings`` found, ``sources``
+    are those of ``Residency``."""
+
+    def __init__(
+        self,
+        step: Step,
+        plan: Plan,
+        program: Program,
+        order: Order,
+        layouts: Mapping[str, StateLayout],
+        passes: Passes,
+        landed: Mapping[tuple[int, int], int],
+        sources: Mapping[int, int],
+    ) -> None:
+        self._step = step
+        self._plan = plan
+        self._program = program
+        self._order = order
+        self._layouts = layouts
+        self._passes = passes
+        self._landed = landed
+        self._fetched = {read: fetch for fetch, read in sources.items()}
+        self._placements = {p.block: p for p in plan.placements}
+        self._ids = step.ids
+        self._moves: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._seen: dict[Verb, dict[Key, list[int]]] = {verb: defaultdict(list) for verb in Verb}
+        for index, action in enumerate(program.actions):
+            if action.verb in (Verb.UPDATE, Verb.READ, Verb.WRITE):
+                self._note(index, action)
+            elif action.verb in (Verb.LAND, Verb.ACCUMULATE):
+                self._moves[action.parameter, action.step].append(index)
+
+    def check(self) -> None:
+        """Raises ``PlanInvalid`` at the first update that is missing, repeated, or not ordered as it must be."""
+        for name, placement in self._placements.items():
+            chunks = self._layouts[name].chunks
+            for step in range(self._program.steps):
+                if placement.resident:
+                    self._check_resident(name, step)
+                    continue
+                for chunk in range(len(chunks)):
+                    self._check_chunk(placement, chunk, step)
+                if placement.parameters is Tier.DISK:
+                    self._check_home(name, step)
+        self._check_ring()
+        self._check_host_slots()
+
+    def _note(self, index: int, action: Action) -> None:
+        placement = self._placements.get(action.block)
+        if placement is None:
+            raise fault(self._program, index, action.block, f"the model has no block {action.block!r}")
+        chunks = len(self._layouts[action.block].chunks)
+        whole = placement.resident if action.verb is Verb.UPDATE else True
+        if not (-1 if whole else 0) <= action.chunk < chunks:
+            text = f"block {action.block} has no chunk {action.chunk} to {action.verb.value}"
+            raise fault(self._program, index, action.block, text)
+        if not 0 <= action.step < self._program.steps:
+            raise fault(self._program, index, action.block, f"there is no step {action.step}")
+        home = placement.parameters if action.chunk < 0 else placement.states
+        if action.verb is not Verb.UPDATE and home is not Tier.DISK:
+            what = "parameters" if action.chunk < 0 else "states"
+            raise fault(self._program, index, action.block, f"the {what} of block {action.block} are not on disk")
+        self._seen[action.verb][action.block, action.chunk, action.step].append(index)
+
+    def _trained(self, block: str, chunk: int) -> list[str]:
+        """Parameters with a gradient that have elements in the chunk."""
+        pieces = self._layouts[block].chunks[chunk].pieces
+        return [p.parameter.name for p in pieces if self._ids[p.parameter.name] in self._step.with_gradient]
+
+    def _once(self, verb: Verb, key: Key, names: list[str], near: int) -> int | None:
+        """The one action of ``verb`` for ``key``; None if there is none and, without ``names``, need be none."""
+        found = self._seen[verb][key]
+        block, chunk, step = key
+        what = f"chunk {chunk} of block {block}" if chunk >= 0 else f"block {block}"
+        if len(found) > 1:
+            text = f"{what} has its {verb.value} twice in step {step}, first in action {found[0]}"
+            raise fault(self._program, found[1], names[0] if names else block, text)
+        if found and not names:
+            raise fault(self._program, found[0], block, f"nothing in {what} has a gradient to {verb.value} it for")
+        if not found and names:
+            text = f"{what} ({listed(names)}) has no {verb.value} in step {step}, after its gradients"
+            raise fault(self._program, near, names[0], text)
+        return found[0] if found else None
+
+    def _check_resident(self, block: str, step: int) -> None:
+        specs = next(b for b in self._step.trace.model.blocks if b.name == block).parameters
+        names = [p.name for p in specs if self._ids[p.name] in self._step.with_gradient]
+        last = self._passes.last[(step + 1) * self._program.micro_batches - 1]
+        update = self._once(Verb.UPDATE, (block, -1, step), names, last)
+        if update is None:
+            return
+        if self._program.actions[update].lane is not Lane.COMPUTE or not self._order.before(last, update):
+            text = f"block {block} is resident: its update belongs on the compute lane, after the step's last backward"
+            raise fault(self._program, update, block, text)
+        following = self._passes.first[(step + 1) * self._program.micro_batches :][:1]
+        if following and not self._order.before(update, following[0]):
+            text = f"block {block} is updated for step {step} after the forward of the next step has begun"
+            raise fault(self._program, update, block, text)
+
+    def _check_chunk(self, placement: Placement, chunk: int, step: int) -> None:
+        program, order, block = self._program, self._order, placement.block
+        names = self._trained(block, chunk)
+        last_pass = (step + 1) * program.micro_batches - 1
+        landings = [(n, self._landed[self._ids[n], last_pass]) for n in names]
+        near = max((landing for _, landing in landings), default=-1)
+        update = self._once(Verb.UPDATE, (block, chunk, step), names, near)
+        if update is None:
+            return
+        if program.actions[update].lane is not Lane.UPDATE:
+            raise fault(program, update, block, f"block {block} is updated on the host, on the update lane")
+        for name, landing in landings:
+            if not order.before(landing, update):
+                text = f"the gradient of {name} lands in action {landing}, which may not be done"
+                raise fault(program, update, name, text)
+            following = self._moves[name, step + 1][:1]
+            if following and not order.before(update, following[0]):
+                text = f"the next gradient of {name} may overwrite the one that action {update} reads"
+                raise fault(program, following[0], name, text)
+        if placement.states is Tier.DISK and self._layouts[block].chunks[chunk].nbytes:
+            self._check_states(block, chunk, step, names, update)
+
+    def _check_states(self, block: str, chunk: int, step: int, names: list[str], update: int) -> None:
+        read = self._once(Verb.READ, (block, chunk, step), names, update)
+        write = self._once(Verb.WRITE, (block, chunk, step), names, update)
+        if read is None or write is None:
+            return
+        if not self._order.before(read, update):
+            text = f"the states of chunk {chunk} of block {block} may not have been read (action {read})"
+            raise fault(self._program, update, block, text)
+        if not self._order.before(update, write):
+            text = f"it writes the states of chunk {chunk} of block {block}, which action {update} may still change"
+            raise fault(self._program, write, block, text)
+        earlier = self._seen[Verb.WRITE][block, chunk, step - 1]
+        if earlier and not self._order.before(earlier[0], read):
+            text = f"it reads states of chunk {chunk} of block {block} that action {earlier[0]} may not have written"
+            raise fault(self._program, read, block, text)
+
+    def _updates_of(self, block: str, step: int) -> list[int]:
+        chunks = range(len(self._layouts[block].chunks))
+        return [i for chunk in chunks for i in self._seen[Verb.UPDATE][block, chunk, step]]
+
+    def _check_home(self, block: str, step: int) -> None:
+        """Parameters on disk: read before the updates of the step, written once after them."""
+        updates = self._updates_of(block, step)
+        program, order = self._program, self._order
+        write = self._once(Verb.WRITE, (block, -1, step), [block] if updates else [], max(updates, default=-1))
+        if write is None:
+            return
+        for update in updates:
+            if not order.before(update, write):
+                text = f"it writes the parameters of block {block}, which action {update} may still change"
+                raise fault(program, write, block, text)
+        if self._source(block, step, updates) is None:
+            text = f"the parameters of block {block} live on disk and are not read before this update"
+            raise fault(program, min(updates), block, text)
+
+    def _source(self, block: str, step: int, updates: list[int]) -> int | None:
+        """The read that the updates of a step work on: after the write of the step before, before every update."""
+        writes = self._seen[Verb.WRITE][block, -1, step - 1]
+        reads = [i for s in range(self._program.steps) for i in self._seen[Verb.READ][block, -1, s]]
+        # Not one whose buffer has gone to a fetch since.
+        known = [
+            r
+            for r in sorted(reads)
+            if r not in self._fetched
+            and all(self._order.before(r, u) for u in updates)
+            and all(self._order.before(w, r) for w in writes)
+        ]
+        return known[-1] if known else None
+
+    # Staging.
+
+    def _check_ring(self) -> None:
+        """States on disk pass through ``UPDATE_RING`` buffers, each taken from its read to its write."""
+        uses = []
+        for key, reads in self._seen[Verb.READ].items():
+            if key[1] >= 0 and reads:
+                uses.append((reads[0], self._seen[Verb.WRITE][key][0]))
+        self._check_buffers(sorted(uses), UPDATE_RING, "buffers for states")
+
+    def _check_host_slots(self) -> None:
+        """Parameters from disk pass through host slots, each taken from its read to the fetch, or to the write."""
+        uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        blocks = {b.name: b for b in self._step.trace.model.blocks}
+        for name, placement in self._placements.items():
+            if placement.parameters is not Tier.DISK:
+                continue
+            size = -(-blocks[name].nbytes // PAGE) * PAGE
+            ends = {r: f for r, f in self._fetched.items() if self._program.actions[r].block == name}
+            for step in range(self._program.steps):
+                source = self._source(name, step, self._updates_of(name, step))
+                for write in self._seen[Verb.WRITE][name, -1, step]:
+                    if source is not None:
+                        ends[source] = write
+            uses[size] += ends.items()
+        for size in uses:
+            large = sorted(use for other, own in uses.items() if other >= size for use in own)
+            count = sum(slot >= size for slot in self._plan.streaming.host_slots)
+            self._check_buffers(large, count, f"host slots of {size} bytes")
+
+    def _check_buffers(self, uses: list[tuple[int, int]], count: int, what: str) -> None:
+        """Of the uses (read, end) that began before one, at most ``count - 1`` may still go on when it begins."""
+        open_uses: list[tuple[int, int]] = []
+        for start, end in uses:
+            open_uses = [use for use in open_uses if not self._order.before(use[1], start)]
+            open_uses.append((start, end))
+            if len(open_uses) > count:
+                block = self._program.actions[start].block
+                text = (
+                    f"it needs one of {count} {what}, and action {open_uses[0][1]} may still use the one it would get"
+                )
+                raise fault(self._program, start, block, text)

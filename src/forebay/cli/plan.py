@@ -1,0 +1,124 @@
+"""``forebay plan``: flags to a report of what a training run would need and how fast it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from forebay.config import Size
+from forebay.errors import ConfigError, ModelError, StorageError
+from forebay.plans import Budget, DiskBudget
+from forebay.units import format_count, parse_disk
+
+if TYPE_CHECKING:
+    from forebay.machine import Machine
+    from forebay.reporting.forecast import PlanReport
+    from forebay.trace import Trace
+
+__all__ = ["PlanSettings", "make_settings", "plan", "write_plan"]
+
+
+class PlanSettings(BaseModel):
+    """One question to ``forebay plan``. Sizes are bytes; see the help of the flag of the same name for the meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = Field(min_length=1)
+    batch: int = Field(default=1, ge=1)
+    seq: int = Field(default=128, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    device_memory: Size | None = None
+    host_memory: Size | None = None
+    disk: str | None = None
+    machine: str | None = None
+    policy: str = "auto"
+
+
+def make_settings(*layers: Mapping[str, Any]) -> PlanSettings:
+    """The settings in ``layers``; a later one overrides an earlier one, None means 'not given'.
+
+    Raises ``ConfigError`` naming the first flag that is wrong.
+    """
+    known = {k: v for layer in layers for k, v in layer.items() if v is not None and k in PlanSettings.model_fields}
+    try:
+        return PlanSettings.model_validate(known)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        if first["type"] == "value_error":  # raised by one of our own parsers: it quotes the value already
+            raise ConfigError(f"{flag}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{flag}: {first['msg'][:1].lower()}{first['msg'][1:]}, got {first['input']!r}") from None
+
+
+def plan(settings: PlanSettings) -> PlanReport:
+    """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
+    from forebay.planners import PLANNERS
+    from forebay.planning import assess
+
+    if settings.policy not in PLANNERS:
+        raise ConfigError(f"--policy: there is no {settings.policy!r}; policies are {', '.join(sorted(PLANNERS))}")
+    folder = _disk(settings)
+    machine, notes = _machine(settings, folder)
+    device = machine.device_capacity if settings.device_memory is None else settings.device_memory
+    trace, name = _trace(settings, machine)
+    return assess(name, trace, machine, Budget(device, settings.host_memory, None, folder), settings.policy, notes)
+
+
+def write_plan(report: PlanReport, path: Path) -> None:
+    """Writes the plan of ``report`` to ``path``, for ``forebay.prepare(plan=...)``. Raises ``StorageError``."""
+    if report.plan is None:
+        raise ConfigError(f"there is no plan to write to {path}: nothing fits")
+    try:
+        path.write_text(report.plan.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write the plan to {path}: {error.strerror or error}") from None
+
+
+def _disk(settings: PlanSettings) -> DiskBudget | None:
+    if settings.disk is None:
+        return None
+    path, nbytes = parse_disk(settings.disk)
+    if nbytes == 0:
+        raise ConfigError(f"--disk: the disk budget must be more than 0 bytes, got {settings.disk!r}")
+    return DiskBudget(path, nbytes)
+
+
+def _machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Machine, tuple[str, ...]]:
+    """The machine that ``--machine`` names: a file or an entry of the catalogue, None: this one; and remarks on it."""
+    if settings.machine is None:
+        from forebay.profiler.here import this_machine
+
+        return this_machine(None, disk)
+    from forebay.catalogue import read_machine
+
+    try:
+        machine = read_machine(settings.machine)
+    except ConfigError as error:
+        raise ConfigError(f"--machine: {error}") from None
+    if disk is not None and machine.disk is None:
+        raise ConfigError(f"--disk: machine {machine.name} has no disk; leave --disk out, or add one to its file")
+    return machine, ()
+
+
+def _trace(settings: PlanSettings, machine: Machine) -> tuple[Trace, str]:
+    """One step of the model, and what the report calls it."""
+    from forebay.profiler.capture import capture
+    from forebay.recipes.tasks import sample
+
+    found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
+    try:
+        trace = capture(found.model, found.batch, settings.optimizer, machine.device_kind).trace
+    except ModelError as error:
+        raise ModelError(f"{settings.model}: {error}") from None
+    parameters = format_count(sum(p.numel for b in trace.model.blocks for p in b.parameters))
+    shape = f"batch {settings.batch}"
+    if found.seq is not None:
+        shape += f" of {found.seq} tokens"
+    if settings.model.partition(":")[1] and found.seq is None:
+        shape = "its own batch"
+    return trace, f"{settings.model} ({parameters} parameters, {shape})"

@@ -1,0 +1,213 @@
+"""A trace turned round: of every root when it is made, dropped and let go, of every visit what it reads. No torch.
+
+All that is equal in visits of the same segment is looked up once for the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import final
+
+from forebay.memory import Kind
+from forebay.trace import Phase, Segment, Trace, Visit
+
+__all__ = ["NEVER", "Completed", "Root", "TraceIndex"]
+
+NEVER = -1
+"""In the place of the number of an op: there is none."""
+
+
+@dataclass(slots=True)
+class Root:
+    """A root that the step makes, in numbers of ops: made by ``birth``, held until after ``drop`` and ``unsave``.
+
+    ``visit`` is the place of the visit that makes it. ``completes`` is the last op after which it is a gradient's.
+    """
+
+    nbytes: int
+    kind: Kind
+    saved: bool
+    visit: int
+    birth: int
+    drop: int = NEVER
+    unsave: int = NEVER
+    unsaved_in: int = NEVER
+    completes: int = NEVER
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """After op ``op``, the gradient of parameter ``parameter`` (its id) is complete; ``root`` holds its bytes."""
+
+    op: int
+    parameter: int
+    root: int
+
+
+@final
+class _Pattern:
+    """What is the same in all visits of a segment; tensors are references."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.length = len(segment.ops)
+        self.roots_of = tuple(t.root for t in segment.tensors)
+        born: dict[int, int] = {}
+        for index, op in enumerate(segment.ops):
+            for reference in op.outputs:
+                born.setdefault(reference, index)
+        self.made = tuple(
+            (reference, born.get(reference, 0), t.nbytes, t.kind, t.saved)
+            for reference, t in enumerate(segment.tensors)
+            if t.root == reference
+        )
+        self.drops = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.dropped)
+        self.unsaves = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.unsaved)
+        self.gradients = tuple((i, g.parameter, g.tensor) for i, op in enumerate(segment.ops) for g in op.gradients)
+        # Ops that read a port, itself or by way of a view that the segment makes of it.
+        readers: dict[int, dict[int, None]] = {}
+        for index, op in enumerate(segment.ops):
+            for reference in op.inputs:
+                root = reference if reference < 0 else segment.tensors[reference].root
+                if root < 0:
+                    readers.setdefault(root, {})[index] = None
+        self.readers = tuple((-1 - port, tuple(ops)) for port, ops in readers.items())
+
+
+@final
+class TraceIndex:
+    """The trace by roots and by visits. ``names``, ``blocks`` and ``places`` are the name, the block and the place in
+    its block of every parameter, by its id."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.names = tuple(p.name for b in trace.model.blocks for p in b.parameters)
+        self.blocks = tuple(b.name for b in trace.model.blocks for _ in b.parameters)
+        self.places = tuple(i for b in trace.model.blocks for i in range(len(b.parameters)))
+        self.ops = sum(len(trace.segments[v.segment].ops) for v in trace.visits)
+        self._patterns = tuple(_Pattern(s) for s in trace.segments)
+        self._root_of = list(range(len(trace.sources)))
+        roots: dict[int, Root] = {}
+        self.completed: tuple[tuple[Completed, ...], ...] = ()
+        completed = []
+        for place, visit in enumerate(trace.visits):
+            self._add(place, visit, roots)
+            completed.append(self._completed(visit, roots))
+        self.completed = tuple(completed)
+        self.roots: Mapping[int, Root] = MappingProxyType(roots)
+
+    def _add(self, place: int, visit: Visit, roots: dict[int, Root]) -> None:
+        pattern, root_of = self._patterns[visit.segment], self._root_of
+        first, start, ports = visit.first_op, visit.first_tensor, visit.ports
+        port_roots = [root_of[port] for port in ports]
+        root_of.extend(start + r if r >= 0 else port_roots[-1 - r] for r in pattern.roots_of)
+        for reference, index, nbytes, kind, saved in pattern.made:
+            roots[start + reference] = Root(nbytes, kind, saved, place, first + index)
+        for index, reference in pattern.drops:
+            dropped = roots.get(start + reference if reference >= 0 else port_roots[-1 - reference])
+            if dropped is not None:
+                dropped.drop = first + index
+        for index, reference in pattern.unsaves:
+            unsaved = roots.get(start + reference if reference >= 0 else port_roots[-1 - reference])
+            if unsaved is not None:
+                unsaved.unsave, unsaved.unsaved_in = first + index, place
+
+    def _completed(self, visit: Visit, roots: dict[int, Root]) -> tuple[Completed, ...]:
+        made = []
+        for index, parameter, tensor in self._patterns[visit.segment].gradients:
+            done = Completed(visit.first_op + index, visit.resolve(parameter), self._root_of[visit.resolve(tensor)])
+            if done.root in roots:
+                roots[done.root].completes = done.op
+            made.append(done)
+        return tuple(made)
+
+    def last_op(self, place: int) -> int:
+        """The number of the last op of a visit."""
+        visit = self.trace.visits[place]
+        return visit.first_op + self._patterns[visit.segment].length - 1
+
+    def length(self, place: int) -> int:
+        """The number of ops of a visit."""
+        return self._patterns[self.trace.visits[place].segment].length
+
+    def port_roots(self, place: int) -> dict[int, tuple[int, ...]]:
+        """Roots from outside that ops of a visit read, each with the places of those ops in the visit."""
+        visit = self.trace.visits[place]
+        found: dict[int, tuple[int, ...]] = {}
+        for port, ops in self._patterns[visit.segment].readers:
+            root = self._root_of[visit.ports[port]]
+            found[root] = tuple(sorted({*found[root], *ops})) if root in found else ops
+        return found
+
+    def block_reads(self, place: int) -> list[tuple[int, str]]:
+        """Which blocks the ops of a visit read parameters of: (place of the op, block), in order, each pair once."""
+        visit = self.trace.visits[place]
+        reads: dict[tuple[int, int], str] = {}
+        for port, ops in self._patterns[visit.segment].readers:
+            root = self._root_of[visit.ports[port]]
+            if root < len(self.blocks):
+                block = self.blocks[root]
+                for op in ops:
+                    reads[op, -port] = block
+        return list(dict.fromkeys((op, reads[op, port]) for op, port in sorted(reads, key=lambda k: (k[0], -k[1]))))
+
+    def partners(self, blocks: frozenset[str]) -> dict[int, frozenset[int]]:
+        """For every forward visit of ``blocks`` the backward visits that belong to it.
+
+        Calls of a module go backward in reverse order. Where the numbers differ (a backward that autograd interrupts)
+        every backward visit of the block belongs to each of its forward visits.
+        """
+        pairs: dict[int, frozenset[int]] = {}
+        places: dict[tuple[str, Phase], list[int]] = {}
+        for place, visit in enumerate(self.trace.visits):
+            places.setdefault((visit.block, visit.phase), []).append(place)
+        for block in blocks:
+            forward = places.get((block, Phase.FORWARD), [])
+            backward = places.get((block, Phase.BACKWARD), [])
+            if len(forward) == len(backward):
+                pairs.update((f, frozenset((b,))) for f, b in zip(forward, reversed(backward), strict=True))
+            else:
+                pairs.update((f, frozenset(backward)) for f in forward)
+        return pairs
+
+    def savers(self, partners: Mapping[int, frozenset[int]]) -> tuple[set[int], set[int]]:
+        """Of the saved roots that the forward visits in ``partners`` make: those that their own backward reads, and
+        those that another's does."""
+        own, others = set[int](), set[int]()
+        made_there = {n: r for n, r in self.roots.items() if r.saved and r.visit in partners}
+        for number, root in made_there.items():
+            if root.unsaved_in != NEVER:
+                (own if root.unsaved_in in partners[root.visit] else others).add(number)
+        for place, visit in enumerate(self.trace.visits):
+            if visit.phase is Phase.BACKWARD:
+                for number in self.port_roots(place).keys() & made_there.keys():
+                    (own if place in partners[made_there[number].visit] else others).add(number)
+        return own, others
+
+    def triggers(self, partners: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
+        """For each backward visit the forward visits that must run again before it.
+
+        A forward visit runs again before the first backward visit of its own that reads what it made or read: whatever
+        a recomputed block saves, parameters included, is only there once it has run again.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        waiting = {place: set(self.port_roots(place)) for place in partners}
+        for place, visit in enumerate(self.trace.visits):
+            if not waiting or visit.phase is Phase.FORWARD or not any(place in partners[f] for f in waiting):
+                continue
+            wanted: dict[int, None] = {}
+            for number, _ in sorted(self.port_roots(place).items(), key=lambda item: item[1][0]):
+                made_by = self.roots[number].visit if number in self.roots else NEVER
+                for forward, read in waiting.items():
+                    if place in partners[forward] and (made_by == forward or number in read):
+                        wanted[forward] = None
+            for forward in wanted:
+                del waiting[forward]
+            if wanted:
+                found[place] = tuple(wanted)
+        return found
+
+    def is_internal(self, root: Root) -> bool:
+        """Whether the visit that makes ``root`` drops it too: outside of it only autograd knows the root."""
+        return root.drop != NEVER and root.drop <= self.last_op(root.visit)

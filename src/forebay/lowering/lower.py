@@ -1,0 +1,110 @@
+"""From a plan to a program. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from forebay.arenas import Arenas, arenas
+from forebay.errors import ConfigError
+from forebay.lowering.liveness import Liveness, input_nbytes
+from forebay.lowering.recorder import Recorder
+from forebay.lowering.walk import Walker
+from forebay.memory import Kind, Tier
+from forebay.plans import Plan
+from forebay.program import Program
+from forebay.trace import Trace
+
+__all__ = ["MOST_STEPS", "lower"]
+
+MOST_STEPS = 4
+"""Steps after which the lowering no longer waits for one that is like the one before it."""
+
+
+def lower(
+    trace: Trace,
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    micro_batches: int = 1,
+    liveness: Liveness | None = None,
+) -> Program:
+    """What the runtime does under ``plan`` in ``steps`` steps of ``micro_batches`` passes each.
+
+    ``steps`` None: two, or as many more as it takes until the last is like all that would follow. The first step
+    has no record of the order of blocks yet, and fetches on demand. ``liveness`` is that of the trace, if the caller
+    has it. Raises ``ConfigError`` for a plan of another model and ``DeviceOutOfMemory`` when the slots cannot hold the
+    blocks that are in use at one time.
+    """
+    if micro_batches < 1 or (steps is not None and steps < 1):
+        raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
+    _refuse_other_model(trace, plan)
+    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
+    recorder = Recorder(in_step_with_compute=trace.device == "cpu")
+    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
+    done, before, after = 0, None, walker.state()
+    while done < steps if steps is not None else done < 2 or (before != after and done < MOST_STEPS):
+        recorder.step = done
+        for _ in range(micro_batches):
+            walker.micro_batch()
+        walker.optimizer_step()
+        done, before, after = done + 1, after, walker.state()
+    return Program(
+        actions=tuple(recorder.actions),
+        slots=tuple(slot.nbytes for slot in walker.pool.slots),
+        standing=_standing(trace, plan, sizes),
+        steps=done,
+        micro_batches=micro_batches,
+    )
+
+
+def _refuse_other_model(trace: Trace, plan: Plan) -> None:
+    planned, there = [p.block for p in plan.placements], {b.name for b in trace.model.blocks}
+    if set(planned) != there or len(planned) != len(there):
+        odd = min(set(planned) ^ there, default="a block named twice")
+        raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
+    unknown = set(plan.recompute) - there
+    if unknown:
+        raise ConfigError(f"the plan recomputes block {min(unknown)}, which the model does not have")
+
+
+def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[Kind, int]]:
+    """Bytes that are there all the time."""
+    resident = {p.block for p in plan.placements if p.resident}
+    parameters = sum(b.nbytes for b in trace.model.blocks if b.name in resident)
+    # What is page-locked on a device with a link of its own, arena by arena as far as the pinned budget goes.
+    pinned: dict[Kind, int] = {}
+    left = plan.budget.pinned
+    arenas_there = (
+        (Kind.PARAMETER, sizes.host_parameters),
+        (Kind.GRADIENT, sizes.host_gradients),
+        (Kind.STAGING, sizes.gradient_staging + sizes.host_slots),
+    )
+    for kind, nbytes in arenas_there if trace.device == "cuda" else ():
+        if left is None or nbytes <= left:
+            pinned[kind] = nbytes
+            left = None if left is None else left - nbytes
+    return {
+        Tier.DEVICE: _there(
+            {
+                Kind.PARAMETER: sizes.device_slots + parameters,
+                Kind.STATE: sizes.device_resident - parameters,
+                Kind.GRADIENT: sizes.device_gradients,
+                Kind.BUFFER: trace.model.buffer_nbytes,
+                Kind.INPUT: input_nbytes(trace),
+            }
+        ),
+        Tier.HOST: _there(
+            {
+                Kind.PARAMETER: sizes.host_parameters,
+                Kind.GRADIENT: sizes.host_gradients,
+                Kind.STATE: sizes.host_states,
+                Kind.STAGING: sizes.host_staging,
+            }
+        ),
+        Tier.PINNED: _there(pinned),
+        Tier.DISK: _there({Kind.PARAMETER: sizes.disk_parameters, Kind.STATE: sizes.disk_states}),
+    }
+
+
+def _there(kinds: Mapping[Kind, int]) -> dict[Kind, int]:
+    return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}

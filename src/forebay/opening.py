@@ -1,0 +1,149 @@
+"""From a plan to a running session: tiers are filled, the parameters go to their homes, the hooks are put on."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from forebay.device.base import Device, NoWatch, Watch
+from forebay.device.ledger import StorageLedger
+from forebay.errors import DoesNotFit
+from forebay.memory import Ledger, Tier
+from forebay.optim.rules import UpdateRule
+from forebay.optim.streamed import StreamedOptimizer
+from forebay.plans import Budget, Plan
+from forebay.runtime.blocks import BoundModel
+from forebay.runtime.hooks import Attachment
+from forebay.runtime.session import Resources, Session, Whereabouts
+from forebay.runtime.store import BlockState, Ledgers, Store
+from forebay.scheduling.slots import SlotPool
+from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
+from forebay.tiers.host import available_disk, available_host_memory
+from forebay.trace import Parameter
+from forebay.units import format_apart
+
+__all__ = ["limits_of", "open_session"]
+
+
+def limits_of(budget: Budget) -> dict[Tier, int]:
+    """Bytes of host and disk that may be used: the budget, and never more than the machine has free."""
+    free = available_host_memory().available
+    if budget.host is not None and budget.host > free:
+        asked, there = format_apart(budget.host, free)
+        raise DoesNotFit(
+            f"host memory: {asked} are allowed and this machine has {there} free; lower host_memory",
+            tier=Tier.HOST.value,
+            needed=budget.host,
+            allowed=free,
+        )
+    on_disk = 0
+    if budget.disk is not None:
+        # Asked even where a size is given: a path that is not there is an error although nothing may go there.
+        free_on_disk = available_disk(budget.disk.path)
+        on_disk = free_on_disk if budget.disk.nbytes is None else budget.disk.nbytes
+    return {Tier.HOST: free if budget.host is None else budget.host, Tier.DISK: on_disk}
+
+
+def open_session(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    bound: BoundModel,
+    rule: UpdateRule,
+    plan: Plan,
+    device: Device,
+    *,
+    owns_device: bool,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    limits = limits_of(plan.budget)
+    ledgers = Ledgers(
+        Ledger(Tier.HOST, limits[Tier.HOST]),
+        Ledger(Tier.PINNED, plan.budget.pinned),
+        Ledger(Tier.DISK, limits[Tier.DISK]),
+    )
+    whereabouts = Whereabouts()
+    on_cuda = torch.device(device.name).type == "cuda"
+    pinner: Pinner = CudaPinner.of(torch.device(device.name)) if on_cuda else NoPinner()
+    watch: Watch = NoWatch() if on_cuda else StorageLedger(device.ledger, whereabouts)
+    store = Store(device, bound.model, plan, rule.state_names, ledgers, pinner)
+    try:
+        pool = _slot_pool(device, store, bound, plan)
+    except BaseException:
+        store.close()
+        raise
+    for buffer in (*store.resident_buffers, *(slot.buffer for slot in pool.slots)):
+        watch.adopt(buffer.untyped_storage())
+    resources = Resources(device, watch, ledgers, store, pool, owns_device=owns_device)
+    session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)
+    try:
+        attachment = _take_over(session, model, bound)
+    except BaseException:
+        session.close()
+        raise
+    # A model that is dropped without close() gives its memory, files and threads back all the same.
+    weakref.finalize(model, resources.close)
+    names = {id(p): n for n, p in bound.parameters.items()}
+    attachment.hide_all()
+    return model, StreamedOptimizer(optimizer, session, names)
+
+
+def _slot_pool(device: Device, store: Store, bound: BoundModel, plan: Plan) -> SlotPool:
+    sizes = {b.name: b.nbytes for b in bound.model.blocks}
+    dedicated = [p.block for p in plan.placements if p.parameters is Tier.DEVICE and not p.resident]
+    streaming = plan.streaming
+    return SlotPool(
+        device,
+        store,
+        {name: n for name, n in sizes.items() if not store.blocks[name].placement.resident},
+        streaming.slots,
+        dedicated,
+        streaming.prefetch_distance,
+        # All bits set is NaN in every floating dtype: a stale read cannot pass for a value.
+        (lambda buffer: buffer.fill_(0xFF)) if streaming.poison else None,
+    )
+
+
+def _take_over(session: Session, model: nn.Module, bound: BoundModel) -> Attachment:
+    """Moves the parameters' values to their homes, block by block, and puts the hooks on. All or nothing: when it
+    fails, the parameters that were moved get their values back."""
+    meta = {n for n, p in bound.parameters.items() if p.is_meta}
+    moved: list[Parameter] = []
+    try:
+        with torch.no_grad():
+            for block in bound.model.blocks:
+                if any(p.name not in meta for p in block.parameters):
+                    session.store.fill(
+                        block.name, lambda p: None if p.name in meta else bound.parameters[p.name].detach()
+                    )
+                # At once, not after the last block: what a block leaves behind is free before the next is copied.
+                for spec in block.parameters:
+                    moved.append(spec)  # before: what fails halfway is put back too
+                    _point_away(session, session.store.blocks[block.name], spec, bound.parameters[spec.name])
+            for buffer in model.buffers():
+                if buffer.device != session.torch_device:
+                    buffer.data = buffer.data.to(session.torch_device)
+        session.unwritten |= meta
+        return Attachment(session, model, bound.modules)
+    except BaseException:
+        for spec in moved:
+            _put_back(session, spec, bound.parameters[spec.name], was_meta=spec.name in meta)
+        raise
+
+
+def _put_back(session: Session, spec: Parameter, parameter: nn.Parameter, *, was_meta: bool) -> None:
+    if was_meta:
+        empty = torch.empty_strided(spec.shape, spec.stride, dtype=parameter.dtype, device="meta")
+        torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = session.value(spec.name)
+
+
+def _point_away(session: Session, state: BlockState, spec: Parameter, parameter: nn.Parameter) -> None:
+    """Points a parameter at its home (of a resident block: for good; another: until it is hidden)."""
+    value = session.value(spec.name) if state.placement.resident else session.stand_in(spec)
+    if parameter.is_meta:
+        # Another kind of tensor cannot become param.data; the object, which the optimizer knows, stays the same.
+        torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = value

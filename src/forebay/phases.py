@@ -1,0 +1,154 @@
+"""How many bytes each tier holds while a model is loaded, trained, evaluated, saved and resumed. No torch.
+
+A phase has two parts. What the *ledgers* count: the arenas, the slots, the files and, on the device, what the passes
+make. And what is *beside* them: host memory that loading and saving pass bytes through and that no budget counts. The
+second is small (at most about one block) and short, but it is there, so it is said.
+
+Not counted anywhere: the interpreter and its libraries, the page cache, and what the caller holds: a model that was
+built with real weights (build it on the meta device), a ``state_dict`` of the whole model or optimizer (load it with
+``mmap=True``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from forebay.arenas import arenas, home_tier
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, needs_master, state_layout
+from forebay.memory import Kind, Tier
+from forebay.plans import Placement, Plan
+from forebay.trace import Block, Parameter, Phase, Trace
+
+__all__ = ["PHASES", "PhasePeaks", "phases"]
+
+PHASES = ("load", "step", "eval", "save", "resume")
+"""What can go on with a prepared model, in the order of a run."""
+
+
+@dataclass(frozen=True)
+class PhasePeaks:
+    """Bytes of every tier at its peak in one phase, as the ledgers count them.
+
+    ``beside`` are bytes of host memory that come on top and that no ledger counts.
+    """
+
+    device: int
+    host: int
+    pinned: int
+    disk: int
+    beside: int = 0
+
+
+def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, PhasePeaks]:
+    """The peaks of every phase in ``PHASES`` under ``plan``. ``step`` are the peaks of a training step.
+
+    Host, page-locked memory and disk are arenas and files that stand from ``prepare`` on: they are the same in every
+    phase. The device holds, where nothing runs, ``standing`` bytes: resident parameters and states, slots and buffers.
+
+    ``load``    ``forebay.load`` into a model built on the meta device: ``standing``; beside, ``_loading``.
+    ``eval``    a forward without gradients, after ``zero_grad``: ``standing``, the inputs on cuda, and the forward's
+                activations where autograd saves none of them, while the output of the pass before is still held.
+    ``save``    ``forebay.parameters`` written tensor by tensor: ``standing``; beside, ``_saving``.
+    ``resume``  ``load``, then ``optimizer.load_state_dict``: ``standing``; beside, what loading takes, or copies of the
+                states of the two largest blocks that keep them on disk.
+    """
+    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
+    standing = sizes.device_resident + sizes.device_slots + trace.model.buffer_nbytes
+    inputs = 0 if trace.device == "cpu" else sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
+    pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
+    loading = max((_loading(b) for b in pairs), default=0)
+    # The copy of one block's states is let go only when that of the next has been read.
+    resuming = sum(sorted((b.state_copy for b in pairs), reverse=True)[:2])
+    saving = [_saving(b, p, trace.device) for b in pairs for p in b.block.parameters]
+
+    def peaks(device: int, beside: int = 0) -> PhasePeaks:
+        return PhasePeaks(device, step[Tier.HOST], step[Tier.PINNED], step[Tier.DISK], beside)
+
+    return {
+        "load": peaks(standing, loading),
+        "step": peaks(step[Tier.DEVICE]),
+        "eval": peaks(standing + inputs + forward_peak(trace) + trace.held_nbytes),
+        "save": peaks(standing + max((d for d, _ in saving), default=0), max((h for _, h in saving), default=0)),
+        "resume": peaks(standing, max(loading, resuming)),
+    }
+
+
+def forward_peak(trace: Trace) -> int:
+    """Bytes that the forward makes on the device where autograd saves nothing: a root dies when it is dropped."""
+    live = peak = 0
+    sizes: dict[int, int] = {}
+    for visit in trace.visits:
+        if visit.phase is not Phase.FORWARD:
+            continue
+        segment = trace.segments[visit.segment]
+        for op in segment.ops:
+            for reference in op.outputs:
+                if reference < 0 or segment.tensors[reference].root != reference:
+                    continue  # from outside the visit, or a view: nothing new
+                made = visit.resolve(reference)
+                if made not in sizes:
+                    sizes[made] = segment.tensors[reference].nbytes
+                    live += sizes[made]
+            peak = max(peak, live)
+            for reference in op.dropped:
+                live -= sizes.pop(visit.resolve(reference), 0)
+    return peak
+
+
+class _Homed:
+    """A block with its placement, and what reading all of its states takes beside the arenas."""
+
+    def __init__(self, block: Block, placement: Placement, state_names: tuple[str, ...], plan: Plan) -> None:
+        self.block = block
+        self.placement = placement
+        self.layout = state_layout(block, state_names, plan.streaming.update_chunk)
+        # States in memory are read where they are; those on disk are read into a copy of the whole block's.
+        self.state_copy = self.layout.nbytes if placement.states is Tier.DISK else 0
+
+
+def _loading(homed: _Homed) -> int:
+    """Bytes beside the arenas while one block is filled (``checkpoint.fill``, ``Store.fill``).
+
+    All of the block's tensors are read, in the dtype of the file, which is taken to be the parameters'. For fp32
+    masters the block's states are edited (a copy of them where they are on disk), and each value is widened; the one
+    before is let go only when the next one is there.
+    """
+    masters = [STATE_ITEMSIZE * p.numel for p in homed.block.parameters if needs_master(p)]
+    widened = max((a + b for a, b in zip([0, *masters], [*masters, 0], strict=True)), default=0)
+    values = sum(p.nbytes for p in homed.block.parameters)
+    return values + (homed.state_copy + widened if masters else 0)
+
+
+def _saving(homed: _Homed, parameter: Parameter, device: str) -> tuple[int, int]:
+    """Bytes on the device and on the host, beside the arenas, while one tensor is written (``Store.full_precision``).
+
+    With a master: it is gathered from the block's states (a copy of all of them where they are on disk). Without: its
+    bytes are cloned, from a copy in whole pages where the home is on disk. What is on an accelerator is gathered or
+    cloned there first. A tensor whose elements do not lie in order is copied once more to be written.
+    """
+    master = needs_master(parameter) and MASTER in homed.layout.streams
+    written = STATE_ITEMSIZE * parameter.numel if master else parameter.nbytes
+    source = 0
+    if master:
+        source = homed.state_copy
+    elif home_tier(homed.placement) is Tier.DISK:
+        first = parameter.offset // PAGE * PAGE
+        source = align(parameter.offset + parameter.nbytes, PAGE) - first
+    ordered = 0 if _in_order(parameter) else written
+    on_device = written if homed.placement.resident and device != "cpu" else 0
+    return on_device, written + max(source, ordered)
+
+
+def _in_order(parameter: Parameter) -> bool:
+    """Whether the elements lie in memory in the order of their indices."""
+    expected = 1
+    for size, stride in _backwards(parameter):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _backwards(parameter: Parameter) -> Iterator[tuple[int, int]]:
+    return zip(reversed(parameter.shape), reversed(parameter.stride), strict=True)

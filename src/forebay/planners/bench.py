@@ -1,0 +1,228 @@
+"""A planner's workbench: what a draft needs of every tier and how long its step takes, each worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+from forebay.arenas import Arenas, Sizer
+from forebay.errors import ConfigError
+from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
+from forebay.machine import Link
+from forebay.memory import Tier
+from forebay.planners.parts import Draft, recomputable
+from forebay.planners.problem import Problem
+from forebay.plans import Plan
+from forebay.simulation import Costs, Forecast, forecast
+from forebay.trace import Block, Phase
+
+__all__ = ["Bench"]
+
+SIMULATIONS = 30
+"""Simulations that one search may take at most: what a search costs is counted in steps, not in seconds."""
+
+VISITS = 2400
+"""Of a long trace fewer: simulations times visits stay below this ..."""
+
+SIMULATIONS_LEAST = 12
+"""... but for so many."""
+
+CHUNKS = 500
+"""Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
+
+
+@final
+class Bench:
+    """Sizes and times the drafts of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.model = problem.model
+        self.recomputable: tuple[str, ...] = () if problem.trace is None else recomputable(problem.trace)
+        self.simulated = 0
+        self._elements = sum(b.trainable_numel for b in self.model.blocks)
+        self._sizers: dict[int, Sizer] = {}
+        self._arenas: dict[Draft, Arenas] = {}
+        self._liveness = None if problem.trace is None else Liveness(problem.trace)
+        self._beside: dict[tuple[tuple[str, ...], tuple[str, ...], int, int], int] = {}
+        self._forecasts: dict[Draft, Forecast] = {}
+        self._exact: dict[Draft, Forecast] = {}
+        self._costs: Costs | None = None
+
+    @property
+    def simulations(self) -> int:
+        """Simulations that a search over this problem may take."""
+        visits = 0 if self.problem.trace is None else len(self.problem.trace.visits)
+        return max(SIMULATIONS_LEAST, min(SIMULATIONS, VISITS // max(1, visits)))
+
+    def sizer(self, update_chunk: int) -> Sizer:
+        """The sizer for chunks of ``update_chunk`` elements."""
+        if update_chunk not in self._sizers:
+            self._sizers[update_chunk] = Sizer(self.model, self.problem.state_names, update_chunk)
+        return self._sizers[update_chunk]
+
+    def arenas(self, draft: Draft) -> Arenas:
+        """Bytes of every arena."""
+        if draft not in self._arenas:
+            self._arenas[draft] = self.sizer(draft.streaming.update_chunk).arenas(draft.placements, draft.streaming)
+        return self._arenas[draft]
+
+    def device(self, draft: Draft) -> int:
+        """Bytes that the device will hold at most; never exceeded, whatever the timing."""
+        return self.arenas(draft).device + self.beside(draft)
+
+    def beside(self, draft: Draft) -> int:
+        """Of the device's bytes those that are in no arena: activations, temporaries, buffers, gradients under way.
+        Where the homes of streamed blocks are, on the host or on disk, changes nothing about them."""
+        window, trace = draft.streaming.gradient_window, self.problem.trace
+        if trace is None or self._liveness is None:
+            return self.problem.footprint.peak + self.model.buffer_nbytes + window
+        hosted = tuple(p.block for p in draft.placements if not p.resident)
+        key = (draft.recompute, hosted, window, draft.streaming.update_chunk)
+        if key not in self._beside:
+            live = self._liveness.beside(draft.recompute, hosted, window)
+            live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
+            self._beside[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
+        return self._beside[key]
+
+    def fits_device(self, draft: Draft) -> bool:
+        """Whether the device has room."""
+        return self.device(draft) <= self.problem.limit(Tier.DEVICE)
+
+    def streamed(self, draft: Draft) -> Sequence[Block]:
+        """The blocks that pass through shared slots."""
+        return [b for b, p in zip(self.model.blocks, draft.placements, strict=True) if p.parameters is not Tier.DEVICE]
+
+    def pinned(self, sizes: Arenas) -> int:
+        """Bytes that the runtime will page-lock: arena by arena in the order in which it opens them, each as a whole
+        or, where the rest of the pinned budget is too small, not at all (``runtime.store``)."""
+        machine = self.problem.machine
+        if machine is None or machine.device_kind != "cuda":
+            return 0
+        taken, limit = 0, self.problem.limit(Tier.PINNED)
+        for nbytes in _pinnable(sizes):
+            if taken + nbytes <= limit:
+                taken += nbytes
+        return taken
+
+    def pageable(self, sizes: Arenas) -> int:
+        """Bytes of arenas that the device copies from or to and that stay pageable for want of pinned budget."""
+        machine = self.problem.machine
+        if machine is None or machine.device_kind != "cuda":
+            return 0
+        return sum(_pinnable(sizes)) - self.pinned(sizes)
+
+    def plan(self, name: str, draft: Draft, reasons: tuple[str, ...] = ()) -> Plan:
+        """The plan that ``draft`` stands for."""
+        sizes = self.arenas(draft)
+        trace = self.problem.trace
+        return Plan(
+            planner=name,
+            budget=self.problem.budget,
+            placements=draft.placements,
+            streaming=draft.streaming,
+            device=self.device(draft),
+            host=sizes.host,
+            disk=sizes.disk,
+            pinned=self.pinned(sizes),
+            recompute=draft.recompute,
+            fingerprint="" if trace is None else trace.fingerprint,
+            reasons=reasons,
+        )
+
+    def timed(self, plan: Plan) -> Plan:
+        """``plan`` with the seconds of its simulated step, where the problem says enough to simulate one."""
+        if self.problem.trace is None:
+            return plan
+        draft = Draft(plan.placements, plan.streaming, plan.recompute)
+        return replace(plan, step_seconds=self.exact(draft).step_seconds)
+
+    def exact(self, draft: Draft) -> Forecast:
+        """What a step of ``draft`` is predicted to take, every chunk of every update by itself."""
+        costs = self._cost_table()
+        if draft not in self._exact:
+            coarse = self._forecasts.get(draft)
+            if coarse is not None and self._chunk(draft) == draft.streaming.update_chunk:
+                return coarse
+            self._exact[draft] = forecast(costs.trace, costs.machine, self.plan("", draft), costs=costs)
+        return self._exact[draft]
+
+    def forecast(self, draft: Draft) -> Forecast:
+        """What a step of ``draft`` is predicted to take. Raises ``ConfigError`` for a problem without a trace.
+
+        Updates of a large model are taken in fewer and larger chunks than they run in, which is what most of a
+        simulation would go into; ``exact`` takes them as they are.
+        """
+        costs = self._cost_table()
+        if draft not in self._forecasts:
+            self.simulated += 1
+            streaming = replace(draft.streaming, update_chunk=self._chunk(draft))
+            coarse = replace(self.plan("", draft), streaming=streaming)
+            self._forecasts[draft] = forecast(costs.trace, costs.machine, coarse, costs=costs)
+        return self._forecasts[draft]
+
+    def _chunk(self, draft: Draft) -> int:
+        """Elements of an update job in simulations that only compare."""
+        return max(draft.streaming.update_chunk, self._elements // CHUNKS)
+
+    def known(self, draft: Draft) -> bool:
+        """Whether ``draft`` has been simulated."""
+        return draft in self._forecasts
+
+    def seconds(self, draft: Draft) -> float:
+        """Seconds of a step that is like all that follow."""
+        return self.forecast(draft).step_seconds
+
+    def at_least(self, draft: Draft) -> float:
+        """Seconds below which no step of ``draft`` can be: every lane at its best rate, with all others out of its
+        way. Costs no simulation."""
+        machine = self.problem.machine
+        if machine is None:
+            return 0.0
+        sizes = self.arenas(draft)
+        blocks = zip(self.model.blocks, draft.placements, strict=True)
+        hosted = [b for b, p in blocks if not p.resident]
+        # A trained block comes at least once a step, because its update made what a slot holds stale.
+        trained = sum(b.nbytes for b in hosted if b.gradient_nbytes)
+        gradients = sum(b.gradient_nbytes for b in hosted)
+        states = sizes.host_states + sizes.disk_states
+        lanes = [
+            self._compute_seconds(draft.recompute),
+            trained / _best(machine.h2d),
+            gradients / _best(machine.d2h),
+            2 * states / machine.update_rate,
+        ]
+        if machine.disk is not None:
+            lanes += [sizes.disk_states / _best(link) for link in (machine.disk.read, machine.disk.write)]
+        return max(lanes)
+
+    def _compute_seconds(self, recompute: tuple[str, ...]) -> float:
+        """Seconds of the trace's ops and of those that ``recompute`` runs again."""
+        trace, costs = self.problem.trace, self._cost_table()
+        if trace is None:
+            return 0.0
+        last, again = 0, 0.0
+        for visit in trace.visits:
+            last = visit.first_op + len(trace.segments[visit.segment].ops)
+            if visit.phase is Phase.FORWARD and visit.block in recompute:
+                again += costs.ops(visit.first_op, last)
+        return costs.ops(0, last) + again
+
+    def _cost_table(self) -> Costs:
+        trace, machine = self.problem.trace, self.problem.machine
+        if trace is None or machine is None:
+            raise ConfigError("nothing can be simulated without a trace and a machine; give a batch")
+        if self._costs is None:
+            self._costs = Costs(trace, machine)
+        return self._costs
+
+
+def _pinnable(sizes: Arenas) -> tuple[int, ...]:
+    """The arenas that the device copies from or to, in the order in which the runtime opens them."""
+    return (sizes.host_parameters, sizes.host_gradients, sizes.gradient_staging + sizes.host_slots)
+
+
+def _best(link: Link) -> float:
+    """The best rate of a link, bytes/s."""
+    return max(rate for _, rate in link.curve.points)

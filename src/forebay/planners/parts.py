@@ -1,0 +1,164 @@
+"""The parts that plans are put together from: tiers of a block, slots, which blocks may recompute."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from forebay.memory import Tier
+from forebay.planners.problem import Problem
+from forebay.plans import Placement, Streaming
+from forebay.trace import Block, Model, Phase, Trace, Visit
+
+__all__ = [
+    "DEDICATED",
+    "HOSTED",
+    "RESIDENT",
+    "Draft",
+    "all_resident",
+    "all_streamed",
+    "fewer_slots",
+    "keep_order",
+    "on_host",
+    "recomputable",
+    "repeated_size",
+    "slot_options",
+    "streaming_through",
+]
+
+SHARED_SLOTS = 3
+"""Slots for the repeated blocks: one computes, one is being fetched, one is still being read."""
+
+NEAR = 1.25
+"""A block of up to this many times the commonest size still counts as a repeated one."""
+
+RESIDENT = (Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+HOSTED = (Tier.HOST, Tier.HOST, Tier.HOST)
+DEDICATED = (Tier.DEVICE, Tier.HOST, Tier.HOST)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a planner decides; the rest of a plan follows from it. ``placements`` are in the order of the model."""
+
+    placements: tuple[Placement, ...]
+    streaming: Streaming
+    recompute: tuple[str, ...] = ()
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Names of the blocks that stay on the device as a whole."""
+        return frozenset(p.block for p in self.placements if p.resident)
+
+    def placed(self, block: str, home: tuple[Tier, Tier, Tier]) -> Draft:
+        """The draft with ``block`` at ``home``."""
+        moved = tuple(Placement(block, *home) if p.block == block else p for p in self.placements)
+        return replace(self, placements=moved)
+
+
+def all_resident(model: Model, recompute: tuple[str, ...] = ()) -> Draft:
+    """Everything stays on the device."""
+    return Draft(tuple(Placement(b.name, *RESIDENT) for b in model.blocks), Streaming(), recompute)
+
+
+def all_streamed(model: Model, streaming: Streaming, recompute: tuple[str, ...] = ()) -> Draft:
+    """Every block streams; one that is in use throughout keeps a slot of its own."""
+    homes = tuple(Placement(b.name, *(DEDICATED if b.held else HOSTED)) for b in model.blocks)
+    return Draft(homes, streaming, recompute)
+
+
+def on_host(draft: Draft) -> Draft:
+    """``draft`` before anything went to disk."""
+    placements = tuple(
+        replace(
+            p,
+            parameters=Tier.HOST if p.parameters is Tier.DISK else p.parameters,
+            states=Tier.HOST if p.states is Tier.DISK else p.states,
+        )
+        for p in draft.placements
+    )
+    streaming = replace(draft.streaming, host_slots=(), update_chunk=Streaming().update_chunk)
+    return Draft(placements, streaming, draft.recompute)
+
+
+def slot_options(shared: Sequence[Block], most: int = SHARED_SLOTS) -> list[tuple[int, ...]]:
+    """Slots that would do for ``shared``, the most first (up to ``most`` of the repeated size); the last is the least
+    that is enough."""
+    if not shared:
+        return [()]
+    repeated = repeated_size(shared)
+    larger = max((b.nbytes for b in shared if b.nbytes > repeated), default=0)
+    wanted = min(most, sum(b.nbytes <= repeated for b in shared))
+    options = [(*([larger] if larger else []), *[repeated] * n) for n in range(wanted, 0, -1)]
+    return [*options, (larger,)] if larger else options
+
+
+def repeated_size(blocks: Sequence[Block]) -> int:
+    """The largest size that counts as repeated: near the size that most blocks have, the larger one of equals."""
+    counts = Counter(b.nbytes for b in blocks)
+    commonest, count = max(counts.items(), key=lambda item: (item[1], item[0]))
+    if count == 1:
+        return max(counts)
+    return max(size for size in counts if size <= NEAR * commonest)
+
+
+def streaming_through(problem: Problem, slots: tuple[int, ...], window: int) -> Streaming:
+    """The streaming through ``slots`` with the distance that they allow."""
+    return Streaming(
+        slots=slots,
+        prefetch_distance=max(0, min(len(slots) - 1, SHARED_SLOTS - 1)),
+        gradient_window=window,
+        overlap_update=problem.overlap_update,
+    )
+
+
+def fewer_slots(streaming: Streaming, streamed: Sequence[Block], dedicated: int = 0) -> Streaming:
+    """The slots that ``streamed`` still needs: a slot larger than every block left over shrinks or goes. A block with
+    a ``dedicated`` slot can be fetched ahead without a shared one."""
+    remaining = sorted((b.nbytes for b in streamed), reverse=True)
+    sizes = [min(slot, remaining[0]) for slot in streaming.slots[: len(remaining)]]
+    slots = tuple(sorted(sizes, reverse=True))
+    ahead = max(len(slots) - 1, min(dedicated, SHARED_SLOTS - 1), 0)
+    return replace(streaming, slots=slots, prefetch_distance=min(max(streaming.prefetch_distance, dedicated), ahead))
+
+
+def keep_order(model: Model, slots: tuple[int, ...], *, last_first: bool) -> list[Block]:
+    """Blocks in the order in which room on the device is given to them: those that would need a slot of their own
+    size, the largest first, then from the first block on or, ``last_first``, from the last one backwards.
+
+    The first block is fetched twice a step, and the next forward waits for its update; the last ones are still in
+    their slots when backward asks for them. On the other hand their gradients are the first to leave.
+    """
+    repeated = min(slots, default=0)
+    larger = sorted((b for b in model.blocks if b.nbytes > repeated), key=lambda b: b.nbytes, reverse=True)
+    rest = [b for b in model.blocks if b.nbytes <= repeated]
+    return [*larger, *(reversed(rest) if last_first else rest)]
+
+
+def recomputable(trace: Trace) -> tuple[str, ...]:
+    """Blocks that may recompute, in the order of the forward: one module, not in use throughout, run once, and with
+    more bytes saved than come in. The first ones are the ones to take: when their turn comes in backward, what the
+    later blocks saved is gone."""
+    able = {b.name for b in trace.model.blocks if len(b.modules) == 1 and not b.held}
+    forward = [v for v in trace.visits if v.phase is Phase.FORWARD and v.block in able]
+    runs = Counter(v.block for v in forward)
+    once = [v for v in forward if runs[v.block] == 1]
+    return tuple(v.block for v in once if _saved_nbytes(trace, v) > _arriving_nbytes(trace, v))
+
+
+def _saved_nbytes(trace: Trace, visit: Visit) -> int:
+    """Bytes that the visit makes and autograd keeps."""
+    return sum(t.nbytes for i, t in enumerate(trace.segments[visit.segment].tensors) if t.saved and t.root == i)
+
+
+def _arriving_nbytes(trace: Trace, visit: Visit) -> int:
+    """Bytes of what earlier visits made and this one is given. Sources are there in any case."""
+    starts = [v.first_tensor for v in trace.visits]
+    total = 0
+    for port in set(visit.ports):
+        if port >= len(trace.sources):
+            maker = trace.visits[bisect_right(starts, port) - 1]
+            total += trace.segments[maker.segment].tensors[port - maker.first_tensor].nbytes
+    return total

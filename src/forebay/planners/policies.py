@@ -1,0 +1,72 @@
+"""Policies that decide without a search, each after a published system: what ``auto`` is compared with.
+
+``stream``            Every block streams and its update runs on the host: L2L (Pudipeddi et al., "Training large neural
+                      networks with constant memory using a new execution algorithm", 2020) and ZeRO-Offload (Ren et
+                      al., USENIX ATC 2021). Ours departs from L2L in that a batch is not cut into micro-batches that
+                      pass a layer together, and from ZeRO-Offload in that parameters leave the device too and the
+                      update runs under the next forward without a delayed step.
+``resident``          Everything stays on the device, and no activation is dropped: plain PyTorch.
+``recompute``         Everything stays, and every repeated block is run again for its backward: Chen et al., "Training
+                      deep nets with sublinear memory cost", 2016, with one block as the segment instead of sqrt(n) of
+                      them, as in most training code.
+``stream-recompute``  Both: every block streams and every repeated block is run again.
+
+``bench`` is one of the same problem whose sizes and simulations are used again.
+"""
+
+from __future__ import annotations
+
+from forebay.errors import ConfigError, DoesNotFit
+from forebay.planners.auto import first_that_fits, refused
+from forebay.planners.bench import Bench
+from forebay.planners.homes import at_home
+from forebay.planners.parts import Draft, all_resident
+from forebay.planners.problem import Problem
+from forebay.planners.reasons import kept, recomputed, unknown_activations
+from forebay.planners.refusals import device_too_small
+from forebay.plans import Plan
+
+__all__ = ["recompute", "resident", "stream", "stream_recompute"]
+
+
+def stream(problem: Problem, bench: Bench | None = None) -> Plan:
+    """Streams every block, whatever the device could hold. Raises ``DoesNotFit``."""
+    bench = bench or Bench(problem)
+    return _finished(bench, "stream", first_that_fits(bench))
+
+
+def stream_recompute(problem: Problem, bench: Bench | None = None) -> Plan:
+    """Streams every block and recomputes every block that may. Raises ``DoesNotFit``, and ``ConfigError`` without a
+    batch."""
+    bench = bench or Bench(problem)
+    return _finished(bench, "stream-recompute", first_that_fits(bench, _all_blocks(bench)))
+
+
+def resident(problem: Problem, bench: Bench | None = None) -> Plan:
+    """Keeps everything on the device. Raises ``DoesNotFit``."""
+    bench = bench or Bench(problem)
+    return _finished(bench, "resident", all_resident(problem.model))
+
+
+def recompute(problem: Problem, bench: Bench | None = None) -> Plan:
+    """Keeps everything on the device and recomputes every block that may. Raises ``DoesNotFit``, and ``ConfigError``
+    without a batch."""
+    bench = bench or Bench(problem)
+    return _finished(bench, "recompute", all_resident(problem.model, _all_blocks(bench)))
+
+
+def _all_blocks(bench: Bench) -> tuple[str, ...]:
+    if bench.problem.trace is None:
+        raise ConfigError("recomputation is planned for a batch: without one nobody knows what a block would save")
+    return bench.recomputable
+
+
+def _finished(bench: Bench, name: str, draft: Draft) -> Plan:
+    if not bench.fits_device(draft):
+        raise refused(bench, device_too_small(bench, draft), draft)
+    try:
+        draft = at_home(bench, draft)
+    except DoesNotFit as error:
+        raise refused(bench, error, draft) from None
+    reasons = (*kept(draft), *recomputed(draft), *unknown_activations(bench.problem))
+    return bench.timed(bench.plan(name, draft, reasons=reasons))

@@ -1,0 +1,152 @@
+"""Refusals: which tier is too small, by how much, and what would fit instead. All figures are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from forebay.arenas import Arenas
+from forebay.errors import DoesNotFit
+from forebay.memory import Tier
+from forebay.planners.bench import Bench
+from forebay.planners.parts import Draft, all_resident
+from forebay.remedies import Remedy
+from forebay.units import format_apart, format_bytes
+
+__all__ = ["device_too_small", "disk_too_small", "host_too_small", "with_remedies"]
+
+SMALLER_OPTIMIZERS = (("sgd with momentum", ("momentum_buffer",)), ("sgd", ()))
+"""Optimizers with fewer states per element, by name."""
+
+LEAST_SHARE = 0.01
+"""A batch smaller than this share of the one asked for is no remedy."""
+
+
+def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:
+    """``draft`` is the least that would do and does not fit on the device."""
+    problem = bench.problem
+    need, limit = bench.device(draft), problem.limit(Tier.DEVICE)
+    parts = []
+    shared = bench.streamed(draft)
+    resident = sum(b.nbytes for b in bench.model.blocks if b.name in draft.resident)
+    if shared:
+        largest = max(shared, key=lambda b: b.nbytes)
+        parts.append(f"{format_bytes(largest.nbytes)} for the largest block ({largest.name})")
+    if resident:
+        sizes = bench.arenas(draft)
+        parts.append(f"{format_bytes(sizes.device)} for parameters, gradients and states")
+    else:
+        held = sum(b.nbytes for b in bench.model.blocks if b.held)
+        parts.append(f"{format_bytes(held)} for blocks in use throughout")
+    again = f" ({len(draft.recompute)} blocks recomputed)" if draft.recompute else ""
+    parts.append(f"{format_bytes(bench.beside(draft))} for the activations of one step{again}")
+    needed, allowed = format_apart(need, limit)
+    return DoesNotFit(
+        f"device memory: {needed} are needed and {allowed} are allowed: {', '.join(parts)}; raise device_memory, "
+        f"or use a smaller batch or a shorter sequence",
+        tier=Tier.DEVICE.value,
+        needed=need,
+        allowed=limit,
+    )
+
+
+def disk_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
+    """``sizes`` is the least of the disk that the host has room for."""
+    limit = bench.problem.limit(Tier.DISK)
+    needed, allowed = format_apart(sizes.disk, limit)
+    return DoesNotFit(
+        f"disk: {needed} are needed and {allowed} are allowed; give the disk budget more room, or raise host_memory",
+        tier=Tier.DISK.value,
+        needed=sizes.disk,
+        allowed=limit,
+    )
+
+
+def host_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
+    """``sizes`` is the least of the host that the disk has room for."""
+    disk = "" if bench.problem.limit(Tier.DISK) else ", or give disk=PATH:SIZE for the optimizer states"
+    limit = bench.problem.limit(Tier.HOST)
+    needed, allowed = format_apart(sizes.host, limit)
+    return DoesNotFit(
+        f"host memory: {needed} are needed and {allowed} are allowed: "
+        f"{format_bytes(sizes.host_parameters)} parameters, {format_bytes(sizes.host_gradients)} gradients, "
+        f"{format_bytes(sizes.host_states)} optimizer states, {format_bytes(sizes.host_staging)} staging; raise "
+        f"host_memory{disk}",
+        tier=Tier.HOST.value,
+        needed=sizes.host,
+        allowed=limit,
+    )
+
+
+def with_remedies(bench: Bench, error: DoesNotFit, draft: Draft, more: Iterable[Remedy] = ()) -> DoesNotFit:
+    """``error`` with the nearest things that would fit, ``more`` among them; ``draft`` is what it speaks of."""
+    tier = Tier(error.tier)
+    remedies = [Remedy(tier.value, error.needed, error.allowed, f"{_AS_ASKED[tier]} {format_bytes(error.needed)}")]
+    if tier is Tier.DEVICE:
+        remedies.extend(_smaller_batch(bench, draft))
+    else:
+        remedies.extend(_all_on_device(bench))
+    remedies.extend(more)
+    remedies.extend(_smaller_optimizer(bench, draft, tier))
+    message = str(error)
+    if bench.problem.trace is not None:
+        message += f". What would fit: {'; or '.join(r.words for r in remedies)}"
+    return DoesNotFit(message, tier=error.tier, needed=error.needed, allowed=error.allowed, nearest=tuple(remedies))
+
+
+_AS_ASKED = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.DISK: "a disk of"}
+
+
+def _smaller_batch(bench: Bench, draft: Draft) -> Iterator[Remedy]:
+    """The batch whose activations there is room for, as a share of the one asked for: in proportion to it. Attention
+    that is materialised shrinks faster than a shorter sequence, so the estimate is on the safe side."""
+    blocks = bench.model.blocks
+    gradient = max((p.nbytes for b in blocks for p in b.parameters if p.trainable), default=0)
+    fixed = bench.arenas(draft).device + bench.model.buffer_nbytes + gradient
+    scaling = bench.device(draft) - fixed
+    room = bench.problem.limit(Tier.DEVICE) - fixed
+    if scaling <= 0 or room < LEAST_SHARE * scaling:
+        return
+    share = room / scaling
+    yield Remedy(
+        "batch",
+        bench.device(draft),
+        bench.problem.limit(Tier.DEVICE),
+        f"a batch or a sequence of {int(share * 100)} % of this one (an estimate: activations in proportion to it)",
+        estimate=True,
+        share=share,
+    )
+
+
+def _all_on_device(bench: Bench) -> Iterator[Remedy]:
+    """The device memory with which nothing is asked of host and disk."""
+    draft = min((all_resident(bench.model, r) for r in ((), bench.recomputable)), key=bench.device)
+    need = bench.device(draft)
+    yield Remedy(
+        Tier.DEVICE.value,
+        need,
+        bench.problem.limit(Tier.DEVICE),
+        f"device_memory {format_bytes(need)}, with everything on the device",
+    )
+
+
+def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
+    """Optimizers with fewer states with which the same placements fit."""
+    problem = bench.problem
+    for name, states in SMALLER_OPTIMIZERS:
+        if len(states) >= len(problem.state_names):
+            continue
+        other = Bench(replace(problem, state_names=states))
+        sizes = other.arenas(draft)
+        fits = all(n <= problem.limit(t) for t, n in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)))
+        device = bench.beside(draft) + sizes.device
+        if not fits or device > problem.limit(Tier.DEVICE):
+            continue
+        need = {Tier.DEVICE: device, Tier.HOST: sizes.host, Tier.DISK: sizes.disk}[tier]
+        yield Remedy(
+            "optimizer",
+            need,
+            problem.limit(tier),
+            f"the optimizer {name}, which needs {format_bytes(need)} there",
+            optimizer=name,
+        )

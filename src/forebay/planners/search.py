@@ -1,0 +1,206 @@
+"""The search of ``auto``: a few shapes are drafted, the promising ones simulated, the fastest taken.
+
+How much of the model recomputes decides the room for everything else, so it comes first; then slots, gradient window
+and prefetch distance around the best; then, on small models, single blocks. A draft is not simulated when its links
+alone take longer than the best so far. Everything here is counted, nothing is timed: the same problem gives the same
+plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import final
+
+from forebay.errors import DoesNotFit
+from forebay.memory import Tier
+from forebay.planners.bench import Bench
+from forebay.planners.homes import at_home
+from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, Draft, all_resident, fewer_slots, on_host
+from forebay.planners.shapes import (
+    Filling,
+    fewest_recomputed,
+    filled,
+    options,
+    streamed_through,
+    usual_window,
+    windows,
+)
+
+__all__ = ["Search"]
+
+TIE = 0.002
+"""Drafts whose steps differ by less than this share are equally fast: the simpler one is taken."""
+
+MOST_SLOTS = 4
+"""Slots of the repeated size that are tried at most."""
+
+USUAL = Filling()
+
+FIRST_HALVING = 8
+"""The search between levels begins with steps of one part in this many of the blocks."""
+
+
+@final
+class Search:
+    """One search among drafts that recompute what one of ``levels`` names, or what lies between them.
+
+    ``best`` is what it has found; ``refusals`` are those of host and disk, each with the draft that it speaks of.
+    """
+
+    def __init__(self, bench: Bench, levels: Sequence[tuple[str, ...]]) -> None:
+        self.bench = bench
+        self.best: Draft | None = None
+        self.refusals: list[tuple[DoesNotFit, Draft]] = []
+        self._levels = levels
+        self._seen: set[Draft] = set()
+        self._spent = 0
+
+    def run(self) -> Draft | None:
+        """The fastest draft found; None if the host or the disk has no room for any."""
+        whole = fewest_recomputed(self.bench, lambda level: all_resident(self.bench.model, level), self._levels)
+        if whole is not None:
+            self.consider(all_resident(self.bench.model, whole))
+            if not whole:
+                return self.best  # nothing moves and nothing is made twice
+        for level in self._useful_levels():
+            self._shapes(level)
+        self._around_best()
+        self._between_levels()
+        for level in self._useful_levels():
+            self._lean(level)
+        self._single_blocks()
+        return self.best
+
+    def consider(self, draft: Draft) -> None:
+        """Finds homes for what does not stay on the device, simulates, keeps the better."""
+        if draft in self._seen or self._spent >= self.bench.simulations:
+            return
+        self._seen.add(draft)
+        try:
+            settled = at_home(self.bench, draft)
+        except DoesNotFit as refusal:
+            self.refusals.append((refusal, draft))
+            return
+        if self.best is None:
+            self.best = settled
+            self._spent += not self.bench.known(settled)
+            self.bench.seconds(settled)
+            return
+        known = self.bench.seconds(self.best)
+        if self.bench.at_least(settled) > known * (1 + TIE):
+            return
+        self._spent += not self.bench.known(settled)
+        seconds = self.bench.seconds(settled)
+        if seconds < known * (1 - TIE) or (seconds < known * (1 + TIE) and _cost(settled) < _cost(self.best)):
+            self.best = settled
+
+    def _useful_levels(self) -> list[tuple[str, ...]]:
+        """The levels that were asked for and those that are just enough, by how many blocks recompute."""
+        levels = set(self._levels)
+        choices = options(self.bench)
+        for slots in {choices[0], choices[-1]}:
+            make = partial(streamed_through, self.bench, slots, 0)
+            enough = fewest_recomputed(self.bench, make, self._levels)
+            if enough is not None:
+                levels.add(enough)
+        return sorted(levels, key=len)
+
+    def _shapes(self, level: tuple[str, ...]) -> None:
+        """The most slots that fit with ``level`` recomputed, and all the room that is left to blocks that stay. Fewer
+        slots leave more room, and so less for the host: they are tried as long as nothing has fitted there."""
+        for slots in options(self.bench):
+            self._through(slots, usual_window(self.bench), level)
+            if self.best is not None and self._fits(slots, level):
+                return
+
+    def _fits(self, slots: tuple[int, ...], level: tuple[str, ...]) -> bool:
+        return self.bench.fits_device(streamed_through(self.bench, slots, 0, level))
+
+    def _through(self, slots: tuple[int, ...], window: int, level: tuple[str, ...], how: Filling = USUAL) -> None:
+        draft = streamed_through(self.bench, slots, window, level)
+        if self.bench.fits_device(draft):
+            self.consider(filled(self.bench, draft, how))
+
+    def _around_best(self) -> None:
+        """Other slots, windows, distances and ways to fill the device at the recomputation of the best."""
+        if self.best is None:
+            return
+        for slots in options(self.bench, MOST_SLOTS):
+            self._through(slots, usual_window(self.bench), self.best.recompute)
+        kept = len(self.best.resident)
+        for how in (Filling(dedicate=False), Filling(last_first=True), Filling(most=kept // 2), Filling(most=0)):
+            self._through(self._slots_of_best(), self.best.streaming.gradient_window, self.best.recompute, how)
+        if self.best.streaming.slots:
+            for window in windows(self.bench):
+                self._through(self._slots_of_best(), window, self.best.recompute)
+        for distance in range(1, 1 + min(MOST_SLOTS, len(self.best.placements) - len(self.best.resident))):
+            base = on_host(self.best)
+            self.consider(replace(base, streaming=replace(base.streaming, prefetch_distance=distance)))
+
+    def _lean(self, level: tuple[str, ...]) -> None:
+        """The fewest slots and the smallest window, so that the most blocks stay; then slots that are shared and none
+        of a block's own, which hide as much with less room."""
+        self._through(options(self.bench)[-1], 0, level)
+        for slots in options(self.bench):
+            self._through(slots, usual_window(self.bench), level, Filling(dedicate=False))
+
+    def _slots_of_best(self) -> tuple[int, ...]:
+        """The slots for everything, of as many as the best has."""
+        count = 0 if self.best is None else len(self.best.streaming.slots)
+        return min(options(self.bench, MOST_SLOTS), key=lambda slots: abs(len(slots) - count))
+
+    def _between_levels(self) -> None:
+        """Halves the steps between the best level and its neighbours."""
+        able = self.bench.recomputable
+        if self.best is None or len(self._levels) < 2:
+            return
+        step = max(1, len(able) // FIRST_HALVING)
+        while step:
+            count = len(self.best.recompute)
+            for near in (count - step, count + step):
+                if 0 <= near <= len(able):
+                    self._through(self._slots_of_best(), self.best.streaming.gradient_window, able[:near])
+            step //= 2
+
+    def _single_blocks(self) -> None:
+        """Moves of single blocks, as long as they help and simulations are left."""
+        improved = True
+        while improved and self.best is not None:
+            before = self.best
+            for draft in self._moves(on_host(before)):
+                if self._spent >= self.bench.simulations:
+                    return
+                if draft not in self._seen and self.bench.fits_device(draft):
+                    self.consider(draft)
+            improved = self.best is not before
+
+    def _moves(self, base: Draft) -> Iterator[Draft]:
+        """Drafts that differ from ``base`` in one block."""
+        for block in self.bench.model.blocks:
+            old = next(p for p in base.placements if p.block == block.name)
+            for home in (RESIDENT, DEDICATED, HOSTED):
+                if home == (old.parameters, old.gradients, old.states) or (block.held and home == HOSTED):
+                    continue
+                moved = base.placed(block.name, home)
+                ahead = sum(p.parameters is Tier.DEVICE and not p.resident for p in moved.placements)
+                streaming = fewer_slots(base.streaming, self.bench.streamed(moved), ahead)
+                if home != HOSTED or max(base.streaming.slots, default=0) >= block.nbytes:
+                    yield replace(moved, streaming=streaming)
+        for name in self.bench.recomputable if len(self._levels) > 1 else ():
+            chosen = set(base.recompute) ^ {name}
+            yield replace(base, recompute=tuple(b for b in self.bench.recomputable if b in chosen))
+
+
+def _cost(draft: Draft) -> tuple[int, ...]:
+    """How complicated a draft is: what is simpler goes before what is not."""
+    streaming = draft.streaming
+    return (
+        sum((p.states is Tier.DISK) + (p.parameters is Tier.DISK) for p in draft.placements),
+        len(draft.recompute),
+        sum(not p.resident for p in draft.placements),
+        sum(streaming.slots),
+        streaming.gradient_window,
+        streaming.prefetch_distance,
+    )

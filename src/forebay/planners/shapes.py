@@ -1,0 +1,165 @@
+"""Shapes: drafts that fit on the device, from the least that is enough to all that there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from forebay.memory import Tier
+from forebay.planners.bench import Bench
+from forebay.planners.parts import (
+    DEDICATED,
+    HOSTED,
+    RESIDENT,
+    Draft,
+    all_resident,
+    all_streamed,
+    fewer_slots,
+    keep_order,
+    slot_options,
+    streaming_through,
+)
+from forebay.plans import Placement
+from forebay.trace import Block
+
+__all__ = [
+    "Filling",
+    "fewest_recomputed",
+    "filled",
+    "least_device",
+    "levels",
+    "options",
+    "streamed_through",
+    "usual_window",
+    "windows",
+]
+
+PARTS = 4
+"""Recomputation is tried for none, all, and this many parts of the blocks."""
+
+ROUNDS = 3
+"""Rounds of filling: what is beside the arenas changes a little with what stays, so room may be left over."""
+
+
+def levels(bench: Bench) -> list[tuple[str, ...]]:
+    """Sets of blocks to recompute: none, a part of the blocks from the first on, all."""
+    able = bench.recomputable
+    return [able[:n] for n in sorted({len(able) * part // PARTS for part in range(PARTS + 1)})]
+
+
+def options(bench: Bench, most: int = 3) -> list[tuple[int, ...]]:
+    """Slots through which everything can stream, the most first."""
+    return slot_options([b for b in bench.model.blocks if not b.held], most)
+
+
+def usual_window(bench: Bench) -> int:
+    """Bytes of the gradients of one block: while they leave, the next block's are made."""
+    blocks = [b for b in bench.model.blocks if not b.held] or list(bench.model.blocks)
+    return max((b.gradient_nbytes for b in blocks), default=0)
+
+
+def windows(bench: Bench) -> list[int]:
+    """Bytes of gradients under way worth trying: of two blocks, of one parameter, none. (One block: the usual.)"""
+    one = max((p.nbytes for b in bench.model.blocks for p in b.parameters if p.trainable), default=0)
+    return sorted({2 * usual_window(bench), one, 0} - {usual_window(bench)}, reverse=True)
+
+
+def streamed_through(bench: Bench, slots: tuple[int, ...], window: int, recompute: tuple[str, ...] = ()) -> Draft:
+    """Everything streams through ``slots``; the window is ``window`` or what there is room for, if that is less.
+
+    The window may shrink to nothing, which lets one gradient after the other leave: it is a matter of speed, not of
+    fit. Whether the rest fits is for the caller to ask.
+    """
+    draft = all_streamed(bench.model, streaming_through(bench.problem, slots, window), recompute)
+    if bench.fits_device(draft):
+        return draft
+    none = replace(draft, streaming=replace(draft.streaming, gradient_window=0))
+    # A byte of window takes at most a byte of the device: what is left without a window may all be window.
+    spare = max(0, bench.problem.limit(Tier.DEVICE) - bench.device(none))
+    return replace(draft, streaming=replace(draft.streaming, gradient_window=min(window, spare)))
+
+
+def least_device(bench: Bench, among: Sequence[tuple[str, ...]]) -> Draft:
+    """The draft that needs the least of the device, with one of the levels of recomputation ``among``."""
+    fewest = options(bench)[-1]
+    drafts = []
+    for level in among:
+        drafts.append(all_streamed(bench.model, streaming_through(bench.problem, fewest, 0), level))
+        drafts.append(all_resident(bench.model, level))
+    return min(drafts, key=bench.device)
+
+
+def fewest_recomputed(
+    bench: Bench, make: Callable[[tuple[str, ...]], Draft], levels: Sequence[tuple[str, ...]]
+) -> tuple[str, ...] | None:
+    """The fewest blocks, between the least and the most of ``levels`` and from the first block on, whose recomputation
+    makes the draft fit that ``make`` makes; None if none does."""
+    able = bench.recomputable
+    low, high = len(min(levels, key=len)), len(max(levels, key=len))
+    if bench.fits_device(make(able[:low])):
+        return able[:low]
+    if not bench.fits_device(make(able[:high])):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if bench.fits_device(make(able[:middle])) else (middle + 1, high)
+    return able[:low]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How room on the device is given to blocks: at most ``most`` become resident, from the last one backwards if
+    ``last_first``; what is left goes to slots of their own if ``dedicate``."""
+
+    most: int | None = None
+    last_first: bool = False
+    dedicate: bool = True
+
+
+def filled(bench: Bench, draft: Draft, how: Filling) -> Draft:
+    """``draft`` with blocks made resident, then dedicated, as long as there is room."""
+    limit = bench.problem.limit(Tier.DEVICE)
+    for _ in range(ROUNDS):
+        room = limit - bench.beside(draft)
+        more = _fill(bench, draft, room, how)
+        # The arenas were sized with the old draft's activations beside them; the new one's may be a little more.
+        while more != draft and not bench.fits_device(more):
+            room -= max(1, 2 * (bench.device(more) - limit))
+            more = _fill(bench, draft, room, how)
+        if more == draft:
+            break
+        draft = more
+        if bench.problem.trace is None:
+            break  # nothing beside the arenas changed
+    return draft
+
+
+def _fill(bench: Bench, draft: Draft, room: int, how: Filling) -> Draft:
+    """One round: arenas may take ``room`` bytes of the device."""
+    blocks = bench.model.blocks
+    sizer = bench.sizer(draft.streaming.update_chunk)
+    homes = {p.block: (p.parameters, p.gradients, p.states) for p in draft.placements}
+    streaming = draft.streaming
+    taken = bench.arenas(draft).device
+    kept = len(draft.resident)
+    for home in (RESIDENT, DEDICATED) if how.dedicate else (RESIDENT,):
+        for block in keep_order(bench.model, draft.streaming.slots, last_first=how.last_first):
+            old = homes[block.name]
+            if old == RESIDENT or home == old or (home == RESIDENT and kept == how.most):
+                continue
+            after = {**homes, block.name: home}
+            slots = fewer_slots(streaming, [b for b in blocks if after[b.name] == HOSTED], _ahead(blocks, after))
+            # What ``arenas`` counts for a block that stays: the sum that follows every change is its own.
+            more = block.nbytes if old == HOSTED else 0
+            if home == RESIDENT:
+                more += block.gradient_nbytes + sizer.state_nbytes(block.name)
+            more += sum(slots.slots) - sum(streaming.slots)
+            if taken + more <= room:
+                homes, streaming, taken = after, slots, taken + more
+                kept += home == RESIDENT
+    return Draft(tuple(Placement(b.name, *homes[b.name]) for b in blocks), streaming, draft.recompute)
+
+
+def _ahead(blocks: Sequence[Block], homes: Mapping[str, tuple[Tier, Tier, Tier]]) -> int:
+    """Blocks that can be fetched ahead into slots of their own."""
+    return sum(homes[b.name] == DEDICATED and not b.held for b in blocks)

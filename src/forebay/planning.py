@@ -1,0 +1,172 @@
+"""From a trace, a machine and a budget to a report: plan, check, simulate, phases. Prints nothing, loads no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from forebay.checking import check
+from forebay.errors import DoesNotFit
+from forebay.lowering import lower
+from forebay.machine import Machine
+from forebay.memory import Tier, TierUsage
+from forebay.phases import phases
+from forebay.planners import Problem, alternatives, make_plan
+from forebay.plans import Budget, Plan
+from forebay.reporting.forecast import Alternative, PlanReport, StepForecast
+from forebay.simulation import Costs, Forecast, play, summarise
+from forebay.timeline import Timeline
+from forebay.trace import Footprint, Trace
+from forebay.units import format_bytes
+
+__all__ = ["assess", "problem_of"]
+
+MOST_ALTERNATIVES = 3
+"""Alternatives that a report names."""
+
+
+def problem_of(trace: Trace, machine: Machine, budget: Budget) -> Problem:
+    """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there."""
+    on_disk = 0
+    if budget.disk is not None and machine.disk is not None:
+        on_disk = machine.disk.capacity if budget.disk.nbytes is None else budget.disk.nbytes
+    return Problem(
+        model=trace.model,
+        footprint=Footprint(0, 0, measured=False),  # the trace says it
+        budget=budget,
+        host_limit=machine.host_capacity if budget.host is None else budget.host,
+        disk_limit=on_disk,
+        state_names=trace.state_names,
+        # On the cpu the update and the compute share the cores: beside each other both are slower.
+        overlap_update=trace.device != "cpu",
+        trace=trace,
+        machine=machine,
+    )
+
+
+def assess(
+    model: str,
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    policy: str = "auto",
+    notes: tuple[str, ...] = (),
+) -> PlanReport:
+    """Whether ``trace`` can be trained on ``machine`` within ``budget``, how, and how fast.
+
+    ``model`` is its name in the report, ``notes`` what the report shall say beside. A plan is checked before it is
+    reported. Raises ``UsageError`` for input that cannot be used and ``PlanInvalid`` for a plan that is wrong.
+    """
+    problem = problem_of(trace, machine, budget)
+    allowed = {tier: problem.limit(tier) for tier in Tier}
+    if not machine.pinned_capacity:
+        del allowed[Tier.PINNED]  # this device needs none
+    notes = (*notes, *_less_than_allowed(budget, machine), *trace.notes)
+    start = time.perf_counter()
+    try:
+        plan = make_plan(problem, policy)
+    except DoesNotFit as refusal:
+        return PlanReport(
+            model=model,
+            machine=machine.name,
+            policy=policy,
+            budgets=allowed,
+            solve_seconds=time.perf_counter() - start,
+            alternatives=_nearest(refusal),
+            reasons=(_why(refusal),),
+            notes=notes,
+        )
+    solved = time.perf_counter() - start
+    plan = replace(plan, fingerprint=trace.fingerprint)
+    timeline, forecast = predict(trace, machine, plan)
+    peaks = {usage.tier: usage.peak for usage in timeline.tiers}
+    found = phases(trace, plan, {tier: peaks.get(tier, 0) for tier in Tier})
+    beside = max(p.host + p.beside for p in found.values()) - allowed[Tier.HOST]
+    return PlanReport(
+        model=model,
+        machine=machine.name,
+        policy=plan.planner,
+        budgets=allowed,
+        solve_seconds=solved,
+        plan=replace(plan, step_seconds=forecast.step_seconds),
+        step=_step(forecast),
+        tiers=tuple(_limited(usage, allowed) for usage in timeline.tiers),
+        phases=found,
+        alternatives=_instead(problem, plan),
+        reasons=plan.reasons,
+        notes=(*notes, *forecast.notes, *_source(machine, forecast), *_passing(beside)),
+    )
+
+
+def predict(trace: Trace, machine: Machine, plan: Plan) -> tuple[Timeline, Forecast]:
+    """What happens under ``plan``, proven to be right, and the same in a few figures."""
+    program = lower(trace, plan)
+    check(trace, machine, plan, program)
+    costs = Costs(trace, machine)
+    timeline = play(program, trace, machine, costs=costs, settled=not plan.streaming.overlap_update)
+    return timeline, summarise(timeline, program, costs)
+
+
+def _step(forecast: Forecast) -> StepForecast:
+    return StepForecast(
+        seconds=forecast.step_seconds,
+        low=forecast.low,
+        high=forecast.high,
+        tokens_per_second=forecast.tokens_per_second,
+        limit_seconds=forecast.limit_seconds,
+        binding=forecast.binding,
+        limits=forecast.limits,
+        busy=forecast.busy,
+        moved=forecast.moved,
+        measured_share=forecast.measured_share,
+    )
+
+
+def _limited(usage: TierUsage, allowed: Mapping[Tier, int]) -> TierUsage:
+    return replace(usage, limit=allowed.get(usage.tier))
+
+
+def _nearest(refusal: DoesNotFit) -> tuple[Alternative, ...]:
+    return tuple(Alternative(remedy.words) for remedy in refusal.nearest[:MOST_ALTERNATIVES])
+
+
+def _why(refusal: DoesNotFit) -> str:
+    """The refusal without what would fit: that has a place of its own."""
+    return str(refusal).partition(". What would fit: ")[0] if refusal.nearest else str(refusal)
+
+
+def _instead(problem: Problem, plan: Plan) -> tuple[Alternative, ...]:
+    found = alternatives(problem, plan)[:MOST_ALTERNATIVES]
+    return tuple(Alternative(other.words, other.step_seconds, other.peaks) for other in found)
+
+
+def _less_than_allowed(budget: Budget, machine: Machine) -> tuple[str, ...]:
+    """What the budget allows and the machine does not have."""
+    asked = [
+        ("device memory", budget.device, machine.device_capacity),
+        ("host memory", budget.host, machine.host_capacity),
+    ]
+    if budget.disk is not None and machine.disk is not None:
+        asked.append(("disk", budget.disk.nbytes, machine.disk.capacity))
+    return tuple(
+        f"{format_bytes(wanted)} of {what} are allowed and {machine.name} has {format_bytes(there)}"
+        for what, wanted, there in asked
+        if wanted is not None and wanted > there
+    )
+
+
+def _source(machine: Machine, forecast: Forecast) -> tuple[str, ...]:
+    rates = "measured here" if machine.source == "measured" else "from the catalogue, not measured"
+    share = forecast.measured_share
+    ops = f"{100 * share:.0f} % of the op seconds are measured, the rest" if share else "op seconds"
+    return (f"{ops} come from a roofline; rates of {machine.name} are {rates}",)
+
+
+def _passing(beside: int) -> tuple[str, ...]:
+    if beside <= 0:
+        return ()
+    return (
+        f"loading, saving or resuming takes {format_bytes(beside)} of host memory more than is allowed for a moment: "
+        f"no budget counts it; lower host_memory by as much to stay below",
+    )

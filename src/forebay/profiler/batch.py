@@ -1,0 +1,95 @@
+"""What a model is called with, and what its output is trained by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+
+from forebay.errors import CaptureFailed
+
+__all__ = ["call_arguments", "count_tokens", "integers_for", "named_inputs", "scalar_loss"]
+
+UNSEEN_LOSS_COPIES = 3
+"""Copies of the outputs that a loss outside the model may make: log-probabilities, their gradient, the logits'."""
+
+
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``batch`` as arguments of the model's forward: a mapping gives keywords, a tuple positions, else one argument."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def named_inputs(batch: Any) -> list[tuple[str, str, int]]:
+    """Name, dtype and bytes of every tensor in ``batch``, as a trace of it has them among its sources."""
+    found = []
+    for path, leaf in tree_flatten_with_path(call_arguments(batch))[0]:
+        if isinstance(leaf, torch.Tensor):
+            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+            reach = 1 + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+            elements = reach if leaf.numel() else 0
+            found.append((name, str(leaf.dtype).removeprefix("torch."), elements * leaf.element_size()))
+    return found
+
+
+def count_tokens(arguments: Any) -> int:
+    """What a user counts in a batch: token ids, or samples where there are none."""
+    if isinstance(arguments, Mapping) and isinstance(arguments.get("input_ids"), torch.Tensor):
+        return int(arguments["input_ids"].numel())
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    ids = next((t for t in tensors if not t.is_floating_point() and t.dim() >= 2), None)
+    if ids is not None:
+        return int(ids.numel())
+    return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+def integers_for(name: str, tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """The values of an integer or boolean input: its own, or made-up ones if it is on meta.
+
+    Made up are ones for masks, zeros for token types, 0, 1, 2 ... for positions, and for everything else random
+    numbers below the smallest vocabulary of the model, from a fixed seed.
+    """
+    last = name.rpartition(".")[2]
+    with _disable_current_modes():
+        if not tensor.is_meta:
+            return tensor.detach()
+        if tensor.dtype is torch.bool or "mask" in last:
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        if "type" in last:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if "position" in last and tensor.dim():
+            return torch.arange(tensor.shape[-1], dtype=tensor.dtype).expand(tensor.shape).clone()
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        high = max(min([*tables, torch.iinfo(tensor.dtype).max]), 2) if tables else 2
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, high, tensor.shape, generator=generator).to(tensor.dtype)
+
+
+def scalar_loss(output: Any) -> tuple[torch.Tensor, int]:
+    """What to call backward on, and the bytes that the user's own loss may take where it is not in the model."""
+    floats = [t for t in _leaves(output) if t.is_floating_point() and t.requires_grad]
+    if not floats:
+        raise CaptureFailed("the model's forward returned nothing that requires a gradient")
+    scalar = next((t for t in floats if t.numel() == 1), None)
+    if scalar is not None:
+        return scalar.sum(), 0
+    total = floats[0].sum()
+    for tensor in floats[1:]:
+        total = total + tensor.sum()
+    return total, UNSEEN_LOSS_COPIES * sum(t.nbytes for t in floats)
+
+
+def _leaves(output: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a model's output; transformers' outputs are mappings."""
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -1,0 +1,255 @@
+"""Model in, ``Trace`` out: one training step under fake tensors, without memory, a GPU or weights.
+
+The step runs under torch's ``FakeTensorMode``, which computes shapes and no values, with a dispatch mode on top that
+writes down every op (``recorder``). Saved-tensor hooks around forward and loss give autograd handles instead of
+tensors (``roots``), so that a storage dies when its last other holder lets go, and its saved handles separately.
+Integers stay real, because control flow may ask for their values (``values``). Afterwards the list of ops is cut into
+visits of blocks, and visits that are alike are stored once (``segments``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
+from forebay.memory import Kind
+from forebay.optim.rules import read_optimizer
+from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
+from forebay.profiler.finish import finish
+from forebay.profiler.recorder import Recorder
+from forebay.profiler.work import Call
+from forebay.runtime.blocks import BoundModel, find_blocks
+from forebay.trace import Trace
+
+__all__ = ["Captured", "capture"]
+
+STATES: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "sgd": (),
+    "sgd-momentum": ("momentum_buffer",),
+}
+"""The states of each optimizer that goes by name, in torch's own names (``optim/rules.py``)."""
+
+
+@final
+@dataclass(frozen=True)
+class Captured:
+    """A trace, and for the ``signature`` of each of its works how to call that op for real."""
+
+    trace: Trace
+    calls: Mapping[str, Call]
+
+
+def capture(
+    model: nn.Module,
+    batch: Any,
+    optimizer: str | torch.optim.Optimizer = "adamw",
+    device: str | torch.device = "cpu",
+    blocks: Sequence[str] | None = None,
+) -> Captured:
+    """Records one micro-batch of training, forward and backward, of ``model`` on ``batch``.
+
+    Parameters, buffers and batch may be real or on the meta device; nothing is computed and nothing is changed. The
+    batch's integers are used where the model asks for values (on meta: made-up ones); routes that follow from floats
+    are taken as balanced. ``optimizer`` is one of ``STATES`` or an optimizer; ``blocks`` are as in
+    ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are recorded with it, backward without.
+
+    Raises ``ModelError`` for a batch without tensors, ``CaptureFailed`` for a model that cannot run so, naming the op
+    and the module; ``OptimizerError`` for an optimizer that is not known.
+    """
+    name, states = _optimizer(optimizer)
+    args, kwargs = call_arguments(batch)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
+        raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
+    bound = find_blocks(model, blocks)
+    wanted = torch.device(device)
+    notes: list[str] = []
+    fakes = wanted
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        fakes = torch.device("cpu")
+        notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
+    step = _Step(model, bound, fakes)
+    step.run(args, kwargs)
+    trace = finish(
+        step.recorder,
+        bound.model,
+        device="cuda" if wanted.type == "cuda" else "cpu",
+        optimizer=name,
+        state_names=states,
+        tokens=count_tokens(kwargs or args),
+        held_nbytes=step.held_nbytes,
+        unseen_nbytes=step.unseen_nbytes,
+        notes=notes,
+    )
+    return Captured(trace, step.recorder.works.calls)
+
+
+def _optimizer(optimizer: str | torch.optim.Optimizer) -> tuple[str, tuple[str, ...]]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        states = read_optimizer(optimizer).state_names
+        return type(optimizer).__name__.lower(), states
+    name = optimizer.lower()
+    if name not in STATES:
+        raise OptimizerError(f"optimizer {optimizer!r} is not known; use one of {', '.join(STATES)}")
+    return name, STATES[name]
+
+
+@final
+class _Whole(nn.Module):
+    """Stands around the model, so that ``functional_call`` puts the fakes in its place for backward too: a
+    checkpointed block reads its parameters again there."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+
+    def forward(self) -> None:
+        self._run()
+
+
+@final
+class _Step:
+    """One run of a model's step under fake tensors."""
+
+    def __init__(self, model: nn.Module, bound: BoundModel, device: torch.device) -> None:
+        self._model = model
+        self._bound = bound
+        self._device = device
+        self.recorder = Recorder(device)
+        self.held_nbytes = 0
+        self.unseen_nbytes = 0
+
+    def run(self, args: Any, kwargs: Any) -> None:
+        """Forward, loss and backward. Raises ``CaptureFailed`` when the model cannot run so."""
+        recorder = self.recorder
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            torch.default_generator.manual_seed(0)  # made-up values are the same every time
+            state = self._state()
+            inputs, keywords = self._inputs(args, kwargs)
+            recorder.follow_modules(self._modules())
+            try:
+                with recorder, _quiet_torch():
+                    whole = _Whole(self._model, lambda: self._forward_and_backward(inputs, keywords))
+                    fakes = {f"model.{name}": tensor for name, tensor in state.items()}
+                    functional_call(whole, fakes, (), tie_weights=True)
+            except ForebayError:
+                raise
+            except Exception as error:
+                raise CaptureFailed(self._why(error)) from error
+            finally:
+                recorder.remove_hooks()
+
+    def _forward_and_backward(self, args: Any, kwargs: Any) -> None:
+        recorder = self.recorder
+        with _autocast_on(self._device), torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+            output = self._model(*args, **kwargs)
+            loss, self.unseen_nbytes = scalar_loss(output)
+        # A loop leaves autocast before backward, which frees the copies of parameters that autocast keeps.
+        torch.clear_autocast_cache()
+        recorder.begin_backward()
+        with torch.autocast(self._device.type, enabled=False):
+            loss.backward()
+        # A loop that names the model's output (``output = model(...)``) holds it while the next forward runs.
+        self.held_nbytes = recorder.roots.live_nbytes()
+        del output, loss
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the step's device: an op in place must not reach what the caller owns."""
+        with _disable_current_modes():
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            return made.copy_(tensor.detach())
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Fake parameters and buffers by name, registered as sources in the order that the trace wants."""
+        state = {}
+        for block in self._bound.model.blocks:
+            for spec in block.parameters:
+                real = self._bound.parameters[spec.name]
+                made = state[spec.name] = self._fake(real).requires_grad_(real.requires_grad)
+                self.recorder.source(made, Kind.PARAMETER, spec.name)
+                if real.requires_grad:
+                    made.register_post_accumulate_grad_hook(self.recorder.gradient)
+        for name, buffer in self._model.named_buffers():
+            known = not buffer.is_meta and not buffer.is_floating_point() and not buffer.is_complex()
+            made = state[name] = self._real(buffer) if known else self._fake(buffer)
+            self.recorder.source(made, Kind.BUFFER, name)
+        return state
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten_with_path((args, kwargs))
+        made = []
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+                known = not leaf.is_floating_point() and not leaf.is_complex()
+                given = self._real(integers_for(name, leaf, self._model)) if known else self._fake(leaf)
+                self.recorder.source(given, Kind.INPUT, name)
+                made.append(given)
+            else:
+                made.append(leaf)
+        inputs, keywords = tree_unflatten(made, spec)
+        return inputs, keywords
+
+    def _modules(self) -> dict[str, tuple[nn.Module, str]]:
+        """The modules that say which block runs. A block that encloses others is none of them: it is there all the
+        time, and what runs between the others is outside of all."""
+        found: dict[int, tuple[str, nn.Module, str]] = {}
+        for block in self._bound.model.blocks:
+            for name in block.modules:
+                if block.held:
+                    continue
+                module = self._model.get_submodule(name)
+                own = name == block.name or name.startswith(f"{block.name}.")
+                if id(module) not in found or own:
+                    found[id(module)] = (name, module, block.name)
+        return {name: (module, block) for name, module, block in found.values()}
+
+    def _why(self, error: Exception) -> str:
+        recorder = self.recorder
+        where = f" in {recorder.module_failed}" if recorder.module_failed else ""
+        what = recorder.op_failed or "Python code"
+        reason = next(iter(str(error).strip().splitlines()), "") or "no message"
+        half = recorder.phase.value
+        return (
+            f"the model's {half} cannot run under fake tensors: {what}{where}: {type(error).__name__}: {reason[:200]}"
+        )
+
+
+@contextlib.contextmanager
+def _autocast_on(device: torch.device) -> Iterator[None]:
+    """Autocast as the caller has set it, on the device that the fakes are on."""
+    for kind in dict.fromkeys((device.type, "cuda", "cpu")):
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(device.type, dtype=torch.get_autocast_dtype(kind)):
+                yield
+            return
+    yield
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keeps torch from logging the traceback of a fake op that failed: the error says what is to be said."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,121 @@
+"""From what was recorded to the ``Trace``: sources first, then every tensor by the op that made it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from forebay.memory import Kind
+from forebay.profiler.recorder import Recorder
+from forebay.profiler.roots import Made, Root
+from forebay.profiler.segments import Recorded, cut
+from forebay.trace import Model, Tensor, Trace
+
+__all__ = ["finish"]
+
+
+def finish(
+    recorder: Recorder,
+    model: Model,
+    *,
+    device: str,
+    optimizer: str,
+    state_names: tuple[str, ...],
+    tokens: int,
+    held_nbytes: int,
+    unseen_nbytes: int,
+    notes: Sequence[str],
+) -> Trace:
+    """The trace of what ``recorder`` saw."""
+    made = recorder.roots.made
+    sources = [root.base for root in recorder.roots.roots if root.source is not None]
+    is_source = set(sources)
+    order = [*sources, *(number for number in range(len(made)) if number not in is_source)]
+    ids = {number: place for place, number in enumerate(order)}
+    lives = {root.number: _Life(recorder, root) for root in recorder.roots.roots}
+    tensors = [_tensor(made[number], number, lives[made[number].root.number], ids) for number in order]
+    segments, visits = cut(_ops(recorder, ids, is_source, lives), tensors)
+    if recorder.values.balanced:
+        notes = [*notes, "what is picked among floats (experts of a router) is taken as balanced"]
+    return Trace(
+        model=model,
+        device=device,
+        optimizer=optimizer,
+        state_names=state_names,
+        tokens=tokens,
+        sources=tuple(tensors[: len(sources)]),
+        works=tuple(recorder.works.works),
+        segments=segments,
+        visits=visits,
+        held_nbytes=held_nbytes,
+        unseen_nbytes=unseen_nbytes,
+        notes=tuple(notes),
+    )
+
+
+class _Life:
+    """When a root goes away, by number of op, and what it was."""
+
+    def __init__(self, recorder: Recorder, root: Root) -> None:
+        last = len(recorder.ops) - 1
+        backward = recorder.backward_begins
+        # What is still there when the step is over (its output, mostly) goes with the last op: ``held_nbytes`` says
+        # how much of it the next forward will find.
+        dropped = last if root.dropped is None else root.dropped
+        unsaved = last if root.unsaved is None or root.handles > 0 else root.unsaved
+        self.saved = root.packed and root.source is None and root.born < backward and unsaved >= backward
+        if root.packed and not self.saved:
+            # Saved for a graph that was let go before backward: it lived for as long as the later of the two.
+            dropped = max(dropped, unsaved)
+        self.dropped: int | None = None if root.source is not None or root.gradient else dropped
+        self.unsaved: int | None = unsaved if self.saved else None
+        if root.source is not None:
+            self.kind = root.source
+        elif root.gradient:
+            self.kind = Kind.GRADIENT
+        elif root.born < backward and (self.saved or dropped >= backward):
+            self.kind = Kind.ACTIVATION
+        else:
+            self.kind = Kind.TEMPORARY
+
+
+def _tensor(made: Made, number: int, life: _Life, ids: dict[int, int]) -> Tensor:
+    root = made.root
+    own = root.base == number
+    return Tensor(
+        nbytes=root.nbytes if own else made.nbytes,
+        dtype=made.dtype,
+        kind=life.kind,
+        root=ids[root.base],
+        saved=life.saved and made.packed,
+        name=root.name if own else "",
+    )
+
+
+def _ops(recorder: Recorder, ids: dict[int, int], is_source: set[int], lives: dict[int, _Life]) -> list[Recorded]:
+    made: dict[int, list[int]] = defaultdict(list)
+    for number, tensor in enumerate(recorder.roots.made):
+        if number not in is_source:
+            made[min(tensor.op, len(recorder.ops) - 1)].append(ids[number])
+    dropped: dict[int, list[int]] = defaultdict(list)
+    unsaved: dict[int, list[int]] = defaultdict(list)
+    for root in recorder.roots.roots:
+        life = lives[root.number]
+        if life.dropped is not None:
+            dropped[life.dropped].append(ids[root.base])
+        if life.unsaved is not None:
+            unsaved[life.unsaved].append(ids[root.base])
+    return [
+        Recorded(
+            work=op.work,
+            block=op.block,
+            phase=op.phase,
+            inputs=tuple(ids[n] for n in op.inputs),
+            outputs=tuple(ids[n] for n in op.outputs),
+            made=made.get(index, ()),
+            dropped=dropped.get(index, ()),
+            unsaved=unsaved.get(index, ()),
+            gradients=tuple((ids[p], ids[g]) for p, g in op.gradients),
+        )
+        for index, op in enumerate(recorder.ops)
+    ]

@@ -1,0 +1,239 @@
+"""Sees every op of a step and writes down what it is given, what it makes, and what is gone after it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from forebay.errors import CaptureFailed
+from forebay.memory import Kind
+from forebay.profiler.roots import Handle, Roots
+from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
+from forebay.profiler.work import Works, is_view, tensors_in
+from forebay.trace import Phase
+
+__all__ = ["RawOp", "Recorder"]
+
+aten = torch.ops.aten
+
+
+@final
+@dataclass(slots=True)
+class RawOp:
+    """An op as it was seen; tensors by their number in ``Roots.made``."""
+
+    work: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    block: str
+    phase: Phase
+    gradients: list[tuple[int, int]] = field(default_factory=list)
+
+
+@final
+class Recorder(TorchDispatchMode):
+    """The dispatch mode, on top of the ``FakeTensorMode``, and the hooks that tell it where in the model it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.roots = Roots()
+        self.works = Works()
+        self.values = Values(self.roots)
+        self.ops: list[RawOp] = []
+        self.phase = Phase.FORWARD
+        self.backward_begins = 0
+        self.op_failed = self.module_failed = ""
+        self._quiet = False
+        self._handles: list[RemovableHandle] = []
+        self._running: list[tuple[str, str]] = []
+        # Which block was running when autograd made the nodes from a sequence number on.
+        self._since: list[int] = [0]
+        self._blocks: list[str] = [""]
+
+    # Where the step is.
+
+    def follow_modules(self, modules: Mapping[str, tuple[nn.Module, str]]) -> None:
+        """Hooks ``modules`` (by name: the module and its block), so that ops are known by the block they run in."""
+        for name, (module, block) in modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._enter(name, block), prepend=True))
+            self._handles.append(module.register_forward_hook(self._leave(name), always_call=True))
+
+    def remove_hooks(self) -> None:
+        """Takes the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, name: str, block: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.module_failed = ""
+            self._running.append((name, block))
+            self._turn(block)
+
+        return enter
+
+    def _leave(self, name: str) -> Any:
+        # Called after an exception too: a checkpoint ends its recomputation with one.
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if output is None and not self.module_failed:
+                self.module_failed = name
+            if self._running and self._running[-1][0] == name:
+                self._running.pop()
+            self._turn(self.block)
+
+        return leave
+
+    def _turn(self, block: str) -> None:
+        if self._blocks[-1] != block:
+            self._since.append(_next_node())
+            self._blocks.append(block)
+
+    @property
+    def block(self) -> str:
+        """The block that runs: that of the innermost module, or in backward that of the node's forward."""
+        if self._running:
+            return self._running[-1][1]
+        if self.phase is Phase.FORWARD:
+            return ""
+        node: Any = torch._C._current_autograd_node()  # None between nodes, whatever its annotation says
+        if node is None:
+            return ""
+        number = node._sequence_nr()
+        if number >= _next_node():  # accumulation into .grad: part of what ran before it
+            return self.ops[-1].block if self.ops else ""
+        return self._blocks[bisect_right(self._since, number) - 1]
+
+    @property
+    def module(self) -> str:
+        """The innermost module that runs, of those that own parameters or are blocks."""
+        return self._running[-1][0] if self._running else ""
+
+    def begin_backward(self) -> None:
+        """Forward and loss are done."""
+        self._running.clear()
+        self.phase = Phase.BACKWARD
+        self.backward_begins = len(self.ops)
+
+    # What is there before the step, and what comes of it.
+
+    def source(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
+        """``tensor`` is a parameter, buffer or input."""
+        self.roots.add(tensor, source=kind, name=name)
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` is complete; it is noted and taken off."""
+        made = parameter.grad
+        if made is None:
+            return
+        number = self._number(made)
+        root = self.roots.made[number].root
+        root.gradient = root.source is None
+        if self.ops:
+            self.ops[-1].gradients.append((self._number(parameter), number))
+        parameter.grad = None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For ``saved_tensors_hooks``: a handle that keeps no storage alive."""
+        plain = type(tensor) in (FakeTensor, nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
+        handle = self.roots.pack(tensor, with_values=not is_fake(tensor)) if plain else None
+        if handle is None:
+            return tensor if tensor.grad_fn is None else tensor.detach()
+        return handle
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """For ``saved_tensors_hooks``: a tensor that stands for what was saved."""
+        if not isinstance(packed, Handle):
+            kept: torch.Tensor = packed
+            return kept
+        if packed.values is not None:
+            with _disable_current_modes():
+                tensor = packed.restored()
+        else:
+            self._quiet = True
+            try:
+                tensor = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=self._device)
+            finally:
+                self._quiet = False
+        self.roots.alias(tensor, packed)
+        return tensor
+
+    # Ops.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))] if kwargs else tensors_in(args)
+        # Deaths up to here came after the op before; what follows belongs to this one.
+        self.roots.now = len(self.ops)
+        # What a lifted constant is lifted from lies on the host: no source of the step.
+        lifted = func in LIFTS
+        numbers = () if lifted else tuple(dict.fromkeys([self._number(t) for t in inputs]))
+        result = self._run(func, args, kwargs, inputs)
+        outputs = tensors_in(result)
+        if self._is_silent(func, outputs):
+            self.roots.now = max(len(self.ops) - 1, 0)
+            return result
+        made = tuple(dict.fromkeys([self._output(t, lifted or is_view(func)) for t in outputs]))
+        work = self.works.add(func, args, kwargs, result)
+        self.ops.append(RawOp(work, numbers, made, self._noted_block(), self.phase))
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see device/ledger.py: torch would wrap the method above in a switch that is not needed here
+
+    def _noted_block(self) -> str:
+        block = self.block
+        if self.phase is Phase.BACKWARD:
+            # A recomputation inside backward makes nodes of its own, which belong to the block that is recomputed.
+            self._turn(block)
+        return block
+
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+        try:
+            return self.values.run(func, args, kwargs, inputs)
+        except Unknown:
+            where = f"in {self.module}" if self.module else "outside the model's blocks"
+            raise CaptureFailed(
+                f"the model's forward depends on the values of a tensor: {func} {where} asks for what follows from "
+                f"floats and is not known without computing it; control flow may follow from integers (token ids, "
+                f"masks, routes)"
+            ) from None
+        except Exception:
+            if not self.op_failed:
+                self.op_failed = str(func)
+            raise
+
+    def _is_silent(self, func: Any, outputs: list[torch.Tensor]) -> bool:
+        """Ops that make nothing new: another Python object for a tensor that is known, a question about shapes."""
+        if not outputs:
+            return func is not aten._local_scalar_dense.default
+        return is_view(func) and all(self.roots.knows(t) for t in outputs)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """The number of an op's argument."""
+        if self.roots.find(tensor) is None:
+            # Neither parameter, buffer nor input, and no op made it: a tensor that some module keeps to itself.
+            return self.roots.add(tensor, source=Kind.BUFFER, name=f"constant {len(self.roots.roots)}").base
+        return self.roots.number(tensor)
+
+    def _output(self, tensor: torch.Tensor, takes_nothing: bool) -> int:
+        if self.roots.find(tensor) is None:
+            # A lifted constant (``torch.tensor(3.0)``) is in no device's account.
+            return self.roots.add(tensor, nbytes=0 if takes_nothing else None).base
+        return self.roots.number(tensor)
+
+
+def _next_node() -> int:
+    """The sequence number that autograd will give to the next node it makes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

@@ -1,0 +1,222 @@
+"""Integers are real, floats are fake: the values that a model's control flow may ask for while nothing is computed.
+
+Token ids, masks, positions and what follows from them are ordinary tensors here, and ops on nothing but them run for
+real; so do ops on small floats that follow from integers alone. Parameters, float inputs and everything that they
+touch are fake. Which experts a router picks depends on floats that nobody has; it is taken as balanced.
+
+That integers are no fakes also lets libraries take the path that they take in training: transformers builds other
+attention masks for a ``FakeTensor`` than for a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from forebay.profiler.roots import Roots
+from forebay.profiler.work import is_view, tensors_in
+
+__all__ = ["LIFTS", "Unknown", "Values", "is_fake"]
+
+aten = torch.ops.aten
+
+LARGEST_FLOAT = 1 << 20
+"""Elements: floats that follow from integers are real up to this size. Larger ones are masks, which decide nothing."""
+LARGEST_INTEGER = 1 << 28
+"""Bytes: integers are real up to this size."""
+
+LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
+"""Ops through which ``torch.tensor(3)`` enters a step."""
+
+_FILLS: Mapping[str, int] = MappingProxyType(
+    {"zeros_like": 0, "new_zeros": 0, "empty_like": 0, "new_empty": 0, "ones_like": 1, "new_ones": 1}
+)
+# Ops that pick among floats: the dimension's argument place (None: the last dimension), and its default.
+_PICKS: Mapping[str, tuple[int | None, int]] = MappingProxyType(
+    {
+        "topk": (2, -1),
+        "sort": (1, -1),
+        "argmax": (1, 0),
+        "argmin": (1, 0),
+        "max": (1, 0),
+        "min": (1, 0),
+        "kthvalue": (2, -1),
+        "median": (1, 0),
+        "mode": (1, -1),
+        "multinomial": (None, -1),
+    }
+)
+
+
+@final
+class Unknown(Exception):
+    """An op asks for values that are not known."""
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+@final
+class Values:
+    """Runs ops under a ``FakeTensorMode``, for real where all values are known and may be asked for.
+
+    ``balanced`` says whether routes had to be made up.
+    """
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+        self.balanced = False
+
+    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+        """The result of an op, its tensors real or fake. Raises ``Unknown`` where it cannot be told."""
+        if all(self._is_known(tensor) for tensor in inputs):
+            return self._run_known(func, args, kwargs, bool(inputs))
+        if _asks_values(func, args):
+            return self._answer(func, args)
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        name = func.overloadpacket.__name__
+        result = _grouped_mm(args, kwargs) if _is_unknown_to_torch(func, args) else func(*args, **kwargs)
+        if name in _FILLS and not result.is_floating_point() and _is_wanted(result):
+            with _disable_current_modes():
+                like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+                return like.fill_(_FILLS[name])
+        return self._with_picks(name, args, result) if name in _PICKS else result
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        if is_fake(tensor):
+            return False
+        found = self._roots.find(tensor)
+        return found is None or found[0].trusted
+
+    def _run_known(self, func: Any, args: Any, kwargs: Any, has_inputs: bool) -> Any:
+        at_once = _asks_values(func, args) or func._schema.is_mutable or func in LIFTS
+        if not at_once and not (has_inputs and is_view(func)):
+            # Under fake tensors first: what comes out may be too large to be worth its values.
+            result = func(*args, **kwargs)
+            outputs = tensors_in(result)
+            if not outputs or not all(map(_is_wanted, outputs)):
+                return result
+        with _disable_current_modes():
+            real = func(*args, **kwargs)
+            if "empty" in func.overloadpacket.__name__ and isinstance(real, torch.Tensor):
+                real.zero_()  # the same in every run
+            return real
+
+    def _answer(self, func: Any, args: Any) -> Any:
+        """The result of an op whose size depends on a mask, and only on it, that is known."""
+        if func is aten.masked_select.default and self._is_known(args[1]):
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            with _disable_current_modes():
+                count = int(args[1].expand(shape).sum())
+            return args[0].new_empty((count,))
+        if func is not aten.index.Tensor:
+            raise Unknown
+        places: list[torch.Tensor | None] = []
+        for index in args[1]:
+            if index is None or not _is_mask(index):
+                places.append(index)
+                continue
+            if not self._is_known(index):
+                raise Unknown
+            with _disable_current_modes():
+                places.extend(index.nonzero(as_tuple=True))
+        result: torch.Tensor = func(args[0], places)
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An op in place that is given unknown values: real tensors that it writes to are worth nothing any more."""
+        targets = [
+            tensor
+            for argument, value in _bound(func, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors_in(value)
+        ]
+        result = func(*args, **kwargs)
+        for target in targets:
+            found = None if is_fake(target) else self._roots.find(target)
+            if found is not None:
+                found[0].trusted = False
+        if len(targets) == 1 and isinstance(result, torch.Tensor):
+            return targets[0]
+        return result
+
+    def _with_picks(self, name: str, args: Any, result: Any) -> Any:
+        """``result`` with balanced indices: row i takes (i * k + j) mod n for its j-th pick among n."""
+        indices = tensors_in(result)[-1]
+        place, default = _PICKS[name]
+        source = args[0]
+        dim = default if place is None or len(args) <= place or args[place] is None else args[place]
+        if indices.is_floating_point() or source.dim() == 0 or isinstance(dim, bool | torch.Tensor):
+            return result
+        self.balanced = True
+        n = max(int(source.shape[dim]), 1)
+        with _disable_current_modes():
+            picks = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype, device=indices.device)
+            if indices.dim() == source.dim():
+                rows = picks.movedim(dim, -1)  # a whole row (k = n) comes out as 0, 1, 2 ...
+                rows.copy_((torch.arange(picks.numel()) % n).reshape(rows.shape))
+            else:
+                picks.copy_((torch.arange(picks.numel()) % n).reshape(picks.shape))
+        if isinstance(result, torch.Tensor):
+            return picks
+        return type(result)([*result[:-1], picks]) if type(result) in (list, tuple) else (*result[:-1], picks)
+
+
+def _asks_values(func: Any, args: Any) -> bool:
+    """Whether the shape or the Python value that ``func`` returns depends on the values of its arguments."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    return func is not aten.index.Tensor or any(i is not None and _is_mask(i) for i in args[1])
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_wanted(tensor: torch.Tensor) -> bool:
+    """Whether the values of ``tensor`` are worth their memory."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.numel() <= LARGEST_FLOAT
+    return tensor.nbytes <= LARGEST_INTEGER
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """The arguments of ``func``'s schema with the values given."""
+    schema = func._schema.arguments
+    pairs = list(zip(schema, args, strict=False))
+    pairs.extend((argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs)
+    return pairs
+
+
+def _is_unknown_to_torch(func: Any, args: Any) -> bool:
+    return func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16
+
+
+def _grouped_mm(args: Any, kwargs: Any) -> torch.Tensor:
+    """The fake result of ``_grouped_mm``, of which torch's own (2.13) knows bfloat16 only; kernels take others too.
+
+    (rows, k) by (groups, k, n) gives (rows, n), (m, rows) by (rows, n) gives (groups, m, n), three dimensions each
+    are a batched product. Rows are padded to a multiple of 16 bytes, as in
+    ``aten/src/ATen/native/GroupedMMUtils.h``.
+    """
+    a, b = args[0], args[1]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    dtype = kwargs.get("out_dtype") or a.dtype
+    if a.dim() == 2 and b.dim() == 2:
+        shape = (offsets.shape[0], a.shape[0], b.shape[1])
+    else:
+        shape = (*a.shape[:-1], b.shape[-1])
+    unit = 16 // dtype.itemsize
+    row = (shape[-1] + unit - 1) // unit * unit
+    stride = (shape[-2] * row, row, 1) if len(shape) == 3 else (row, 1)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)

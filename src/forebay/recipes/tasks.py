@@ -1,0 +1,176 @@
+"""Any model that a name, a configuration or a function stands for, on the meta device, with a batch to match."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.errors import ConfigError, ModelError
+from forebay.recipes.causal_lm import ModelSource, build_as, find, read_config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Sample", "sample"]
+
+FACTORIES = (
+    ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+)
+"""The transformers factories that a configuration may be for, in the order in which they are asked."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model without memory for its parameters, and a batch of the shape that it will be trained on.
+
+    ``seq`` is the length of a sequence as it was used; None for a model that has none (images), and for a function
+    that brings its own batch.
+    """
+
+    name: str
+    model: nn.Module
+    batch: Any
+    seq: int | None
+
+
+def sample(name: str, *, batch: int, seq: int, dtype: str) -> Sample:
+    """The model that ``name`` stands for, with a batch of ``batch`` sequences of ``seq`` tokens.
+
+    ``name`` is a recipe, a folder with a config.json, a config.json, or ``package.module:function``. The function is
+    called without arguments inside ``torch.device("meta")`` and returns ``(model, batch)``, or a model of
+    transformers alone, for which the batch is made here. An encoder-decoder reads and writes ``seq`` tokens each; an
+    image classifier takes ``batch`` images of its own size.
+
+    Raises ``ModelError`` when there is no such model or it cannot be built, ``ConfigError`` when ``seq`` is more than
+    its positions.
+    """
+    if ":" in name and not Path(name).exists():
+        return _from_function(name, batch, seq, dtype)
+    source = find(name)
+    config = read_config(source)
+    model = build_as(source, dtype, _factory(source, config), config)
+    _mind_untied(source, model)
+    made, used = _batch_for(model, name, batch, seq)
+    return Sample(name, model, made, used)
+
+
+def _factory(source: ModelSource, config: Any) -> str:
+    from transformers.models.auto import modeling_auto
+
+    for factory, names in FACTORIES:
+        if config.model_type in getattr(modeling_auto, names):
+            return factory
+    raise ModelError(
+        f"{source.name} is a {config.model_type}: neither a causal language model nor an encoder-decoder nor an image "
+        f"classifier; write a function that returns (model, batch) and give it as package.module:function"
+    )
+
+
+def _mind_untied(source: ModelSource, model: nn.Module) -> None:
+    """Gives the head a weight of its own where the configuration asks for one.
+
+    transformers 5 ties the head of every T5 until it loads weights that differ; the configuration knows beforehand.
+    """
+    from torch import nn
+
+    whole: Any = model
+    head = whole.get_output_embeddings()
+    if head is None or _content(source.config).get("tie_word_embeddings") is not False:
+        return
+    if head.weight is whole.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+
+
+def _content(config: Mapping[str, Any] | Path) -> Mapping[str, Any]:
+    if isinstance(config, Path):
+        import json
+
+        found = json.loads(config.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return config
+
+
+def _batch_for(model: nn.Module, name: str, batch: int, seq: int) -> tuple[dict[str, torch.Tensor], int | None]:
+    import torch
+
+    config: Any = model.config
+
+    def tokens(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device="meta")
+
+    if model.main_input_name == "pixel_values":
+        height, width = _pair(config.image_size)
+        dtype = next(model.parameters()).dtype
+        pixels = torch.zeros(batch, config.num_channels, height, width, dtype=dtype, device="meta")
+        return {"pixel_values": pixels, "labels": tokens(batch)}, None
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and seq > longest:
+        raise ConfigError(f"--seq {seq} is longer than the {longest} positions of {name}; lower --seq")
+    return {"input_ids": tokens(batch, seq), "labels": tokens(batch, seq)}, seq
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _from_function(name: str, batch: int, seq: int, dtype: str) -> Sample:
+    import torch
+    from torch import nn
+
+    function = _find_function(name)
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        # The function is the user's: whatever it raises is an answer to them and not a fault of ours.
+        raise ModelError(f"{name} failed on the meta device: {type(error).__name__}: {_first_line(error)}") from error
+    if isinstance(made, nn.Module):
+        if not _is_transformers(made):
+            raise ModelError(
+                f"{name} returned a {type(made).__name__} alone, and forebay knows the inputs of transformers models "
+                f"only; return (model, batch), batch being what the model's forward is called with"
+            )
+        model = made.to(getattr(torch, dtype)).train()
+        return Sample(name, model, *_batch_for(model, name, batch, seq))
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ModelError(
+            f"{name} must return a model, or (model, batch) with batch being what its forward is called with (a dict "
+            f"or a tuple of tensors); it returned a {type(made).__name__}"
+        )
+    return Sample(name, made[0].train(), made[1], None)
+
+
+def _find_function(name: str) -> Any:
+    where, _, attribute = name.partition(":")
+    # A module of the folder that the command is run in counts, as it does for ``python -m``.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(where)
+    except Exception as error:
+        raise ModelError(f"cannot import {where} for {name}: {type(error).__name__}: {_first_line(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ModelError(f"{where} has no function {attribute!r}; a model is given as package.module:function")
+    return function
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is None:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:300]

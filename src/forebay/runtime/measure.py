@@ -1,0 +1,187 @@
+"""What a session measured: compute by block and phase, steps, and the events of every lane.
+
+A compute event lasts from the moment at which the host begins a block to the moment at which it begins the next one.
+What that leaves out, and what stays approximate:
+
+- The wait for a block's bytes lies between two events: it is a stall, not compute.
+- Outside of all blocks the name is empty; a piece of that kind under ``SHORTEST`` seconds is not recorded.
+- In backward the first saved tensor of another block that autograd unpacks begins that block. Ops that saved nothing
+  (an addition between two blocks) count to the block whose backward came before them.
+- The clock is the host's. On a device that computes on its own, an event says when its kernels were issued; over a
+  whole step the difference evens out, since the host waits for the device where it reads a loss or a gradient.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import final
+
+from forebay.device.base import Device
+from forebay.timeline import Event, Lane
+from forebay.trace import Block
+
+__all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "Measurement", "Phase", "Whereabouts"]
+
+EVENT_LIMIT = 200_000
+"""Events that a session remembers; older steps are forgotten first."""
+
+SHORTEST = 20e-6
+"""Seconds: less than this between two blocks is what it costs to look, not compute."""
+
+FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
+
+
+class Phase(Enum):
+    """What the model is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CLOSED = "closed"
+
+
+@final
+class Whereabouts:
+    """What is running now, in words, for whoever must say it in a message. Holds no reference to the model."""
+
+    def __init__(self) -> None:
+        self.block = ""
+        self.phase = Phase.IDLE
+
+    def __call__(self) -> str:
+        return f"block {self.block} in {self.phase.value}: " if self.block else ""
+
+
+@final
+class Measurement:
+    """The events of a session, the seconds of its steps, and what the compute lane is doing now."""
+
+    def __init__(self, device: Device, whereabouts: Whereabouts) -> None:
+        self._device = device
+        self._whereabouts = whereabouts
+        self._events: deque[Event] = deque(maxlen=EVENT_LIMIT)
+        self._verb = ""
+        self._block = ""
+        self._start = 0.0
+        # Blocks whose forward is running, innermost last.
+        self._inside: list[str] = []
+        self._first_step: float | None = None
+        self._step: float | None = None
+        self.step_seconds: list[float] = []
+
+    # Compute.
+
+    def begin(self, verb: str, block: str = "") -> None:
+        """A phase begins: ``forward`` or ``backward``, in ``block``."""
+        self.end()
+        self._inside.clear()
+        self._verb, self._block, self._start = verb, block, self._device.now()
+
+    def end(self) -> None:
+        """The phase that was under way, if any, ends."""
+        if self._verb:
+            self._close(self._device.now())
+        self._verb = ""
+
+    @property
+    def block(self) -> str:
+        """The block that computes now, "" outside of all."""
+        return self._block if self._verb else ""
+
+    def now(self) -> float:
+        """Seconds on the clock of the events."""
+        return self._device.now()
+
+    def waited(self, since: float) -> None:
+        """Since then compute may have waited for bytes: a wait is a stall, and no part of what computes."""
+        if self._verb:
+            now = self._device.now()
+            if now - since >= SHORTEST:
+                self._close(since)
+                self._start = now
+
+    def opening(self, block: Block) -> float:
+        """The module of ``block`` is called and its parameters are still to come; returns the time, in seconds."""
+        self._whereabouts.block = block.name
+        return self._device.now()
+
+    def enter(self, block: Block, since: float) -> None:
+        """The parameters of ``block`` are there and its forward begins; nothing has computed since ``since``."""
+        if block.held:
+            return  # not what encloses other blocks computes, but they and what lies between them
+        if self._verb == FORWARD:
+            self._inside.append(block.name)
+            self._go_to(block.name, since)
+        elif self._verb == BACKWARD:
+            self._go_to(block.name, since)  # a model that checkpoints itself: its recomputation is part of backward
+
+    def leave(self, block: Block) -> None:
+        """The forward of ``block`` ended; what encloses it goes on."""
+        if self._verb == FORWARD and self._inside and self._inside[-1] == block.name:
+            self._inside.pop()
+            self._go_to(self._inside[-1] if self._inside else "", None)
+
+    def unpacked(self, block: str) -> None:
+        """Backward reads what the forward of ``block`` saved."""
+        if self._verb == BACKWARD and block != self._block:
+            self._go_to(block, None)
+
+    def recompute(self, block: str) -> None:
+        """From here on ``block`` is computed again for its backward."""
+        if self._verb == BACKWARD:
+            if block == self._block and self._device.now() - self._start < SHORTEST:
+                self._verb = RECOMPUTE  # all that happened in it so far was to look up the inputs
+            else:
+                self._turn(RECOMPUTE, block)
+
+    def recomputed(self) -> None:
+        """The block has been computed again; its backward goes on."""
+        if self._verb == RECOMPUTE:
+            self._turn(BACKWARD, self._block)
+
+    def _go_to(self, block: str, since: float | None) -> None:
+        now = self._device.now()
+        self._close(now if since is None else since)
+        self._block, self._start = block, now
+        self._whereabouts.block = block
+
+    def _turn(self, verb: str, block: str) -> None:
+        self._go_to(block, None)
+        self._verb = verb
+
+    def _close(self, end: float) -> None:
+        if self._block:
+            what = f"{self._verb} {self._block}"
+        elif end - self._start < SHORTEST:
+            return
+        else:
+            what = self._verb
+        self._device.record(Event(Lane.COMPUTE, self._start, max(self._start, end), 0, what))
+
+    # Steps.
+
+    def begin_pass(self) -> None:
+        """A training forward begins, the first of its step or a later one."""
+        now = self._device.now()
+        if self._first_step is None:
+            self._first_step = now
+        if self._step is None:
+            self._step = now
+
+    def end_step(self) -> None:
+        """The optimizer's step is done."""
+        if self._step is not None:
+            self.step_seconds.append(self._device.now() - self._step)
+            self._step = None
+        self.collect()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first training forward began."""
+        return 0.0 if self._first_step is None else self._device.now() - self._first_step
+
+    def collect(self) -> tuple[Event, ...]:
+        """Every event so far, in the order of their start within each step."""
+        self._events.extend(self._device.drain_events())
+        return tuple(self._events)

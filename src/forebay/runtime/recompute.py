@@ -1,0 +1,184 @@
+"""Blocks whose activations are dropped in forward and made again in backward.
+
+torch's non-reentrant checkpoint, driven from a forward pre-hook and a forward hook as
+``torch.distributed._composable.checkpoint_activation`` does it: module and forward stay as they are. Random number
+generators and autocast are restored, and the recomputation stops as soon as it has made what backward needs. The order
+of things inside one call of a block's module is
+
+    parameters exposed, region opened, the user's pre-hooks, forward, region closed, the user's hooks, parameters hidden
+
+so that what the region replays begins with the arguments that the caller gave, and the checkpoint's saved-tensor hooks
+are the innermost ones in between. The recomputation is an ordinary call of the module: it exposes and hides
+the parameters again, and what it saves of them holds a lease of the slot until backward has read it.
+
+A block inside a checkpoint of the model's own is left to that one: its hooks are the innermost then. A checkpoint
+inside the block nests: same numbers, but the block is computed once more; choose one of the two.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+from torch.utils.hooks import RemovableHandle
+
+from forebay.runtime.saved import SavedTensors
+
+__all__ = ["Recomputation"]
+
+Around = Callable[[str, Callable[[], Any]], None]
+Region = Generator[None, None, None]
+
+CACHES = frozenset({"layer_past", "past_key_value", "past_key_values"})
+"""Arguments that a layer's forward changes: it appends its keys and values to them."""
+
+
+@final
+class Recomputation:
+    """The regions of one model whose activations are recomputed.
+
+    ``around`` is called in backward with the block's name and the function that computes it again.
+    """
+
+    def __init__(self, saved: SavedTensors, around: Around) -> None:
+        self._saved = saved
+        self._around = around
+        # Modules whose forward is running, innermost last, each with its region (None: not recomputed this time).
+        self._open: list[tuple[nn.Module, Region | None]] = []
+
+    def attach(self, block: str, module: nn.Module) -> list[RemovableHandle]:
+        """Puts the hooks on ``module``. To be followed by the pre-hook that exposes its parameters, prepended."""
+        accepted = inspect.signature(module.forward).parameters
+        caches = {name: place for place, name in enumerate(accepted) if name in CACHES}
+        before = partial(self._before, block, caches)
+        return [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            # always_call: an exception in forward must take the saved-tensor hooks off too.
+            module.register_forward_hook(self._after, prepend=True, always_call=True),
+        ]
+
+    def abandon(self) -> None:
+        """Closes what an interrupt left open, the innermost first: saved-tensor hooks are a stack."""
+        while self._open:
+            _, region = self._open.pop()
+            if region is not None:
+                region.close()
+
+    def _before(self, block: str, caches: Mapping[str, int], module: nn.Module, args: Any, kwargs: Any) -> None:
+        region = None
+        if torch.is_grad_enabled() and self._saved.innermost():
+            region = self._region(block, module, _rewindable(args, kwargs, caches))
+            next(region)
+        self._open.append((module, region))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._open or self._open[-1][0] is not module:
+            return  # its pre-hook did not come as far as opening
+        _, region = self._open.pop()
+        if region is not None:
+            # Ends the region after a forward that failed, too; the graph that would be recomputed is gone with it.
+            next(region, None)
+
+    def _region(self, block: str, module: nn.Module, arguments: tuple[Any, Any]) -> Region:
+        leaves, spec = tree_flatten(arguments)
+        # As positions, keyword arguments included: those go through the saved-tensor hooks around the region, and
+        # their devices are the ones whose random number generators are restored.
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[i] for i in places]
+        for i in places:
+            leaves[i] = None
+
+        def again(*unpacked: torch.Tensor) -> None:
+            filled = list(leaves)
+            for i, tensor in zip(places, unpacked, strict=True):
+                filled[i] = tensor
+            args, kwargs = _rewound(tree_unflatten(filled, spec))
+            self._around(block, lambda: _call(module, args, kwargs))
+
+        region: Region = _checkpoint_without_reentrant_generator(
+            again, True, noop_context_fn, "default", False, True, *tensors
+        )
+        return region
+
+
+def _call(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Runs the module; its buffers (running means, counts) stay as the first forward left them."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    if buffers:
+        functional_call(module, buffers, args, kwargs)
+    else:
+        module(*args, **kwargs)
+
+
+# Caches. A layer appends to its cache, so that running it a second time needs the cache as it was before the first.
+
+
+@final
+class _Cache:
+    """A cache as it was: its structure copied, its tensors remembered and not kept. Keeping them would keep the keys
+    and values of every layer, which is what the recomputation is there to avoid; a layer reads its own only."""
+
+    def __init__(self, cache: object) -> None:
+        with _Weaken():
+            self._copy = copy.deepcopy(cache)
+
+    def value(self) -> Any:
+        """The cache again. A tensor that is gone is a tensor without values, which no computation passes for one."""
+        return copy.deepcopy(self._copy)
+
+
+@final
+class _Remembered:
+    """The place of a tensor in a ``_Cache``."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._absent = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        tensor = self._tensor()
+        return self._absent if tensor is None else tensor
+
+
+@final
+class _Weaken(TorchFunctionMode):
+    """Makes a deep copy remember tensors in the place of copying them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return _Remembered(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _rewindable(args: Any, kwargs: Any, caches: Mapping[str, int]) -> tuple[Any, Any]:
+    """The arguments, with a ``_Cache`` in the place of every cache."""
+    held, named = list(args), dict(kwargs)
+    for name, place in caches.items():
+        if name in named:
+            named[name] = _remember(named[name])
+        elif place < len(held):
+            held[place] = _remember(held[place])
+    return tuple(held), named
+
+
+def _remember(value: object) -> object:
+    # Tuples of tensors, as older models have them, cannot be changed; tensors in them are ordinary arguments.
+    return value if value is None or isinstance(value, torch.Tensor | tuple) else _Cache(value)
+
+
+def _rewound(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+    args, kwargs = arguments
+    return (
+        tuple(a.value() if isinstance(a, _Cache) else a for a in args),
+        {n: a.value() if isinstance(a, _Cache) else a for n, a in kwargs.items()},
+    )

@@ -1,0 +1,76 @@
+"""When the byte ledger of the ``cpu`` device looks at what a step makes, and when it rests.
+
+The ledger sees every op, which costs some microseconds each: 3 % of a small model's step. Steps on batches of one
+shape make the same storages, so where no parameter is ever away (nothing is streamed) most of them need not be seen
+again. Where parameters come and go every step is seen, because the same mode also refuses a stray use of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from forebay.errors import ConfigError
+
+__all__ = ["Vigil", "VigilPolicy", "batch_shape"]
+
+
+@dataclass(frozen=True)
+class VigilPolicy:
+    """Which steps on batches of one shape are seen: the ``first`` ones, then one in ``every``."""
+
+    first: int = 2
+    every: int = 16
+
+    def __post_init__(self) -> None:
+        if self.first < 1 or self.every < 1:
+            raise ConfigError(f"a vigil needs first and every to be 1 or more, got {self.first} and {self.every}")
+
+
+@final
+class Vigil:
+    """Counts passes by the shape of their batch and says which are seen.
+
+    All training passes of one step are treated alike: a gradient that an unseen pass has left is in no account. Only
+    a shape that was never seen wakes the ledger in the middle of a step. An evaluation pass stands for itself.
+    """
+
+    def __init__(self, policy: VigilPolicy) -> None:
+        self._policy = policy
+        self._seen: dict[Hashable, int] = {}
+        self._awake = True
+        self._in_step = False
+
+    def begins(self, shape: Hashable, *, training: bool) -> bool:
+        """A pass on a batch of ``shape`` begins; returns whether it is seen."""
+        if not training:
+            return self._counts((shape, training))
+        if not self._in_step:
+            self._in_step = True
+            self._awake = self._counts((shape, training))
+        elif (shape, training) not in self._seen:
+            self._awake = self._counts((shape, training))
+        return self._awake
+
+    def _counts(self, key: Hashable) -> bool:
+        before = self._seen.get(key, 0)
+        self._seen[key] = before + 1
+        return before < self._policy.first or before % self._policy.every == 0
+
+    def step_ended(self) -> None:
+        """The next pass is the first of another step."""
+        self._in_step = False
+
+
+def batch_shape(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
+    """What two passes must have in common to make the same storages: shapes, dtypes, plain values, structure."""
+    leaves, structure = tree_flatten((args, dict(kwargs)))
+    described = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return str(structure), described

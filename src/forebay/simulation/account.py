@@ -1,0 +1,76 @@
+"""Bytes of every tier and kind while a program plays. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import final
+
+from forebay.memory import Kind, Tier, TierUsage
+from forebay.program import Action, Change, Program
+
+__all__ = ["DeviceAccount", "standing_usages"]
+
+
+@final
+class DeviceAccount:
+    """The device's bytes: what stands, what actions leave or free, and what the running compute adds for a while.
+
+    Gives the same account as a ``memory.Ledger`` without a limit, for actions instead of tensors.
+    """
+
+    def __init__(self, standing: Mapping[Kind, int]) -> None:
+        self._live = dict.fromkeys(Kind, 0)
+        self._live.update(standing)
+        self._total = self._peak = sum(self._live.values())
+        self._at_peak = dict(self._live)
+
+    def begin(self, action: Action) -> None:
+        """Compute starts: until it ends, the device holds ``action.peak`` bytes more at most."""
+        if self._total + action.peak > self._peak:
+            self._peak = self._total + action.peak
+            self._at_peak = self._with(action)
+
+    def apply(self, changes: tuple[Change, ...]) -> None:
+        """An action ended."""
+        live = self._live
+        for change in changes:
+            live[change.kind] += change.nbytes
+            self._total += change.nbytes
+
+    def mark(self, running: Action | None) -> None:
+        """All that ends at this instant has been applied; ``running`` is the compute that goes on."""
+        total = self._total + (running.peak if running is not None else 0)
+        if total > self._peak:
+            self._peak = total
+            self._at_peak = dict(self._live) if running is None else self._with(running)
+
+    def usage(self) -> TierUsage:
+        """The account of this moment."""
+        return TierUsage(Tier.DEVICE, None, self._total, self._peak, MappingProxyType(dict(self._at_peak)))
+
+    def _with(self, action: Action) -> dict[Kind, int]:
+        """What is live and ``action.peak`` more, by kind.
+
+        What the action leaves behind counts as what it is, as far as the peak has room for it; the rest of the peak
+        is gone again when it ends, and that is what a temporary is.
+        """
+        live, room = dict(self._live), action.peak
+        for change in action.changes:
+            if change.nbytes > 0:
+                counted = min(change.nbytes, room)
+                live[change.kind] += counted
+                room -= counted
+        live[Kind.TEMPORARY] += room
+        return live
+
+
+def standing_usages(program: Program) -> tuple[TierUsage, ...]:
+    """The accounts of the tiers beside the device: arenas and files, which are there all the time."""
+    usages = []
+    for tier in (Tier.HOST, Tier.PINNED, Tier.DISK):
+        kinds = dict.fromkeys(Kind, 0) | dict(program.standing.get(tier, {}))
+        total = sum(kinds.values())
+        if total or tier is not Tier.PINNED:  # like the runtime's: no account of what is not used
+            usages.append(TierUsage(tier, None, total, total, MappingProxyType(kinds)))
+    return tuple(usages)

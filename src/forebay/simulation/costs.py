@@ -1,0 +1,199 @@
+"""Seconds of one thing alone on a machine: an op, a range of ops, an action. No torch.
+
+An op costs what was measured for its signature, else what a roofline says (Williams, Waterman and Patterson,
+"Roofline", CACM 52(4), 2009): arithmetic and memory traffic overlap, so the slower of the two counts, and no op is
+faster than its launch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import final
+
+from forebay.errors import ConfigError
+from forebay.machine import Disk, Machine
+from forebay.program import Action, Verb
+from forebay.timeline import Lane
+from forebay.trace import Trace, Work
+
+__all__ = ["ADD_TRAFFIC", "VIEW_SHARE", "Cost", "Costs", "Source"]
+
+VIEW_SHARE = 0.5
+"""A view starts no kernel and moves no bytes; the host still dispatches it, which is about half of what the smallest
+real op costs there (torch 2.13 on a CPU: a view 0.9 to 1.1 us, a multiplication of 64 elements 1.1, adding a number
+2.9)."""
+
+ADD_TRAFFIC = 3
+"""Bytes of host memory that adding a gradient's byte to what has landed before reads (two) and writes (one)."""
+
+_SUBSTITUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bfloat16": ("float16", "tf32", "float32"),
+        "float16": ("bfloat16", "tf32", "float32"),
+        "float32": ("tf32", "float64"),
+        "tf32": ("float32",),
+        "float64": ("float32",),
+        "complex64": ("float32",),
+        "complex128": ("float64", "float32"),
+        "float8_e4m3fn": ("float8_e5m2", "bfloat16", "float16", "float32"),
+        "float8_e5m2": ("float8_e4m3fn", "bfloat16", "float16", "float32"),
+    }
+)
+"""Where a machine states no rate for a dtype: whose rate is taken, nearest first. After these the slowest stated."""
+
+
+class Source(StrEnum):
+    """Where the seconds of an op are from."""
+
+    MEASURED = "measured"  # the op ran on the machine, with these shapes
+    ROOFLINE = "roofline"  # from rates of the machine
+    HOST = "host"  # a view: no kernel, only what the host needs to dispatch it
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of an op that runs alone, and where they are from. ``note`` says whose rate stood in, if one did."""
+
+    seconds: float
+    source: Source
+    note: str = ""
+
+
+@final
+class Costs:
+    """What the ops of ``trace`` and the actions of its programs take on ``machine``, each alone.
+
+    On a ``cpu`` machine every op has ``watch_seconds`` more: there forebay's own ledger sees each of them.
+    """
+
+    def __init__(self, trace: Trace, machine: Machine) -> None:
+        self.trace = trace
+        self.machine = machine
+        self._rates: dict[str, tuple[float, str]] = {}
+        self._works = tuple(self._cost(work) for work in trace.works)
+        self._seconds = _Sums(trace, [c.seconds for c in self._works])
+        self._measured = _Sums(trace, [c.seconds if c.source is Source.MEASURED else 0.0 for c in self._works])
+        self._arithmetic = _Sums(trace, [w.flops / self._rate(w.dtype)[0] if w.flops else 0.0 for w in trace.works])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which rates stood in for others, in words."""
+        return tuple(note for _, note in self._rates.values() if note)
+
+    @property
+    def arithmetic_seconds(self) -> float:
+        """Seconds of the trace's floating-point operations at the machine's stated rates, and nothing else: no
+        schedule computes one micro-batch faster."""
+        return self._arithmetic.total
+
+    @property
+    def measured_share(self) -> float:
+        """Share of the trace's op seconds, 0 to 1, that was measured and not worked out from rates."""
+        return self._measured.total / self._seconds.total if self._seconds.total else 0.0
+
+    def work(self, index: int) -> Cost:
+        """The cost of ``trace.works[index]``."""
+        return self._works[index]
+
+    def ops(self, first: int, last: int) -> float:
+        """Seconds of the ops with the numbers ``first`` to ``last`` (not included), one after the other."""
+        return self._seconds.between(first, last)
+
+    def action(self, action: Action) -> float:
+        """Seconds of ``action`` with its lane, and all that the lane shares, to itself.
+
+        Raises ``ConfigError`` for an action on a disk that the machine does not have.
+        """
+        nbytes, machine = action.nbytes, self.machine
+        match action.verb:
+            case Verb.COMPUTE:
+                return self._seconds.between(*action.ops)
+            case Verb.FETCH:
+                return machine.h2d.seconds(nbytes)
+            case Verb.LAND:
+                return machine.d2h.seconds(nbytes)
+            case Verb.ACCUMULATE:
+                # Copy and sum are jobs of one lane: the one staging buffer keeps them one after the other.
+                return machine.d2h.seconds(nbytes) + ADD_TRAFFIC * nbytes / machine.host_bandwidth
+            case Verb.UPDATE:
+                if action.lane is Lane.COMPUTE:
+                    return max(nbytes / machine.device_bandwidth, machine.launch_seconds)
+                return nbytes / machine.update_rate
+            case Verb.READ:
+                return self._disk(action).read.seconds(nbytes)
+            case Verb.WRITE:
+                return self._disk(action).write.seconds(nbytes)
+
+    def _disk(self, action: Action) -> Disk:
+        if self.machine.disk is None:
+            raise ConfigError(
+                f"the plan needs a disk ({action.what}) and machine {self.machine.name} has none; give the machine a "
+                f"disk or plan without one"
+            )
+        return self.machine.disk
+
+    def _cost(self, work: Work) -> Cost:
+        machine = self.machine
+        watch = machine.watch_seconds if machine.device_kind == "cpu" else 0.0
+        known = machine.op_seconds.get(work.signature)
+        if known is not None:
+            return Cost(known + watch, Source.MEASURED)
+        if not work.flops and not work.nbytes:
+            return Cost(VIEW_SHARE * machine.launch_seconds + watch, Source.HOST)
+        rate, note = self._rate(work.dtype) if work.flops else (1.0, "")
+        seconds = max(work.flops / rate, work.nbytes / machine.device_bandwidth, machine.launch_seconds)
+        return Cost(seconds + watch, Source.ROOFLINE, note)
+
+    def _rate(self, dtype: str) -> tuple[float, str]:
+        """FLOP/s for arithmetic in ``dtype``, and a note if they are another dtype's."""
+        known = self._rates.get(dtype)
+        if known is None:
+            known = self._rates[dtype] = self._find_rate(dtype)
+        return known
+
+    def _find_rate(self, dtype: str) -> tuple[float, str]:
+        rates = self.machine.compute
+        if dtype in rates:
+            return rates[dtype], ""
+        slowest = min(rates, key=lambda name: rates[name])
+        stand_in = next((name for name in _SUBSTITUTES.get(dtype, ()) if name in rates), slowest)
+        return rates[stand_in], f"{self.machine.name} states no rate for {dtype}: that of {stand_in} is used"
+
+
+@final
+class _Sums:
+    """Sums of a figure over ranges of ops: prefix sums for each segment, and for the visits before each visit."""
+
+    def __init__(self, trace: Trace, figures: list[float]) -> None:
+        self._starts = [visit.first_op for visit in trace.visits]
+        self._prefixes: list[list[float]] = []
+        for segment in trace.segments:
+            sums = [0.0]
+            for op in segment.ops:
+                sums.append(sums[-1] + figures[op.work])
+            self._prefixes.append(sums)
+        self._of_visit = [self._prefixes[visit.segment] for visit in trace.visits]
+        self._before = [0.0]
+        for prefix in self._of_visit:
+            self._before.append(self._before[-1] + prefix[-1])
+
+    @property
+    def total(self) -> float:
+        """The sum over all ops."""
+        return self._before[-1]
+
+    def between(self, first: int, last: int) -> float:
+        """The sum over the ops ``first`` to ``last`` (not included)."""
+        if first >= last:
+            return 0.0
+        starts = self._starts
+        a = bisect_right(starts, first) - 1
+        b = bisect_right(starts, last - 1, lo=a) - 1
+        from_first = self._of_visit[a][first - starts[a]]
+        to_last = self._of_visit[b][last - starts[b]]
+        # Inside one visit without the visits before: no digits lost to a large sum.
+        return to_last - from_first if a == b else (self._before[b] - self._before[a]) + to_last - from_first

@@ -1,0 +1,82 @@
+"""How much slower lanes run beside each other. No torch.
+
+Every lane that runs keeps a share of the rate it has alone, and the shares change only when a lane starts or ends
+something. Three things are shared:
+
+*The link.* While h2d and d2h both run, each keeps ``duplex`` of its rate (measured that way).
+
+*The cores*, on machines where host lanes use those that compute (``shared_cores`` above 0). The model is fair
+sharing of processors, as the operating system's scheduler does it: a host lane is one thread, compute is one thread
+on each of C cores. With n host lanes beside compute there are C + n threads on C cores and each gets C / (C + n) of
+one; with s = 1 / C, every lane runs at 1 / (1 + s n). Without compute, n threads on C cores get min(1, 1 / (s n)).
+With s = 1 work is conserved: the shares of the lanes that run add up to 1. ``shared_cores`` is what compute was seen
+to lose beside one host lane, L = 1 - 1 / (1 + s), so s = L / (1 - L); from L = 1/2 on all is shared and s stays 1.
+Disk lanes wait for the disk and take no core (O_DIRECT moves bytes without one).
+
+*Host memory.* While the update lane runs beside copies, the bytes/s that they read and write there add up to at most
+``host_bandwidth``, or to what the fastest of them was measured to reach alone; what is too much is taken from all in
+proportion. An update's bytes are all in host memory; a copied byte is there once, and twice on a ``cpu`` machine, whose
+device is host memory too. Copies among themselves are left out: ``duplex`` has seen their host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from forebay.machine import Machine
+from forebay.timeline import Lane
+
+__all__ = ["LANES", "Sharing"]
+
+LANES: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+"""The lanes that actions run on; their places here are the bits of a set of lanes."""
+
+COMPUTE, H2D, D2H, UPDATE = (1 << LANES.index(x) for x in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE))
+HOST = H2D | D2H | UPDATE
+
+
+@final
+class Sharing:
+    """The shares of ``machine``'s lanes."""
+
+    def __init__(self, machine: Machine) -> None:
+        lost = machine.shared_cores
+        self.crowding = min(1.0, lost / (1 - lost)) if lost < 1 else 1.0
+        self._duplex = machine.duplex
+        self._bandwidth = machine.host_bandwidth
+        copied = 2.0 if machine.device_kind == "cpu" else 1.0
+        self._traffic = [1.0 if lane is Lane.UPDATE else copied for lane in LANES]
+        self._known: dict[int, list[float]] = {}
+
+    def may_crowd(self, fastest: list[float]) -> bool:
+        """Whether host memory can become too slow, with ``fastest`` the most bytes/s of each lane alone."""
+        host = [rate * self._traffic[i] for i, rate in enumerate(fastest) if HOST >> i & 1]
+        return sum(host) > max(self._bandwidth, *host)
+
+    def shares(self, busy: int) -> list[float]:
+        """The share of its rate that each lane keeps while the lanes in ``busy`` run, host memory left out."""
+        known = self._known.get(busy)
+        if known is None:
+            known = self._known[busy] = [self._share(1 << i, busy) for i in range(len(LANES))]
+        return known
+
+    def crowded(self, busy: int, rates: list[float]) -> list[float]:
+        """``shares`` with host memory; ``rates`` are the bytes/s that what each lane runs would have alone."""
+        shares = self.shares(busy)
+        if not busy & UPDATE or not busy & (H2D | D2H):
+            return shares
+        alone = {i: rates[i] * self._traffic[i] for i in range(len(LANES)) if busy & HOST & (1 << i)}
+        wanted = sum(rate * shares[i] for i, rate in alone.items())
+        allowed = max(self._bandwidth, *alone.values())
+        if wanted <= allowed:
+            return shares
+        return [s * allowed / wanted if i in alone else s for i, s in enumerate(shares)]
+
+    def _share(self, lane: int, busy: int) -> float:
+        share = self._duplex if lane & (H2D | D2H) and busy & H2D and busy & D2H else 1.0
+        host = (busy & HOST).bit_count()
+        if lane & (COMPUTE | HOST):
+            threads = self.crowding * host
+            # The tighter of the two: duplex was measured on the same cores, and has seen their sharing.
+            share = min(share, 1 / (1 + threads) if busy & COMPUTE else 1 / max(1.0, threads))
+        return share

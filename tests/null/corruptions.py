@@ -1,0 +1,258 @@
+"""Ways to spoil a program that is right, each of which matters. No torch.
+
+A corruption is a function from a case and a program that was lowered from it to all the spoiled programs of its kind,
+each with the subjects that the checker may name. How one knows that they matter is said at each: no candidate is a
+program that would still train right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from forebay.layout import state_layout
+from forebay.program import Action, Program, Use, Verb
+from forebay.timeline import Lane
+from tests.null.programs import drop
+from tests.null.strategies import Case
+
+__all__ = ["CORRUPTIONS", "Spoiled"]
+
+Spoiled = tuple[Program, frozenset[str]]
+"""A program that is wrong, and what its fault may be ascribed to."""
+
+
+def _numbered(program: Program, *verbs: Verb) -> Iterator[tuple[int, Action]]:
+    return ((i, a) for i, a in enumerate(program.actions) if a.verb in verbs)
+
+
+def _with(program: Program, index: int, **changes: object) -> Program:
+    actions = list(program.actions)
+    actions[index] = replace(actions[index], **changes)  # type: ignore[arg-type]
+    return replace(program, actions=tuple(actions))
+
+
+def _twice(program: Program, index: int) -> Program:
+    """The action once more, directly after itself."""
+    actions = [
+        replace(a, after=tuple(b + (b > index) for b in a.after)) if i > index else a
+        for i, a in enumerate(program.actions)
+    ]
+    actions.insert(index + 1, program.actions[index])
+    return replace(program, actions=tuple(actions))
+
+
+def _reads(case: Case) -> list[frozenset[str]]:
+    """Of every op the blocks whose parameters it reads."""
+    owner = [b.name for b in case.trace.model.blocks for _ in b.parameters]
+    roots = {i: t.root for i, t in case.trace.tensors()}
+    return [
+        frozenset(owner[r] for r in (roots[v.resolve(t)] for t in op.inputs) if r < len(owner))
+        for _, v, op in case.trace.ops()
+    ]
+
+
+def _in_use(case: Case, program: Program) -> Iterator[tuple[int, int, Use]]:
+    """(fetch, compute, use): compute reads the block's parameters, from the slot that the fetch filled last."""
+    reads = _reads(case)
+    for index, action in _numbered(program, Verb.COMPUTE):
+        for use in action.uses:
+            if any(use.block in reads[op] for op in range(*action.ops)):
+                filled = [i for i, a in _numbered(program, Verb.FETCH) if i < index and a.slot == use.slot]
+                yield filled[-1], index, use
+
+
+def _names(case: Case, block: str) -> frozenset[str]:
+    return frozenset((block, *(p.name for p in case.trace.model.block(block).parameters)))
+
+
+def drop_fetch(case: Case, program: Program) -> list[Spoiled]:
+    """The slot then holds another block, nothing, or what the same block was before its last update."""
+    made = []
+    for fetch, use in {f: u for f, _, u in _in_use(case, program)}.items():
+        before = [(i, a) for i, a in _numbered(program, Verb.FETCH) if i < fetch and a.slot == use.slot]
+        if before and before[-1][1].block == use.block:
+            between = range(before[-1][0], fetch)
+            if not any(
+                a.verb is Verb.UPDATE and a.block == use.block and i in between for i, a in enumerate(program.actions)
+            ):
+                continue  # the same bytes again
+        made.append((drop(program, fetch), frozenset((use.block,))))
+    return made
+
+
+def swap_fetches(case: Case, program: Program) -> list[Spoiled]:
+    """Two fetches of different blocks, both in use, each into the slot of the other."""
+    used = sorted({fetch for fetch, _, _ in _in_use(case, program)})
+    made = []
+    for first, second in pairwise(used):
+        a, b = program.actions[first], program.actions[second]
+        if a.block != b.block:
+            spoiled = _with(program, first, block=b.block, what=b.what, nbytes=b.nbytes)
+            spoiled = _with(spoiled, second, block=a.block, what=a.what, nbytes=a.nbytes)
+            made.append((spoiled, frozenset((a.block, b.block))))
+    return made
+
+
+def drop_update(case: Case, program: Program) -> list[Spoiled]:
+    """A lowering updates only what has a gradient, and each of it once."""
+    return [(drop(program, i), _names(case, a.block)) for i, a in _numbered(program, Verb.UPDATE)]
+
+
+def repeat_update(case: Case, program: Program) -> list[Spoiled]:
+    """The same gradient would be applied twice."""
+    return [(_twice(program, i), _names(case, a.block)) for i, a in _numbered(program, Verb.UPDATE)]
+
+
+def drop_landing(case: Case, program: Program) -> list[Spoiled]:
+    """The gradient would be lost."""
+    return [(drop(program, i), frozenset((a.parameter,))) for i, a in _numbered(program, Verb.LAND, Verb.ACCUMULATE)]
+
+
+def repeat_landing(case: Case, program: Program) -> list[Spoiled]:
+    """The gradient would be added twice, or copied after it was freed."""
+    return [(_twice(program, i), frozenset((a.parameter,))) for i, a in _numbered(program, Verb.LAND, Verb.ACCUMULATE)]
+
+
+def drop_state_io(case: Case, program: Program) -> list[Spoiled]:
+    """States on disk that are not read, or not written back."""
+    return [
+        (drop(program, i), _names(case, a.block)) for i, a in _numbered(program, Verb.READ, Verb.WRITE) if a.chunk >= 0
+    ]
+
+
+def shrink_slot(case: Case, program: Program) -> list[Spoiled]:
+    """One byte less than a block that is fetched into it."""
+    made = []
+    for slot in {a.slot for _, a in _numbered(program, Verb.FETCH)}:
+        blocks = {a.block for _, a in _numbered(program, Verb.FETCH) if a.slot == slot}
+        size = max(case.trace.model.block(name).nbytes for name in blocks) - 1
+        slots = tuple(size if i == slot else n for i, n in enumerate(program.slots))
+        made.append((replace(program, slots=slots), frozenset(blocks)))
+    return made
+
+
+def wrong_use(case: Case, program: Program) -> list[Spoiled]:
+    """An op reads a parameter of a block that its action does not have, or takes from a slot of another."""
+    made = []
+    for _, index, use in _in_use(case, program):
+        uses = program.actions[index].uses
+        made.append((_with(program, index, uses=tuple(u for u in uses if u != use)), _names(case, use.block)))
+        other = next((b for b in case.trace.model.blocks if b.name != use.block), None)
+        if other is not None and other.name not in {u.block for u in uses}:
+            changed = tuple(Use(other.name, u.slot) if u == use else u for u in uses)
+            made.append((_with(program, index, uses=changed), _names(case, use.block)))
+    return made
+
+
+def shift_ops(case: Case, program: Program) -> list[Spoiled]:
+    """An op is left out, or run twice."""
+    works = [case.trace.works[op.work].op for _, _, op in case.trace.ops()]
+    blocks = [b.name for b in case.trace.model.blocks]
+    made = []
+    for index, action in _numbered(program, Verb.COMPUTE):
+        start, stop = action.ops
+        if action.recomputed:
+            continue  # to run less again is right where nobody needs it
+        for ops in ((start + 1, stop), (start, stop - 1), (start + 1, stop + 1)):
+            made.append((_with(program, index, ops=ops), frozenset((*works, action.what, *blocks))))
+    return made
+
+
+def drop_recompute(case: Case, program: Program) -> list[Spoiled]:
+    """In a chain every backward begins with an op that reads what its own forward saved last."""
+    return [(drop(program, i), frozenset((a.block,))) for i, a in _numbered(program, Verb.COMPUTE) if a.recomputed]
+
+
+def understate_memory(case: Case, program: Program) -> list[Spoiled]:
+    """An action that says that it takes fewer bytes than what it makes: the roots that its ops make and none drops."""
+    made = []
+    sizes = {i: t.nbytes for i, t in case.trace.tensors() if t.root == i}
+    outputs = [sum(sizes.get(v.resolve(t), 0) for t in op.outputs) for _, v, op in case.trace.ops()]
+    for index, action in _numbered(program, Verb.COMPUTE):
+        least = outputs[action.ops[0]] if action.ops[0] < action.ops[1] else 0
+        if least and index == 0:  # later actions may say more than they need: gradients of one window
+            made.append((_with(program, index, peak=least - 1), frozenset((action.what,))))
+    return made
+
+
+def lose_dependency(case: Case, program: Program) -> list[Spoiled]:
+    """A dependency without which nothing orders two actions that must be ordered: asked of the graph of lanes and
+    dependencies by walking it, which is how one knows that it matters."""
+    made = []
+    for index, action in enumerate(program.actions):
+        for earlier in action.after:
+            subjects = _needs(case, program, earlier, index)
+            if subjects:
+                less = tuple(a for a in action.after if a != earlier)
+                spoiled = _with(program, index, after=less)
+                if not _reaches(spoiled, earlier, index):
+                    made.append((spoiled, subjects))
+    return made
+
+
+def _needs(case: Case, program: Program, first: int, second: int) -> frozenset[str]:
+    """What would go wrong if ``second`` did not wait for ``first``; empty if that is not clear."""
+    a, b = program.actions[first], program.actions[second]
+    pair = (a.verb, b.verb)
+    if pair == (Verb.FETCH, Verb.COMPUTE):
+        needed = any((first, second) == (f, c) for f, c, _ in _in_use(case, program))
+        return frozenset((a.block,)) if needed else frozenset()
+    if pair == (Verb.COMPUTE, Verb.FETCH):
+        reader = any(c == first and u.slot == b.slot for _, c, u in _in_use(case, program))
+        return frozenset(u.block for u in a.uses) if reader else frozenset()
+    if pair in ((Verb.COMPUTE, Verb.LAND), (Verb.COMPUTE, Verb.ACCUMULATE)):
+        made = {
+            case.trace.sources[v.resolve(g.parameter)].name
+            for n, v, op in case.trace.ops()
+            for g in op.gradients
+            if a.ops[0] <= n < a.ops[1]
+        }
+        return frozenset((b.parameter,)) if b.parameter in made else frozenset()
+    if pair[0] in (Verb.LAND, Verb.ACCUMULATE) and b.verb is Verb.UPDATE and a.step == b.step:
+        layout = state_layout(case.trace.model.block(b.block), case.trace.state_names, case.plan.streaming.update_chunk)
+        inside = any(p.parameter.name == a.parameter for p in layout.chunks[b.chunk].pieces)
+        return _names(case, b.block) if inside else frozenset()
+    if pair in ((Verb.READ, Verb.UPDATE), (Verb.UPDATE, Verb.WRITE)) and a.block == b.block:
+        states = a.chunk == b.chunk >= 0 and a.step == b.step
+        return _names(case, a.block) if states else frozenset()
+    if pair == (Verb.READ, Verb.FETCH) and a.block == b.block:
+        return frozenset((a.block,))
+    return frozenset()
+
+
+def _reaches(program: Program, first: int, second: int) -> bool:
+    """Whether ``second`` comes after ``first`` by lanes and dependencies."""
+    before: dict[Lane, int] = {}
+    follows: list[list[int]] = []
+    for index, action in enumerate(program.actions):
+        follows.append([*action.after, *([before[action.lane]] if action.lane in before else [])])
+        before[action.lane] = index
+    seen, waiting = set[int](), [second]
+    while waiting:
+        for earlier in follows[waiting.pop()]:
+            if earlier >= first and earlier not in seen:
+                seen.add(earlier)
+                waiting.append(earlier)
+    return first in seen
+
+
+CORRUPTIONS: dict[str, Callable[[Case, Program], list[Spoiled]]] = {
+    f.__name__: f
+    for f in (
+        drop_fetch,
+        swap_fetches,
+        drop_update,
+        repeat_update,
+        drop_landing,
+        repeat_landing,
+        drop_state_io,
+        shrink_slot,
+        wrong_use,
+        shift_ops,
+        drop_recompute,
+        understate_memory,
+        lose_dependency,
+    )
+}

@@ -1,0 +1,129 @@
+"""Refusals under a trace: the figures are those that would do, and so are the remedies."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.errors import DoesNotFit
+from forebay.planners import Problem, make_plan
+from forebay.remedies import Remedy
+from forebay.trace import Trace
+from forebay.units import format_bytes
+from tests.null.planning import ENOUGH, asked, chain, machine
+from tests.null.synthetic import ADAM
+from tests.null.tracing import Layer, chain_trace
+
+TRACE = chain(6, batch=64)
+ON = machine(disk=1e8)
+
+
+def refused(wanted: Problem, policy: str = "auto") -> DoesNotFit:
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(wanted, policy)
+    return caught.value
+
+
+def remedy(error: DoesNotFit, what: str) -> Remedy:
+    found = [r for r in error.nearest if r.what == what]
+    assert found, error
+    return found[0]
+
+
+def with_states(states: tuple[str, ...]) -> Trace:
+    layers = [Layer(b.name, saved=(8192 * 64,) * 3, out=8192 * 64) for b in TRACE.model.blocks]
+    return chain_trace(TRACE.model.blocks, layers, input_nbytes=8192 * 64, state_names=states)
+
+
+@pytest.mark.parametrize("policy", ["auto", "resident", "recompute", "stream", "stream-recompute"])
+def test_a_device_refusal_names_the_least_that_is_enough(policy: str) -> None:
+    error = refused(asked(TRACE, ON, device=1), policy)
+    assert (error.tier, error.allowed) == ("device", 1)
+    assert make_plan(asked(TRACE, ON, device=error.needed), policy).device == error.needed
+    again = refused(asked(TRACE, ON, device=error.needed - 1), policy)
+    assert again.needed == error.needed
+    assert remedy(error, "device").needed == error.needed
+    assert f"device_memory {format_bytes(error.needed)}" in str(error)
+
+
+def test_a_smaller_batch_is_an_estimate_that_holds() -> None:
+    """Activations here are exactly in proportion to the batch, so the share that is named must fit."""
+    least = refused(asked(TRACE, ON, device=1)).needed
+    budget = least * 2 // 3
+    error = refused(asked(TRACE, ON, device=budget))
+    smaller = remedy(error, "batch")
+    assert smaller.estimate and 0 < smaller.share < 1 and "an estimate" in smaller.words
+    batch = int(64 * smaller.share)
+    assert make_plan(asked(chain(6, batch=batch), ON, device=budget), "auto").device <= budget
+    # ... and is not far below what would.
+    with pytest.raises(DoesNotFit):
+        make_plan(asked(chain(6, batch=int(batch * 1.25) + 1), ON, device=budget), "auto")
+
+
+def test_no_batch_is_small_enough_for_a_device_without_room_for_a_slot() -> None:
+    error = refused(asked(TRACE, ON, device=1000))
+    assert not [r for r in error.nearest if r.what == "batch"]
+
+
+def test_a_device_refusal_does_not_promise_what_the_host_breaks() -> None:
+    error = refused(asked(TRACE, ON, device=1, host=1000))
+    host = remedy(error, "host")
+    assert (host.allowed, error.tier) == (1000, "device")
+    assert make_plan(asked(TRACE, ON, device=error.needed, host=host.needed), "auto").host <= host.needed
+
+
+def streamed_device() -> int:
+    return refused(asked(TRACE, ON, device=1)).needed
+
+
+def test_a_host_refusal_names_the_least_that_is_enough_and_the_disk_that_would_do() -> None:
+    device = streamed_device()
+    error = refused(asked(TRACE, ON, device=device, host=100_000))
+    assert (error.tier, error.allowed) == ("host", 100_000)
+    assert make_plan(asked(TRACE, ON, device=device, host=error.needed), "auto").host <= error.needed
+    assert refused(asked(TRACE, ON, device=device, host=error.needed - 1)).tier == "host"
+
+
+def test_a_host_refusal_names_the_disk_that_would_do() -> None:
+    device = streamed_device()
+    host = make_plan(asked(TRACE, ON, device=device), "auto").host - 1
+    big = chain(6, batch=64, width=768)
+    device = refused(asked(big, ON, device=1)).needed
+    host = make_plan(asked(big, ON, device=device), "auto").host * 3 // 4
+    error = refused(asked(big, ON, device=device, host=host))
+    disk = remedy(error, "disk")
+    plan = make_plan(asked(big, ON, device=device, host=host, disk=disk.needed), "auto")
+    assert 0 < plan.disk <= disk.needed and plan.host <= host
+
+
+def test_a_host_refusal_names_the_device_that_needs_no_host() -> None:
+    device = streamed_device()
+    error = refused(asked(TRACE, ON, device=device, host=1000))
+    larger = remedy(error, "device")
+    plan = make_plan(asked(TRACE, ON, device=larger.needed, host=1000), "auto")
+    assert plan.host == 0 and plan.device == larger.needed
+
+
+def test_a_smaller_optimizer_is_named_where_it_is_enough() -> None:
+    device = streamed_device()
+    enough = {}
+    for name, states in (("adam", ADAM), ("momentum", ("momentum_buffer",)), ("sgd", ())):
+        trace = with_states(states)
+        enough[name] = make_plan(asked(trace, ON, device=device, states=states), "auto").host
+    error = refused(asked(TRACE, ON, device=device, host=enough["adam"] - 1))
+    assert [r.optimizer for r in error.nearest if r.what == "optimizer"] == ["sgd with momentum", "sgd"]
+    assert remedy(error, "optimizer").needed == enough["momentum"]
+    error = refused(asked(TRACE, ON, device=device, host=enough["sgd"]))
+    assert [r.optimizer for r in error.nearest if r.what == "optimizer"] == ["sgd"]
+    error = refused(asked(TRACE, ON, device=device, host=enough["sgd"] - 1))
+    assert not [r for r in error.nearest if r.what == "optimizer"]
+
+
+def test_a_disk_refusal_names_the_least_that_is_enough() -> None:
+    big = chain(6, batch=64, width=768)
+    device = refused(asked(big, ON, device=1)).needed
+    host = make_plan(asked(big, ON, device=device), "auto").host * 3 // 4
+    error = refused(asked(big, ON, device=device, host=host, disk=1000))
+    assert (error.tier, error.allowed) == ("disk", 1000)
+    assert make_plan(asked(big, ON, device=device, host=host, disk=error.needed), "auto").disk <= error.needed
+    assert refused(asked(big, ON, device=device, host=host, disk=error.needed - 1)).tier == "disk"
+    assert error.needed < ENOUGH

@@ -1,0 +1,213 @@
+"""A trace against the real step: bytes at every instant, gradients, blocks, repeated visits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from forebay.errors import ModelError, OptimizerError
+from forebay.memory import Kind
+from forebay.profiler.capture import STATES, capture
+from forebay.profiler.replay import footprint_of
+from forebay.trace import Phase, Trace
+from tests.parity.capture_rig import gradients, real_peak, traced_peak
+from tests.parity.models import CASES
+
+TRACEABLE = {name: case for name, case in CASES.items() if name != "experts"}
+
+
+@cache
+def traced(name: str, dtype: torch.dtype = torch.float32) -> Trace:
+    case = CASES[name]
+    return capture(case.model(dtype), case.inputs(0, dtype)).trace
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_the_bytes_of_a_trace_are_those_of_the_real_step(name: str, dtype: torch.dtype, keep: bool) -> None:
+    case = TRACEABLE[name]
+    if dtype not in case.dtypes:
+        pytest.skip(f"{name} is not trained in {dtype}")
+    model, batch = case.model(dtype), case.inputs(0, dtype)
+    assert traced_peak(traced(name, dtype), keep=keep) == real_peak(model, batch, keep=keep)
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_every_gradient_is_complete_once_and_of_its_parameters_size(name: str) -> None:
+    case = TRACEABLE[name]
+    model, trace = case.model(torch.float32), traced(name)
+    for key, value in case.inputs(0, torch.float32).items():
+        assert next(t for t in trace.sources if t.name == key).nbytes == value.nbytes
+    loss = model(**case.inputs(0, torch.float32))["loss"]
+    loss.backward()
+    made = {n: p.nbytes for n, p in model.named_parameters() if p.grad is not None}
+    seen = list(gradients(trace))
+    assert dict(seen) == made
+    assert len(seen) == len(made)
+
+
+def check_lives(trace: Trace) -> None:
+    """Whatever a step makes is born once, and goes away once unless it is a gradient or was there before."""
+    born: set[int] = set()
+    dropped: Counter[int] = Counter()
+    unsaved: Counter[int] = Counter()
+    tensors = dict(trace.tensors())
+    for number, visit, op in trace.ops():
+        for reference in op.inputs:
+            used = tensors[visit.resolve(reference)].root
+            assert used in born or used < len(trace.sources), (number, used)
+            held = tensors[used].saved and not unsaved[used]
+            assert not dropped[used] or held, (number, used)
+        born.update(tensors[visit.resolve(r)].root for r in op.outputs)
+        for reference in op.dropped:
+            assert visit.resolve(reference) in born
+        dropped.update(visit.resolve(r) for r in op.dropped)
+        unsaved.update(visit.resolve(r) for r in op.unsaved)
+    for number, tensor in tensors.items():
+        if tensor.root != number or number < len(trace.sources):
+            assert not dropped[number] and not unsaved[number]
+            continue
+        assert dropped[number] == (tensor.kind is not Kind.GRADIENT)
+        assert unsaved[number] == tensor.saved
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_every_tensor_is_there_when_it_is_read_and_goes_away_once(name: str) -> None:
+    check_lives(traced(name))
+
+
+def test_sources_are_parameters_in_the_order_of_the_blocks_then_buffers_then_inputs() -> None:
+    model, trace = CASES["convnet"].model(torch.float32), traced("convnet")
+    names = [p.name for b in trace.model.blocks for p in b.parameters]
+    names += [n for n, _ in model.named_buffers()] + ["pixel_values", "labels"]
+    assert [t.name for t in trace.sources] == names
+    assert [t.root for t in trace.sources] == list(range(len(names)))
+
+
+def test_layers_that_are_alike_are_stored_once() -> None:
+    trace = traced("llama")
+    segments = {
+        phase: [v.segment for v in trace.visits if v.block.startswith("model.layers") and v.phase is phase]
+        for phase in Phase
+    }
+    # Layer 0 is given what the model still holds (the embeddings), the others what only they hold.
+    assert len(segments[Phase.FORWARD]) == 4 and len(set(segments[Phase.FORWARD][1:])) == 1
+    assert len(segments[Phase.BACKWARD]) == 4 and len(set(segments[Phase.BACKWARD][:3])) == 1
+    ops = [number for number, _, _ in trace.ops()]
+    assert ops == list(range(len(ops)))
+    assert [number for number, _ in trace.tensors()] == list(range(sum(1 for _ in trace.tensors())))
+
+
+def test_backward_ops_belong_to_the_block_whose_forward_made_them() -> None:
+    trace = traced("used-twice")
+    runs = [v.block for v in trace.visits if v.block and v.phase is Phase.FORWARD]
+    layers = ["body.layers.0", "body.layers.1", "body.layers.2"]
+    assert runs == ["body.embed", "body.shared", *layers, "body.shared", "body.head"]
+    assert [v.block for v in trace.visits if v.block and v.phase is Phase.BACKWARD] == runs[::-1]
+
+
+def test_a_recomputation_is_backward_in_the_block_that_is_recomputed() -> None:
+    trace, plain = traced("checkpointed"), traced("llama")
+
+    def products(one: Trace, phase: Phase) -> int:
+        chosen = [(v, op) for _, v, op in one.ops() if v.block == "model.layers.2" and v.phase is phase]
+        return sum(one.works[op.work].op == "aten.mm.default" for _, op in chosen)
+
+    assert products(trace, Phase.FORWARD) == products(plain, Phase.FORWARD) == 7  # q, k, v, o, gate, up, down
+    # Backward takes two products for each of the seven; the recomputation stops before down, which nothing needs.
+    assert products(plain, Phase.BACKWARD) == 14
+    assert products(trace, Phase.BACKWARD) == 14 + 6
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "vit"])
+def test_a_model_on_meta_gives_the_trace_of_the_real_one(name: str) -> None:
+    case = CASES[name]
+    with torch.device("meta"):
+        model = case.make().to(torch.bfloat16)
+    batch = {k: v.to("meta") for k, v in case.inputs(0, torch.bfloat16).items()}
+    assert capture(model, batch).trace == traced(name, torch.bfloat16)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    case = CASES["convnet"]
+    model = case.model(torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    capture(model, case.inputs(0, torch.float32))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", "mixtral"])
+def test_the_footprint_covers_the_step_and_the_output_that_a_loop_holds(name: str) -> None:
+    case = CASES[name]
+    model, batch = case.model(torch.float32), case.inputs(0, torch.float32)
+    trace = traced(name)
+    found = footprint_of(trace)
+    assert found.peak >= traced_peak(trace)
+    with torch.no_grad():
+        logits = model(**batch)["logits"]
+    assert trace.held_nbytes >= logits.nbytes
+
+
+def test_a_loss_outside_the_model_is_reckoned_with() -> None:
+    trace = capture(nn.Linear(8, 4), (torch.randn(3, 8),)).trace
+    # Log-probabilities, their gradient and the logits' gradient: three times 3 x 4 floats.
+    assert trace.unseen_nbytes == 3 * (3 * 4 * 4)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_optimizer_goes_by_name(name: str) -> None:
+    trace = capture(nn.Linear(8, 4), (torch.randn(3, 8),), optimizer=name).trace
+    assert (trace.optimizer, trace.state_names) == (name, STATES[name])
+
+
+def test_an_optimizer_may_be_given() -> None:
+    model = nn.Linear(8, 4)
+    trace = capture(model, (torch.randn(3, 8),), optimizer=torch.optim.SGD(model.parameters(), momentum=0.9)).trace
+    assert (trace.optimizer, trace.state_names) == ("sgd", ("momentum_buffer",))
+    with pytest.raises(OptimizerError, match="'lion' is not known; use one of adamw"):
+        capture(model, (torch.randn(3, 8),), optimizer="lion")
+
+
+def test_tokens_are_token_ids_or_else_samples() -> None:
+    assert (traced("llama").tokens, traced("vit").tokens) == (2 * 16, 2)
+
+
+def test_control_flow_that_depends_on_floats_is_refused_by_op_and_module() -> None:
+    case = CASES["experts"]
+    with pytest.raises(ModelError, match=r"depends on the values of a tensor: aten\._local_scalar_dense\.default"):
+        capture(case.model(torch.float32), case.inputs(0, torch.float32))
+    with pytest.raises(ModelError, match=r"aten\.nonzero\.default in 1"):
+        capture(nn.Sequential(nn.Linear(4, 4), Positive(), nn.Linear(4, 4)), (torch.randn(2, 4),))
+
+
+class Positive(nn.Module):
+    """Keeps the rows whose first element is above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[(x[:, 0] > 0).nonzero()[:, 0]] * self.scale
+
+
+def test_a_forward_that_fails_is_told_by_op_module_and_reason() -> None:
+    with pytest.raises(ModelError) as caught:
+        capture(nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 4)), (torch.randn(2, 4),))
+    message = str(caught.value)
+    assert "forward cannot run under fake tensors: aten.addmm.default in 1: RuntimeError" in message
+    assert "\n" not in message
+
+
+def test_a_batch_without_tensors_is_refused() -> None:
+    with pytest.raises(ModelError, match="batch holds no tensors"):
+        capture(nn.Linear(4, 4), {"x": 3})

@@ -1,0 +1,162 @@
+"""The program is what the runtime does: the same jobs on every lane, in the same order, on real models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import forebay
+from forebay.arenas import arenas
+from forebay.layout import PAGE, align
+from forebay.lowering import lower
+from forebay.memory import Tier
+from forebay.plans import Budget, DiskBudget, Placement, Plan
+from forebay.profiler.capture import capture
+from forebay.program import Program
+from forebay.timeline import Event, Lane
+from forebay.trace import Trace
+from forebay.units import parse_disk
+from tests.parity.compare import adamw
+from tests.parity.models import CASES
+
+AMPLE = "64MiB"
+STEPS = 4
+LANES = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+
+# Every step trains on the same batch, so that a router sends it the same way.
+MODELS = ("gpt2", "llama", "llama-tied", "t5", "mixtral", "vit", "convnet", "used-twice", "frozen", "unused")
+
+
+def ran(name: str, plan: Plan, micro_batches: int, disk: str | None = None) -> dict[Lane, list[str]]:
+    """What the last of ``STEPS`` steps did on each lane."""
+    case = CASES[name]
+    model = case.model(torch.float32)
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device="cpu", disk=disk)
+    before = 0
+    for _ in range(STEPS):
+        before = len(forebay.report(model).timeline.events)
+        for _ in range(micro_batches):
+            model(**case.inputs(0, torch.float32))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        forebay.synchronize(model)
+    events = forebay.report(model).timeline.events[before:]
+    forebay.close(model)
+    return {lane: whats([e for e in events if e.lane is lane]) for lane in LANES}
+
+
+def whats(events: Sequence[Event]) -> list[str]:
+    """In words. A gradient that is added is two jobs of one lane, a copy and a sum, and one action of a program."""
+    words = [event.what for event in events]
+    sums = {i for i, word in enumerate(words) if word.startswith("accumulate ")}
+    return [word for i, word in enumerate(words) if i + 1 not in sums]
+
+
+def lowered(program: Program) -> dict[Lane, list[str]]:
+    """What the last step of a program does on each lane."""
+    last = [a for a in program.actions if a.step == program.steps - 1]
+    return {lane: [a.what for a in last if a.lane is lane] for lane in LANES}
+
+
+def prepared_plan(model: nn.Module, policy: str) -> Plan:
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    model, _ = forebay.prepare(model, optimizer, device_memory=AMPLE, policy=policy, device="cpu")
+    plan = forebay.report(model).plan
+    forebay.close(model)
+    return plan
+
+
+def traced(name: str) -> Trace:
+    case = CASES[name]
+    return capture(case.model(torch.float32), case.inputs(0, torch.float32)).trace
+
+
+def sized(trace: Trace, plan: Plan, *, placements: Sequence[Placement], disk: str | None = None) -> Plan:
+    """``plan`` with other placements, and its figures made anew."""
+    sizes = arenas(trace.model, placements, plan.streaming, trace.state_names)
+    budget = Budget(plan.budget.device, disk=None if disk is None else DiskBudget(*parse_disk(disk)))
+    return replace(
+        plan,
+        placements=tuple(placements),
+        budget=budget,
+        device=plan.budget.device,
+        host=sizes.host,
+        disk=sizes.disk,
+    )
+
+
+def streamed(trace: Trace, plan: Plan, slots: int, *, distance: int, window: int, overlap: bool = True) -> Plan:
+    """Every block streamed through ``slots`` shared slots; held blocks keep one of their own."""
+    held = {b.name for b in trace.model.blocks if b.held}
+    placements = [
+        Placement(b.name, Tier.DEVICE if b.name in held else Tier.HOST, Tier.HOST, Tier.HOST)
+        for b in trace.model.blocks
+    ]
+    largest = max((b.nbytes for b in trace.model.blocks if b.name not in held), default=0)
+    streaming = replace(
+        plan.streaming,
+        slots=(largest,) * slots,
+        prefetch_distance=distance,
+        gradient_window=window,
+        update_chunk=2048,
+        overlap_update=overlap,
+    )
+    return sized(trace, replace(plan, streaming=streaming), placements=placements)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("policy", ["stream", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_policies(name: str, policy: str, micro_batches: int) -> None:
+    trace = traced(name)
+    plan = prepared_plan(CASES[name].model(torch.float32), policy)
+    assert lowered(lower(trace, plan, micro_batches=micro_batches)) == ran(name, plan, micro_batches)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "used-twice", "t5"])
+def test_slots_and_distance(name: str, slots: int) -> None:
+    trace = traced(name)
+    plan = prepared_plan(CASES[name].model(torch.float32), "stream")
+    for distance in (0, 1, 3):
+        plan = streamed(trace, plan, slots + (name == "llama-tied"), distance=distance, window=1 << slots * 4)
+        made = lowered(lower(trace, plan))
+        assert made == ran(name, plan, 1), distance
+        assert any(made[Lane.H2D])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "t5", "vit", "unused"])
+def test_recomputed_blocks(name: str) -> None:
+    trace = traced(name)
+    layers = tuple(b.name for b in trace.model.blocks if b.module is not None and b.name[-1].isdigit())
+    plan = streamed(trace, prepared_plan(CASES[name].model(torch.float32), "stream"), 3, distance=1, window=4096)
+    plan = replace(plan, recompute=layers[::2])
+    assert plan.recompute
+    assert lowered(lower(trace, plan)) == ran(name, plan, 1)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_states_and_parameters_on_disk(overlap: bool, micro_batches: int, tmp_path: Path) -> None:
+    trace = traced("llama")
+    plan = streamed(
+        trace, prepared_plan(CASES["llama"].model(torch.float32), "stream"), 2, distance=2, window=4096, overlap=overlap
+    )
+    largest = align(plan.streaming.slots[0], PAGE)
+    plan = replace(plan, streaming=replace(plan.streaming, host_slots=(largest, largest)))
+    for every in (1, 2):  # every block, every second block
+        placements = [
+            replace(p, parameters=Tier.DISK, states=Tier.DISK) if i % every == 0 else p
+            for i, p in enumerate(plan.placements)
+        ]
+        disk = f"{tmp_path}:64MiB"
+        made = sized(trace, plan, placements=placements, disk=disk)
+        program = lowered(lower(trace, made, micro_batches=micro_batches))
+        assert program == ran("llama", made, micro_batches, disk)
+        assert program[Lane.DISK_READ] and program[Lane.DISK_WRITE]
