@@ -14,6 +14,7 @@ from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
 from forebay.device.base import Device
 from forebay.errors import CaptureFailed, ModelError, OptimizerError, UsageError
+from forebay.figures import with_figures
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.opening import limits_of, open_session
@@ -140,7 +141,7 @@ def _make_plan(
 ) -> Plan:
     limits = limits_of(budget)
     trace, unseen = _captured(model, batch, blocks, optimizer, device)
-    machine = None if trace is None else this_machine(device.name, budget.disk)[0]
+    machine, notes = (None, ()) if trace is None else this_machine(device.name, budget.disk)
     problem = Problem(
         model=bound.model,
         footprint=unseen,
@@ -156,6 +157,7 @@ def _make_plan(
     plan = make_plan(problem, policy)
     if trace is not None and machine is not None:
         check(trace, machine, plan)
+        plan = with_figures(trace, machine, plan, notes)
     return plan
 
 
@@ -195,9 +197,10 @@ def profile(
 def plan(trace: Trace, machine: Machine, budget: Budget, policy: str = "auto") -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
+    It says what it is predicted to need of every tier (bytes) and for a step (seconds). Raises ``DoesNotFit`` when no
+    plan meets the budget, ``ConfigError`` for an unknown policy.
     """
-    return make_plan(problem_of(trace, machine, budget), policy)
+    return with_figures(trace, machine, make_plan(problem_of(trace, machine, budget), policy))
 
 
 def _session(model: nn.Module) -> Session:
@@ -248,7 +251,13 @@ def synchronize(model: nn.Module) -> None:
 def report(model: nn.Module) -> RunReport:
     """The plan of a prepared model and what was measured so far."""
     session = _session(model)
-    return RunReport(plan=session.plan, timeline=session.timeline(), elapsed=session.elapsed, steps=session.steps)
+    return RunReport(
+        plan=session.plan,
+        timeline=session.timeline(),
+        elapsed=session.elapsed,
+        steps=session.steps,
+        micro_batches=session.measure.micro_batches,
+    )
 
 
 def close(model: nn.Module) -> None:

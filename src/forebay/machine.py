@@ -75,8 +75,10 @@ class Machine:
     ``cpu`` or ``cuda``.
 
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
-    ``launch_seconds`` the least time of an op, ``watch_seconds`` what forebay's ledger adds to one.
-    ``op_seconds`` are measured seconds per ``Work.signature``; they go before everything else.
+    ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
+    host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, ledger).
+    ``op_seconds`` are measured seconds of the kernel alone per ``Work.signature``; they go before everything else.
+    ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is written.
 
     Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,
     ``pinned_capacity`` what may be page-locked (0: this device needs none).

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from forebay.checking import check
-from forebay.errors import DoesNotFit
+from forebay.collector import collector_paused
+from forebay.errors import BudgetExceeded, DoesNotFit, ForebayError, PlanInvalid
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
 from forebay.phases import phases
-from forebay.planners import Problem, alternatives, make_plan
+from forebay.planners import Bench, Problem, alternatives, make_plan
 from forebay.plans import Budget, Plan
 from forebay.reporting.forecast import Alternative, PlanReport, StepForecast
 from forebay.simulation import Costs, Forecast, play, summarise
@@ -56,16 +57,24 @@ def assess(
     """Whether ``trace`` can be trained on ``machine`` within ``budget``, how, and how fast.
 
     ``model`` is its name in the report, ``notes`` what the report shall say beside. A plan is checked before it is
-    reported. Raises ``UsageError`` for input that cannot be used and ``PlanInvalid`` for a plan that is wrong.
+    reported. Raises ``UsageError`` for input that cannot be used, and ``ForebayError`` where that check finds a fault.
     """
+    with collector_paused():
+        return _assessed(model, trace, machine, budget, policy, notes)
+
+
+def _assessed(
+    model: str, trace: Trace, machine: Machine, budget: Budget, policy: str, notes: tuple[str, ...]
+) -> PlanReport:
     problem = problem_of(trace, machine, budget)
     allowed = {tier: problem.limit(tier) for tier in Tier}
     if not machine.pinned_capacity:
         del allowed[Tier.PINNED]  # this device needs none
     notes = (*notes, *_less_than_allowed(budget, machine), *trace.notes)
     start = time.perf_counter()
+    bench = Bench(problem)
     try:
-        plan = make_plan(problem, policy)
+        plan = make_plan(problem, policy, bench)
     except DoesNotFit as refusal:
         return PlanReport(
             model=model,
@@ -79,7 +88,7 @@ def assess(
         )
     solved = time.perf_counter() - start
     plan = replace(plan, fingerprint=trace.fingerprint)
-    timeline, forecast = predict(trace, machine, plan)
+    timeline, forecast = _own(policy, lambda: predict(trace, machine, plan, bench))
     peaks = {usage.tier: usage.peak for usage in timeline.tiers}
     found = phases(trace, plan, {tier: peaks.get(tier, 0) for tier in Tier})
     beside = max(p.host + p.beside for p in found.values()) - allowed[Tier.HOST]
@@ -93,19 +102,35 @@ def assess(
         step=_step(forecast),
         tiers=tuple(_limited(usage, allowed) for usage in timeline.tiers),
         phases=found,
-        alternatives=_instead(problem, plan),
+        alternatives=_instead(bench, plan),
         reasons=plan.reasons,
         notes=(*notes, *forecast.notes, *_source(machine, forecast), *_passing(beside)),
     )
 
 
-def predict(trace: Trace, machine: Machine, plan: Plan) -> tuple[Timeline, Forecast]:
-    """What happens under ``plan``, proven to be right, and the same in a few figures."""
-    program = lower(trace, plan)
+def predict(trace: Trace, machine: Machine, plan: Plan, bench: Bench | None = None) -> tuple[Timeline, Forecast]:
+    """What happens under ``plan``, proven to be right, and the same in a few figures.
+
+    ``bench`` is one of the same trace and machine, if the caller has it. Raises what ``checking.check`` raises.
+    """
+    if bench is None:
+        program, costs = lower(trace, plan), Costs(trace, machine)
+        timeline = play(program, trace, machine, costs=costs, settled=not plan.streaming.overlap_update)
+    else:
+        (program, timeline), costs = bench.played(plan), bench.costs
     check(trace, machine, plan, program)
-    costs = Costs(trace, machine)
-    timeline = play(program, trace, machine, costs=costs, settled=not plan.streaming.overlap_update)
     return timeline, summarise(timeline, program, costs)
+
+
+def _own(policy: str, prediction: Callable[[], tuple[Timeline, Forecast]]) -> tuple[Timeline, Forecast]:
+    """The prediction for a plan that was made here: what is wrong with it is not the user's to put right."""
+    try:
+        return prediction()
+    except (PlanInvalid, DoesNotFit, BudgetExceeded) as error:
+        raise ForebayError(
+            f"this is a fault of forebay: the plan that policy {policy} made was rejected when checked: {error}. "
+            f"Another policy may work; please report the command and this message"
+        ) from error
 
 
 def _step(forecast: Forecast) -> StepForecast:
@@ -136,8 +161,8 @@ def _why(refusal: DoesNotFit) -> str:
     return str(refusal).partition(". What would fit: ")[0] if refusal.nearest else str(refusal)
 
 
-def _instead(problem: Problem, plan: Plan) -> tuple[Alternative, ...]:
-    found = alternatives(problem, plan)[:MOST_ALTERNATIVES]
+def _instead(bench: Bench, plan: Plan) -> tuple[Alternative, ...]:
+    found = alternatives(bench.problem, plan, bench)[:MOST_ALTERNATIVES]
     return tuple(Alternative(other.words, other.step_seconds, other.peaks) for other in found)
 
 

@@ -98,10 +98,12 @@ class Streaming:
 class Plan:
     """Where everything lives, what that is predicted to need, and why.
 
-    ``device``, ``host``, ``pinned`` and ``disk`` are predicted peaks in bytes, ``step_seconds`` the predicted time of
-    one step (None: not simulated). ``recompute`` names the blocks whose activations are dropped in forward and made
-    again in backward. ``fingerprint`` is that of the trace that the plan was made for ("": none). ``changes_numbers``
-    lists in words whatever makes the result differ from plain PyTorch; empty for a lossless plan.
+    ``device``, ``host``, ``pinned`` and ``disk`` are predicted peaks in bytes. ``step_seconds`` is the predicted time
+    of a step of one micro-batch, ``micro_batch_seconds`` what each further micro-batch of a step adds (None: not
+    simulated); ``notes`` say in words where these figures come from. ``recompute`` names the blocks whose activations
+    are dropped in forward and made again in backward. ``fingerprint`` is that of the trace that the plan was made for
+    ("": none). ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ
+    from plain PyTorch; the latter is empty for a lossless plan.
     """
 
     planner: str
@@ -114,8 +116,10 @@ class Plan:
     pinned: int = 0
     recompute: tuple[str, ...] = ()
     step_seconds: float | None = None
+    micro_batch_seconds: float | None = None
     fingerprint: str = ""
     reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     changes_numbers: tuple[str, ...] = ()
     schema: int = PLAN_SCHEMA
 
@@ -124,6 +128,13 @@ class Plan:
             raise ConfigError(
                 f"this plan has schema {self.schema}, this forebay reads schema {PLAN_SCHEMA}; make the plan again"
             )
+
+    def seconds_of_step(self, micro_batches: int = 1) -> float | None:
+        """Predicted seconds of a step of ``micro_batches`` forward and backward passes; None where it is not known."""
+        if self.step_seconds is None or micro_batches == 1:
+            return self.step_seconds
+        more = self.micro_batch_seconds
+        return None if more is None else self.step_seconds + (micro_batches - 1) * more
 
     def to_json(self) -> str:
         """The plan as one JSON object."""

@@ -27,11 +27,11 @@ def plain_program(trace: Trace, plan: Plan, steps: int = 2, micro_batches: int =
     return PlainLowering(trace, plan, steps, micro_batches).program()
 
 
-def device_standing(trace: Trace, plan: Plan) -> int:
-    """Bytes that are on the device all the time."""
+def device_standing(trace: Trace, plan: Plan, *, gradients: bool = False) -> int:
+    """Bytes that are on the device all the time; with ``gradients`` also those that come with a pass and stay."""
     inputs = sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT) if trace.device == "cuda" else 0
     sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
-    return sizes.device + trace.model.buffer_nbytes + inputs
+    return sizes.device - (0 if gradients else sizes.device_gradients) + trace.model.buffer_nbytes + inputs
 
 
 class PlainLowering:

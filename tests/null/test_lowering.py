@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError, DeviceOutOfMemory
-from forebay.lowering import lower
+from forebay.lowering import device_bound, lower
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan
 from forebay.program import Action, Change, Program, Verb
+from forebay.simulation import play
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from tests.null.simulating import MACHINE
 from tests.null.strategies import RESIDENT, Case, cases, plan_for, roomy
 from tests.null.synthetic import block
 from tests.null.tracing import chain_trace
@@ -115,7 +117,21 @@ def test_resident_blocks_are_updated_where_they_compute() -> None:
     assert [(a.what, a.chunk) for a in updates] == [("update 0", -1), ("update 1", -1), ("update 2", -1)]
     # Two states of 4 bytes, 1300 elements and 12 of padding, in and out; parameter in and out, gradient in.
     assert {a.nbytes for a in updates} == {2 * 2 * 4 * 1312 + 3 * NBYTES}
-    assert program.standing[Tier.DEVICE][Kind.GRADIENT] == 3 * NBYTES
+    # Each gradient is there from its completion to the end of the step, and none before.
+    assert Kind.GRADIENT not in program.standing[Tier.DEVICE]
+    changes = [c.nbytes for a in last_step(program) for c in a.changes if c.kind is Kind.GRADIENT]
+    assert changes == [NBYTES, NBYTES, NBYTES, -3 * NBYTES]
+
+
+def test_gradients_that_stay_are_there_once_however_many_passes_add_to_them() -> None:
+    def most(micro_batches: int) -> int:
+        program = lower(chain(), planned(chain(), RESIDENT), micro_batches=micro_batches)
+        return next(u.peak for u in play(program, chain(), MACHINE).tiers if u.tier is Tier.DEVICE)
+
+    trace = chain()
+    bound = device_bound(trace, planned(trace, RESIDENT))
+    assert most(1) < bound  # the step's peak is the loss, and by then the first pass has made no gradient
+    assert most(2) == most(3) == bound
 
 
 def test_disk() -> None:

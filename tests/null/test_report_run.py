@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -26,6 +27,10 @@ PLAN = Plan(
     device=60 * MiB,
     host=300 * MiB,
     disk=400 * MiB,
+    pinned=8 * MiB,
+    step_seconds=1.6,
+    micro_batch_seconds=1.2,
+    notes=("predicted seconds follow from the measured rates of a machine with a name that is rather long, 2 cores",),
     reasons=("of 10 blocks 2 stay on the device and 8 stream, because " + "their states need more room " * 4,),
 )
 
@@ -83,8 +88,8 @@ def test_json_dict_has_the_fixed_keys() -> None:
         "steps": 3,
         "tokens_per_second": 150.0,
         "predicted": {
-            "step_seconds": None,
-            "peaks": {"device": 60 * MiB, "host": 300 * MiB, "pinned": None, "disk": 400 * MiB},
+            "step_seconds": 1.6,
+            "peaks": {"device": 60 * MiB, "host": 300 * MiB, "pinned": 8 * MiB, "disk": 400 * MiB},
         },
         "measured": {
             "step_seconds": 2.0,
@@ -97,7 +102,7 @@ def test_the_record_comes_back_from_json() -> None:
     assert RunReport.from_json(REPORT.to_json()) == REPORT
 
 
-@pytest.mark.parametrize("wrong", [{"elapsed": -1.0}, {"steps": -1}, {"schema": 2}])
+@pytest.mark.parametrize("wrong", [{"elapsed": -1.0}, {"steps": -1}, {"micro_batches": 0}, {"schema": 2}])
 def test_a_wrong_record_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         RunReport(PLAN, REPORT.timeline, **({"elapsed": 1.0, "steps": 1} | wrong))  # type: ignore[arg-type]
@@ -115,9 +120,62 @@ def test_table_says_bytes_per_tier_and_kind() -> None:
     assert row(shown, "kind") == "kind device host pinned disk"
     assert row(shown, "parameter") == "parameter 16.0 MiB - - -"
     assert row(shown, "state") == "state - 200.0 MiB - 390.0 MiB"
-    assert row(shown, "measured") == "measured peak 48.0 MiB 200.0 MiB 10.0 MiB 390.0 MiB"
-    assert row(shown, "predicted") == "predicted peak 60.0 MiB 300.0 MiB - 400.0 MiB"
-    assert row(shown, "allowed") == "allowed 64.0 MiB 512.0 MiB no limit 1.0 GiB"
+    assert row(shown, "peak") == "peak 48.0 MiB 200.0 MiB 10.0 MiB 390.0 MiB"
+
+
+def test_errors_are_measured_over_predicted() -> None:
+    assert REPORT.step_ratio == 2.0 / 1.6
+    assert REPORT.peak_ratios() == {
+        Tier.DEVICE: 48 / 60,
+        Tier.HOST: 200 / 300,
+        Tier.PINNED: 10 / 8,
+        Tier.DISK: 390 / 400,
+    }
+    # Nothing was predicted: there is nothing to be wrong about.
+    silent = replace(REPORT, plan=replace(PLAN, step_seconds=None, disk=0))
+    assert silent.step_ratio is None
+    assert silent.peak_ratios()[Tier.DISK] is None
+    assert replace(REPORT, timeline=Timeline((), ()), elapsed=0.0, steps=0).step_ratio is None
+
+
+def test_the_predicted_step_is_scaled_to_the_micro_batches_of_a_step() -> None:
+    four = replace(REPORT, micro_batches=4)
+    assert four.predicted_step_seconds == pytest.approx(1.6 + 3 * 1.2)
+    assert four.to_json_dict()["predicted"]["step_seconds"] == four.predicted_step_seconds
+    assert "- a step is 4 micro-batches" in show(four)
+    unknown = replace(four, plan=replace(PLAN, micro_batch_seconds=None))
+    assert unknown.predicted_step_seconds is None
+    assert row(show(unknown), "step") == "step - 2.00 s -"
+
+
+def test_table_sets_predicted_beside_measured() -> None:
+    shown = show(REPORT)
+    assert row(shown, "what") == "what allowed predicted measured difference"
+    assert row(shown, "device") == "device 64.0 MiB 60.0 MiB 48.0 MiB -20 %"
+    assert row(shown, "host") == "host 512.0 MiB 300.0 MiB 200.0 MiB -33 %"
+    assert row(shown, "pinned") == "pinned no limit 8.0 MiB 10.0 MiB +25 %"
+    assert row(shown, "disk") == "disk 1.0 GiB 400.0 MiB 390.0 MiB -2.5 %"
+    assert row(shown, "step") == "step 1.60 s 2.00 s +25 %"
+    assert "- predicted seconds follow from the measured rates" in shown
+
+
+def test_a_difference_that_is_none_has_no_sign() -> None:
+    for seconds, said in ((2.0, "0.0 %"), (2.0002, "0.0 %"), (1.9, "+5.3 %")):
+        assert row(show(replace(REPORT, plan=replace(PLAN, step_seconds=seconds))), "step").endswith(f"2.00 s {said}")
+
+
+def test_a_step_that_was_not_predicted_says_why() -> None:
+    shown = show(replace(REPORT, plan=replace(PLAN, step_seconds=None)))
+    assert row(shown, "step") == "step - 2.00 s -"
+    assert "- no step was predicted: give prepare a batch" in shown
+    silent = show(replace(REPORT, plan=replace(PLAN, notes=())))
+    assert "the plan does not say where its step seconds come from" in silent
+
+
+def test_a_tier_that_was_only_predicted_is_shown() -> None:
+    device = next(usage for usage in TIERS if usage.tier is Tier.DEVICE)
+    shown = show(replace(REPORT, timeline=Timeline(EVENTS, (device,))))
+    assert row(shown, "disk") == "disk - 400.0 MiB 0 B -100 %"
 
 
 def test_table_says_how_busy_each_lane_was() -> None:
@@ -139,5 +197,6 @@ def test_table_says_speed_loss_reasons_and_changes() -> None:
 def test_table_leaves_out_a_tier_that_is_not_there() -> None:
     no_disk = tuple(usage for usage in TIERS if usage.tier is not Tier.DISK)
     absent = TierUsage(Tier.DISK, 0, 0, 0, {})
-    shown = show(RunReport(PLAN, Timeline(EVENTS, (*no_disk, absent)), 1.0, 1))
+    shown = show(RunReport(replace(PLAN, disk=0), Timeline(EVENTS, (*no_disk, absent)), 1.0, 1))
     assert row(shown, "kind") == "kind device host pinned"
+    assert "disk " not in shown

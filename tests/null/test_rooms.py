@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "forebay.phases",
     "forebay.planners",
     "forebay.planning",
+    "forebay.figures",
     "forebay.reporting",
     "forebay.cli",
 )

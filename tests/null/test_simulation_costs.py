@@ -11,7 +11,7 @@ from forebay.machine import Curve, Link, Machine
 from forebay.simulation.costs import ADD_TRAFFIC, VIEW_SHARE, Costs, Source
 from forebay.timeline import Lane
 from forebay.trace import Model, Op, Phase, Segment, Trace, Visit, Work
-from tests.null.simulating import MACHINE, accumulate, fetch, land, read, seconds_trace, update, write
+from tests.null.simulating import MACHINE, accumulate, compute, fetch, land, read, seconds_trace, update, write
 
 
 def costs_of(*works: Work, machine: Machine = MACHINE) -> Costs:
@@ -22,7 +22,7 @@ def costs_of(*works: Work, machine: Machine = MACHINE) -> Costs:
 
 
 def test_an_op_takes_the_longer_of_arithmetic_and_memory_and_never_less_than_its_launch() -> None:
-    machine = replace(MACHINE, launch_seconds=0.5)  # 1000 FLOP/s, 100 bytes/s
+    machine = replace(MACHINE, device_kind="cuda", launch_seconds=0.5)  # 1000 FLOP/s, 100 bytes/s
     costs = costs_of(
         Work("mm", "a", "float32", 5000, 100),  # max(5, 1, 0.5)
         Work("add", "b", "float32", 100, 300),  # max(0.1, 3, 0.5)
@@ -36,8 +36,10 @@ def test_an_op_takes_the_longer_of_arithmetic_and_memory_and_never_less_than_its
 
 
 def test_a_view_costs_what_the_host_needs() -> None:
-    cost = costs_of(Work("view", "v", "float32", 0, 0), machine=replace(MACHINE, launch_seconds=0.5)).work(0)
-    assert (cost.seconds, cost.source) == (VIEW_SHARE * 0.5, Source.HOST)
+    for kind, share in (("cuda", VIEW_SHARE), ("cpu", 1.0)):
+        machine = replace(MACHINE, device_kind=kind, launch_seconds=0.5)
+        cost = costs_of(Work("view", "v", "float32", 0, 0), machine=machine).work(0)
+        assert (cost.seconds, cost.source) == (share * 0.5, Source.HOST)
 
 
 def test_what_was_measured_goes_before_the_roofline() -> None:
@@ -47,13 +49,17 @@ def test_what_was_measured_goes_before_the_roofline() -> None:
     assert costs.measured_share == 0.25 / (0.25 + 0.75)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("cpu", 0.125), ("cuda", 0.0)])
-def test_the_ledger_sees_every_op_of_a_cpu(kind: str, more: float) -> None:
-    machine = replace(MACHINE, device_kind=kind, watch_seconds=0.125, op_seconds={"m": 2.0})
-    works = (Work("mm", "m", "float32", 1, 1), Work("mm", "r", "float32", 1000, 0), Work("view", "v", "float32", 0, 0))
-    costs = costs_of(*works, machine=machine)
-    assert [costs.work(i).seconds for i in range(3)] == [2.0 + more, 1.0 + more, more]
-    assert costs.ops(0, 3) == 3.0 + 3 * more
+def test_on_a_cpu_the_host_and_the_kernel_follow_each_other() -> None:
+    works = (Work("mm", "m", "float32", 1, 1), Work("mm", "r", "float32", 1000, 0))
+    for kind, seconds in (("cpu", [2.125, 1.125]), ("cuda", [2.0, 1.0])):
+        machine = replace(MACHINE, device_kind=kind, launch_seconds=0.125, op_seconds={"m": 2.0})
+        costs = costs_of(*works, machine=machine)
+        assert [costs.work(i).seconds for i in range(2)] == seconds
+
+
+def test_every_op_that_is_looked_at_takes_longer() -> None:
+    costs = costs_of(Work("mm", "m", "float32", 1000, 0), machine=replace(MACHINE, watch_seconds=0.125))
+    assert costs.action(compute(0), watched=True) - costs.action(compute(0)) == 0.125
 
 
 @pytest.mark.parametrize(

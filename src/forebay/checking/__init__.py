@@ -19,7 +19,7 @@ from typing import final
 
 from forebay.checking.capacity import check_account, check_device
 from forebay.checking.computing import walk
-from forebay.checking.fitting import allowances, check_names, check_standing, layouts, standing
+from forebay.checking.fitting import allowances, check_names, check_standing, layouts, standing, staying_gradients
 from forebay.checking.gradients import landings
 from forebay.checking.live import Live
 from forebay.checking.order import Order
@@ -48,7 +48,8 @@ def check(
     check_names(trace, plan)
     chunks = layouts(trace, plan)
     stands = standing(trace, plan, chunks)
-    check_standing(stands, machine, plan)
+    most = {**stands, Tier.DEVICE: stands[Tier.DEVICE] + staying_gradients(trace, plan)}
+    check_standing(most, machine, plan)
     proof = _Proof(Step(trace), machine, plan, chunks, stands)
     if program is None:
         from forebay.lowering import lower

@@ -38,7 +38,7 @@ def check_device(
     """Raises ``DoesNotFit`` at the compute action that may need more than ``allowed`` bytes, naming op and tensor;
     ``PlanInvalid`` where the program says that it needs less than it does."""
     claims = _Claims(program, order)
-    moments = sorted((*passes.moments, *_updates(step, program, layouts)), key=lambda m: m.action)
+    moments = sorted((*passes.moments, *_updates(step, live, program, layouts)), key=lambda m: m.action)
     needs = _needs(order, passes, landed, moments)
     for moment, under_way in needs:
         needed = standing + under_way + moment.nbytes
@@ -91,8 +91,9 @@ def _needs(
     return needs
 
 
-def _updates(step: Step, program: Program, layouts: Mapping[str, StateLayout]) -> list[Moment]:
-    """Updates on the device: gradients of 16 bits are widened there, those of one chunk at a time."""
+def _updates(step: Step, live: Live, program: Program, layouts: Mapping[str, StateLayout]) -> list[Moment]:
+    """Updates on the device, with the gradients that the step has kept there: those of 16 bits are widened, one chunk
+    at a time."""
     moments = []
     for index, action in enumerate(program.actions):
         if action.verb is Verb.UPDATE and action.lane is Lane.COMPUTE:
@@ -101,7 +102,7 @@ def _updates(step: Step, program: Program, layouts: Mapping[str, StateLayout]) -
                 for c in layouts[action.block].chunks
                 if any(step.ids[p.parameter.name] in step.with_gradient for p in c.pieces)
             ]
-            moments.append(Moment(index, max(sizes, default=0), -1))
+            moments.append(Moment(index, live.kept + max(sizes, default=0), -1))
     return moments
 
 
@@ -151,7 +152,7 @@ def _no_room(
         parts.append(f"{format_bytes(moment.nbytes)} are tensors of the step")
     else:
         where = f"action {moment.action} ({what})"
-        parts.append(f"{format_bytes(moment.nbytes)} are gradients widened to 32 bits")
+        parts.append(f"{format_bytes(moment.nbytes)} are gradients that stay, and those widened to 32 bits")
     biggest = f"; the largest tensor is {step.name(tensor)}" if tensor is not None else ""
     return DoesNotFit(
         f"device memory: {where} needs {much} and {little} are allowed: {', '.join(parts)}{biggest}; raise "

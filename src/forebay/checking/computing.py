@@ -118,7 +118,7 @@ class _Walker:
     def _begin_pass(self, index: int) -> None:
         if len(self.passes.first) == self.number:
             self.passes.first.append(index)
-            self.live.begin()
+            self.live.begin(first_of_step=self.number % self.program.micro_batches == 0)
             self.again.clear()
 
     def _out_of_order(self, index: int, start: int) -> Exception:

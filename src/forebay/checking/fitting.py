@@ -18,7 +18,7 @@ from forebay.plans import Placement, Plan
 from forebay.trace import Block, Trace
 from forebay.units import format_apart
 
-__all__ = ["allowances", "check_names", "check_standing", "layouts", "standing"]
+__all__ = ["allowances", "check_names", "check_standing", "layouts", "standing", "staying_gradients"]
 
 _LIMIT_NAMES = {Tier.DEVICE: "device_memory", Tier.HOST: "host_memory", Tier.PINNED: "pinned", Tier.DISK: "the disk"}
 
@@ -88,7 +88,7 @@ def layouts(trace: Trace, plan: Plan) -> dict[str, StateLayout]:
 def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict[Tier, int]:
     """Bytes of every tier that are there all the time under ``plan``; pinned: what would like to be page-locked.
 
-    ``state`` are the ``layouts``.
+    ``state`` are the ``layouts``. Gradients that stay on the device are none of them: ``staying_gradients``.
     """
     blocks = {b.name: b for b in trace.model.blocks}
     pairs = [(blocks[p.block], p) for p in plan.placements]
@@ -103,7 +103,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
         if placement.parameters is Tier.DEVICE:
             device += block.nbytes
         if placement.states is Tier.DEVICE:
-            device += states + sum(p.nbytes for p in trained)
+            device += states
             continue
         # A block on the device whose states are elsewhere keeps a copy at home, on the host: updates happen there.
         home = 0 if placement.parameters is Tier.DISK else block.nbytes
@@ -122,6 +122,12 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
         pinned += sum(plan.streaming.host_slots)
     host += pinned + UPDATE_RING * ring + workspace + (DISK_BLOCK * DISK_BOUNCE if disk else 0)
     return {Tier.DEVICE: device, Tier.HOST: host, Tier.PINNED: pinned, Tier.DISK: disk}
+
+
+def staying_gradients(trace: Trace, plan: Plan) -> int:
+    """Bytes of the gradients that accumulate on the device."""
+    staying = {p.block for p in plan.placements if p.gradients is Tier.DEVICE}
+    return sum(p.nbytes for b in trace.model.blocks if b.name in staying for p in b.parameters if p.trainable)
 
 
 def allowances(machine: Machine, plan: Plan) -> dict[Tier, int]:

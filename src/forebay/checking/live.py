@@ -33,8 +33,9 @@ class Missing(Exception):
 
 @final
 class Live:
-    """The roots in memory during one forward and backward. ``nbytes`` are those of all of them, ``resident`` the
-    parameters whose gradients count elsewhere once they are complete, ``recompute`` names of blocks."""
+    """The roots in memory during one forward and backward. ``nbytes`` are those of all of them but for the gradients
+    of ``resident`` parameters: those that the first pass of a step completes are ``kept`` until its update, later ones
+    are added to them. ``recompute`` are names of blocks."""
 
     def __init__(self, step: Step, resident: Collection[int], recompute: Collection[str]) -> None:
         self._step = step
@@ -43,6 +44,8 @@ class Live:
         self.partners = step.partners(self.recomputed)
         self._own, self._others = self._savers()
         self.nbytes = 0
+        self.kept = 0
+        self._first_pass = True
         self._first: dict[int, int] = {}
         self._remade: dict[int, int] = {}
         self._rerun_holds: dict[int, int] = {}
@@ -61,9 +64,11 @@ class Live:
                     (own if mine is not None and op.visit in mine else others).add(root)
         return own, others
 
-    def begin(self) -> None:
-        """A pass begins: nothing of the one before is left."""
+    def begin(self, *, first_of_step: bool) -> None:
+        """A pass begins: nothing of the one before is left but the gradients that stay."""
         self.nbytes = 0
+        self.kept = 0 if first_of_step else self.kept
+        self._first_pass = first_of_step
         for table in (self._first, self._remade, self._rerun_holds, self._held_by):
             table.clear()
         self._running_again.clear()
@@ -91,7 +96,7 @@ class Live:
                 mask |= AUTOGRAD if keeps else 0
             (self._remade if again else self._first)[root] = mask
             self.nbytes += step.nbytes[root]
-        return self.nbytes
+        return self.nbytes + self.kept
 
     def finish(self, number: int, *, again: bool = False) -> list[tuple[int, int]]:
         """Op ``number`` has run. Returns (parameter, bytes) of gradients that are complete and leave the account."""
@@ -104,10 +109,16 @@ class Live:
                 self._let_go(copies, root, AUTOGRAD)
         leaving = []
         for parameter, root in op.gradients:
-            nbytes = self._step.nbytes[root] if self._first.pop(root, None) is not None else 0
-            self.nbytes -= nbytes
+            # Two gradients in one root: the bytes go with the last one.
+            there = root in self._first and self._step.last_gradient[root] == parameter
+            nbytes = self._step.nbytes[root] if there else 0
             if parameter not in self._resident:
                 leaving.append((parameter, nbytes))
+            elif self._first_pass:
+                self.kept += nbytes
+        for root in () if again else self._step.ending.get(number, ()):
+            if self._first.pop(root, None) is not None:
+                self.nbytes -= self._step.nbytes[root]
         return leaving
 
     def largest(self) -> int | None:

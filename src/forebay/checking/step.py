@@ -77,6 +77,15 @@ class Step:
         for flat in self.ops:
             self.inputs[flat.visit].update(r for r in flat.reads if self.ops[self.birth[r]].visit != flat.visit)
         self.with_gradient = {p: n for n, op in enumerate(self.ops) for p, _ in op.gradients}
+        # Of every root that is a gradient: the last parameter whose gradient it is. And after which op it goes from
+        # the account of the step: autograd may hand a gradient on as it is, to ops that read it later.
+        self.last_gradient = {root: p for op in self.ops for p, root in op.gradients if root >= self.sources}
+        last = {root: n for n, op in enumerate(self.ops) for _, root in op.gradients if root >= self.sources}
+        for n, flat in enumerate(self.ops):
+            last.update((root, max(last[root], n)) for root in flat.reads if root in last)
+        self.ending: dict[int, list[int]] = {}
+        for root, n in last.items():
+            self.ending.setdefault(n, []).append(root)
 
     def block(self, op: int) -> str:
         """The block of the visit that op number ``op`` belongs to."""

@@ -95,8 +95,8 @@ def _rates(machine: Machine) -> Table:
     table.add_row("optimizer update on the host", format_rate(machine.update_rate))
     table.add_row("kept with both directions busy", f"{machine.duplex:.0%}")
     table.add_row("lost where cores are shared", f"{machine.shared_cores:.0%}")
-    table.add_row("least time of an op", format_seconds(machine.launch_seconds))
-    table.add_row("added by the byte ledger", format_seconds(machine.watch_seconds))
+    table.add_row("host's part of an op", format_seconds(machine.launch_seconds))
+    table.add_row("more where blocks stream", format_seconds(machine.watch_seconds))
     return table
 
 

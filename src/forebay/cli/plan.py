@@ -15,8 +15,8 @@ from forebay.units import format_count, parse_disk
 
 if TYPE_CHECKING:
     from forebay.machine import Machine
+    from forebay.profiler.capture import Captured
     from forebay.reporting.forecast import PlanReport
-    from forebay.trace import Trace
 
 __all__ = ["PlanSettings", "make_settings", "plan", "write_plan"]
 
@@ -65,8 +65,12 @@ def plan(settings: PlanSettings) -> PlanReport:
     folder = _disk(settings)
     machine, notes = _machine(settings, folder)
     device = machine.device_capacity if settings.device_memory is None else settings.device_memory
-    trace, name = _trace(settings, machine)
-    return assess(name, trace, machine, Budget(device, settings.host_memory, None, folder), settings.policy, notes)
+    captured, name = _capture(settings, machine)
+    if settings.machine is None:
+        machine, timed = _with_ops(captured, machine)
+        notes += timed
+    budget = Budget(device, settings.host_memory, None, folder)
+    return assess(name, captured.trace, machine, budget, settings.policy, notes)
 
 
 def write_plan(report: PlanReport, path: Path) -> None:
@@ -105,20 +109,32 @@ def _machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Machine, 
     return machine, ()
 
 
-def _trace(settings: PlanSettings, machine: Machine) -> tuple[Trace, str]:
+def _with_ops(captured: Captured, machine: Machine) -> tuple[Machine, tuple[str, ...]]:
+    """This machine with the seconds of the step's ops, if its rates were measured too, and remarks on them.
+
+    Beside typical rates they would say nothing: a plan weighs ops against transfers.
+    """
+    from forebay.profiler.op_table import measure_ops
+
+    remarks: list[str] = []
+    found = measure_ops(captured, machine, tell=remarks.append)
+    return found.machine, (*remarks, *([found.note] if found.note else []))
+
+
+def _capture(settings: PlanSettings, machine: Machine) -> tuple[Captured, str]:
     """One step of the model, and what the report calls it."""
     from forebay.profiler.capture import capture
     from forebay.recipes.tasks import sample
 
     found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
     try:
-        trace = capture(found.model, found.batch, settings.optimizer, machine.device_kind).trace
+        captured = capture(found.model, found.batch, settings.optimizer, machine.device_kind)
     except ModelError as error:
         raise ModelError(f"{settings.model}: {error}") from None
-    parameters = format_count(sum(p.numel for b in trace.model.blocks for p in b.parameters))
+    parameters = format_count(sum(p.numel for b in captured.trace.model.blocks for p in b.parameters))
     shape = f"batch {settings.batch}"
     if found.seq is not None:
         shape += f" of {found.seq} tokens"
     if settings.model.partition(":")[1] and found.seq is None:
         shape = "its own batch"
-    return trace, f"{settings.model} ({parameters} parameters, {shape})"
+    return captured, f"{settings.model} ({parameters} parameters, {shape})"

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, final
 from forebay.cli.engine import Engine
 from forebay.cli.progress import StepResult, View
 from forebay.errors import ConfigError, ModelError, StorageError
-from forebay.units import format_count
+from forebay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forebay.config import TrainConfig
     from forebay.data.text import Windows
     from forebay.data.tokenizers import Tokenizer
+    from forebay.plans import Plan
     from forebay.recipes.causal_lm import ModelSource
     from forebay.reporting.run import RunReport
 
@@ -69,10 +70,12 @@ def train(config: TrainConfig, engine: Engine, view: View) -> TrainResult:
         device=device,
     )
     try:
+        view.note(_promise(engine.report(model).plan, config.accumulate))
         _fill(engine, model, source, config.seed)
         losses = _loop(config, engine, view, folder, (model, optimizer, windows, device))
         engine.synchronize(model)
-        report = replace(engine.report(model), tokens=config.steps * config.tokens_per_step)
+        tokens = config.steps * config.tokens_per_step
+        report = replace(engine.report(model), tokens=tokens)
         if folder is not None:
             folder.finish(report, model, engine, tokenizer)
     finally:
@@ -159,6 +162,15 @@ def _opening(config: TrainConfig, model: nn.Module, source: ModelSource, tokeniz
         f"{format_count(windows.tokens)} tokens of text ({tokenizer.name}), "
         f"{format_count(config.tokens_per_step)} a step"
     )
+
+
+def _promise(plan: Plan, micro_batches: int) -> str:
+    """What the plan says that the run will need and take, and why, before anything of the model is loaded."""
+    tiers = {"device": plan.device, "host": plan.host, "disk": plan.disk}
+    needs = ", ".join(f"{format_bytes(nbytes)} on the {tier}" for tier, nbytes in tiers.items() if nbytes)
+    seconds = plan.seconds_of_step(micro_batches)
+    takes = "the time of a step is not known" if seconds is None else f"{format_seconds(seconds)} a step"
+    return "\n  - ".join([f"plan by {plan.planner}: {needs}; {takes}", *plan.reasons, *plan.notes])
 
 
 @final

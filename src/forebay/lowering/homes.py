@@ -13,7 +13,7 @@ from forebay.layout import STATE_ITEMSIZE, needs_master, state_layout
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan
-from forebay.program import Verb
+from forebay.program import Change, Verb
 from forebay.scheduling.slots import SlotPool
 from forebay.scheduling.staging import StagingRing
 from forebay.timeline import Lane
@@ -115,11 +115,12 @@ class Homes:
             staging, busy = self._slot_ring.take(home_nbytes(home.block))
             ready = (self._read(home, f"read {name}", home_nbytes(home.block), -1, (*busy, *ready)),)
             staging.busy = ready[0]
+        before = self._recorder.latest((*landed, *ready))
         done: Recorded | None = None
         for number, chunk in enumerate(home.chunks):
             if chunk.parameters.isdisjoint(tasks):
                 continue
-            done = self._update_chunk(home, number, chunk, (*landed, *ready))
+            done = self._update_chunk(home, number, chunk, before)
         if done is None:
             return
         home.written = done
@@ -149,8 +150,8 @@ class Homes:
             home.states_written = staging.busy = self._write(home, f"write {what}", chunk.nbytes, number, done)
         return done
 
-    def update_resident(self, home: BlockHome, tasks: frozenset[int]) -> None:
-        """The update of a block that stays on the device, in the compute order."""
+    def update_resident(self, home: BlockHome, tasks: frozenset[int], changes: tuple[Change, ...] = ()) -> None:
+        """The update of a block that stays on the device, in the compute order; ``changes`` come with its end."""
         chunks = [chunk for chunk in home.chunks if not chunk.parameters.isdisjoint(tasks)]
         if chunks:
             self._recorder.add(
@@ -161,6 +162,7 @@ class Homes:
                 block=home.block.name,
                 chunk=-1,
                 peak=max(chunk.widened for chunk in chunks),
+                changes=changes,
             )
 
     def settle(self) -> None:

@@ -23,7 +23,8 @@ NEVER = -1
 class Root:
     """A root that the step makes, in numbers of ops: made by ``birth``, held until after ``drop`` and ``unsave``.
 
-    ``visit`` is the place of the visit that makes it. ``completes`` is the last op after which it is a gradient's.
+    ``visit`` is the place of the visit that makes it. ``completes`` is the last op after which it is a gradient's, or a
+    later one that still reads it: a gradient that autograd hands on as it is has more readers than its parameter.
     """
 
     nbytes: int
@@ -72,7 +73,15 @@ class _Pattern:
                 root = reference if reference < 0 else segment.tensors[reference].root
                 if root < 0:
                     readers.setdefault(root, {})[index] = None
+        # Ops that read what the segment makes and some op completes as a gradient.
+        complete = {segment.tensors[g].root for _, _, g in self.gradients if g >= 0}
+        read = {root: i for i, op in enumerate(segment.ops) for root in _roots(segment, op.inputs)}
+        self.late = tuple((root, read[root]) for root in sorted(complete & read.keys()) if root >= 0)
         self.readers = tuple((-1 - port, tuple(ops)) for port, ops in readers.items())
+
+
+def _roots(segment: Segment, references: tuple[int, ...]) -> set[int]:
+    return {reference if reference < 0 else segment.tensors[reference].root for reference in references}
 
 
 @final
@@ -95,6 +104,7 @@ class TraceIndex:
             self._add(place, visit, roots)
             completed.append(self._completed(visit, roots))
         self.completed = tuple(completed)
+        self._read_later(roots)
         self.roots: Mapping[int, Root] = MappingProxyType(roots)
 
     def _add(self, place: int, visit: Visit, roots: dict[int, Root]) -> None:
@@ -121,6 +131,19 @@ class TraceIndex:
                 roots[done.root].completes = done.op
             made.append(done)
         return tuple(made)
+
+    def _read_later(self, roots: dict[int, Root]) -> None:
+        """Lets gradients live until the last op that reads them."""
+        for visit in self.trace.visits:
+            if visit.phase is not Phase.BACKWARD:
+                continue
+            pattern, first = self._patterns[visit.segment], visit.first_op
+            late = [(visit.first_tensor + root, index) for root, index in pattern.late]
+            late += [(self._root_of[visit.ports[port]], max(ops)) for port, ops in pattern.readers]
+            for number, index in late:
+                root = roots.get(number)
+                if root is not None and root.completes != NEVER:
+                    root.completes = max(root.completes, first + index)
 
     def last_op(self, place: int) -> int:
         """The number of the last op of a visit."""

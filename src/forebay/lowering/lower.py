@@ -68,7 +68,7 @@ def _refuse_other_model(trace: Trace, plan: Plan) -> None:
 
 
 def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[Kind, int]]:
-    """Bytes that are there all the time."""
+    """Bytes that are there all the time. Gradients of resident blocks come with a pass and go with the update."""
     resident = {p.block for p in plan.placements if p.resident}
     parameters = sum(b.nbytes for b in trace.model.blocks if b.name in resident)
     # What is page-locked on a device with a link of its own, arena by arena as far as the pinned budget goes.
@@ -88,7 +88,6 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
             {
                 Kind.PARAMETER: sizes.device_slots + parameters,
                 Kind.STATE: sizes.device_resident - parameters,
-                Kind.GRADIENT: sizes.device_gradients,
                 Kind.BUFFER: trace.model.buffer_nbytes,
                 Kind.INPUT: input_nbytes(trace),
             }

@@ -102,6 +102,17 @@ class Recorder:
             waiting = self._pending[lane]
             waiting[other] = max(waiting.get(other, NOTHING), index)
 
+    def latest(self, completions: Iterable[Completion]) -> tuple[Recorded, ...]:
+        """Of each lane the last of ``completions``: who waits for that one has waited for all, since lanes are in
+        order."""
+        last: dict[Lane, Recorded] = {}
+        for completion in completions:
+            if isinstance(completion, Recorded) and completion.index != NOTHING:
+                lane = self._lanes[completion.index]
+                if lane not in last or last[lane].index < completion.index:
+                    last[lane] = completion
+        return tuple(last.values())
+
     # Writing down.
 
     def add(

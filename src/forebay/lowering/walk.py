@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import groupby
 from typing import final
 
 from forebay.arenas import Arenas
@@ -44,11 +43,13 @@ class _Landing:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """What happens around one op of a backward visit: blocks are asked for before it, gradients leave after it."""
+    """What happens around one op of a backward visit: blocks are asked for before it, gradients leave after it, and
+    ``kept`` bytes of gradients of resident blocks are complete."""
 
     position: int
     blocks: tuple[str, ...]
     landings: tuple[_Landing, ...]
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,9 @@ class Walker:
         levels = self._profile.levels.values()
         self._total = tuple(map(sum, zip(*levels, strict=True))) or (0,) * (len(self._profile.during) + 1)
         self._holds_outputs = False
+        # Gradients of resident blocks: those of the first pass stay until the update, later ones are added to them.
+        self._kept = 0
+        self._first_pass = True
         # Compute that is issued and not yet written down: positions, the stage that they are of, blocks read.
         self._start = self._end = 0
         self._stage: _Stage | None = None
@@ -124,6 +128,7 @@ class Walker:
             else:
                 self._backward(stage)
         self._write_compute()
+        self._first_pass = False
         for slot in around.values():
             self.pool.release(slot)
 
@@ -150,6 +155,10 @@ class Walker:
                 self._leaving.extend(Change(c.kind, -c.nbytes) for c in landing.frees)
             for landing in stop.landings:
                 self._land(landing)
+            if stop.kept and self._first_pass:
+                self._leaving.append(Change(Kind.GRADIENT, stop.kept))
+                self._kept += stop.kept
+                self._write_compute()  # what comes after has them beside it
         self._end = stage.run.position + stage.run.length
 
     def _land(self, landing: _Landing) -> None:
@@ -176,19 +185,21 @@ class Walker:
 
     def optimizer_step(self) -> None:
         """The updates, and the first fetches of the next pass."""
-        for name in self.pool.order.in_order_of_use(self.homes.blocks):
-            home = self.homes.blocks[name]
-            tasks = frozenset(self._trained.get(name, ()))
-            if not tasks:
-                continue
+        names = [n for n in self.pool.order.in_order_of_use(self.homes.blocks) if self._trained.get(n)]
+        last = [n for n in names if self.homes.blocks[n].placement.resident][-1:]
+        for name in names:
+            home, tasks = self.homes.blocks[name], frozenset(self._trained[name])
             if home.placement.resident:
-                self.homes.update_resident(home, tasks)
+                # zero_grad() follows the step: it frees all gradients at once.
+                freed = (Change(Kind.GRADIENT, -self._kept),) if [name] == last and self._kept else ()
+                self.homes.update_resident(home, tasks, freed)
             else:
                 self.pool.invalidate(name)
                 self.homes.update(home, tasks)
         if not self._plan.streaming.overlap_update:
             self.homes.settle()
         self._tasks.clear()
+        self._kept, self._first_pass = 0, True
         self.pool.order.begin(TRAINING)
         self.pool.prefetch()
 
@@ -305,11 +316,15 @@ class _Stages:
             if block in self._hosted:
                 asked[op].append(block)
         leaving: dict[int, list[_Landing]] = defaultdict(list)
-        for op, group in groupby(self._index.completed[run.visit], key=lambda c: c.op):
-            leaving[op - run.first_op] = [self._landing(c) for c in group if self._leaves(c)]
+        kept: dict[int, int] = defaultdict(int)
+        for done in self._index.completed[run.visit]:
+            if self._leaves(done):
+                leaving[done.op - run.first_op].append(self._landing(done))
+            elif self._last[done.root] == done and done.root in self._index.roots:
+                kept[done.op - run.first_op] += self._index.roots[done.root].nbytes
         return tuple(
-            _Stop(run.position + op, tuple(asked.get(op, ())), tuple(leaving.get(op, ())))
-            for op in sorted(asked.keys() | leaving.keys())
+            _Stop(run.position + op, tuple(asked.get(op, ())), tuple(leaving.get(op, ())), kept.get(op, 0))
+            for op in sorted(asked.keys() | leaving.keys() | kept.keys())
         )
 
     def _leaves(self, done: Completed) -> bool:

@@ -20,13 +20,14 @@ from types import MappingProxyType
 from forebay.errors import ConfigError
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
+from forebay.planners.bench import Bench
 from forebay.planners.policies import recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
-__all__ = ["PLANNERS", "Alternative", "Problem", "alternatives", "make_plan"]
+__all__ = ["PLANNERS", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
 
-PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
+PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
         "auto": auto,
         "resident": resident,
@@ -37,12 +38,13 @@ PLANNERS: Mapping[str, Callable[[Problem], Plan]] = MappingProxyType(
 )
 
 
-def make_plan(problem: Problem, policy: str) -> Plan:
-    """The plan of the planner called ``policy``.
+def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan:
+    """The plan of the planner called ``policy``. ``bench`` is one of the same problem, for who asks more than once:
+    what has been sized and simulated is used again.
 
     Raises ``ConfigError`` for an unknown name and ``DoesNotFit`` when the budget cannot be met.
     """
     planner = PLANNERS.get(policy)
     if planner is None:
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
-    return planner(problem)
+    return planner(problem, bench)

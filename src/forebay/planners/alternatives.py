@@ -10,8 +10,10 @@ from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.auto import searched
 from forebay.planners.bench import Bench
-from forebay.planners.policies import recompute, resident, stream, stream_recompute
+from forebay.planners.parts import Draft
+from forebay.planners.policies import POLICIES, settled
 from forebay.planners.problem import Problem
+from forebay.planners.reasons import kept, recomputed
 from forebay.plans import Plan
 from forebay.units import format_bytes, format_seconds
 
@@ -31,49 +33,56 @@ class Alternative:
     words: str
 
 
-def alternatives(problem: Problem, plan: Plan) -> tuple[Alternative, ...]:
+def alternatives(problem: Problem, plan: Plan, bench: Bench | None = None) -> tuple[Alternative, ...]:
     """The three fastest plans of another kind than ``plan``, the fastest first; fewer where fewer fit.
 
     Kinds differ in what recomputes (nothing, something, everything that may), in whether blocks stay on the device,
-    and in whether something is on disk. Raises ``ConfigError`` for a problem without a trace.
+    and in whether something is on disk. ``bench`` is that on which ``plan`` was made, if the caller has it: its
+    sizes and simulations are used again. Raises ``ConfigError`` for a problem without a trace.
     """
     if problem.trace is None:
         raise ConfigError("plans are compared by their simulated step; give a batch")
-    bench = Bench(problem)
+    bench = bench or Bench(problem)
+    mine = _kind(bench, Draft(plan.placements, plan.streaming, plan.recompute))
     found: dict[tuple[object, ...], Plan] = {}
-    for other in _others(bench):
-        kind = _kind(bench, other)
-        if kind != _kind(bench, plan) and (kind not in found or _seconds(other) < _seconds(found[kind])):
+    for name, draft in _others(bench, plan):
+        kind = _kind(bench, draft)
+        if kind == mine:
+            continue  # before it is timed chunk by chunk, which takes the most
+        reasons = (*kept(draft), *recomputed(draft))
+        other = bench.timed(bench.plan(name, draft, reasons=reasons))
+        if kind not in found or _seconds(other) < _seconds(found[kind]):
             found[kind] = other
     fastest = sorted(found.values(), key=_seconds)[:MOST]
     return tuple(_alternative(other, plan) for other in fastest)
 
 
-def _others(bench: Bench) -> Iterator[Plan]:
-    """Every kind that fits."""
-    problem = bench.problem
+def _others(bench: Bench, plan: Plan) -> Iterator[tuple[str, Draft]]:
+    """Every kind that fits, by name. ``auto`` does not search again at the recomputation that it chose: all of it, or
+    none, was among the levels of its search."""
     able = bench.recomputable
-    makers: list[Callable[[], Plan]] = [
-        partial(policy, problem, bench) for policy in (resident, recompute, stream, stream_recompute)
+    makers: list[tuple[str, Callable[[], Draft]]] = [
+        (name, partial(settled, bench, make)) for name, make in POLICIES.items()
     ]
-    makers.append(partial(searched, bench, "auto without recomputation", [()]))
-    if able:
-        makers.append(partial(searched, bench, "auto with recomputation", [able]))
-    for make in makers:
+    levels = {"auto without recomputation": ()} | ({"auto with recomputation": able} if able else {})
+    for name, level in levels.items():
+        if plan.planner != "auto" or plan.recompute != level:
+            makers.append((name, partial(searched, bench, [level], single_blocks=False)))
+    for name, make in makers:
         try:
-            yield make()
+            yield name, make()
         except DoesNotFit:
             continue
 
 
-def _kind(bench: Bench, plan: Plan) -> tuple[object, ...]:
+def _kind(bench: Bench, draft: Draft) -> tuple[object, ...]:
     """What makes a plan different to its user."""
-    resident = sum(p.resident for p in plan.placements)
+    resident = len(draft.resident)
     able = len(bench.recomputable)
     return (
-        "all" if resident == len(plan.placements) else "some" if resident else "none",
-        "all" if plan.recompute and len(plan.recompute) == able else "some" if plan.recompute else "none",
-        plan.disk > 0,
+        "all" if resident == len(draft.placements) else "some" if resident else "none",
+        "all" if draft.recompute and len(draft.recompute) == able else "some" if draft.recompute else "none",
+        bench.arenas(draft).disk > 0,
     )
 
 

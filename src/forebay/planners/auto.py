@@ -31,26 +31,28 @@ UNMEASURED_SHARE = 0.5
 """Without a batch, everything stays on the device only if it takes at most this share of the budget."""
 
 
-def auto(problem: Problem) -> Plan:
+def auto(problem: Problem, bench: Bench | None = None) -> Plan:
     """The fastest plan found. Raises ``DoesNotFit`` with the nearest that fits."""
-    bench = Bench(problem)
+    bench = bench or Bench(problem)
     if problem.trace is None:
         return _without_a_trace(bench)
-    return searched(bench, "auto", levels(bench))
+    best = searched(bench, levels(bench))
+    return bench.timed(bench.plan("auto", best, reasons=explained(bench, best)))
 
 
-def searched(bench: Bench, name: str, among: list[tuple[str, ...]]) -> Plan:
-    """The fastest plan found that recomputes what one of ``among`` names or what lies between them."""
+def searched(bench: Bench, among: list[tuple[str, ...]], *, single_blocks: bool = True) -> Draft:
+    """The fastest draft found that recomputes what one of ``among`` names or what lies between them; without
+    ``single_blocks`` that of the shapes alone. Raises ``DoesNotFit``."""
     least = least_device(bench, among)
     if not bench.fits_device(least):
         raise refused(bench, device_too_small(bench, least), least)
     search = Search(bench, among)
-    best = search.run()
+    best = search.run(single_blocks=single_blocks)
     if best is None:
         # The disk first: a host that is large enough is there already.
         error, draft = min(search.refusals, key=lambda r: (r[0].tier != Tier.DISK.value, r[0].needed))
         raise refused(bench, error, draft)
-    return bench.timed(bench.plan(name, best, reasons=explained(bench, best)))
+    return best
 
 
 def refused(bench: Bench, error: DoesNotFit, draft: Draft) -> DoesNotFit:

@@ -8,13 +8,16 @@ from typing import final
 
 from forebay.arenas import Arenas, Sizer
 from forebay.errors import ConfigError
+from forebay.lowering import lower
 from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
 from forebay.machine import Link
 from forebay.memory import Tier
 from forebay.planners.parts import Draft, recomputable
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
-from forebay.simulation import Costs, Forecast, forecast
+from forebay.program import Program
+from forebay.simulation import Costs, Forecast, play, summarise
+from forebay.timeline import Timeline
 from forebay.trace import Block, Phase
 
 __all__ = ["Bench"]
@@ -44,10 +47,11 @@ class Bench:
         self._elements = sum(b.trainable_numel for b in self.model.blocks)
         self._sizers: dict[int, Sizer] = {}
         self._arenas: dict[Draft, Arenas] = {}
-        self._liveness = None if problem.trace is None else Liveness(problem.trace)
+        self.liveness = None if problem.trace is None else Liveness(problem.trace)
         self._beside: dict[tuple[tuple[str, ...], tuple[str, ...], int, int], int] = {}
         self._forecasts: dict[Draft, Forecast] = {}
         self._exact: dict[Draft, Forecast] = {}
+        self._latest: tuple[Draft, Program, Timeline] | None = None
         self._costs: Costs | None = None
 
     @property
@@ -76,12 +80,12 @@ class Bench:
         """Of the device's bytes those that are in no arena: activations, temporaries, buffers, gradients under way.
         Where the homes of streamed blocks are, on the host or on disk, changes nothing about them."""
         window, trace = draft.streaming.gradient_window, self.problem.trace
-        if trace is None or self._liveness is None:
+        if trace is None or self.liveness is None:
             return self.problem.footprint.peak + self.model.buffer_nbytes + window
         hosted = tuple(p.block for p in draft.placements if not p.resident)
         key = (draft.recompute, hosted, window, draft.streaming.update_chunk)
         if key not in self._beside:
-            live = self._liveness.beside(draft.recompute, hosted, window)
+            live = self.liveness.beside(draft.recompute, hosted, window)
             live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
             self._beside[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
         return self._beside[key]
@@ -140,12 +144,12 @@ class Bench:
 
     def exact(self, draft: Draft) -> Forecast:
         """What a step of ``draft`` is predicted to take, every chunk of every update by itself."""
-        costs = self._cost_table()
         if draft not in self._exact:
             coarse = self._forecasts.get(draft)
             if coarse is not None and self._chunk(draft) == draft.streaming.update_chunk:
                 return coarse
-            self._exact[draft] = forecast(costs.trace, costs.machine, self.plan("", draft), costs=costs)
+            program, timeline = self.played(self.plan("", draft))
+            self._exact[draft] = summarise(timeline, program, self.costs)
         return self._exact[draft]
 
     def forecast(self, draft: Draft) -> Forecast:
@@ -154,13 +158,26 @@ class Bench:
         Updates of a large model are taken in fewer and larger chunks than they run in, which is what most of a
         simulation would go into; ``exact`` takes them as they are.
         """
-        costs = self._cost_table()
         if draft not in self._forecasts:
             self.simulated += 1
             streaming = replace(draft.streaming, update_chunk=self._chunk(draft))
             coarse = replace(self.plan("", draft), streaming=streaming)
-            self._forecasts[draft] = forecast(costs.trace, costs.machine, coarse, costs=costs)
+            program, timeline = self._play(coarse)
+            self._forecasts[draft] = summarise(timeline, program, self.costs)
         return self._forecasts[draft]
+
+    def played(self, plan: Plan) -> tuple[Program, Timeline]:
+        """``plan`` lowered, every chunk of every update by itself, and played against a clock. The latest is kept."""
+        draft = Draft(plan.placements, plan.streaming, plan.recompute)
+        if self._latest is None or self._latest[0] != draft:
+            self._latest = draft, *self._play(plan)
+        return self._latest[1:]
+
+    def _play(self, plan: Plan) -> tuple[Program, Timeline]:
+        costs = self.costs
+        program = lower(costs.trace, plan, liveness=self.liveness)
+        settled = not plan.streaming.overlap_update
+        return program, play(program, costs.trace, costs.machine, costs=costs, settled=settled)
 
     def _chunk(self, draft: Draft) -> int:
         """Elements of an update job in simulations that only compare."""
@@ -199,7 +216,7 @@ class Bench:
 
     def _compute_seconds(self, recompute: tuple[str, ...]) -> float:
         """Seconds of the trace's ops and of those that ``recompute`` runs again."""
-        trace, costs = self.problem.trace, self._cost_table()
+        trace, costs = self.problem.trace, self.costs
         if trace is None:
             return 0.0
         last, again = 0, 0.0
@@ -209,7 +226,9 @@ class Bench:
                 again += costs.ops(visit.first_op, last)
         return costs.ops(0, last) + again
 
-    def _cost_table(self) -> Costs:
+    @property
+    def costs(self) -> Costs:
+        """Seconds of ops and actions. Raises ``ConfigError`` for a problem without a trace."""
         trace, machine = self.problem.trace, self.problem.machine
         if trace is None or machine is None:
             raise ConfigError("nothing can be simulated without a trace and a machine; give a batch")

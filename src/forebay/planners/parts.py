@@ -141,7 +141,7 @@ def recomputable(trace: Trace) -> tuple[str, ...]:
     """Blocks that may recompute, in the order of the forward: one module, not in use throughout, run once, and with
     more bytes saved than come in. The first ones are the ones to take: when their turn comes in backward, what the
     later blocks saved is gone."""
-    able = {b.name for b in trace.model.blocks if len(b.modules) == 1 and not b.held}
+    able = {b.name for b in trace.model.blocks if b.module is not None and not b.held}
     forward = [v for v in trace.visits if v.phase is Phase.FORWARD and v.block in able]
     runs = Counter(v.block for v in forward)
     once = [v for v in forward if runs[v.block] == 1]

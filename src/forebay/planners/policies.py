@@ -16,6 +16,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.planners.auto import first_that_fits, refused
 from forebay.planners.bench import Bench
@@ -26,33 +29,29 @@ from forebay.planners.reasons import kept, recomputed, unknown_activations
 from forebay.planners.refusals import device_too_small
 from forebay.plans import Plan
 
-__all__ = ["recompute", "resident", "stream", "stream_recompute"]
+__all__ = ["POLICIES", "recompute", "resident", "settled", "stream", "stream_recompute"]
 
 
 def stream(problem: Problem, bench: Bench | None = None) -> Plan:
     """Streams every block, whatever the device could hold. Raises ``DoesNotFit``."""
-    bench = bench or Bench(problem)
-    return _finished(bench, "stream", first_that_fits(bench))
+    return _finished(bench or Bench(problem), "stream")
 
 
 def stream_recompute(problem: Problem, bench: Bench | None = None) -> Plan:
     """Streams every block and recomputes every block that may. Raises ``DoesNotFit``, and ``ConfigError`` without a
     batch."""
-    bench = bench or Bench(problem)
-    return _finished(bench, "stream-recompute", first_that_fits(bench, _all_blocks(bench)))
+    return _finished(bench or Bench(problem), "stream-recompute")
 
 
 def resident(problem: Problem, bench: Bench | None = None) -> Plan:
     """Keeps everything on the device. Raises ``DoesNotFit``."""
-    bench = bench or Bench(problem)
-    return _finished(bench, "resident", all_resident(problem.model))
+    return _finished(bench or Bench(problem), "resident")
 
 
 def recompute(problem: Problem, bench: Bench | None = None) -> Plan:
     """Keeps everything on the device and recomputes every block that may. Raises ``DoesNotFit``, and ``ConfigError``
     without a batch."""
-    bench = bench or Bench(problem)
-    return _finished(bench, "recompute", all_resident(problem.model, _all_blocks(bench)))
+    return _finished(bench or Bench(problem), "recompute")
 
 
 def _all_blocks(bench: Bench) -> tuple[str, ...]:
@@ -61,12 +60,29 @@ def _all_blocks(bench: Bench) -> tuple[str, ...]:
     return bench.recomputable
 
 
-def _finished(bench: Bench, name: str, draft: Draft) -> Plan:
+POLICIES: Mapping[str, Callable[[Bench], Draft]] = MappingProxyType(
+    {
+        "resident": lambda bench: all_resident(bench.model),
+        "recompute": lambda bench: all_resident(bench.model, _all_blocks(bench)),
+        "stream": first_that_fits,
+        "stream-recompute": lambda bench: first_that_fits(bench, _all_blocks(bench)),
+    }
+)
+"""The draft of each policy, before homes are found for what does not stay on the device."""
+
+
+def settled(bench: Bench, make: Callable[[Bench], Draft]) -> Draft:
+    """What ``make`` drafts, with homes. Raises ``DoesNotFit``."""
+    draft = make(bench)
     if not bench.fits_device(draft):
         raise refused(bench, device_too_small(bench, draft), draft)
     try:
-        draft = at_home(bench, draft)
+        return at_home(bench, draft)
     except DoesNotFit as error:
         raise refused(bench, error, draft) from None
+
+
+def _finished(bench: Bench, name: str) -> Plan:
+    draft = settled(bench, POLICIES[name])
     reasons = (*kept(draft), *recomputed(draft), *unknown_activations(bench.problem))
     return bench.timed(bench.plan(name, draft, reasons=reasons))

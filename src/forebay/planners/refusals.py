@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-from forebay.arenas import Arenas
+from forebay.arenas import Arenas, Sizer
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
@@ -136,8 +135,8 @@ def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remed
     for name, states in SMALLER_OPTIMIZERS:
         if len(states) >= len(problem.state_names):
             continue
-        other = Bench(replace(problem, state_names=states))
-        sizes = other.arenas(draft)
+        sizer = Sizer(bench.model, states, draft.streaming.update_chunk)
+        sizes = sizer.arenas(draft.placements, draft.streaming)
         fits = all(n <= problem.limit(t) for t, n in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)))
         device = bench.beside(draft) + sizes.device
         if not fits or device > problem.limit(Tier.DEVICE):

@@ -57,8 +57,9 @@ class Search:
         self._seen: set[Draft] = set()
         self._spent = 0
 
-    def run(self) -> Draft | None:
-        """The fastest draft found; None if the host or the disk has no room for any."""
+    def run(self, *, single_blocks: bool = True) -> Draft | None:
+        """The fastest draft found; None if the host or the disk has no room for any. ``single_blocks``: whether what
+        is left of the simulations goes to moves of single blocks."""
         whole = fewest_recomputed(self.bench, lambda level: all_resident(self.bench.model, level), self._levels)
         if whole is not None:
             self.consider(all_resident(self.bench.model, whole))
@@ -70,7 +71,8 @@ class Search:
         self._between_levels()
         for level in self._useful_levels():
             self._lean(level)
-        self._single_blocks()
+        if single_blocks:
+            self._single_blocks()
         return self.best
 
     def consider(self, draft: Draft) -> None:

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from forebay.collector import collector_paused
 from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
 from forebay.memory import Kind
 from forebay.optim.rules import read_optimizer
@@ -82,19 +83,20 @@ def capture(
     if wanted.type == "cuda" and not torch.cuda.is_available():
         fakes = torch.device("cpu")
         notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
-    step = _Step(model, bound, fakes)
-    step.run(args, kwargs)
-    trace = finish(
-        step.recorder,
-        bound.model,
-        device="cuda" if wanted.type == "cuda" else "cpu",
-        optimizer=name,
-        state_names=states,
-        tokens=count_tokens(kwargs or args),
-        held_nbytes=step.held_nbytes,
-        unseen_nbytes=step.unseen_nbytes,
-        notes=notes,
-    )
+    with collector_paused(), _one_thread():
+        step = _Step(model, bound, fakes)
+        step.run(args, kwargs)
+        trace = finish(
+            step.recorder,
+            bound.model,
+            device="cuda" if wanted.type == "cuda" else "cpu",
+            optimizer=name,
+            state_names=states,
+            tokens=count_tokens(kwargs or args),
+            held_nbytes=step.held_nbytes,
+            unseen_nbytes=step.unseen_nbytes,
+            notes=notes,
+        )
     return Captured(trace, step.recorder.works.calls)
 
 
@@ -242,6 +244,18 @@ def _autocast_on(device: torch.device) -> Iterator[None]:
                 yield
             return
     yield
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """What runs for real here are many small ops on integers. Shared among threads they take as long on an idle
+    machine, and on a busy one three times as long, because the threads wait for each other at the end of every op."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

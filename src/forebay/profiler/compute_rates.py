@@ -7,9 +7,7 @@ from statistics import median
 
 import torch
 
-from forebay.device.ledger import StorageLedger
 from forebay.errors import DeviceOutOfMemory
-from forebay.memory import Ledger, Tier
 from forebay.profiler.effort import Effort, Layer
 from forebay.profiler.stopwatch import Stopwatch, in_turns, medians
 from forebay.units import MiB
@@ -21,7 +19,6 @@ __all__ = [
     "elementwise_bandwidth",
     "fresh_bandwidth",
     "launch_seconds",
-    "watch_seconds",
 ]
 
 _FRESH = 48 * MiB
@@ -128,23 +125,6 @@ def launch_seconds(device: str, watch: Stopwatch, effort: Effort) -> float:
     cases = {"chain": lambda: watch.seconds(lambda: _chain(device, effort.chain))}
     taken = medians(cases, _SHORT * effort.rounds, effort.bound)
     return taken["chain"] / (2 * effort.chain)
-
-
-def watch_seconds(watch: Stopwatch, effort: Effort) -> float:
-    """Seconds that the byte ledger of the ``cpu`` device adds to one op."""
-    ledger = StorageLedger(Ledger(Tier.DEVICE))
-
-    def watched() -> float:
-        ledger.install()
-        try:
-            ledger.activate(True)
-            return watch.seconds(lambda: _chain("cpu", effort.chain))
-        finally:
-            ledger.uninstall()
-
-    cases = {"plain": lambda: watch.seconds(lambda: _chain("cpu", effort.chain)), "watched": watched}
-    taken = medians(cases, _SHORT * effort.rounds, effort.bound)
-    return max(0.0, taken["watched"] - taken["plain"]) / (2 * effort.chain)
 
 
 def _chain(device: str, length: int) -> None:

@@ -10,12 +10,24 @@ import platform
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from forebay.errors import ConfigError
 from forebay.machine import MACHINE_SCHEMA, Machine
 from forebay.records import dump, load
 
-__all__ = ["PROBE_SCHEMA", "Circumstances", "Remembered", "cache_file", "cache_folder", "cores", "cpu_model", "recall"]
+__all__ = [
+    "PROBE_SCHEMA",
+    "Circumstances",
+    "Remembered",
+    "cache_file",
+    "cache_folder",
+    "cores",
+    "cpu_model",
+    "keep",
+    "recall",
+    "recall_as",
+]
 
 PROBE_SCHEMA = 1
 """Goes up when what is measured, or how, changes: figures of another version are measured anew."""
@@ -44,16 +56,31 @@ class Remembered:
 
     def save(self, file: Path) -> None:
         """Writes the file, whole or not at all. Raises ``OSError``."""
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Two processes may measure at one time: each writes a file of its own, and the last name wins.
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                out.write(dump(self) + "\n")
-            os.replace(name, file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        keep(self, file)
+
+
+class _Kept(Protocol):
+    """What can be kept: a record that says under which circumstances it was measured."""
+
+    @property
+    def circumstances(self) -> Circumstances: ...
+
+
+R = TypeVar("R", bound=_Kept)
+
+
+def keep(record: _Kept, file: Path) -> None:
+    """Writes ``record`` to ``file``, whole or not at all. Raises ``OSError``."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Two processes may measure at one time: each writes a file of its own, and the last name wins.
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(dump(record) + "\n")
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def recall(file: Path, wanted: Circumstances) -> tuple[Remembered | None, str]:
@@ -61,6 +88,11 @@ def recall(file: Path, wanted: Circumstances) -> tuple[Remembered | None, str]:
 
     The reason is empty when there is no file: nothing is wrong then.
     """
+    return recall_as(Remembered, file, wanted)
+
+
+def recall_as(kind: type[R], file: Path, wanted: Circumstances) -> tuple[R | None, str]:
+    """``recall`` for a record of another ``kind``."""
     try:
         text = file.read_bytes()
     except FileNotFoundError:
@@ -68,7 +100,7 @@ def recall(file: Path, wanted: Circumstances) -> tuple[Remembered | None, str]:
     except OSError as error:
         return None, f"cannot read {file}: {error.strerror}"
     try:
-        found = load(Remembered, text)
+        found = load(kind, text)
     except ConfigError as error:
         return None, f"{file} cannot be used ({error})"
     was, now = asdict(found.circumstances), asdict(wanted)
@@ -84,9 +116,9 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "forebay"
 
 
-def cache_file(folder: Path, device: str) -> Path:
-    """The file of ``device`` (``cpu``, ``cuda:0``) in ``folder``."""
-    return folder / f"machine-{device.replace(':', '-')}.json"
+def cache_file(folder: Path, device: str, what: str = "machine") -> Path:
+    """The file of ``device`` (``cpu``, ``cuda:0``) in ``folder`` that keeps ``what``."""
+    return folder / f"{what}-{device.replace(':', '-')}.json"
 
 
 def cores() -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def typical(kind: str, name: str, device_capacity: int, host_capacity: int, pinn
         d2h=copy,
         duplex=0.8,
         shared_cores=0.4,
-        launch_seconds=4e-6,
-        watch_seconds=5e-6,
+        launch_seconds=15e-6,
+        watch_seconds=40e-6,
         sources=("not timed: rates typical for two cores of a server, capacities as they are here",),
     )

@@ -22,7 +22,6 @@ from forebay.profiler.compute_rates import (
     elementwise_bandwidth,
     fresh_bandwidth,
     launch_seconds,
-    watch_seconds,
 )
 from forebay.profiler.disk_rates import measure_disk
 from forebay.profiler.effort import CPU_EFFORT, CUDA_EFFORT, Effort
@@ -36,6 +35,7 @@ from forebay.profiler.machine_cache import (
     recall,
 )
 from forebay.profiler.nominal import typical
+from forebay.profiler.overhead import Overhead, host_overhead
 from forebay.profiler.pinning import memlock_limit, pinned_capacity, tries_with
 from forebay.profiler.sharing import shared_cores
 from forebay.profiler.stopwatch import CudaStopwatch, Stopwatch, WallStopwatch
@@ -46,7 +46,7 @@ from forebay.tiers.host import available_disk, available_host_memory
 from forebay.timeline import Lane
 from forebay.units import format_rate
 
-__all__ = ["Examination", "cached", "examine", "nominal", "probe"]
+__all__ = ["Examination", "cached", "circumstances", "examine", "nominal", "probe"]
 
 Tell = Callable[[str], None]
 
@@ -133,6 +133,18 @@ def cached(device: str | None = None, *, folder: Path | None = None) -> Machine 
         opened.close()
 
 
+def circumstances(device: str | None = None) -> tuple[str, Circumstances]:
+    """Torch's name of ``device`` (None: ``cuda`` where there is one), and what must stay the same for figures of it.
+
+    Raises ``ModelError`` for a device that is not there.
+    """
+    opened = open_device(device)
+    try:
+        return opened.name, _Here(opened, None).circumstances
+    finally:
+        opened.close()
+
+
 def nominal(device: str | None = None) -> Machine:
     """This machine without any timing: capacities as they are here, rates typical for the kind of device.
 
@@ -194,6 +206,7 @@ class _Here:
             raise ModelError(f"{self.name} multiplies matrices in no dtype that forebay trains in; use another device")
         remarks += [f"{self.name} does not multiply matrices of {dtype}" for dtype in found.refused]
         nbytes = min(self.effort.copy_sizes[-1], self.host // 8, capacity // 4) // PAGE * PAGE
+        overhead = Overhead(0.0, 0.0) if cuda else host_overhead(watch, effort())
         with Transfers(device, pinner, nbytes) as transfers:
             machine = Machine(
                 name=self.name,
@@ -211,8 +224,8 @@ class _Here:
                 duplex=duplex(transfers, effort()),
                 # A GPU computes and copies with engines of its own.
                 shared_cores=0.0 if cuda else shared_cores(transfers, effort()),
-                launch_seconds=launch_seconds(device.name, watch, effort()),
-                watch_seconds=0.0 if cuda else watch_seconds(watch, effort()),
+                launch_seconds=launch_seconds(device.name, watch, effort()) if cuda else overhead.launch,
+                watch_seconds=overhead.watch,
             )
         if not cuda:
             fresh = fresh_bandwidth(watch, effort())

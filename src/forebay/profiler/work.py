@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, final
@@ -24,13 +24,16 @@ class TensorSpec:
     """A tensor that is not there: shape and stride in elements, dtype by name.
 
     ``high`` bounds the values of an integer tensor from above (exclusive; they start at 0), where the op reads them
-    as indices; None: any value will do.
+    as indices; None: any value will do. ``ascending`` values are offsets: each is the end of a group, the last one is
+    ``high`` - 1. ``true`` is how many elements of a mask are True, where other arguments must match that; None: any.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     high: int | None = None
+    ascending: bool = False
+    true: int | None = None
 
 
 @final
@@ -189,35 +192,50 @@ def _touched(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor],
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Call:
-    highs = _highs(func.overloadpacket.__name__, args)
+    name = func.overloadpacket.__name__
+    highs = _highs(name, args)
 
     def spec(value: Any, high: int | None) -> Any:
         if isinstance(value, torch.Tensor):
             stride = value.stride() if value.layout is torch.strided else ()
             bound = 2 if value.dtype is torch.bool else high
             bounded = bound if not (value.is_floating_point() or value.is_complex()) else None
-            return TensorSpec(tuple(value.shape), tuple(stride), _name(value.dtype), bounded)
+            ascending = name in _OFFSETS and bounded is not None
+            return TensorSpec(tuple(value.shape), tuple(stride), _name(value.dtype), bounded, ascending)
         if isinstance(value, list | tuple):
             return type(value)(spec(v, high) for v in value) if type(value) in (list, tuple) else value
         return None if isinstance(value, torch.Generator) else value
 
     specs = []
     for place, value in enumerate(args):
-        if isinstance(value, list | tuple) and place == 1 and func.overloadpacket.__name__ in _ADVANCED:
+        if isinstance(value, list | tuple) and place == 1 and name in _ADVANCED:
             sizes = args[0].shape
-            specs.append([spec(v, int(sizes[d]) if d < len(sizes) else None) for d, v in enumerate(value)])
+            places = [spec(v, int(sizes[d]) if d < len(sizes) else None) for d, v in enumerate(value)]
+            specs.append([_as_many_as_values(place, args) for place in places])
         else:
             specs.append(spec(value, highs.get(place)))
     return Call(func, tuple(specs), MappingProxyType({k: spec(v, None) for k, v in (kwargs or {}).items()}))
 
 
+def _as_many_as_values(place: Any, args: Any) -> Any:
+    """The spec of an index; of a mask, with as many True as there are values to be put where it is."""
+    values = args[2] if len(args) > 2 else None
+    is_mask = isinstance(place, TensorSpec) and place.dtype == "bool" and len(args[1]) == 1
+    if not is_mask or not isinstance(values, torch.Tensor):
+        return place
+    rows = values.dim() == args[0].dim() - len(place.shape) + 1 and values.shape[0] > 1
+    return replace(place, true=int(values.shape[0])) if rows else place
+
+
 _ADVANCED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+# Ops whose integers are the ends of groups of rows.
+_OFFSETS = frozenset({"_grouped_mm"})
 
 
 def _highs(name: str, args: Any) -> dict[int, int]:
     """For each integer argument that is read as an index: its place, and the number of what it indexes."""
     match name:
-        case "embedding":
+        case "embedding" | "_embedding_bag" | "_embedding_bag_forward_only":
             return {1: int(args[0].shape[0])}
         case "embedding_dense_backward":
             return {1: int(args[2])}
@@ -227,12 +245,20 @@ def _highs(name: str, args: Any) -> dict[int, int]:
             return {2: int(args[1].shape[1 if args[1].dim() > 1 else 0])}
         case "gather" | "index_select" | "scatter" | "scatter_" | "scatter_add" | "scatter_add_":
             return {2: _size(args[0], args[1])}
+        case "scatter_reduce" | "scatter_reduce_" | "index_reduce" | "index_reduce_":
+            return {2: _size(args[0], args[1])}
         case "index_add" | "index_add_" | "index_copy" | "index_copy_" | "index_fill" | "index_fill_":
             return {2: _size(args[0], args[1])}
         case "value_selecting_reduction_backward":
             return {2: int(args[3][args[1]]) if args[3] else 1}
+        case "take" | "put" | "put_":
+            return {1: int(args[0].numel())}
+        case "max_pool2d_with_indices_backward":
+            return {7: int(prod(args[1].shape[-2:]))}
         case "_grouped_mm":
-            return {2: int(args[0].shape[0]) + 1}
+            # What is divided among the groups: rows of the first, columns of the second, or what they have in common.
+            shared = args[1].shape[-1] if args[0].dim() == 3 else args[0].shape[-1 if args[1].dim() == 2 else 0]
+            return {2: int(shared) + 1}
     return {}
 
 

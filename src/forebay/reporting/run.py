@@ -22,7 +22,8 @@ class RunReport:
     """What was predicted and what happened.
 
     ``elapsed`` is the time in seconds since the first step began, ``steps`` the number of whole optimizer steps in
-    it, ``tokens`` the number of tokens trained on (None: nobody counted).
+    it, ``tokens`` the number of tokens trained on (None: nobody counted). ``micro_batches`` is the number of forward
+    and backward passes in a step, which the predicted step is scaled to.
     """
 
     plan: Plan
@@ -30,11 +31,14 @@ class RunReport:
     elapsed: float
     steps: int
     tokens: int | None = None
+    micro_batches: int = 1
     schema: int = RUN_SCHEMA
 
     def __post_init__(self) -> None:
         if self.schema != RUN_SCHEMA:
             raise ConfigError(f"this report has schema {self.schema}, this forebay reads schema {RUN_SCHEMA}")
+        if self.micro_batches < 1:
+            raise ConfigError(f"a step has 1 micro-batch or more, got {self.micro_batches}")
         if self.elapsed < 0 or self.steps < 0:
             raise ConfigError(f"a run has 0 or more seconds and steps, got {self.elapsed} and {self.steps}")
 
@@ -64,21 +68,36 @@ class RunReport:
         usages = {tier: self.usage(tier) for tier in Tier}
         return {tier: usage.peak if usage is not None else 0 for tier, usage in usages.items()}
 
-    def predicted_peaks(self) -> dict[Tier, int | None]:
-        """Peak of every tier in bytes as the plan has it; None where the plan makes no prediction."""
+    def predicted_peaks(self) -> dict[Tier, int]:
+        """Peak of every tier in bytes as the plan promises it."""
         return {
             Tier.DEVICE: self.plan.device,
             Tier.HOST: self.plan.host,
-            Tier.PINNED: None,
+            Tier.PINNED: self.plan.pinned,
             Tier.DISK: self.plan.disk,
         }
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """Seconds of a step as the plan has it; None where no step was simulated."""
+        return self.plan.seconds_of_step(self.micro_batches)
+
+    @property
+    def step_ratio(self) -> float | None:
+        """Measured over predicted seconds of a step; None where one of them is missing."""
+        return _ratio(self.step_seconds, self.predicted_step_seconds)
+
+    def peak_ratios(self) -> dict[Tier, float | None]:
+        """Measured over predicted peak of every tier; None for a tier that no byte was predicted for."""
+        measured, predicted = self.measured_peaks(), self.predicted_peaks()
+        return {tier: _ratio(measured[tier], predicted[tier]) for tier in Tier}
 
     def to_json_dict(self) -> dict[str, Any]:
         """The figures of the run for ``--json``: sizes are bytes, times seconds, rates per second."""
         return {
             "steps": self.steps,
             "tokens_per_second": self.tokens_per_second,
-            "predicted": {"step_seconds": None, "peaks": _by_name(self.predicted_peaks())},
+            "predicted": {"step_seconds": self.predicted_step_seconds, "peaks": _by_name(self.predicted_peaks())},
             "measured": {"step_seconds": self.step_seconds, "peaks": _by_name(self.measured_peaks())},
         }
 
@@ -99,5 +118,9 @@ class RunReport:
         return load(cls, text)
 
 
-def _by_name(peaks: Mapping[Tier, int | None]) -> dict[str, int | None]:
+def _by_name(peaks: Mapping[Tier, int]) -> dict[str, int]:
     return {tier.value: nbytes for tier, nbytes in peaks.items()}
+
+
+def _ratio(measured: float | None, predicted: float | None) -> float | None:
+    return measured / predicted if measured is not None and predicted else None

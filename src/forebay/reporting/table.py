@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from forebay.memory import Kind
+from forebay.memory import Kind, Tier
 from forebay.timeline import Lane
 from forebay.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -26,8 +26,9 @@ _NONE = "-"
 
 
 def closing_table(report: RunReport, losses: Sequence[float] = ()) -> Group:
-    """Everything a user wants to know after a run: speed, loss, memory by tier and kind, lanes, the plan's reasons."""
-    return Group(*_headline(report, losses), _memory(report), _lanes(report), *_plan(report))
+    """Everything a user wants to know after a run: speed, loss, what was predicted beside what was measured, memory by
+    tier and kind, lanes, the plan's reasons."""
+    return Group(*_headline(report, losses), *_comparison(report), _memory(report), _lanes(report), *_plan(report))
 
 
 def _headline(report: RunReport, losses: Sequence[float]) -> list[RenderableType]:
@@ -43,31 +44,42 @@ def _headline(report: RunReport, losses: Sequence[float]) -> list[RenderableType
     return lines
 
 
+def _comparison(report: RunReport) -> list[RenderableType]:
+    """Peaks of the tiers and the step: allowed, predicted, measured, and measured against predicted."""
+    table = _table("Predicted and measured", "what", ("allowed", "predicted", "measured", "difference"))
+    allowed: dict[Tier, int | None] = {usage.tier: usage.limit for usage in report.timeline.tiers}
+    measured, predicted, ratios = report.measured_peaks(), report.predicted_peaks(), report.peak_ratios()
+    used = [tier for tier in Tier if measured[tier] or predicted[tier] or allowed.get(tier)]
+    for tier in used:
+        limit = _bytes(allowed[tier], none="no limit") if tier in allowed else _NONE
+        cells = (limit, _bytes(predicted[tier]), _bytes(measured[tier]), _difference(ratios[tier]))
+        table.add_row(tier.value, *cells, end_section=tier is used[-1])
+    seconds = (_seconds(report.predicted_step_seconds), _seconds(report.step_seconds))
+    table.add_row("step", "", *seconds, _difference(report.step_ratio), style="bold")
+    return [table, *_bullets(_about_the_step(report))]
+
+
+def _about_the_step(report: RunReport) -> Sequence[str]:
+    """Where the predicted seconds come from, and what a step is."""
+    if report.plan.step_seconds is None:
+        return ("no step was predicted: give prepare a batch, so that one can be simulated",)
+    said = report.plan.notes or ("the plan does not say where its step seconds come from",)
+    return said if report.micro_batches == 1 else (f"a step is {report.micro_batches} micro-batches", *said)
+
+
 def _memory(report: RunReport) -> Table:
     usages = [usage for usage in report.timeline.tiers if usage.peak > 0 or usage.limit != 0]
-    tiers = [usage.tier for usage in usages]
-    table = Table(box=SIMPLE_HEAD, title="Bytes at each tier's peak", title_justify="left", title_style="bold")
-    table.add_column("kind", no_wrap=True)
-    for tier in tiers:
-        table.add_column(tier.value, justify="right", no_wrap=True)
+    table = _table("Bytes at each tier's peak", "kind", [usage.tier.value for usage in usages])
     kinds = [kind for kind in Kind if any(usage.at_peak.get(kind, 0) for usage in usages)]
-    at_peak = {usage.tier: usage.at_peak for usage in usages}
     for kind in kinds:
-        cells = [_bytes(at_peak[tier].get(kind, 0) or None) for tier in tiers]
+        cells = [_bytes(usage.at_peak.get(kind, 0) or None) for usage in usages]
         table.add_row(kind.value, *cells, end_section=kind is kinds[-1])
-    measured, predicted = report.measured_peaks(), report.predicted_peaks()
-    limits = {usage.tier: usage.limit for usage in usages}
-    table.add_row("measured peak", *(_bytes(measured[tier]) for tier in tiers), style="bold")
-    table.add_row("predicted peak", *(_bytes(predicted[tier]) for tier in tiers))
-    table.add_row("allowed", *(_bytes(limits[tier], none="no limit") for tier in tiers))
+    table.add_row("peak", *(_bytes(usage.peak) for usage in usages), style="bold")
     return table
 
 
 def _lanes(report: RunReport) -> Table:
-    table = Table(box=SIMPLE_HEAD, title="Lanes over the elapsed time", title_justify="left", title_style="bold")
-    table.add_column("lane", no_wrap=True)
-    for name in ("busy", "moved", "rate while busy"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("Lanes over the elapsed time", "lane", ("busy", "moved", "rate while busy"))
     shares, moved, busy = report.busy_shares(), report.timeline.moved(), report.timeline.busy()
     for lane in Lane:
         if busy[lane] <= 0 and moved[lane] == 0:
@@ -84,6 +96,14 @@ def _plan(report: RunReport) -> list[RenderableType]:
     return [*lines, Text("Changes of the numbers", style="bold"), *_bullets(changes)]
 
 
+def _table(title: str, first: str, others: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _bullets(sentences: Sequence[str]) -> list[RenderableType]:
     # The hanging indent keeps a wrapped sentence apart from the next one where there is no colour.
     rows = []
@@ -96,3 +116,17 @@ def _bullets(sentences: Sequence[str]) -> list[RenderableType]:
 
 def _bytes(nbytes: int | None, none: str = _NONE) -> str:
     return none if nbytes is None else format_bytes(nbytes)
+
+
+def _seconds(seconds: float | None) -> str:
+    return _NONE if seconds is None else format_seconds(seconds)
+
+
+def _difference(ratio: float | None) -> str:
+    """How far what was measured is from what was predicted, in percent of the prediction."""
+    if ratio is None:
+        return _NONE
+    percent = 100 * (ratio - 1)
+    if abs(percent) < 0.05:
+        return "0.0 %"
+    return f"{percent:+.1f} %" if abs(percent) < 10 else f"{percent:+.0f} %"

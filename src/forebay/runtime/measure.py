@@ -69,6 +69,9 @@ class Measurement:
         self._first_step: float | None = None
         self._step: float | None = None
         self.step_seconds: list[float] = []
+        self._passes = 0
+        self.micro_batches = 1
+        """Training passes of the last whole step."""
 
     # Compute.
 
@@ -168,12 +171,14 @@ class Measurement:
             self._first_step = now
         if self._step is None:
             self._step = now
+        self._passes += 1
 
     def end_step(self) -> None:
         """The optimizer's step is done."""
         if self._step is not None:
             self.step_seconds.append(self._device.now() - self._step)
             self._step = None
+        self.micro_batches, self._passes = max(1, self._passes), 0
         self.collect()
 
     @property

@@ -67,7 +67,8 @@ class Cost:
 class Costs:
     """What the ops of ``trace`` and the actions of its programs take on ``machine``, each alone.
 
-    On a ``cpu`` machine every op has ``watch_seconds`` more: there forebay's own ledger sees each of them.
+    On ``cpu`` the host's work for an op (``launch_seconds``) and the kernel follow each other; elsewhere the host
+    works ahead, and an op takes the longer of the two.
     """
 
     def __init__(self, trace: Trace, machine: Machine) -> None:
@@ -103,15 +104,17 @@ class Costs:
         """Seconds of the ops with the numbers ``first`` to ``last`` (not included), one after the other."""
         return self._seconds.between(first, last)
 
-    def action(self, action: Action) -> float:
-        """Seconds of ``action`` with its lane, and all that the lane shares, to itself.
+    def action(self, action: Action, *, watched: bool = False) -> float:
+        """Seconds of ``action`` with its lane, and all that the lane shares, to itself. ``watched`` says that forebay
+        looks at every op (``Machine.watch_seconds``), as it does on ``cpu`` where parameters come and go.
 
         Raises ``ConfigError`` for an action on a disk that the machine does not have.
         """
         nbytes, machine = action.nbytes, self.machine
         match action.verb:
             case Verb.COMPUTE:
-                return self._seconds.between(*action.ops)
+                first, last = action.ops
+                return self._seconds.between(first, last) + (last - first) * machine.watch_seconds * watched
             case Verb.FETCH:
                 return machine.h2d.seconds(nbytes)
             case Verb.LAND:
@@ -138,15 +141,20 @@ class Costs:
 
     def _cost(self, work: Work) -> Cost:
         machine = self.machine
-        watch = machine.watch_seconds if machine.device_kind == "cpu" else 0.0
         known = machine.op_seconds.get(work.signature)
         if known is not None:
-            return Cost(known + watch, Source.MEASURED)
+            return Cost(self._with_host(known), Source.MEASURED)
         if not work.flops and not work.nbytes:
-            return Cost(VIEW_SHARE * machine.launch_seconds + watch, Source.HOST)
+            # A view starts no kernel. Where the host works ahead it costs less than an op, on cpu the mean of all ops.
+            share = 1.0 if machine.device_kind == "cpu" else VIEW_SHARE
+            return Cost(share * machine.launch_seconds, Source.HOST)
         rate, note = self._rate(work.dtype) if work.flops else (1.0, "")
-        seconds = max(work.flops / rate, work.nbytes / machine.device_bandwidth, machine.launch_seconds)
-        return Cost(seconds + watch, Source.ROOFLINE, note)
+        seconds = max(work.flops / rate, work.nbytes / machine.device_bandwidth)
+        return Cost(self._with_host(seconds), Source.ROOFLINE, note)
+
+    def _with_host(self, kernel: float) -> float:
+        host = self.machine.launch_seconds
+        return host + kernel if self.machine.device_kind == "cpu" else max(host, kernel)
 
     def _rate(self, dtype: str) -> tuple[float, str]:
         """FLOP/s for arithmetic in ``dtype``, and a note if they are another dtype's."""

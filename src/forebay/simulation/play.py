@@ -65,7 +65,8 @@ class _Clock:
         self.end = [inf] * len(actions)
         self.stalls: list[tuple[float, float]] = []
         self._actions = actions
-        self._seconds = [costs.action(a) for a in actions]
+        watched = costs.machine.device_kind == "cpu" and (bool(program.slots) or any(a.recomputed for a in actions))
+        self._seconds = [costs.action(a, watched=watched) for a in actions]
         self._sharing = sharing
         # Reversed, so that the next action of a lane is popped off its end.
         self._queues: list[list[int]] = [[] for _ in LANES]

@@ -1,0 +1,28 @@
+"""Python's cyclic garbage collector, kept from running while many records are made at once. No torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Nothing is collected inside; afterwards the collector is as it was. Objects without cycles die as ever.
+
+    A collection looks at every object that is alive, and what is made here (ops, tensors, actions, events) stays
+    alive: the more there is, the longer each of them takes, and none finds anything. They were a tenth of the capture
+    of a model of 70 billion parameters (4.8 s with and 4.3 s without, of cpu time) and a quarter of a search for its
+    plan (5.8 s and 4.4 s). A capture also becomes the same every time: what sits in a cycle is not let go at a moment
+    by chance.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
