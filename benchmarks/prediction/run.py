@@ -93,13 +93,15 @@ def main(name: str, machine_file: Path) -> None:
     import torch
 
     from forebay.profiler.capture import capture
-    from forebay.profiler.stopwatch import WallStopwatch
-    from forebay.profiler.timing import time_ops
+    from forebay.profiler.stopwatch import ColdStopwatch
+    from forebay.profiler.timing import TimingPolicy, time_ops
 
     entry = next(entry for entry in ZOO if entry.name == name)
     captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
     machine = Machine.from_json(machine_file.read_text())
-    machine = time_ops(captured.trace, captured.calls, machine, torch.device("cpu"), WallStopwatch())
+    machine = time_ops(
+        captured.trace, captured.calls, machine, torch.device("cpu"), ColdStopwatch(), TimingPolicy(total=12)
+    )
     runs = tuple(
         _run(entry, captured.trace, machine, level, policy, plan)
         for level, policy, plan in _plans(captured.trace, machine)

@@ -77,7 +77,7 @@ class Machine:
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
     host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, ledger).
-    ``op_seconds`` are measured seconds of the kernel alone per ``Work.signature``; they go before everything else.
+    ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go before everything else.
     ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is written.
 
     Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,

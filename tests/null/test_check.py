@@ -180,7 +180,8 @@ def test_recomputation_spares_what_only_the_block_saves() -> None:
     for recompute in ((), ("a",), ("b",)):
         plan = plan_for(trace, tuple(Placement(n, *RESIDENT) for n in "ab"), Streaming(), recompute, roomy=True)
         program = plain_program(trace, plan)
-        small = replace(plan, device=device_standing(trace, plan), budget=Budget(device_standing(trace, plan)))
+        stands = device_standing(trace, plan, gradients=True)
+        small = replace(plan, device=stands, budget=Budget(stands))
         with pytest.raises(DoesNotFit) as caught:
             check(trace, MACHINE, small, program)
         most[recompute] = caught.value.needed

@@ -34,6 +34,7 @@ WITHOUT_TORCH = (
     "forebay.planners",
     "forebay.planning",
     "forebay.figures",
+    "forebay.collector",
     "forebay.reporting",
     "forebay.cli",
 )

@@ -36,10 +36,8 @@ def test_an_op_takes_the_longer_of_arithmetic_and_memory_and_never_less_than_its
 
 
 def test_a_view_costs_what_the_host_needs() -> None:
-    for kind, share in (("cuda", VIEW_SHARE), ("cpu", 1.0)):
-        machine = replace(MACHINE, device_kind=kind, launch_seconds=0.5)
-        cost = costs_of(Work("view", "v", "float32", 0, 0), machine=machine).work(0)
-        assert (cost.seconds, cost.source) == (share * 0.5, Source.HOST)
+    cost = costs_of(Work("view", "v", "float32", 0, 0), machine=replace(MACHINE, launch_seconds=0.5)).work(0)
+    assert (cost.seconds, cost.source) == (VIEW_SHARE * 0.5, Source.HOST)
 
 
 def test_what_was_measured_goes_before_the_roofline() -> None:
@@ -51,7 +49,7 @@ def test_what_was_measured_goes_before_the_roofline() -> None:
 
 def test_on_a_cpu_the_host_and_the_kernel_follow_each_other() -> None:
     works = (Work("mm", "m", "float32", 1, 1), Work("mm", "r", "float32", 1000, 0))
-    for kind, seconds in (("cpu", [2.125, 1.125]), ("cuda", [2.0, 1.0])):
+    for kind, seconds in (("cpu", [2.0, 1.125]), ("cuda", [2.0, 1.0])):
         machine = replace(MACHINE, device_kind=kind, launch_seconds=0.125, op_seconds={"m": 2.0})
         costs = costs_of(*works, machine=machine)
         assert [costs.work(i).seconds for i in range(2)] == seconds

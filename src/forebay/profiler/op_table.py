@@ -21,7 +21,7 @@ from forebay.machine import Machine
 from forebay.profiler.capture import Captured
 from forebay.profiler.machine_cache import Circumstances, cache_file, cache_folder, keep, recall_as
 from forebay.profiler.probe import circumstances
-from forebay.profiler.stopwatch import CudaStopwatch, Stopwatch, WallStopwatch
+from forebay.profiler.stopwatch import ColdStopwatch, CudaStopwatch, Stopwatch
 from forebay.profiler.timing import TimingPolicy, time_each, waited
 from forebay.units import format_seconds
 
@@ -138,7 +138,7 @@ def measure_ops(
         captured.calls,
         replace(machine, op_seconds={**machine.op_seconds, **known}),
         wanted,
-        stopwatch or (CudaStopwatch(wanted.index or 0) if wanted.type == "cuda" else WallStopwatch()),
+        stopwatch or (CudaStopwatch(wanted.index or 0) if wanted.type == "cuda" else ColdStopwatch()),
         _policy(machine, seconds),
         waiting=waiting,
     )

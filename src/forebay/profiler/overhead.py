@@ -27,11 +27,13 @@ from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.units import MiB
 
-__all__ = ["Overhead", "host_overhead"]
+__all__ = ["Layers", "Overhead", "close", "host_overhead", "stream"]
 
-WIDTH, HEADS, LAYERS, TOKENS = 16, 2, 6, 8
 WARM, STEPS_PER_ROUND = 3, 4
-ROOM = 64 * MiB
+CHUNK = 4 * MiB
+"""Elements."""
+
+ROOM = 512 * MiB
 """Bytes on device and host: far more than the model takes."""
 
 
@@ -43,20 +45,43 @@ class Overhead:
     watch: float
 
 
+@dataclass(frozen=True)
+class Layers:
+    """A stack of transformer layers: width and heads, how many, and the tokens of its batch."""
+
+    width: int
+    heads: int
+    layers: int
+    tokens: int
+
+    def model(self) -> nn.Module:
+        """The stack, with parameters at random; the user's random numbers are not touched."""
+        with torch.random.fork_rng(devices=[]):
+            return nn.Sequential(*(_Layer(self.width, self.heads) for _ in range(self.layers)))
+
+    def batch(self) -> torch.Tensor:
+        """What the model is called with, shape (1, tokens, width)."""
+        return torch.ones(1, self.tokens, self.width)
+
+
+TINY = Layers(width=16, heads=2, layers=6, tokens=8)
+
+
 @final
 class _Layer(nn.Module):
     """A transformer layer as model libraries write them: many small modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.before = nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.after = nn.LayerNorm(WIDTH)
-        self.gate, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.heads = heads
+        self.before = nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.after = nn.LayerNorm(width)
+        self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.before(x)
-        shape = (*rows.shape[:-1], HEADS, WIDTH // HEADS)
+        shape = (*rows.shape[:-1], self.heads, rows.shape[-1] // self.heads)
         query, key, value = (p(rows).view(shape).transpose(1, 2) for p in (self.query, self.key, self.value))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = torch.add(x, self.out(mixed.transpose(1, 2).reshape(rows.shape)))
@@ -67,11 +92,11 @@ class _Layer(nn.Module):
 
 def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
     """Measures both on the ``cpu`` device, in turns."""
-    batch = torch.ones(1, TOKENS, WIDTH)
-    ops = sum(1 for _ in capture(_model(), (batch,), "sgd").trace.ops())
-    plain, streamed = _model(), _model()
+    batch = TINY.batch()
+    ops = sum(1 for _ in capture(TINY.model(), (batch,), "sgd").trace.ops())
+    plain, streamed = TINY.model(), TINY.model()
     optimizer = torch.optim.SGD(streamed.parameters(), lr=0.0)
-    streamed, _ = _stream(streamed, optimizer)
+    streamed, _ = stream(streamed, optimizer)
     cases = {"plain": plain, "streamed": streamed}
     taken: dict[str, list[float]] = {name: [] for name in cases}
     try:
@@ -80,27 +105,22 @@ def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
                 taken[name].append(stopwatch.seconds(partial(_pass, model, batch)))
                 model.zero_grad()
     finally:
-        _close(streamed)
+        close(streamed)
     # The fastest quarter: whatever else the machine does only ever adds.
     least = {name: sorted(seconds[WARM:])[len(seconds) // 4] for name, seconds in taken.items()}
     return Overhead(least["plain"] / ops, max(0.0, least["streamed"] - least["plain"]) / ops)
-
-
-def _model() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):  # the user's random numbers are not touched
-        return nn.Sequential(*(_Layer() for _ in range(LAYERS)))
 
 
 def _pass(model: nn.Module, batch: torch.Tensor) -> None:
     model(batch).sum().backward()
 
 
-def _stream(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+def stream(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts every layer at home on the host, with three slots to stream through."""
     bound = find_blocks(model)
     largest = max(block.nbytes for block in bound.model.blocks)
     streaming = Streaming(
-        slots=(largest,) * 3, prefetch_distance=2, gradient_window=largest, update_chunk=1024, overlap_update=False
+        slots=(largest,) * 3, prefetch_distance=2, gradient_window=largest, update_chunk=CHUNK, overlap_update=False
     )
     placements = tuple(Placement(block.name, Tier.HOST, Tier.HOST, Tier.HOST) for block in bound.model.blocks)
     plan = Plan("overhead", Budget(ROOM, ROOM), placements, streaming, device=ROOM, host=ROOM, disk=0)
@@ -112,7 +132,8 @@ def _stream(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Modu
         raise
 
 
-def _close(model: nn.Module) -> None:
+def close(model: nn.Module) -> None:
+    """Ends what ``stream`` began."""
     attachment = session_of(model)
     if attachment is not None:
         attachment.session.synchronize()

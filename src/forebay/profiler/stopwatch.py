@@ -11,8 +11,9 @@ from typing import Any, TypeVar, final
 import torch
 
 from forebay.timeline import Event
+from forebay.units import MiB
 
-__all__ = ["CudaStopwatch", "Stopwatch", "WallStopwatch", "in_turns", "medians", "rate_within", "span"]
+__all__ = ["ColdStopwatch", "CudaStopwatch", "Stopwatch", "WallStopwatch", "in_turns", "medians", "rate_within", "span"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -30,6 +31,28 @@ class WallStopwatch(Stopwatch):
     """For devices whose compute is done when the call returns."""
 
     def seconds(self, work: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        work()
+        return max(time.perf_counter() - start, 1e-9)
+
+
+@final
+class ColdStopwatch(Stopwatch):
+    """A wall clock for one op of a step on ``cpu``: what comes before it there has used the caches for other things.
+
+    Alone and again and again, an op finds its arguments in the cache: summed up, such times were 6 to 18 % below the
+    steps of six models, these within 7 % (2 cores of an AMD EPYC, 32 MiB of L3).
+    """
+
+    def __init__(self, nbytes: int = 96 * MiB) -> None:
+        self._elsewhere = torch.zeros(nbytes // 4)
+
+    def cool(self) -> None:
+        """Fills the caches with other bytes, on all cores."""
+        self._elsewhere.add_(1.0)
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        self.cool()
         start = time.perf_counter()
         work()
         return max(time.perf_counter() - start, 1e-9)

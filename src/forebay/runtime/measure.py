@@ -186,6 +186,11 @@ class Measurement:
         """Seconds since the first training forward began."""
         return 0.0 if self._first_step is None else self._device.now() - self._first_step
 
+    def forget(self) -> None:
+        """Drops the events so far."""
+        self.collect()
+        self._events.clear()
+
     def collect(self) -> tuple[Event, ...]:
         """Every event so far, in the order of their start within each step."""
         self._events.extend(self._device.drain_events())

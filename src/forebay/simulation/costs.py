@@ -68,7 +68,7 @@ class Costs:
     """What the ops of ``trace`` and the actions of its programs take on ``machine``, each alone.
 
     On ``cpu`` the host's work for an op (``launch_seconds``) and the kernel follow each other; elsewhere the host
-    works ahead, and an op takes the longer of the two.
+    works ahead, and an op takes the longer of the two. What was measured has the host's work in it.
     """
 
     def __init__(self, trace: Trace, machine: Machine) -> None:
@@ -143,11 +143,9 @@ class Costs:
         machine = self.machine
         known = machine.op_seconds.get(work.signature)
         if known is not None:
-            return Cost(self._with_host(known), Source.MEASURED)
+            return Cost(known, Source.MEASURED)
         if not work.flops and not work.nbytes:
-            # A view starts no kernel. Where the host works ahead it costs less than an op, on cpu the mean of all ops.
-            share = 1.0 if machine.device_kind == "cpu" else VIEW_SHARE
-            return Cost(share * machine.launch_seconds, Source.HOST)
+            return Cost(VIEW_SHARE * machine.launch_seconds, Source.HOST)
         rate, note = self._rate(work.dtype) if work.flops else (1.0, "")
         seconds = max(work.flops / rate, work.nbytes / machine.device_bandwidth)
         return Cost(self._with_host(seconds), Source.ROOFLINE, note)
