@@ -110,8 +110,8 @@ def main(name: str, machine_file: Path) -> None:
 
 
 def _plans(trace: Trace, machine: Machine) -> Iterator[tuple[str, str, Plan]]:
-    """What is run: ``auto`` with plenty, half and the least of device memory, and the other policies where they fit
-    and give another plan."""
+    """What is run: ``auto`` with plenty, half and the least of device memory, and with plenty, where all of them fit,
+    the other policies too if they give another plan."""
     from forebay.errors import DoesNotFit
     from forebay.planners import make_plan
     from forebay.planning import problem_of
@@ -126,7 +126,7 @@ def _plans(trace: Trace, machine: Machine) -> Iterator[tuple[str, str, Plan]]:
         least = next(remedy.needed for remedy in refusal.nearest if remedy.what == "device")
     for level, nbytes in (("plenty", PLENTY), ("half", (plenty + least) // 2), ("least", int(least * 1.02))):
         seen = []
-        for policy in ("auto", *POLICIES):
+        for policy in ("auto", *POLICIES) if level == "plenty" else ("auto",):
             try:
                 plan = plan_for(nbytes, policy)
             except DoesNotFit:

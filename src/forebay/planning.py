@@ -9,6 +9,7 @@ from dataclasses import replace
 from forebay.checking import check
 from forebay.collector import collector_paused
 from forebay.errors import BudgetExceeded, DoesNotFit, ForebayError, PlanInvalid
+from forebay.figures import with_figures
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
@@ -98,7 +99,7 @@ def _assessed(
         policy=plan.planner,
         budgets=allowed,
         solve_seconds=solved,
-        plan=replace(plan, step_seconds=forecast.step_seconds),
+        plan=with_figures(trace, machine, replace(plan, step_seconds=forecast.step_seconds)),
         step=_step(forecast),
         tiers=tuple(_limited(usage, allowed) for usage in timeline.tiers),
         phases=found,

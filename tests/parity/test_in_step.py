@@ -1,0 +1,76 @@
+"""What a probe learns from small models that stream: arithmetic on their events, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.profiler.effort import CPU_EFFORT
+from forebay.profiler.in_step import as_in_a_step, lane_rates, rates_of
+from forebay.profiler.nominal import typical
+from forebay.profiler.overhead import TINY, host_overhead
+from forebay.profiler.stopwatch import Stopwatch, WallStopwatch
+from forebay.timeline import Event, Lane
+
+MACHINE = typical("cpu", "here", 1 << 30, 1 << 30, 0)
+
+
+def test_rates_are_bytes_over_busy_seconds() -> None:
+    events = (
+        Event(Lane.H2D, 0.0, 1.0, 300, "fetch a"),
+        Event(Lane.H2D, 5.0, 7.0, 300, "fetch b"),
+        Event(Lane.UPDATE, 0.0, 0.5, 100, "update a"),
+        Event(Lane.COMPUTE, 0.0, 9.0, 0, "forward"),
+        Event(Lane.D2H, 0.0, 1.0, 0, "accumulate a"),  # moves nothing: the copy before it did
+    )
+    assert rates_of(events) == {Lane.H2D: (200.0, 300), Lane.UPDATE: (200.0, 100)}
+
+
+def test_links_are_as_slow_as_in_the_step_and_keep_the_form_of_their_curve() -> None:
+    nbytes = 1 << 20
+    alone = MACHINE.h2d.seconds(nbytes)
+    found = as_in_a_step(MACHINE, {Lane.H2D: (nbytes / (2 * alone), nbytes), Lane.UPDATE: (1e9, nbytes)})
+    assert [r for _, r in found.h2d.curve.points] == pytest.approx([r / 2 for _, r in MACHINE.h2d.curve.points])
+    assert found.h2d.latency == MACHINE.h2d.latency
+    assert (found.d2h, found.update_rate) == (MACHINE.d2h, 1e9)
+
+
+def test_nothing_is_faster_in_a_step_than_alone() -> None:
+    fast = {lane: (1e15, 1 << 20) for lane in (Lane.H2D, Lane.D2H, Lane.UPDATE)}
+    found = as_in_a_step(MACHINE, fast)
+    assert replace(found, shared_cores=MACHINE.shared_cores) == MACHINE
+
+
+def test_a_model_that_streams_shows_all_lanes_and_leaves_nothing_behind() -> None:
+    threads, state = threading.active_count(), torch.get_rng_state()
+    rates = lane_rates()
+    assert set(rates) == {Lane.H2D, Lane.D2H, Lane.UPDATE}
+    assert all(rate > 0 and nbytes > 0 for rate, nbytes in rates.values())
+    assert threading.active_count() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Scripted(Stopwatch):
+    """Says 1 s for every other run, which is a plain one, and 3 s for the streamed ones between; it runs them all."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._wall = WallStopwatch()
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        self._wall.seconds(work)
+        self.runs += 1
+        return 1.0 if self.runs % 2 else 3.0
+
+
+def test_the_hosts_part_of_an_op_is_the_step_over_its_ops() -> None:
+    stopwatch = Scripted()
+    found = host_overhead(stopwatch, replace(CPU_EFFORT, rounds=2))
+    assert stopwatch.runs == 2 * (3 + 4 * 2)
+    assert found.watch == pytest.approx(2 * found.launch)
+    assert 1 / found.launch > 20 * TINY.layers  # ops: a layer has more than twenty
