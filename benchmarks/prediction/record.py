@@ -62,7 +62,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs of one session. ``other_cores`` is how many cores other processes kept busy meanwhile."""
+    """All runs of one session. ``other_cores`` is how many cores other processes kept busy meanwhile, ``failed`` says
+    in words which models did not run."""
 
     date: datetime
     command: str
@@ -73,6 +74,7 @@ class Comparison:
     code: Code
     machine: str
     runs: tuple[Run, ...]
+    failed: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def planned(self) -> tuple[Run, ...]:

@@ -41,7 +41,7 @@ class _Runs:
 
 
 def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
-    """Runs the models of the zoo called ``names`` (all, if empty). Raises ``BenchmarkError`` when one fails."""
+    """Runs the models of the zoo called ``names`` (all, if empty). A model that fails is named in the result."""
     import torch
 
     from forebay.profiler.probe import probe
@@ -52,14 +52,21 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
         raise BenchmarkError(f"no model {', '.join(sorted(unknown))}; there are {', '.join(e.name for e in ZOO)}")
     meter, date, before = CpuMeter(), datetime.now(UTC), code()
     runs: list[Run] = []
+    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="forebay-prediction-") as folder:
         here = probe("cpu", refresh=True)
         machine = Path(folder) / "machine.json"
         machine.write_text(here.to_json())
         for entry in entries:
             say(f"{entry.name}:")
-            for run in _in_a_process(entry, machine):
-                runs.append(run)
+            try:
+                made = _in_a_process(entry, machine)
+            except BenchmarkError as error:
+                failed.append(str(error))
+                say(f"  {error}")
+                continue
+            runs += made
+            for run in made:
                 say(
                     f"  {run.level:8} {run.policy:16} step {run.predicted.step_seconds:.3f} for "
                     f"{run.measured.step_seconds:.3f} s ({run.step_error:+.1%}), device {run.device_error:+.2%}, host "
@@ -77,6 +84,7 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
         code=before,
         machine=here.name,
         runs=tuple(runs),
+        failed=tuple(failed),
     )
 
 
@@ -100,7 +108,7 @@ def main(name: str, machine_file: Path) -> None:
     captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
     machine = Machine.from_json(machine_file.read_text())
     machine = time_ops(
-        captured.trace, captured.calls, machine, torch.device("cpu"), ColdStopwatch(), TimingPolicy(total=12)
+        captured.trace, captured.calls, machine, torch.device("cpu"), ColdStopwatch(), TimingPolicy(total=10)
     )
     runs = tuple(
         _run(entry, captured.trace, machine, level, policy, plan)

@@ -39,7 +39,8 @@ def _section(comparison: Comparison) -> str:
             f"{min(devices):+.2%} to {max(devices):+.2%} (target within 3 %, never under by more than 1 %). Host peak: "
             f"at most {max(hosts):.2%} (target 5 %). Step: median error {typical:.1%}, worst {worst:.1%} (targets 10 % "
             f"and 20 %). Order of policies: {same} of {pairs} pairs whose steps differ by more than {APART:.0%} are "
-            f"predicted in the order measured, {len(comparison.runs)} runs. Promises broken: {broken}.",
+            f"predicted in the order measured, {len(comparison.runs)} runs. Promises broken: {broken}. Models that "
+            f"failed: {'; '.join(comparison.failed) or 'none'}.",
             "",
             _HEAD + "".join(_row(run) for run in runs),
             f"{comparison.hardware.cpu}, {comparison.hardware.cores} cores, {comparison.threads} threads{company}; "

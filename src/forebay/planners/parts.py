@@ -24,6 +24,7 @@ __all__ = [
     "on_host",
     "recomputable",
     "repeated_size",
+    "sizes_at_once",
     "slot_options",
     "streaming_through",
 ]
@@ -92,7 +93,31 @@ def slot_options(shared: Sequence[Block], most: int = SHARED_SLOTS) -> list[tupl
     larger = max((b.nbytes for b in shared if b.nbytes > repeated), default=0)
     wanted = min(most, sum(b.nbytes <= repeated for b in shared))
     options = [(*([larger] if larger else []), *[repeated] * n) for n in range(wanted, 0, -1)]
-    return [*options, (larger,)] if larger else options
+    if larger:
+        options.append((larger,))
+    wanted_at_once = sizes_at_once(shared)
+    return list(dict.fromkeys(_roomy(option, wanted_at_once) for option in options))
+
+
+def sizes_at_once(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
+    """Bytes of the blocks, largest first, of every module whose forward needs several at once: its own, and those of
+    the modules around it (a tied head inside a block of its own, say)."""
+    found = set()
+    for module in {name for block in blocks for name in block.modules}:
+        around = {module[:i] for i, letter in enumerate(module) if letter == "."} | {module, ""}
+        sizes = sorted((b.nbytes for b in blocks if not around.isdisjoint(b.modules)), reverse=True)
+        if len(sizes) > 1:
+            found.add(tuple(sizes))
+    return sorted(found)
+
+
+def _roomy(slots: tuple[int, ...], at_once: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """``slots`` and as many more as it takes to hold what is needed at once."""
+    for sizes in at_once:
+        for place, size in enumerate(sizes):
+            if place >= len(slots) or slots[place] < size:
+                slots = tuple(sorted((*slots, size), reverse=True))
+    return slots
 
 
 def repeated_size(blocks: Sequence[Block]) -> int:
