@@ -51,6 +51,7 @@ class Arenas:
     host_parameters: int
     host_gradients: int
     host_states: int
+    host_activations: int
     gradient_staging: int
     update_workspace: int
     update_ring: int
@@ -72,7 +73,8 @@ class Arenas:
     @property
     def host(self) -> int:
         """Bytes on the host."""
-        return self.host_parameters + self.host_gradients + self.host_states + self.host_staging
+        homes = self.host_parameters + self.host_gradients + self.host_states
+        return homes + self.host_activations + self.host_staging
 
     @property
     def disk(self) -> int:
@@ -126,6 +128,7 @@ class Sizer:
             host_parameters=sum(b.nbytes for b, p in hosted if home_tier(p) is Tier.HOST),
             host_gradients=sum(gradient_offsets(b)[1] for b, _ in hosted),
             host_states=sum(s.nbytes for s in states(Tier.HOST)),
+            host_activations=streaming.host_activations,
             gradient_staging=min(GRADIENT_STAGING, largest_gradient),
             update_workspace=max((self._states[b.name].widened for b in trained), default=0),
             update_ring=UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0),

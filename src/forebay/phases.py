@@ -75,7 +75,12 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
 
 
 def forward_peak(trace: Trace) -> int:
-    """Bytes that the forward makes on the device where autograd saves nothing: a root dies when it is dropped."""
+    """Bytes that the forward makes on the device where autograd saves nothing, whatever the routes: a root dies when it
+    is dropped."""
+    return max(map(_forward_peak, trace.routings))
+
+
+def _forward_peak(trace: Trace) -> int:
     live = peak = 0
     sizes: dict[int, int] = {}
     for visit in trace.visits:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from forebay.errors import ConfigError
 from forebay.memory import Tier
 
-__all__ = ["PLAN_SCHEMA", "Budget", "DiskBudget", "Placement", "Plan", "Streaming"]
+__all__ = [
+    "PLAN_SCHEMA",
+    "Budget",
+    "DiskBudget",
+    "Fate",
+    "Placement",
+    "Plan",
+    "Selection",
+    "Streaming",
+    "Treatment",
+]
 
-PLAN_SCHEMA = 2
+PLAN_SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -18,6 +29,10 @@ class DiskBudget:
 
     path: str
     nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.nbytes is not None and self.nbytes <= 0:
+            raise ConfigError(f"the disk budget must be more than 0 bytes, got {self.nbytes}; leave the disk out instead")
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,54 @@ class Placement:
         return self.states is Tier.DEVICE
 
 
+class Fate(StrEnum):
+    """Where what an op makes in forward is until backward asks for it."""
+
+    KEEP = "keep"  # on the device
+    OFFLOAD = "offload"  # on the host; the device has it again when backward comes to it
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """The fate of what one op of a block makes: the ``occurrence``-th run (from 0) of ``op`` (``Work.op``) in one
+    forward of the block's module, views not counted.
+
+    ``bits`` 0: as it is. 8, 4, 2: as so many bits an element, which changes the numbers. 1: a mask as one bit an
+    element, exact.
+    """
+
+    op: str
+    occurrence: int
+    fate: Fate
+    bits: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.op or self.occurrence < 0:
+            raise ConfigError(f"a treatment names an op and its occurrence, 0 or more, got {self}")
+        if self.bits not in (0, 1, 2, 4, 8):
+            raise ConfigError(f"what {self.op} makes is kept as it is (0) or as 8, 4, 2 or 1 bits, got {self.bits}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Treatments that hold in each of ``blocks``.
+
+    In a block that recomputes, an op that is named does not run again: what it made is kept or offloaded, and all
+    other ops run again. In a block that does not, what an op made is offloaded if it is named and saved for backward,
+    and stays on the device if it is not named.
+    """
+
+    blocks: tuple[str, ...]
+    treatments: tuple[Treatment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.blocks or not self.treatments:
+            raise ConfigError("a selection names one block and one treatment at least")
+        named = [(t.op, t.occurrence) for t in self.treatments]
+        if len(set(named)) != len(named) or len(set(self.blocks)) != len(self.blocks):
+            raise ConfigError(f"a selection names a block or an op twice: blocks {', '.join(self.blocks)}")
+
+
 @dataclass(frozen=True)
 class Streaming:
     """How blocks that are not at home on the device pass through it.
@@ -71,6 +134,9 @@ class Streaming:
     ``slots`` are device buffers (bytes each, largest first); a block takes the smallest free one that holds it.
     ``host_slots`` are the same on the host for blocks whose parameters live on disk. ``prefetch_distance`` counts
     blocks ahead in the recorded order. ``gradient_window`` caps the bytes of gradients on their way to the host.
+    ``offload_window`` caps the bytes of activations on their way to the host, ``reload_window`` those that are on the
+    device again before backward asks for them; ``host_activations`` are the bytes of the arena on the host that
+    offloaded activations of one micro-batch take.
     ``update_chunk`` is the number of elements that one update job reads, updates and writes back.
     ``overlap_update`` lets the updates of later blocks run under the next forward. ``poison`` fills slots with NaN
     when they are released (debugging).
@@ -80,6 +146,9 @@ class Streaming:
     host_slots: tuple[int, ...] = ()
     prefetch_distance: int = 1
     gradient_window: int = 0
+    offload_window: int = 0
+    reload_window: int = 0
+    host_activations: int = 0
     update_chunk: int = 4 * 1024 * 1024
     overlap_update: bool = True
     poison: bool = False
@@ -89,6 +158,14 @@ class Streaming:
             raise ConfigError(f"prefetch_distance must be 0 or more, got {self.prefetch_distance}")
         if self.update_chunk < 1024:
             raise ConfigError(f"update_chunk must be 1024 elements or more, got {self.update_chunk}")
+        for name, nbytes in (
+            ("gradient_window", self.gradient_window),
+            ("offload_window", self.offload_window),
+            ("reload_window", self.reload_window),
+            ("host_activations", self.host_activations),
+        ):
+            if nbytes < 0:
+                raise ConfigError(f"{name} must be 0 bytes or more, got {nbytes}")
         for name, sizes in (("slots", self.slots), ("host_slots", self.host_slots)):
             if any(size <= 0 for size in sizes) or list(sizes) != sorted(sizes, reverse=True):
                 raise ConfigError(f"{name} must be positive sizes in bytes, largest first, got {sizes}")
@@ -101,7 +178,8 @@ class Plan:
     ``device``, ``host``, ``pinned`` and ``disk`` are predicted peaks in bytes. ``step_seconds`` is the predicted time
     of a step of one micro-batch, ``micro_batch_seconds`` what each further micro-batch of a step adds (None: not
     simulated); ``notes`` say in words where these figures come from. ``recompute`` names the blocks whose activations
-    are dropped in forward and made again in backward. ``fingerprint`` is that of the trace that the plan was made for
+    are dropped in forward and made again in backward; ``activations`` says which ops are treated otherwise than their
+    block (``Selection``). ``fingerprint`` is that of the trace that the plan was made for
     ("": none). ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ
     from plain PyTorch; the latter is empty for a lossless plan.
     """
@@ -115,6 +193,7 @@ class Plan:
     disk: int
     pinned: int = 0
     recompute: tuple[str, ...] = ()
+    activations: tuple[Selection, ...] = ()
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
     fingerprint: str = ""
@@ -128,6 +207,19 @@ class Plan:
             raise ConfigError(
                 f"this plan has schema {self.schema}, this forebay reads schema {PLAN_SCHEMA}; make the plan again"
             )
+
+        chosen = [block for selection in self.activations for block in selection.blocks]
+        if len(set(chosen)) != len(chosen):
+            raise ConfigError(f"two selections name block {max(chosen, key=chosen.count)}; a block is in one of them")
+        recomputed = frozenset(self.recompute)
+        for selection in self.activations:
+            for block in selection.blocks:
+                if block not in recomputed and any(t.fate is Fate.KEEP and not t.bits for t in selection.treatments):
+                    raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
+
+    def treatments(self, block: str) -> tuple[Treatment, ...]:
+        """What is treated otherwise than ``block`` as a whole."""
+        return next((s.treatments for s in self.activations if block in s.blocks), ())
 
     def seconds_of_step(self, micro_batches: int = 1) -> float | None:
         """Predicted seconds of a step of ``micro_batches`` forward and backward passes; None where it is not known."""

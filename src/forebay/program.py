@@ -23,6 +23,8 @@ class Verb(StrEnum):
     FETCH = "fetch"  # a block's parameters into a slot
     LAND = "land"  # a gradient to the host, in the place of what was there
     ACCUMULATE = "accumulate"  # a gradient to the host, added to what has landed before
+    OFFLOAD = "offload"  # an activation to the host
+    RELOAD = "reload"  # an activation back to the device
     UPDATE = "update"  # one chunk of a block's states, on the host (a resident block: all of it, on the device)
     READ = "read"  # from disk
     WRITE = "write"  # to disk
@@ -56,6 +58,8 @@ class Action:
                  ``peak`` bytes more than before it at most; when it is done, what ``changes`` says.
     FETCH        ``block`` into ``slot``
     LAND, ACCUMULATE   the gradient of ``parameter``; when done, ``changes`` frees it on the device
+    OFFLOAD      the root ``tensor`` (an id of the trace) that ``block`` made; when done, ``changes`` frees it
+    RELOAD       the root ``tensor`` for backward; it takes ``peak`` from its start on, and ``changes`` says what stays
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
                  resident block as a whole (UPDATE)
     """
@@ -75,6 +79,7 @@ class Action:
     slot: int = -1
     parameter: str = ""
     chunk: int = 0
+    tensor: int = -1
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from forebay.errors import ConfigError
 from forebay.memory import Kind
 
 __all__ = [
+    "NO_SAVES",
     "TRACE_SCHEMA",
     "Block",
     "Footprint",
@@ -31,7 +32,10 @@ __all__ = [
     "fingerprint_of",
 ]
 
-TRACE_SCHEMA = 1
+TRACE_SCHEMA = 2
+
+NO_SAVES = -1
+"""In the place of a number of ops: autograd saves nothing there."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,11 @@ class Op:
     What happens after the op and before the next one: ``dropped`` are roots whose last holder outside autograd's
     saved tensors went away, ``unsaved`` are roots that no saved tensor holds any longer. A root is in memory until it
     is dropped and not (or no longer) saved. ``gradients`` are complete after the op.
+
+    Where a block is recomputed it matters who saves a root. ``spent`` are roots of which backward has read the last
+    tensor that was saved in the very call of a module that makes them; what is made again goes then, which may be an
+    op earlier than autograd lets go of what it was given the first time. ``released`` are roots that no tensor saved
+    anywhere else holds any longer.
     """
 
     work: int
@@ -185,6 +194,8 @@ class Op:
     dropped: tuple[int, ...] = ()
     unsaved: tuple[int, ...] = ()
     gradients: tuple[Gradient, ...] = ()
+    spent: tuple[int, ...] = ()
+    released: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,10 +203,23 @@ class Segment:
     """Consecutive ops of one block in one phase, recorded once for all blocks that are alike.
 
     A reference of 0 or more is one of the segment's own ``tensors``; -1 - k is the k-th port of the visit.
+    ``saves_until`` is, of a block's forward, the number of its ops that have run when autograd saves the last tensor in
+    it, parameters and inputs included: as many are run again for backward where the block is recomputed. ``NO_SAVES``:
+    backward asks for nothing that is saved in it, so that it is never run again; also of all other segments. ``given``
+    are the roots of its arguments: a recomputation keeps them, read or not.
     """
 
     ops: tuple[Op, ...]
     tensors: tuple[Tensor, ...]
+    saves_until: int
+    given: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not NO_SAVES <= self.saves_until <= len(self.ops):
+            raise ConfigError(
+                f"a segment of {len(self.ops)} ops cannot save its last tensor after {self.saves_until} of them; "
+                f"capture the trace again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +228,8 @@ class Visit:
 
     ``block`` is the streamed block whose module runs, "" outside of all. ``ports`` are the ids of the tensors from
     outside. The segment's own tensors have the ids from ``first_tensor`` on, its ops the numbers from ``first_op``.
+    ``kept_until`` is, of a block's forward, the number of the op after which autograd has let go of the last tensor
+    that was saved in it (``NO_SAVES``: there is none): until then a recomputation keeps its arguments.
     """
 
     segment: int
@@ -212,6 +238,7 @@ class Visit:
     ports: tuple[int, ...]
     first_op: int
     first_tensor: int
+    kept_until: int = NO_SAVES
 
     def resolve(self, reference: int) -> int:
         """The id in the trace of what ``reference`` means in this visit."""
@@ -229,6 +256,14 @@ class Trace:
     are what the user counts: token ids, or samples where there are none. ``held_nbytes`` of the step's outputs are
     still there while the next forward runs; ``unseen_nbytes`` may be taken by a loss outside the model, between
     forward and backward.
+
+    Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
+    balanced routes, and ``extremes`` are the same step with the routes that take the most memory. Seconds and simulated
+    bytes are those of the trace itself. The extremes say only what is promised: the most bytes of a plan are the most
+    of any of these traces, each with its own numbers of ops and tensors. Empty where all routings take the same bytes.
+
+    Raises ``ConfigError`` for another schema, and for extremes of another model or batch, or with extremes of their
+    own.
     """
 
     model: Model
@@ -243,6 +278,7 @@ class Trace:
     held_nbytes: int = 0
     unseen_nbytes: int = 0
     notes: tuple[str, ...] = ()
+    extremes: tuple[Trace, ...] = ()
     schema: int = TRACE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -250,6 +286,17 @@ class Trace:
             raise ConfigError(
                 f"this trace has schema {self.schema}, this forebay reads schema {TRACE_SCHEMA}; capture it again"
             )
+        for extreme in self.extremes:
+            if extreme.extremes:
+                raise ConfigError("an extreme of a trace has extremes of its own; capture the trace again")
+            own = (self.model, self.sources, self.state_names, self.device)
+            if (extreme.model, extreme.sources, extreme.state_names, extreme.device) != own:
+                raise ConfigError("an extreme of a trace is of another model or batch; capture the trace again")
+
+    @property
+    def routings(self) -> tuple[Trace, ...]:
+        """The trace and its extremes: what holds whatever the routes are, holds in each of them."""
+        return (self, *self.extremes)
 
     @property
     def flops(self) -> int:

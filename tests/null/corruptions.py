@@ -147,14 +147,12 @@ def wrong_use(case: Case, program: Program) -> list[Spoiled]:
 
 
 def shift_ops(case: Case, program: Program) -> list[Spoiled]:
-    """An op is left out, or run twice."""
+    """An op is left out, or run twice; a recomputation ends before its last saved tensor, or after it."""
     works = [case.trace.works[op.work].op for _, _, op in case.trace.ops()]
     blocks = [b.name for b in case.trace.model.blocks]
     made = []
     for index, action in _numbered(program, Verb.COMPUTE):
         start, stop = action.ops
-        if action.recomputed:
-            continue  # to run less again is right where nobody needs it
         for ops in ((start + 1, stop), (start, stop - 1), (start + 1, stop + 1)):
             made.append((_with(program, index, ops=ops), frozenset((*works, action.what, *blocks))))
     return made

@@ -86,7 +86,7 @@ class PlainLowering:
                 waiting[visit.block].append(place)
             elif visit.block in self.plan.recompute:
                 earlier = self.trace.visits[waiting[visit.block].pop()]
-                length = len(self.trace.segments[earlier.segment].ops)
+                length = self.trace.segments[earlier.segment].saves_until
                 self._compute(
                     f"recompute {visit.block}", visit.block, earlier.first_op, earlier.first_op + length, again=True
                 )

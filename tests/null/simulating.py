@@ -11,7 +11,7 @@ from forebay.memory import Kind, Tier
 from forebay.program import Action, Change, Program, Verb
 from forebay.simulation.play import play
 from forebay.timeline import Event, Lane, Timeline
-from forebay.trace import Model, Op, Phase, Segment, Trace, Visit, Work
+from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
 
 __all__ = [
     "FLOPS",
@@ -61,7 +61,7 @@ MACHINE = Machine(
 def seconds_trace(seconds: Sequence[float], **more: Any) -> Trace:
     """A trace of one visit whose ops take ``seconds`` on ``MACHINE``."""
     works = tuple(Work("op", f"op{i}", "float32", round(s * FLOPS), 0) for i, s in enumerate(seconds))
-    segment = Segment(tuple(Op(i, (), ()) for i in range(len(works))), ())
+    segment = Segment(tuple(Op(i, (), ()) for i in range(len(works))), (), NO_SAVES)
     visit = Visit(0, "", Phase.FORWARD, (), 0, 0)
     fields = {"device": "cuda", "optimizer": "adamw", "state_names": (), "tokens": 8, "sources": (), **more}
     return Trace(model=Model(()), works=works, segments=(segment,), visits=(visit,), **fields)

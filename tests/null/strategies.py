@@ -71,11 +71,12 @@ def _layer(draw: st.DrawFn) -> Layer:
         out=draw(sizes),
         view=draw(st.booleans()),
         dtype=draw(st.sampled_from(DTYPES)),
+        late=draw(st.booleans()),
     )
 
 
 def _named(name: str, layer: Layer, reads: tuple[int, ...] | None = None) -> Layer:
-    return Layer(name, layer.saved, layer.temporary, layer.out, reads, layer.view, layer.dtype)
+    return replace(layer, block=name, reads=reads)
 
 
 @st.composite

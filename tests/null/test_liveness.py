@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from forebay.arenas import arenas
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
 from forebay.simulation import play
+from forebay.trace import NO_SAVES
 from tests.null.strategies import RESIDENT, Case, cases, roomy
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, peak_live
@@ -18,9 +21,9 @@ from tests.null.tracing import Layer, chain_trace, peak_live
 SAVED, OUT, TEMPORARY, GRADIENT, N = 1000, 300, 700, 4 * 256, 4
 
 
-def chain(n: int = N, **more: int):  # type: ignore[no-untyped-def]
+def chain(n: int = N, *, late: bool = False, **more: int):  # type: ignore[no-untyped-def]
     blocks = [block(f"layers.{i}", ((16, 16), "float32", True)) for i in range(n)]
-    layers = [Layer(b.name, saved=(SAVED, SAVED), temporary=TEMPORARY, out=OUT) for b in blocks]
+    layers = [Layer(b.name, saved=(SAVED, SAVED), temporary=TEMPORARY, out=OUT, late=late) for b in blocks]
     return chain_trace(blocks, layers, **more)
 
 
@@ -34,20 +37,45 @@ def test_peak_of_a_chain() -> None:
     assert all(level[0] == level[-1] == 0 for level in profile.levels.values())
 
 
-def test_recomputed_blocks_keep_their_inputs_and_results_only() -> None:
-    trace = chain()
+@pytest.mark.parametrize("late", [False, True])
+def test_recomputed_blocks_keep_their_inputs_and_results_only(late: bool) -> None:
+    trace = chain(late=late)
     every = [b.name for b in trace.model.blocks]
     profile = Liveness(trace).profile(every)
     assert sum(level[profile.forward] for level in profile.levels.values()) == N * OUT + OUT + 4
     ops = sum(len(trace.segments[v.segment].ops) for v in trace.visits)
-    assert len(profile.during) == ops + N * 4  # two that keep, one temporary, one result
+    # Run again: the two that keep, and the temporary if what makes the result saves it. Never the result.
+    assert len(profile.during) == ops + N * (2 + late)
     again = [run for run in profile.runs if run.again]
     assert [trace.visits[run.visit].block for run in again] == list(reversed(every))
+    assert [run.length for run in again] == [2 + late] * N
     # While the last layer is computed again: results so far, the gradient of its own, and all that it makes; its first
-    # result is gone by then, and the second copy of it counts.
+    # result is gone by then.
     end = again[0].position + again[0].length - 1
-    assert profile.during[end] == (N - 1) * OUT + OUT + 2 * SAVED + TEMPORARY + OUT
+    assert profile.during[end] == (N - 1) * OUT + OUT + 2 * SAVED + late * TEMPORARY
+    # What its first backward op makes is as large as what it keeps last. The temporary went when the recomputation
+    # stopped, although nothing in the trace drops it before its forward visit is over.
+    assert profile.during[end + 1] == (N - 1) * OUT + OUT + 2 * SAVED + SAVED
     assert profile.peak < Liveness(trace).profile().peak
+
+
+def test_what_saves_nothing_is_never_run_again() -> None:
+    trace = chain()
+    none = tuple(replace(s, saves_until=NO_SAVES) for s in trace.segments)
+    profile = Liveness(replace(trace, segments=none)).profile([b.name for b in trace.model.blocks])
+    assert not any(run.again for run in profile.runs)
+
+
+def test_a_recomputation_may_be_of_no_ops_at_all() -> None:
+    """A block whose first op saves what it is given: torch stops before that op, which needs its slot all the same."""
+    trace = chain()
+    first = tuple(replace(s, saves_until=min(s.saves_until, 0)) for s in trace.segments)
+    trace = replace(trace, segments=first)
+    profile = Liveness(trace).profile(["layers.3"])
+    assert [run.length for run in profile.runs if run.again] == [0]
+    assert len(profile.during) == sum(len(trace.segments[v.segment].ops) for v in trace.visits)
+    plan = replace(roomy(trace), recompute=("layers.3",))
+    assert not any(action.recomputed for action in lower(trace, plan).actions)
 
 
 def test_one_recomputed_block_spares_what_it_saves() -> None:

@@ -35,6 +35,7 @@ WITHOUT_TORCH = (
     "forebay.planning",
     "forebay.figures",
     "forebay.collector",
+    "forebay.compression",
     "forebay.reporting",
     "forebay.cli",
 )

@@ -10,13 +10,15 @@ from forebay.errors import ConfigError
 from forebay.machine import Curve, Link, Machine
 from forebay.simulation.costs import ADD_TRAFFIC, VIEW_SHARE, Costs, Source
 from forebay.timeline import Lane
-from forebay.trace import Model, Op, Phase, Segment, Trace, Visit, Work
+from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
 from tests.null.simulating import MACHINE, accumulate, compute, fetch, land, read, seconds_trace, update, write
 
 
 def costs_of(*works: Work, machine: Machine = MACHINE) -> Costs:
     trace = replace(
-        seconds_trace([]), works=works, segments=(Segment(tuple(Op(i, (), ()) for i in range(len(works))), ()),)
+        seconds_trace([]),
+        works=works,
+        segments=(Segment(tuple(Op(i, (), ()) for i in range(len(works))), (), NO_SAVES),),
     )
     return Costs(trace, machine)
 
@@ -86,7 +88,10 @@ def test_ops_without_arithmetic_need_no_rate_of_their_dtype() -> None:
 
 def visited(lengths: list[int]) -> tuple[Trace, list[float]]:
     """Visits of two segments in turn, of 3 and of 2 ops, and the seconds of every op."""
-    segments = (Segment(tuple(Op(i, (), ()) for i in (0, 1, 2)), ()), Segment((Op(2, (), ()), Op(0, (), ())), ()))
+    segments = (
+        Segment(tuple(Op(i, (), ()) for i in (0, 1, 2)), (), NO_SAVES),
+        Segment((Op(2, (), ()), Op(0, (), ())), (), NO_SAVES),
+    )
     visits, seconds, of_work = [], list[float](), (1.0, 0.5, 0.25)
     for i in lengths:
         visits.append(Visit(i, "", Phase.FORWARD, (), len(seconds), 0))

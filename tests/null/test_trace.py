@@ -9,7 +9,7 @@ import pytest
 
 from forebay.errors import ConfigError
 from forebay.memory import Kind
-from forebay.profiler.segments import Recorded, cut
+from forebay.profiler.segments import Calls, Recorded, cut
 from forebay.trace import TRACE_SCHEMA, Block, Gradient, Model, Op, Parameter, Phase, Tensor, Trace, Visit, Work
 
 LAYERS = 3
@@ -30,7 +30,7 @@ def make_trace() -> Trace:
     for i in range(LAYERS):
         tensors.append(Tensor(16, "float32", Kind.ACTIVATION, made + i, saved=True))
         given = made + i - 1  # the input has the number before the first output
-        ops.append(Recorded(0, f"layers.{i}", Phase.FORWARD, (given, i), (made + i,), made=(made + i,)))
+        ops.append(Recorded(0, f"layers.{i}", i, Phase.FORWARD, (given, i), (made + i,), made=(made + i,)))
     for place, i in enumerate(reversed(range(LAYERS))):
         number = made + LAYERS + place
         tensors.append(Tensor(64, "float32", Kind.GRADIENT, number))
@@ -38,6 +38,7 @@ def make_trace() -> Trace:
             Recorded(
                 1,
                 f"layers.{i}",
+                i,
                 Phase.BACKWARD,
                 (made + i, i),
                 (number,),
@@ -47,7 +48,7 @@ def make_trace() -> Trace:
                 gradients=((i, number),),
             )
         )
-    segments, visits = cut(ops, tensors)
+    segments, visits = cut(ops, tensors, Calls())
     works = (Work("f", "f(x)", "float32", 128, 96), Work("g", "g(x)", "float32", 256, 144))
     return Trace(Model(blocks), "cpu", "sgd", (), 4, tuple(sources), works, segments, visits)
 
@@ -81,17 +82,17 @@ def test_another_size_from_outside_is_another_segment() -> None:
     small, large = Tensor(16, "float32", Kind.INPUT, 0), Tensor(32, "float32", Kind.INPUT, 1)
     tensors = [small, large, Tensor(4, "float32", Kind.TEMPORARY, 2), Tensor(4, "float32", Kind.TEMPORARY, 3)]
     ops = [
-        Recorded(0, "a", Phase.FORWARD, (0,), (2,), made=(2,)),
-        Recorded(0, "b", Phase.FORWARD, (1,), (3,), made=(3,)),
+        Recorded(0, "a", 1, Phase.FORWARD, (0,), (2,), made=(2,)),
+        Recorded(0, "b", 2, Phase.FORWARD, (1,), (3,), made=(3,)),
     ]
-    segments, visits = cut(ops, tensors)
+    segments, visits = cut(ops, tensors, Calls())
     assert len(segments) == 2
     assert [v.ports for v in visits] == [(0,), (1,)]
 
 
 def test_a_view_of_what_is_outside_has_its_root_there() -> None:
     tensors = [Tensor(16, "float32", Kind.INPUT, 0), Tensor(8, "float32", Kind.INPUT, 0)]
-    segments, visits = cut([Recorded(0, "", Phase.FORWARD, (0,), (1,), made=(1,))], tensors)
+    segments, visits = cut([Recorded(0, "", 0, Phase.FORWARD, (0,), (1,), made=(1,))], tensors, Calls())
     assert segments[0].tensors[0].root == -1
     assert visits[0].resolve(-1) == 0
     assert segments[0].ops[0] == Op(0, (-1,), (0,))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forebay.memory import Kind
-from forebay.trace import Block, Gradient, Model, Op, Phase, Segment, Tensor, Trace, Visit, Work
+from forebay.trace import NO_SAVES, Block, Gradient, Model, Op, Phase, Segment, Tensor, Trace, Visit, Work
 from tests.null.synthetic import ADAM
 
 __all__ = ["Layer", "TraceBuilder", "VisitBuilder", "chain_trace", "made_bytes", "peak_live", "validate"]
@@ -24,6 +24,8 @@ class Layer:
     ``saved`` are bytes of the activations it keeps for backward (one op each, at least one), ``temporary`` bytes that
     live during its last op only, ``out`` bytes of its result. ``reads`` are the places of the parameters that it
     reads (None: all of the block's). ``view`` puts a view between two ops. ``dtype`` is that of what it makes.
+    ``late`` says that the op that makes the result saves what it is given, a moment before it runs; else the last
+    tensor is saved when the last activation is made.
     """
 
     block: str
@@ -33,6 +35,7 @@ class Layer:
     reads: tuple[int, ...] | None = None
     view: bool = False
     dtype: str = "float32"
+    late: bool = False
 
 
 @dataclass
@@ -47,6 +50,8 @@ class VisitBuilder:
     ops: list[dict[str, list[int]]] = field(default_factory=list)
     completed: list[list[Gradient]] = field(default_factory=list)
     works: list[int] = field(default_factory=list)
+    saves_until: int = NO_SAVES
+    given: tuple[int, ...] = ()
 
     def make(
         self,
@@ -67,18 +72,25 @@ class VisitBuilder:
         self.builder.nbytes.append(nbytes)
         root = made if view_of is None else view_of
         self.tensors.append(Tensor(nbytes, dtype, kind, root, saved))
-        self.ops.append({"inputs": list(inputs), "outputs": [made], "dropped": [], "unsaved": []})
+        gone = {name: list[int]() for name in ("dropped", "unsaved", "spent", "released")}
+        self.ops.append({"inputs": list(inputs), "outputs": [made], **gone})
         self.completed.append([])
         self.works.append(self.builder.work(work))
         return made
+
+    def save(self) -> None:
+        """Autograd saves a tensor now: after the last op, before the next."""
+        self.saves_until = len(self.ops)
 
     def drop(self, *roots: int) -> None:
         """After the last op: nobody but autograd holds ``roots``. Sources are never dropped."""
         self.ops[-1]["dropped"] += [r for r in roots if r >= len(self.builder.sources)]
 
-    def unsave(self, *roots: int) -> None:
-        """After the last op: autograd holds ``roots`` no longer."""
-        self.ops[-1]["unsaved"] += [r for r in roots if r >= len(self.builder.sources)]
+    def unsave(self, *roots: int, own: bool = False) -> None:
+        """After the last op: autograd holds ``roots`` no longer, which were saved where they are made (``own``)."""
+        gone = [r for r in roots if r >= len(self.builder.sources)]
+        self.ops[-1]["unsaved"] += gone
+        self.ops[-1]["spent" if own else "released"] += gone
 
     def complete(self, parameter: int, tensor: int) -> None:
         """After the last op: the gradient of ``parameter`` is ``tensor``."""
@@ -107,8 +119,9 @@ class TraceBuilder:
     def begin(self, block: str, phase: Phase) -> VisitBuilder:
         return VisitBuilder(self, block, phase, len(self.nbytes))
 
-    def end(self, visit: VisitBuilder) -> None:
-        """Turns ids into references: of the segment's own tensors, or of ports in the order of first mention."""
+    def end(self, visit: VisitBuilder) -> int:
+        """Turns ids into references: of the segment's own tensors, or of ports in the order of first mention. Returns
+        the place of the visit."""
         ports: dict[int, int] = {}
 
         def refer(tensor: int) -> int:
@@ -125,10 +138,17 @@ class TraceBuilder:
             for work, raw, completed in zip(visit.works, visit.ops, visit.completed, strict=True)
         )
         tensors = tuple(Tensor(t.nbytes, t.dtype, t.kind, refer(t.root), t.saved) for t in visit.tensors)
-        index = self._segments.setdefault(Segment(ops, tensors), len(self._segments))
-        made = Visit(index, visit.block, visit.phase, tuple(ports), self.op_count, visit.first_tensor)
+        index = self._segments.setdefault(
+            Segment(ops, tensors, visit.saves_until, tuple(map(refer, visit.given))), len(self._segments)
+        )
+        first_op, self.op_count = self.op_count, self.op_count + len(ops)
+        made = Visit(index, visit.block, visit.phase, tuple(ports), first_op, visit.first_tensor)
         self._visits.append(made)
-        self.op_count += len(ops)
+        return len(self._visits) - 1
+
+    def let_go(self, visit: int) -> None:
+        """Autograd holds nothing any longer of what was saved in ``visit``: after the last op so far."""
+        self._visits[visit] = replace(self._visits[visit], kept_until=self.op_count - 1)
 
     def trace(self, device: str = "cuda", **more: object) -> Trace:
         base: dict[str, object] = {"optimizer": "adamw", "state_names": ADAM, "tokens": 16, **more}
@@ -172,8 +192,8 @@ def chain_trace(
     reads = [_read_by(model, b.ids, layer) for layer in chain]
     x, kept = b.ids["input_ids"], []
     for layer, parameters in zip(chain, reads, strict=True):
-        saved, out = _forward(b, layer, parameters, x)
-        kept.append((x, saved))
+        saved, out, place = _forward(b, layer, parameters, x)
+        kept.append((x, saved, place))
         x = out
     v = b.begin("", Phase.FORWARD)
     softmax = v.make("softmax", [x], b.nbytes[x], saved=True)
@@ -188,8 +208,9 @@ def chain_trace(
     b.end(v)
     parts: dict[int, int] = {}
     left = Counter(p for parameters in reads for own in parameters for p in own)
-    for layer, parameters, (x, saved) in zip(reversed(chain), reversed(reads), reversed(kept), strict=True):
+    for layer, parameters, (x, saved, place) in zip(reversed(chain), reversed(reads), reversed(kept), strict=True):
         gradient = _backward(b, layer, parameters, x, saved, gradient, parts, left)
+        b.let_go(place)
     return b.trace(device, **more)
 
 
@@ -199,25 +220,30 @@ def _read_by(model: Model, ids: Mapping[str, int], layer: Layer) -> list[list[in
     return [[ids[n] for n in names[j :: len(layer.saved)]] for j in range(len(layer.saved))]
 
 
-def _forward(b: TraceBuilder, layer: Layer, parameters: list[list[int]], x: int) -> tuple[list[int], int]:
+def _forward(b: TraceBuilder, layer: Layer, parameters: list[list[int]], x: int) -> tuple[list[int], int, int]:
     v = b.begin(layer.block, Phase.FORWARD)
+    v.given = (x,)
     saved: list[int] = []
     current = x
     for nbytes, own in zip(layer.saved, parameters, strict=True):
         current = v.make("linear", [current, *own], nbytes, dtype=layer.dtype, saved=True)
         saved.append(current)
+        v.save()
         if layer.view:
             current = v.make("view", [current], nbytes, dtype=layer.dtype, view_of=current)
     gone = [*saved, x]
     if layer.temporary:
         temporary = v.make("mix", [current], layer.temporary, Kind.TEMPORARY, dtype=layer.dtype)
         gone.append(temporary)
+        if layer.late:
+            v.save()
         out = v.make("out", [current, temporary], layer.out, dtype=layer.dtype, saved=True)
     else:
+        if layer.late:
+            v.save()
         out = v.make("out", [current], layer.out, dtype=layer.dtype, saved=True)
     v.drop(*gone)
-    b.end(v)
-    return saved, out
+    return saved, out, b.end(v)
 
 
 def _backward(
@@ -243,7 +269,7 @@ def _backward(
             if parameter in trainable:
                 _parameter_gradient(v, parameter, [g, before], parts, left)
         v.drop(g)
-        v.unsave(saved[j])
+        v.unsave(saved[j], own=True)
         g = made
     v.unsave(x)
     b.end(v)

@@ -80,7 +80,8 @@ def test_experts_are_routed_in_turn(name: str, kind: str) -> None:
     torch.manual_seed(0)
     model = MOES[name](kind).train()
     trace = capture(model, tokens(0)).trace
-    assert "what is picked among floats (experts of a router) is taken as balanced" in trace.notes
+    note = "what is picked among floats (experts of a router) is taken as balanced"
+    assert (f"{note} for seconds; memory holds for any routing" if trace.extremes else note) in trace.notes
     assert traced_peak(trace) == real_peak(balanced(model), tokens(0))
 
 
@@ -212,9 +213,10 @@ def test_values_that_follow_from_integers_are_known(name: str) -> None:
 
     scale = torch.tensor([[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 4.0, 3.0]])
     capture(Asks(ask), {"ids": ids, "scale": scale})
-    assert len(asked) == 1
-    if name not in ("topk", "argmax"):  # what is picked among floats is made up
-        assert asked[0] == KNOWN[name](ids, scale)
+    if name in ("topk", "argmax"):  # what is picked among floats is made up, twice: does a size follow from it?
+        assert len(asked) == 2
+    else:
+        assert asked == [KNOWN[name](ids, scale)]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

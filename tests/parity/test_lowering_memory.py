@@ -54,7 +54,5 @@ def test_bound(name: str, recompute: bool) -> None:
         layers = (b.name for b in trace.model.blocks if b.module is not None and b.name[-1].isdigit())
         plan = replace(plan, recompute=tuple(layers))
     peak, bound = measured(name, plan, batch), device_bound(trace, plan)
-    # Over by what may be under way and was not, and by a few of the largest tensors where a recomputation ends early:
-    # torch stops it when it has made what backward needs, which the trace cannot tell from the block's last op.
-    largest = max(t.nbytes for s in trace.segments for t in s.tensors)
-    assert peak <= bound <= peak * 1.03 + WINDOW + recompute * 2 * largest
+    # Over by what may be under way and was not.
+    assert peak <= bound <= peak * 1.03 + WINDOW

@@ -8,7 +8,9 @@ computing   every op runs once in every pass, in order, on tensors that are in m
 residency   a parameter is read from a slot that holds its block, with the values of the step
 gradients   every gradient lands once in every pass, when it is complete
 updates     every trainable element is updated once in every step, after its gradient, with its states
-capacity    the device has room at every instant
+capacity    the device has room at every instant, within the budget and within what the plan promises
+
+All of it is proved for the trace and for each of its extremes: the routes that take the most memory.
 """
 
 from __future__ import annotations
@@ -50,12 +52,17 @@ def check(
     stands = standing(trace, plan, chunks)
     most = {**stands, Tier.DEVICE: stands[Tier.DEVICE] + staying_gradients(trace, plan)}
     check_standing(most, machine, plan)
-    proof = _Proof(Step(trace), machine, plan, chunks, stands)
-    if program is None:
-        from forebay.lowering import lower
+    _Proof(Step(trace), machine, plan, chunks, stands).check(program or _lowered(trace, plan, micro_batches))
+    passes = program.micro_batches if program is not None else micro_batches
+    for extreme in trace.extremes:
+        # Other routes make other ops, so that the program of these is another. What stands is the same.
+        _Proof(Step(extreme), machine, plan, chunks, stands).check(_lowered(extreme, plan, passes))
 
-        program = lower(trace, plan, micro_batches=micro_batches)
-    proof.check(program)
+
+def _lowered(trace: Trace, plan: Plan, micro_batches: int) -> Program:
+    from forebay.lowering import lower
+
+    return lower(trace, plan, micro_batches=micro_batches)
 
 
 @final
@@ -82,4 +89,5 @@ class _Proof:
         landed = landings(step, program, order, placements, passes)
         Updates(step, plan, program, order, self.layouts, passes, landed, residency.sources).check()
         allowed = allowances(self.machine, plan)[Tier.DEVICE]
-        check_device(step, live, program, order, passes, landed, self.layouts, self.standing[Tier.DEVICE], allowed)
+        stands = self.standing[Tier.DEVICE]
+        check_device(step, live, program, order, passes, landed, self.layouts, stands, allowed, plan.device)

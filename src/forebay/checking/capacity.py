@@ -34,9 +34,11 @@ def check_device(
     layouts: Mapping[str, StateLayout],
     standing: int,
     allowed: int,
+    promised: int,
 ) -> None:
     """Raises ``DoesNotFit`` at the compute action that may need more than ``allowed`` bytes, naming op and tensor;
-    ``PlanInvalid`` where the program says that it needs less than it does."""
+    ``PlanInvalid`` where the program says that it needs less than it does, or the plan that it takes at most
+    ``promised`` bytes."""
     claims = _Claims(program, order)
     moments = sorted((*passes.moments, *_updates(step, live, program, layouts)), key=lambda m: m.action)
     needs = _needs(order, passes, landed, moments)
@@ -53,6 +55,9 @@ def check_device(
         if needed > allowed:
             tensor = largest(step, live, program, moment) if moment.op >= 0 else None
             raise _no_room(step, program, moment, tensor, needed, under_way, standing, allowed)
+        if needed > promised:
+            text = f"the plan predicts a device peak of {promised} bytes and {needed} may be there; make the plan again"
+            raise fault(program, moment.action, program.actions[moment.action].what, text)
     most = claims.peak
     if most > allowed:
         much, little = format_apart(most, allowed)

@@ -76,7 +76,9 @@ class _Walker:
         self.largest: int | None = None
         self.next_op = 0
         self.number = 0
-        self.again: set[int] = set()
+        # Of every visit that has run again in this pass, the op that comes next in it; the latest of them.
+        self.again: dict[int, int] = {}
+        self.rerun = -1
         self.last_forward = max((n for n in range(len(step.ops)) if step.phase(n) is Phase.FORWARD), default=-1)
 
     def run(self, index: int, action: Action) -> None:
@@ -95,12 +97,15 @@ class _Walker:
             self._begin_pass(index)
         if action.recomputed:
             self._expect_rerun(index, start, stop)
-        elif start != self.next_op:
-            raise self._out_of_order(index, start)
+        else:
+            self._end_rerun(index)
+            if start != self.next_op:
+                raise self._out_of_order(index, start)
         self._ops(index, start, stop, action.recomputed)
         if not action.recomputed:
             self.next_op = stop
         if self.next_op == len(self.step.ops):
+            self._expect_all_rerun(index)
             self.passes.last.append(index)
             self.number += 1
             self.next_op = 0
@@ -120,6 +125,7 @@ class _Walker:
             self.passes.first.append(index)
             self.live.begin(first_of_step=self.number % self.program.micro_batches == 0)
             self.again.clear()
+            self.rerun = -1
 
     def _out_of_order(self, index: int, start: int) -> Exception:
         expected = self.next_op
@@ -131,19 +137,46 @@ class _Walker:
         return fault(self.program, index, self.step.ops[at_fault].name, text)
 
     def _expect_rerun(self, index: int, start: int, stop: int) -> None:
-        """Recomputation belongs to the backward visit that begins next or is under way."""
+        """Recomputation belongs to the backward visit that begins next or is under way, and is that of a whole visit
+        up to its last saved tensor: torch ends it there, and no earlier."""
         backward = self.step.ops[self.next_op].visit if self.next_op < len(self.step.ops) else -1
         for op in range(start, stop):
             visit = self.step.ops[op].visit
-            block = self.step.block(op)
+            if visit != self.rerun:
+                self._end_rerun(index)
+            remade = self.step.remade(visit)
+            expected = self.again.get(visit, remade.start)
             if backward not in self.live.partners.get(visit, frozenset()):
                 text = f"op {op} ({self._op(op)}) is run again before op {self.next_op}, which is not its backward"
-            elif op in self.again:
+            elif op < expected:
                 text = f"op {op} ({self._op(op)}) is recomputed twice in one pass"
+            elif op not in remade:
+                text = f"op {op} ({self._op(op)}) is run again, and the last tensor of its block is saved before it"
+            elif op > expected:
+                text = f"op {expected} ({self._op(expected)}) is left out of what is run again before op {self.next_op}"
             else:
-                self.again.add(op)
+                self.again[visit], self.rerun = op + 1, visit
                 continue
-            raise fault(self.program, index, block or self.step.ops[op].name, text)
+            raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
+
+    def _expect_all_rerun(self, index: int) -> None:
+        """A pass is over: every recomputed visit that backward asks for something has been run again."""
+        for visit in self.live.partners:
+            remade = self.step.remade(visit)
+            if remade and visit not in self.again:
+                op = remade.start
+                text = (
+                    f"op {op} ({self._op(op)}) is not run again in pass {self.number}, and backward needs what it saves"
+                )
+                raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
+
+    def _end_rerun(self, index: int) -> None:
+        """What was run again has to have come to the last saved tensor of its visit."""
+        if self.rerun >= 0 and self.again[self.rerun] in self.step.remade(self.rerun):
+            op = self.again[self.rerun]
+            text = f"op {op} ({self._op(op)}) is not run again, and a tensor of its block is saved after it"
+            raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
+        self.rerun = -1
 
     def _ops(self, index: int, start: int, stop: int, again: bool) -> None:
         most, op = self.live.nbytes, start

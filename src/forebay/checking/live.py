@@ -2,10 +2,10 @@
 
 Holders of a root
     Python, from the op that makes it until it is dropped; autograd, until it is unsaved. The forward of a block that
-    is recomputed is run without autograd's hold on what only that block saves, and it holds its inputs until it
-    has been run again (``torch.utils.checkpoint``, non-reentrant). What it then makes is a *remade* root, a copy
-    of its own beside the first if that is still there: Python holds it until it is dropped, or the rerun is over;
-    autograd, if the block's own backward reads it, until it is unsaved.
+    is recomputed is run without autograd's hold on what is saved in it, and holds its inputs until backward has let
+    go of all that (``torch.utils.checkpoint``, non-reentrant). It runs again up to its last saved tensor. What it then
+    makes is a *remade* root, a copy of its own beside the first if that is still there: Python holds it until it is
+    dropped, or the rerun is over; autograd, if it is saved there, until it is spent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Collection
 from typing import final
 
 from forebay.checking.step import Step
-from forebay.trace import Phase
 
 __all__ = ["Live", "Missing"]
 
@@ -42,7 +41,11 @@ class Live:
         self._resident = resident
         self.recomputed = frozenset(recompute)
         self.partners = step.partners(self.recomputed)
-        self._own, self._others = self._savers()
+        self._own = {root for op in step.ops for root in op.spent}
+        self._others = {root for op in step.ops for root in op.released}
+        self._letting_go: dict[int, list[int]] = {}
+        for place in self.partners:
+            self._letting_go.setdefault(step.trace.visits[place].kept_until, []).append(place)
         self.nbytes = 0
         self.kept = 0
         self._first_pass = True
@@ -50,19 +53,9 @@ class Live:
         self._remade: dict[int, int] = {}
         self._rerun_holds: dict[int, int] = {}
         self._held_by: dict[int, tuple[int, ...]] = {}
-        self._running_again: set[int] = set()
-
-    def _savers(self) -> tuple[set[int], set[int]]:
-        """Saved roots of recomputed visits that the block's own backward needs, and that another's does."""
-        step, own, others = self._step, set[int](), set[int]()
-        for op in step.ops:
-            if step.trace.visits[op.visit].phase is Phase.FORWARD:
-                continue
-            for root in {*op.reads, *op.unsaved}:
-                if step.saved[root]:
-                    mine = self.partners.get(step.ops[step.birth[root]].visit)
-                    (own if mine is not None and op.visit in mine else others).add(root)
-        return own, others
+        # The visit that runs again, and the bytes of buffers copied for it.
+        self._running_again = -1
+        self._copied = 0
 
     def begin(self, *, first_of_step: bool) -> None:
         """A pass begins: nothing of the one before is left but the gradients that stay."""
@@ -71,7 +64,7 @@ class Live:
         self._first_pass = first_of_step
         for table in (self._first, self._remade, self._rerun_holds, self._held_by):
             table.clear()
-        self._running_again.clear()
+        self._running_again, self._copied = -1, 0
 
     def start(self, number: int, *, again: bool = False) -> int:
         """Op ``number`` runs; what it makes is there beside all that was. Returns the live bytes.
@@ -79,10 +72,12 @@ class Live:
         Raises ``Missing`` if it reads what is not there.
         """
         step, op = self._step, self._step.ops[number]
-        if again:
-            self._running_again.add(op.visit)
-        elif self._running_again:
+        running = op.visit if again else -1
+        if running != self._running_again:
             self._end_rerun()
+            self._running_again = running
+            self._copied = step.copied_nbytes(running) if again else 0
+            self.nbytes += self._copied
         if not again and number == step.trace.visits[op.visit].first_op and op.visit in self.partners:
             self._hold_inputs(op.visit)
         for root in op.reads:
@@ -101,12 +96,7 @@ class Live:
     def finish(self, number: int, *, again: bool = False) -> list[tuple[int, int]]:
         """Op ``number`` has run. Returns (parameter, bytes) of gradients that are complete and leave the account."""
         op = self._step.ops[number]
-        table = self._remade if again else self._first
-        for root in op.dropped:
-            self._let_go(table, root, PYTHON)
-        for root in op.unsaved:
-            for copies in (self._first, self._remade):
-                self._let_go(copies, root, AUTOGRAD)
+        self._free(number, again)
         leaving = []
         for parameter, root in op.gradients:
             # Two gradients in one root: the bytes go with the last one.
@@ -120,6 +110,23 @@ class Live:
             if self._first.pop(root, None) is not None:
                 self.nbytes -= self._step.nbytes[root]
         return leaving
+
+    def _free(self, number: int, again: bool) -> None:
+        """Lets go of what nobody holds after op ``number``."""
+        op = self._step.ops[number]
+        table = self._remade if again else self._first
+        for root in op.dropped:
+            self._let_go(table, root, PYTHON)
+        for root in op.unsaved:
+            if self._visit(root) not in self.partners:
+                self._let_go(self._first, root, AUTOGRAD)
+        for root in op.released:
+            if self._visit(root) in self.partners:
+                self._let_go(self._first, root, AUTOGRAD)
+        for root in op.spent:
+            self._let_go(self._remade, root, AUTOGRAD)
+        for visit in () if again else self._letting_go.get(number, ()):
+            self._let_inputs_go(visit)
 
     def largest(self) -> int | None:
         """The largest root in memory."""
@@ -135,19 +142,23 @@ class Live:
             del table[root]
             self.nbytes -= self._step.nbytes[root]
 
+    def _visit(self, root: int) -> int:
+        return self._step.ops[self._step.birth[root]].visit
+
     def _hold_inputs(self, visit: int) -> None:
         inputs = tuple(root for root in self._step.inputs[visit] if root in self._first)
         self._held_by[visit] = inputs
         for root in inputs:
             self._rerun_holds[root] = self._rerun_holds.get(root, 0) + 1
 
+    def _let_inputs_go(self, visit: int) -> None:
+        for root in self._held_by.pop(visit, ()):
+            self._rerun_holds[root] -= 1
+            if root in self._first:
+                self._let_go(self._first, root, 0)
+
     def _end_rerun(self) -> None:
-        """The rerun is over: its inputs are autograd's alone again, its results and leftovers go."""
-        for visit in self._running_again:
-            for root in self._held_by.pop(visit, ()):
-                self._rerun_holds[root] -= 1
-                if root in self._first:
-                    self._let_go(self._first, root, 0)
-        self._running_again.clear()
+        """The rerun is over: its leftovers go."""
+        self.nbytes -= self._copied
         for root in list(self._remade):
             self._let_go(self._remade, root, PYTHON)

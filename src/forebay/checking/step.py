@@ -15,7 +15,8 @@ __all__ = ["FlatOp", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class FlatOp:
-    """One op: ``reads``, ``dropped`` and ``unsaved`` are roots that the step makes, ``made`` those that are born here.
+    """One op: ``reads``, ``dropped``, ``unsaved``, ``spent`` and ``released`` are roots that the step makes, ``made``
+    those that are born here.
 
     ``parameters`` are ids of the parameters that it reads, ``gradients`` are (parameter, root).
     """
@@ -28,6 +29,8 @@ class FlatOp:
     dropped: tuple[int, ...]
     unsaved: tuple[int, ...]
     gradients: tuple[tuple[int, int], ...]
+    spent: tuple[int, ...]
+    released: tuple[int, ...]
 
 
 @final
@@ -70,12 +73,17 @@ class Step:
                     tuple(t for t in map(visit.resolve, op.dropped) if t >= self.sources),
                     tuple(t for t in map(visit.resolve, op.unsaved) if t >= self.sources),
                     tuple((visit.resolve(g.parameter), self._root[visit.resolve(g.tensor)]) for g in op.gradients),
+                    tuple(t for t in map(visit.resolve, op.spent) if t >= self.sources),
+                    tuple(t for t in map(visit.resolve, op.released) if t >= self.sources),
                 )
             )
-        # Of every visit the roots that it reads and does not make.
+        # Of every visit the roots that it is given, or reads and does not make.
         self.inputs: list[set[int]] = [set() for _ in trace.visits]
         for flat in self.ops:
             self.inputs[flat.visit].update(r for r in flat.reads if self.ops[self.birth[r]].visit != flat.visit)
+        for inputs, visit in zip(self.inputs, trace.visits, strict=True):
+            given = {self._root[visit.resolve(t)] for t in trace.segments[visit.segment].given}
+            inputs.update(root for root in given if root >= self.sources)
         self.with_gradient = {p: n for n, op in enumerate(self.ops) for p, _ in op.gradients}
         # Of every root that is a gradient: the last parameter whose gradient it is. And after which op it goes from
         # the account of the step: autograd may hand a gradient on as it is, to ops that read it later.
@@ -86,6 +94,19 @@ class Step:
         self.ending: dict[int, list[int]] = {}
         for root, n in last.items():
             self.ending.setdefault(n, []).append(root)
+
+    def remade(self, visit: int) -> range:
+        """The ops of a forward visit that run again where it is recomputed: those before its last saved tensor."""
+        place = self.trace.visits[visit]
+        return range(place.first_op, place.first_op + max(0, self.trace.segments[place.segment].saves_until))
+
+    def copied_nbytes(self, visit: int) -> int:
+        """Bytes of the buffers of the module of a visit, of which a recomputation makes a copy to work with."""
+        name = self.trace.visits[visit].block
+        module = self.trace.model.block(name).module if name else None
+        if module is None:
+            return 0
+        return sum(t.nbytes for t in self.trace.sources if t.kind is Kind.BUFFER and t.name.startswith(f"{module}."))
 
     def block(self, op: int) -> str:
         """The block of the visit that op number ``op`` belongs to."""

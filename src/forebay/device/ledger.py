@@ -21,7 +21,7 @@ from forebay.device.base import Watch
 from forebay.errors import BudgetExceeded, ParameterReleased
 from forebay.memory import Kind, Ledger
 
-__all__ = ["StorageLedger"]
+__all__ = ["StorageLedger", "plain_tensors", "take_off"]
 
 _OWN_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 # Ops that look at what a tensor is and not at its values; the second is how ``param.data = ...`` asks, in inference
@@ -31,7 +31,7 @@ _READ_NO_VALUES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._has_
 _SILENT_ALIASES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default})
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
     """The plain tensors among an op's arguments or results: tensors, and lists or tuples of them."""
     if isinstance(values, torch.Tensor):
         # A subclass stands for bytes that are elsewhere: it has no storage of its own to count. A sparse tensor is
@@ -41,7 +41,18 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield values
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from _tensors(value)
+            yield from plain_tensors(value)
+
+
+def take_off(mode: TorchDispatchMode) -> None:
+    """Takes ``mode`` off the calling thread, if it is on. Modes that were entered after it stay, in their order:
+    whoever entered them will leave them."""
+    above = []
+    if any(one is mode for one in _get_current_dispatch_mode_stack()):
+        while (top := _pop_mode()) is not mode:
+            above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 @final
@@ -66,14 +77,8 @@ class StorageLedger(Watch):
             _push_mode(self._mode)
 
     def uninstall(self) -> None:
-        # Modes that were entered after this one stay, in their order: whoever entered them will leave them.
         self._active = False
-        above = []
-        if any(mode is self._mode for mode in _get_current_dispatch_mode_stack()):
-            while (mode := _pop_mode()) is not self._mode:
-                above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+        take_off(self._mode)
 
     def activate(self, active: bool) -> None:
         self._active = active
@@ -97,7 +102,7 @@ class StorageLedger(Watch):
             entry.kind = kind
 
     def count(self, tensor: torch.Tensor, kind: Kind) -> None:
-        for plain in _tensors(tensor):
+        for plain in plain_tensors(tensor):
             self._note(plain, kind.value)
             self.attribute(plain, kind)
 
@@ -114,12 +119,12 @@ class StorageLedger(Watch):
             self._refuse_released(func, args)
         result = func(*args, **kwargs) if kwargs else func(*args)
         if traits.makes and self._active:
-            for tensor in _tensors(result):
+            for tensor in plain_tensors(result):
                 self._note(tensor, func)
         return result
 
     def _refuse_released(self, func: Any, args: Any) -> None:
-        for tensor in _tensors(args):
+        for tensor in plain_tensors(args):
             name = self._released.get(tensor.untyped_storage()._cdata)
             if name is not None:
                 raise ParameterReleased(

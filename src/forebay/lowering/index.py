@@ -5,13 +5,13 @@ All that is equal in visits of the same segment is looked up once for the segmen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import final
 
 from forebay.memory import Kind
-from forebay.trace import Phase, Segment, Trace, Visit
+from forebay.trace import NO_SAVES, Phase, Segment, Trace, Visit
 
 __all__ = ["NEVER", "Completed", "Root", "TraceIndex"]
 
@@ -22,6 +22,7 @@ NEVER = -1
 @dataclass(slots=True)
 class Root:
     """A root that the step makes, in numbers of ops: made by ``birth``, held until after ``drop`` and ``unsave``.
+    ``spent`` and ``released`` are the parts of ``unsave``, as in ``trace.Op``.
 
     ``visit`` is the place of the visit that makes it. ``completes`` is the last op after which it is a gradient's, or a
     later one that still reads it: a gradient that autograd hands on as it is has more readers than its parameter.
@@ -34,7 +35,8 @@ class Root:
     birth: int
     drop: int = NEVER
     unsave: int = NEVER
-    unsaved_in: int = NEVER
+    spent: int = NEVER
+    released: int = NEVER
     completes: int = NEVER
 
 
@@ -53,6 +55,7 @@ class _Pattern:
 
     def __init__(self, segment: Segment) -> None:
         self.length = len(segment.ops)
+        self.saves_until = segment.saves_until
         self.roots_of = tuple(t.root for t in segment.tensors)
         born: dict[int, int] = {}
         for index, op in enumerate(segment.ops):
@@ -65,6 +68,9 @@ class _Pattern:
         )
         self.drops = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.dropped)
         self.unsaves = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.unsaved)
+        self.spent = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.spent)
+        self.released = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.released)
+        self.given = tuple(-1 - reference for reference in segment.given if reference < 0)
         self.gradients = tuple((i, g.parameter, g.tensor) for i, op in enumerate(segment.ops) for g in op.gradients)
         # Ops that read a port, itself or by way of a view that the segment makes of it.
         readers: dict[int, dict[int, None]] = {}
@@ -114,14 +120,21 @@ class TraceIndex:
         root_of.extend(start + r if r >= 0 else port_roots[-1 - r] for r in pattern.roots_of)
         for reference, index, nbytes, kind, saved in pattern.made:
             roots[start + reference] = Root(nbytes, kind, saved, place, first + index)
-        for index, reference in pattern.drops:
-            dropped = roots.get(start + reference if reference >= 0 else port_roots[-1 - reference])
-            if dropped is not None:
-                dropped.drop = first + index
-        for index, reference in pattern.unsaves:
-            unsaved = roots.get(start + reference if reference >= 0 else port_roots[-1 - reference])
-            if unsaved is not None:
-                unsaved.unsave, unsaved.unsaved_in = first + index, place
+
+        def known(what: tuple[tuple[int, int], ...]) -> Iterator[tuple[Root, int]]:
+            for index, reference in what:
+                root = roots.get(start + reference if reference >= 0 else port_roots[-1 - reference])
+                if root is not None:
+                    yield root, first + index
+
+        for dropped, op in known(pattern.drops):
+            dropped.drop = op
+        for unsaved, op in known(pattern.unsaves):
+            unsaved.unsave = op
+        for spent, op in known(pattern.spent):
+            spent.spent = op
+        for released, op in known(pattern.released):
+            released.released = op
 
     def _completed(self, visit: Visit, roots: dict[int, Root]) -> tuple[Completed, ...]:
         made = []
@@ -153,6 +166,10 @@ class TraceIndex:
     def length(self, place: int) -> int:
         """The number of ops of a visit."""
         return self._patterns[self.trace.visits[place].segment].length
+
+    def length_again(self, place: int) -> int:
+        """The number of ops that run again when a forward visit is recomputed: those before its last saved tensor."""
+        return max(0, self._patterns[self.trace.visits[place].segment].saves_until)
 
     def port_roots(self, place: int) -> dict[int, tuple[int, ...]]:
         """Roots from outside that ops of a visit read, each with the places of those ops in the visit."""
@@ -194,28 +211,29 @@ class TraceIndex:
                 pairs.update((f, frozenset(backward)) for f in forward)
         return pairs
 
-    def savers(self, partners: Mapping[int, frozenset[int]]) -> tuple[set[int], set[int]]:
-        """Of the saved roots that the forward visits in ``partners`` make: those that their own backward reads, and
-        those that another's does."""
-        own, others = set[int](), set[int]()
-        made_there = {n: r for n, r in self.roots.items() if r.saved and r.visit in partners}
-        for number, root in made_there.items():
-            if root.unsaved_in != NEVER:
-                (own if root.unsaved_in in partners[root.visit] else others).add(number)
-        for place, visit in enumerate(self.trace.visits):
-            if visit.phase is Phase.BACKWARD:
-                for number in self.port_roots(place).keys() & made_there.keys():
-                    (own if place in partners[made_there[number].visit] else others).add(number)
-        return own, others
+    def copied_nbytes(self, place: int) -> int:
+        """Bytes of the buffers of a visit's module: recomputing it works on a copy of them (``runtime/recompute.py``),
+        of which autograd may save parts."""
+        model, name = self.trace.model, self.trace.visits[place].block
+        module = f"{model.block(name).module}."
+        return sum(t.nbytes for t in self.trace.sources if t.kind is Kind.BUFFER and t.name.startswith(module))
+
+    def kept(self, place: int) -> set[int]:
+        """Roots from outside that a recomputation of a visit keeps: its arguments, and what its ops read."""
+        visit = self.trace.visits[place]
+        given = {self._root_of[visit.ports[port]] for port in self._patterns[visit.segment].given}
+        return given.union(self.port_roots(place))
 
     def triggers(self, partners: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
         """For each backward visit the forward visits that must run again before it.
 
         A forward visit runs again before the first backward visit of its own that reads what it made or read: whatever
-        a recomputed block saves, parameters included, is only there once it has run again.
+        a recomputed block saves, parameters included, is only there once it has run again. One that saves nothing
+        never does.
         """
         found: dict[int, tuple[int, ...]] = {}
-        waiting = {place: set(self.port_roots(place)) for place in partners}
+        saving = [p for p in partners if self._patterns[self.trace.visits[p].segment].saves_until != NO_SAVES]
+        waiting = {place: set(self.port_roots(place)) for place in saving}
         for place, visit in enumerate(self.trace.visits):
             if not waiting or visit.phase is Phase.FORWARD or not any(place in partners[f] for f in waiting):
                 continue

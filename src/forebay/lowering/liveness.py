@@ -20,14 +20,15 @@ from forebay.layout import STATE_ITEMSIZE, align, needs_master
 from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Placement, Plan, Streaming
-from forebay.trace import Phase, Trace
+from forebay.trace import NO_SAVES, Phase, Trace
 
 __all__ = ["Liveness", "Profile", "Run", "device_bound", "input_nbytes", "updating_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Ops that run one after the other: those of visit ``visit`` (its place in the trace), once more if ``again``.
+    """Ops that run one after the other: those of visit ``visit`` (its place in the trace), once more if ``again``: then
+    only up to the last tensor that the visit saves, which may be none of them.
 
     ``position`` is that of its first op in the step: with recomputation, positions and numbers of ops differ.
     """
@@ -64,10 +65,15 @@ class Profile:
 
 @final
 class Liveness:
-    """The bytes of a trace's step under any plan. Profiles are kept: the second question costs nothing."""
+    """The bytes of a trace's step under any plan. Profiles are kept: the second question costs nothing.
+
+    A profile is that of the trace itself. What is promised, ``beside``, is the most of it and of ``extremes``, the same
+    of each of ``Trace.extremes``.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self.extremes = tuple(Liveness(extreme) for extreme in trace.extremes)
         self.index = TraceIndex(trace)
         self._profiles: dict[frozenset[str], Profile] = {}
 
@@ -88,13 +94,26 @@ class Liveness:
         return spared
 
     def beside(self, recompute: Iterable[str], hosted: Iterable[str], window: int) -> int:
-        """The most bytes on the device beside arenas, buffers and inputs, whatever the timing.
+        """The most bytes on the device beside arenas, buffers and inputs, whatever the timing and the routes.
 
         ``hosted`` are the blocks whose gradients go to the host; at most ``window`` bytes of those are under way
         while an op runs (``scheduling.gradients``), no more than the pass has made so far, and none of the pass
         before.
         """
-        profile, names = self.profile(recompute), frozenset(hosted)
+        blocks, names = frozenset(recompute), frozenset(hosted)
+        others = (one._beside(blocks, names, window, self._not_in(one, names)) for one in self.extremes)
+        return max((self._beside(blocks, names, window, 0), *others))
+
+    def _not_in(self, other: Liveness, names: frozenset[str]) -> int:
+        """Bytes of gradients of blocks ``names`` that are complete here and never in ``other``: an expert that no row
+        goes to there may have one, and with it gradients, in a routing that takes as much otherwise."""
+        done = {c.parameter for visit in other.index.completed for c in visit}
+        own = {c.parameter for visit in self.index.completed for c in visit} - done
+        return sum(self.trace.sources[p].nbytes for p in own if self.index.blocks[p] in names)
+
+    def _beside(self, recompute: frozenset[str], names: frozenset[str], window: int, missing: int) -> int:
+        """As ``beside``, of this trace alone; ``missing`` bytes of gradients more, once the first one is complete."""
+        profile = self.profile(recompute)
         landing = sorted((c for visit in self.index.completed for c in visit), key=lambda c: c.op)
         landing = [c for c in landing if self.index.blocks[c.parameter] in names]
         if not landing or window <= 0:
@@ -109,7 +128,7 @@ class Liveness:
             here = positions[done.op] + 1
             live = max(profile.with_outputs[reach:here], default=0)
             most = max(most, live + (min(under_way, window) + excess if under_way else 0))
-            under_way, reach = under_way + size, max(reach, here)
+            under_way, reach = under_way + size + (0 if under_way else missing), max(reach, here)
         return max(most, max(profile.with_outputs[reach:], default=0) + min(under_way, window) + excess)
 
 
@@ -122,13 +141,11 @@ class _Layout:
         self._recompute = recompute
         self._again: dict[int, Run] = {}
         runs: list[Run] = []
-        self._partners = index.partners(recompute)
-        triggers = index.triggers(self._partners)
-        self._own, self._others = index.savers(self._partners)
+        triggers = index.triggers(index.partners(recompute))
         position = 0
         for place, visit in enumerate(index.trace.visits):
             for earlier in triggers.get(place, ()):
-                first, length = index.trace.visits[earlier].first_op, index.length(earlier)
+                first, length = index.trace.visits[earlier].first_op, index.length_again(earlier)
                 self._again[earlier] = Run(earlier, first, length, position, again=True)
                 runs.append(self._again[earlier])
                 position += length
@@ -149,9 +166,15 @@ class _Layout:
                 made[root.kind] = [0] * (self._end + 1)
                 gone[root.kind] = [0] * (self._end + 1)
             up, down = made[root.kind], gone[root.kind]
-            for start, end in self._lives(number, root, held.get(number, 0)):
+            for start, end in self._lives(root, held.get(number, 0)):
                 up[start] += root.nbytes
                 down[end + 1] += root.nbytes
+        for place, run in self._again.items():
+            nbytes = self._index.copied_nbytes(place)
+            if nbytes:
+                up, down = (table.setdefault(Kind.TEMPORARY, [0] * (self._end + 1)) for table in (made, gone))
+                up[run.position] += nbytes
+                down[self._until(place) + 1] += nbytes
         levels = {kind: tuple(accumulate(map(int.__sub__, _shifted(made[kind]), gone[kind]))) for kind in made}
         during = [0] * self._end
         for kind, level in levels.items():
@@ -164,7 +187,7 @@ class _Layout:
         kinds = MappingProxyType(levels)
         return Profile(self._recompute, self._runs, tuple(during), tuple(whole), kinds, first)
 
-    def _lives(self, number: int, root: Root, held: int) -> list[tuple[int, int]]:
+    def _lives(self, root: Root, held: int) -> list[tuple[int, int]]:
         """From which to which position the bytes of ``root`` are live; ``held``: the input of a recomputation."""
         place, index = self._position, self._index
         last = self._end - 1
@@ -177,21 +200,29 @@ class _Layout:
         if again is None:
             return [(birth, max(birth, dropped, unsaved, held))]
         shift = again.position - again.first_op
-        # The first copy is autograd's only where another block's backward reads it, the second where its own does.
-        first = max(birth, dropped, held, unsaved if number in self._others else 0)
-        kept = unsaved if number in self._own else 0
-        gone = root.drop + shift if index.is_internal(root) else again.position + again.length - 1
+        # The first copy is autograd's only where it is saved outside of the visit, the second where it is saved in it.
+        first = max(birth, dropped, held, 0 if root.released == NEVER else place[root.released])
+        stop = again.position + again.length - 1
+        if root.birth + shift > stop:
+            return [(birth, first)]  # made after the last tensor was saved: not made again
+        kept = 0 if root.spent == NEVER else place[root.spent]
+        gone = min(root.drop + shift, stop) if index.is_internal(root) else stop
         return [(birth, first), (root.birth + shift, max(gone, kept))]
 
     def _inputs_of_recomputed(self) -> dict[int, int]:
-        """Until when each input of what is recomputed is held: the checkpoint keeps it as long as any of what it made
-        again is saved, which is to the end of that block's backward."""
+        """Until when each input of what is recomputed is held: the checkpoint keeps it as long as backward has not let
+        go of all that was saved in its region."""
         held: dict[int, int] = {}
         for place in self._again:
-            until = max(self._position[self._index.last_op(b)] for b in self._partners[place])
-            for root in self._index.port_roots(place):
+            until = self._until(place)
+            for root in self._index.kept(place):
                 held[root] = max(held.get(root, 0), until)
         return held
+
+    def _until(self, place: int) -> int:
+        """The position after which backward has let go of all that was saved in a visit."""
+        kept_until = self._index.trace.visits[place].kept_until
+        return self._end - 1 if kept_until == NO_SAVES else self._position[kept_until]
 
 
 def _positions(runs: tuple[Run, ...], ops: int) -> list[int]:
@@ -218,8 +249,9 @@ def input_nbytes(trace: Trace) -> int:
 
 
 def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) -> int:
-    """Bytes that the device holds at most under ``plan``, whatever the timing: arenas, buffers, inputs, and the most
-    that activations and gradients under way take together. ``liveness`` is that of the trace, if the caller has it.
+    """Bytes that the device holds at most under ``plan``, whatever the timing and the routes: arenas, buffers, inputs,
+    and the most that activations and gradients under way take together. ``liveness`` is that of the trace, if the
+    caller has it.
     """
     liveness = liveness or Liveness(trace)
     sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)

@@ -273,7 +273,7 @@ class _Stages:
             visit = self._trace.visits[run.visit]
             forward = visit.phase is Phase.FORWARD
             around = tuple(held for held, span in around_of.items() if place in span)
-            reads = self._index.block_reads(run.visit)
+            reads = [read for read in self._index.block_reads(run.visit) if read[0] < run.length]
             verb = "recompute" if run.again else visit.phase.value
             stages.append(
                 _Stage(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -29,6 +29,8 @@ from forebay.optim.rules import read_optimizer
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
 from forebay.profiler.finish import finish
 from forebay.profiler.recorder import Recorder
+from forebay.profiler.routing import EXTREMES, Routing
+from forebay.profiler.values import Values
 from forebay.profiler.work import Call
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.trace import Trace
@@ -66,7 +68,8 @@ def capture(
 
     Parameters, buffers and batch may be real or on the meta device; nothing is computed and nothing is changed. The
     batch's integers are used where the model asks for values (on meta: made-up ones); routes that follow from floats
-    are taken as balanced. ``optimizer`` is one of ``STATES`` or an optimizer; ``blocks`` are as in
+    are taken as balanced, and where sizes follow from them, the step is captured again for ``Trace.extremes``.
+    ``optimizer`` is one of ``STATES`` or an optimizer; ``blocks`` are as in
     ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are recorded with it, backward without.
 
     Raises ``ModelError`` for a batch without tensors, ``CaptureFailed`` for a model that cannot run so, naming the op
@@ -83,10 +86,11 @@ def capture(
     if wanted.type == "cuda" and not torch.cuda.is_available():
         fakes = torch.device("cpu")
         notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
-    with collector_paused(), _one_thread():
-        step = _Step(model, bound, fakes)
+
+    def run(routing: Routing) -> tuple[_Step, Trace]:
+        step = _Step(model, bound, fakes, routing)
         step.run(args, kwargs)
-        trace = finish(
+        return step, finish(
             step.recorder,
             bound.model,
             device="cuda" if wanted.type == "cuda" else "cpu",
@@ -95,9 +99,35 @@ def capture(
             tokens=count_tokens(kwargs or args),
             held_nbytes=step.held_nbytes,
             unseen_nbytes=step.unseen_nbytes,
-            notes=notes,
         )
-    return Captured(trace, step.recorder.works.calls)
+
+    with collector_paused(), _one_thread():
+        step, trace = run(Routing.BALANCED)
+        extremes: list[Trace] = []
+        for routing in EXTREMES if step.recorder.values.asked else ():
+            _, extreme = run(routing)
+            # What was asked for need not decide a size; then one routing is as good as any.
+            if _is_same(extreme, trace):
+                break
+            if not any(_is_same(extreme, other) for other in extremes):
+                extremes.append(extreme)
+    notes += _routing_notes(step.recorder.values, bool(extremes))
+    return Captured(replace(trace, notes=tuple(notes), extremes=tuple(extremes)), step.recorder.works.calls)
+
+
+def _is_same(one: Trace, other: Trace) -> bool:
+    return (one.segments, one.visits) == (other.segments, other.visits)
+
+
+def _routing_notes(values: Values, has_extremes: bool) -> list[str]:
+    """What a trace takes for granted of what is picked among floats."""
+    if not values.picked:
+        return []
+    note = "what is picked among floats (experts of a router) is taken as balanced"
+    if not has_extremes:
+        return [note]
+    which = "any routing" if values.routed else "any routing by top-k, and other picks as balanced"
+    return [f"{note} for seconds; memory holds for {which}"]
 
 
 def _optimizer(optimizer: str | torch.optim.Optimizer) -> tuple[str, tuple[str, ...]]:
@@ -128,11 +158,11 @@ class _Whole(nn.Module):
 class _Step:
     """One run of a model's step under fake tensors."""
 
-    def __init__(self, model: nn.Module, bound: BoundModel, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, bound: BoundModel, device: torch.device, routing: Routing) -> None:
         self._model = model
         self._bound = bound
         self._device = device
-        self.recorder = Recorder(device)
+        self.recorder = Recorder(device, routing)
         self.held_nbytes = 0
         self.unseen_nbytes = 0
 

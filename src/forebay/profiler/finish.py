@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 from forebay.memory import Kind
 from forebay.profiler.recorder import Recorder
 from forebay.profiler.roots import Made, Root
-from forebay.profiler.segments import Recorded, cut
+from forebay.profiler.segments import Calls, Recorded, cut
 from forebay.trace import Model, Tensor, Trace
 
 __all__ = ["finish"]
@@ -24,7 +23,6 @@ def finish(
     tokens: int,
     held_nbytes: int,
     unseen_nbytes: int,
-    notes: Sequence[str],
 ) -> Trace:
     """The trace of what ``recorder`` saw."""
     made = recorder.roots.made
@@ -34,9 +32,10 @@ def finish(
     ids = {number: place for place, number in enumerate(order)}
     lives = {root.number: _Life(recorder, root) for root in recorder.roots.roots}
     tensors = [_tensor(made[number], number, lives[made[number].root.number], ids) for number in order]
-    segments, visits = cut(_ops(recorder, ids, is_source, lives), tensors)
-    if recorder.values.balanced:
-        notes = [*notes, "what is picked among floats (experts of a router) is taken as balanced"]
+    given = {call: [ids[number] for number in numbers] for call, numbers in recorder.given.items()}
+    saved = {call: ops for call, ops in recorder.saves.items() if call in recorder.roots.asked}
+    calls = Calls(saved, recorder.roots.kept, given)
+    segments, visits = cut(_ops(recorder, ids, is_source, lives), tensors, calls)
     return Trace(
         model=model,
         device=device,
@@ -49,7 +48,6 @@ def finish(
         visits=visits,
         held_nbytes=held_nbytes,
         unseen_nbytes=unseen_nbytes,
-        notes=tuple(notes),
     )
 
 
@@ -69,6 +67,10 @@ class _Life:
             dropped = max(dropped, unsaved)
         self.dropped: int | None = None if root.source is not None or root.gradient else dropped
         self.unsaved: int | None = unsaved if self.saved else None
+        self.spent = root.spent if self.saved and (root.spent or 0) >= backward else None
+        self.released = root.released if self.saved and (root.released or 0) >= backward else None
+        if self.saved and self.spent is None and self.released is None:
+            self.released = unsaved  # kept beyond the step
         if root.source is not None:
             self.kind = root.source
         elif root.gradient:
@@ -99,22 +101,31 @@ def _ops(recorder: Recorder, ids: dict[int, int], is_source: set[int], lives: di
             made[min(tensor.op, len(recorder.ops) - 1)].append(ids[number])
     dropped: dict[int, list[int]] = defaultdict(list)
     unsaved: dict[int, list[int]] = defaultdict(list)
+    spent: dict[int, list[int]] = defaultdict(list)
+    released: dict[int, list[int]] = defaultdict(list)
     for root in recorder.roots.roots:
         life = lives[root.number]
         if life.dropped is not None:
             dropped[life.dropped].append(ids[root.base])
         if life.unsaved is not None:
             unsaved[life.unsaved].append(ids[root.base])
+        if life.spent is not None:
+            spent[life.spent].append(ids[root.base])
+        if life.released is not None:
+            released[life.released].append(ids[root.base])
     return [
         Recorded(
             work=op.work,
             block=op.block,
+            call=op.call,
             phase=op.phase,
             inputs=tuple(ids[n] for n in op.inputs),
             outputs=tuple(ids[n] for n in op.outputs),
             made=made.get(index, ()),
             dropped=dropped.get(index, ()),
             unsaved=unsaved.get(index, ()),
+            spent=spent.get(index, ()),
+            released=released.get(index, ()),
             gradients=tuple((ids[p], ids[g]) for p, g in op.gradients),
         )
         for index, op in enumerate(recorder.ops)

@@ -11,13 +11,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from forebay.errors import CaptureFailed
 from forebay.memory import Kind
 from forebay.profiler.roots import Handle, Roots
+from forebay.profiler.routing import Routing
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
+from forebay.runtime.recompute import CACHES
 from forebay.trace import Phase
 
 __all__ = ["RawOp", "Recorder"]
@@ -25,15 +28,20 @@ __all__ = ["RawOp", "Recorder"]
 aten = torch.ops.aten
 
 
+OUTSIDE = ("", 0)
+"""The place of what runs in no block: see ``Recorder.place``."""
+
+
 @final
 @dataclass(slots=True)
 class RawOp:
-    """An op as it was seen; tensors by their number in ``Roots.made``."""
+    """An op as it was seen; tensors by their number in ``Roots.made``. ``call`` is that of the block's module."""
 
     work: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     block: str
+    call: int
     phase: Phase
     gradients: list[tuple[int, int]] = field(default_factory=list)
 
@@ -42,29 +50,37 @@ class RawOp:
 class Recorder(TorchDispatchMode):
     """The dispatch mode, on top of the ``FakeTensorMode``, and the hooks that tell it where in the model it is."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, routing: Routing) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.roots = Roots()
         self.works = Works()
-        self.values = Values(self.roots)
+        self.values = Values(self.roots, routing)
         self.ops: list[RawOp] = []
         self.phase = Phase.FORWARD
         self.backward_begins = 0
         self.op_failed = self.module_failed = ""
         self._quiet = False
         self._handles: list[RemovableHandle] = []
-        self._running: list[tuple[str, str]] = []
-        # Which block was running when autograd made the nodes from a sequence number on.
+        # Modules whose forward is running, innermost last, each with its place.
+        self._running: list[tuple[str, tuple[str, int]]] = []
+        self._calls = 0
+        # By call: how many ops of the step had run when the last tensor was saved in it.
+        self.saves: dict[int, int] = {}
+        # By call: numbers of the tensors that own the storages of its arguments.
+        self.given: dict[int, list[int]] = {}
+        # Which place it was when autograd made the nodes from a sequence number on.
         self._since: list[int] = [0]
-        self._blocks: list[str] = [""]
+        self._places: list[tuple[str, int]] = [OUTSIDE]
 
     # Where the step is.
 
     def follow_modules(self, modules: Mapping[str, tuple[nn.Module, str]]) -> None:
         """Hooks ``modules`` (by name: the module and its block), so that ops are known by the block they run in."""
         for name, (module, block) in modules.items():
-            self._handles.append(module.register_forward_pre_hook(self._enter(name, block), prepend=True))
+            self._handles.append(
+                module.register_forward_pre_hook(self._enter(name, block), prepend=True, with_kwargs=True)
+            )
             self._handles.append(module.register_forward_hook(self._leave(name), always_call=True))
 
     def remove_hooks(self) -> None:
@@ -74,10 +90,16 @@ class Recorder(TorchDispatchMode):
         self._handles.clear()
 
     def _enter(self, name: str, block: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.module_failed = ""
-            self._running.append((name, block))
-            self._turn(block)
+            if self._running and self._running[-1][1][0] == block:
+                place = self._running[-1][1]  # a module inside that of the block: part of the same call
+            else:
+                self._calls += 1
+                place = (block, self._calls)
+                self.given[self._calls] = self._arguments(args, kwargs)
+            self._running.append((name, place))
+            self._turn(place)
 
         return enter
 
@@ -88,29 +110,37 @@ class Recorder(TorchDispatchMode):
                 self.module_failed = name
             if self._running and self._running[-1][0] == name:
                 self._running.pop()
-            self._turn(self.block)
+            self._turn(self.place)
 
         return leave
 
-    def _turn(self, block: str) -> None:
-        if self._blocks[-1] != block:
+    def _arguments(self, args: Any, kwargs: Any) -> list[int]:
+        # Not what a cache holds: a recomputation remembers that and does not keep it (``runtime/recompute.py``).
+        leaves = tree_leaves((args, {name: value for name, value in kwargs.items() if name not in CACHES}))
+        found = [self.roots.find(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and _has_storage(leaf)]
+        return [place[0].base for place in found if place is not None]
+
+    def _turn(self, place: tuple[str, int]) -> None:
+        self.roots.call = place[1]
+        if self._places[-1] != place:
             self._since.append(_next_node())
-            self._blocks.append(block)
+            self._places.append(place)
 
     @property
-    def block(self) -> str:
-        """The block that runs: that of the innermost module, or in backward that of the node's forward."""
+    def place(self) -> tuple[str, int]:
+        """The block that runs and the number of the call of its module: those of the innermost module, or in backward
+        those of the node's forward. A call is what a checkpoint around the block's module would recompute as one."""
         if self._running:
             return self._running[-1][1]
         if self.phase is Phase.FORWARD:
-            return ""
+            return OUTSIDE
         node: Any = torch._C._current_autograd_node()  # None between nodes, whatever its annotation says
         if node is None:
-            return ""
+            return OUTSIDE
         number = node._sequence_nr()
         if number >= _next_node():  # accumulation into .grad: part of what ran before it
-            return self.ops[-1].block if self.ops else ""
-        return self._blocks[bisect_right(self._since, number) - 1]
+            return (self.ops[-1].block, self.ops[-1].call) if self.ops else OUTSIDE
+        return self._places[bisect_right(self._since, number) - 1]
 
     @property
     def module(self) -> str:
@@ -142,10 +172,17 @@ class Recorder(TorchDispatchMode):
         parameter.grad = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """For ``saved_tensors_hooks``: a handle that keeps no storage alive."""
-        plain = type(tensor) in (FakeTensor, nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
-        handle = self.roots.pack(tensor, with_values=not is_fake(tensor)) if plain else None
+        """For ``saved_tensors_hooks``: a handle that keeps no storage alive.
+
+        What counts is that it is called at all: torch ends a recomputation when it comes to the last call that it has
+        seen in forward, whatever is saved there, and before the op if that is one of its arguments
+        (``torch.utils.checkpoint``, ``_recomputation_hook``).
+        """
+        if self._running:
+            self.saves[self._running[-1][1][1]] = len(self.ops)
+        handle = self.roots.pack(tensor, with_values=not is_fake(tensor)) if _has_storage(tensor) else None
         if handle is None:
+            self.roots.asked.add(self.roots.call)  # nothing will tell
             return tensor if tensor.grad_fn is None else tensor.detach()
         return handle
 
@@ -184,20 +221,21 @@ class Recorder(TorchDispatchMode):
             self.roots.now = max(len(self.ops) - 1, 0)
             return result
         made = tuple(dict.fromkeys([self._output(t, lifted or is_view(func)) for t in outputs]))
+        self.values.follow(outputs)
         work = self.works.add(func, args, kwargs, result)
-        self.ops.append(RawOp(work, numbers, made, self._noted_block(), self.phase))
+        self.ops.append(RawOp(work, numbers, made, *self._noted_place(), self.phase))
         return result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # see device/ledger.py: torch would wrap the method above in a switch that is not needed here
 
-    def _noted_block(self) -> str:
-        block = self.block
+    def _noted_place(self) -> tuple[str, int]:
+        place = self.place
         if self.phase is Phase.BACKWARD:
             # A recomputation inside backward makes nodes of its own, which belong to the block that is recomputed.
-            self._turn(block)
-        return block
+            self._turn(place)
+        return place
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         try:
@@ -232,6 +270,10 @@ class Recorder(TorchDispatchMode):
             # A lifted constant (``torch.tensor(3.0)``) is in no device's account.
             return self.roots.add(tensor, nbytes=0 if takes_nothing else None).base
         return self.roots.number(tensor)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (FakeTensor, nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
 
 
 def _next_node() -> int:

@@ -26,7 +26,9 @@ class Root:
     ``source`` is its kind if it was there before the step. ``handles`` are autograd's saved tensors that need it,
     ``aliases`` storages that stand for it again because backward has asked for it. ``dropped`` and ``unsaved`` are
     numbers of ops, or None as long as it has not happened. ``trusted`` says that its values, where it has any, are
-    what they would be; ``copy`` are those that autograd was given, as long as it keeps them.
+    what they would be, ``picked`` that they follow from picks that were made up; ``copy`` are those that autograd was
+    given, as long as it keeps them. ``call`` is that of the module which makes it; ``spent`` and ``released`` are as
+    in ``trace.Op``.
     """
 
     number: int
@@ -34,14 +36,18 @@ class Root:
     source: Kind | None
     name: str
     born: int
+    call: int
     base: int = -1
     handles: int = 0
     aliases: int = 0
     packed: bool = False
     dropped: int | None = None
     unsaved: int | None = None
+    spent: int | None = None
+    released: int | None = None
     gradient: bool = False
     trusted: bool = True
+    picked: bool = False
     copy: weakref.ref[torch.UntypedStorage] | None = None
 
     @property
@@ -68,7 +74,7 @@ class Made:
 class Handle:
     """What autograd keeps instead of a tensor: enough to make one again, and nothing of its storage."""
 
-    __slots__ = ("_released", "dtype", "offset", "root", "shape", "stride", "values")
+    __slots__ = ("_released", "call", "dtype", "offset", "read", "root", "shape", "stride", "values")
 
     def __init__(
         self,
@@ -76,7 +82,8 @@ class Handle:
         offset: int,
         tensor: torch.Tensor,
         values: torch.UntypedStorage | None,
-        released: Callable[[Root], None],
+        call: int,
+        released: Callable[[Handle], None],
     ) -> None:
         self.values = values
         self.root = root
@@ -84,6 +91,8 @@ class Handle:
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
+        self.call = call
+        self.read = False
         self._released = released
         root.handles += 1
 
@@ -98,22 +107,23 @@ class Handle:
 
     def __del__(self) -> None:
         self.root.handles -= 1
-        self._released(self.root)
+        self._released(self)
 
 
 @final
 class _Place(weakref.ref[torch.UntypedStorage]):
-    """A storage that is watched: its root, and where in it the storage begins (bytes)."""
+    """A storage that is watched: its root, and where in it the storage begins (bytes). ``alias``: it stands for what
+    was saved in the call of that number."""
 
     __slots__ = ("alias", "key", "offset", "root")
 
     def __new__(
-        cls, storage: torch.UntypedStorage, died: Callable[[_Place], None], root: Root, offset: int, alias: bool
+        cls, storage: torch.UntypedStorage, died: Callable[[_Place], None], root: Root, offset: int, alias: int | None
     ) -> _Place:
         return super().__new__(cls, storage, died)
 
     def __init__(
-        self, storage: torch.UntypedStorage, died: Callable[[_Place], None], root: Root, offset: int, alias: bool
+        self, storage: torch.UntypedStorage, died: Callable[[_Place], None], root: Root, offset: int, alias: int | None
     ) -> None:
         super().__init__(storage, died)  # type: ignore[call-arg]
         self.root = root
@@ -127,11 +137,16 @@ class Roots:
     """Finds the root of every tensor by its storage, and notes deaths.
 
     Tensors of the same root, place, shape and dtype are one tensor here, whatever Python objects stand for it.
-    ``now`` is the number of the latest op: what dies, dies after it.
+    ``now`` is the number of the latest op: what dies, dies after it. ``call`` is the number of the call of a block's
+    module that runs, 0 outside of all. ``kept`` says, by call, after which op the last tensor saved in it was let go;
+    ``asked`` are the calls of whose saved tensors backward has asked for one.
     """
 
     def __init__(self) -> None:
         self.now = 0
+        self.call = 0
+        self.kept: dict[int, int] = {}
+        self.asked: set[int] = set()
         self.roots: list[Root] = []
         self.made: list[Made] = []
         self._places: dict[int, _Place] = {}
@@ -150,17 +165,19 @@ class Roots:
         """A new root: the storage of ``tensor``, of its size unless ``nbytes`` are given."""
         storage = tensor.untyped_storage()
         size = storage.nbytes() if nbytes is None else nbytes
-        root = Root(len(self.roots), size, source, name, self.now)
+        root = Root(len(self.roots), size, source, name, self.now, self.call)
         self.roots.append(root)
-        self._watch(storage, root, 0, alias=False)
+        self._watch(storage, root, 0, alias=None)
         root.base = self.number(tensor)
         return root
 
     def alias(self, tensor: torch.Tensor, handle: Handle) -> None:
         """``tensor`` has a storage of its own that stands for what ``handle`` keeps."""
         handle.root.aliases += 1
+        handle.read = True
+        self.asked.add(handle.call)
         offset = handle.offset if handle.values is None else 0
-        self._watch(tensor.untyped_storage(), handle.root, offset, alias=True)
+        self._watch(tensor.untyped_storage(), handle.root, offset, alias=handle.call)
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of ``tensor``, whose root is known; a new number if nothing like it was there."""
@@ -191,27 +208,38 @@ class Roots:
         root, offset = found
         root.packed = True
         self.made[root.base].packed = self.made[self.number(tensor)].packed = True
-        return Handle(root, offset, tensor, _copy(root, tensor) if with_values else None, self._released)
+        return Handle(root, offset, tensor, _copy(root, tensor) if with_values else None, self.call, self._let_go)
 
     def live_nbytes(self) -> int:
         """Bytes of what the step made and still holds, gradients left out."""
         return sum(root.nbytes for root in self.roots if root.live)
 
-    def _watch(self, storage: torch.UntypedStorage, root: Root, offset: int, *, alias: bool) -> None:
+    def _watch(self, storage: torch.UntypedStorage, root: Root, offset: int, *, alias: int | None) -> None:
         place = _Place(storage, self._died, root, offset, alias)
         self._places[place.key] = place
 
     def _died(self, place: _Place) -> None:
         if self._places.get(place.key) is place:
             del self._places[place.key]
-        if place.alias:
-            place.root.aliases -= 1
-            self._released(place.root)
-        else:
+        if place.alias is None:
             place.root.dropped = self.now
+            return
+        place.root.aliases -= 1
+        if place.alias and place.root.call == place.alias:
+            place.root.spent = self.now
+        self._unsaved(place.root, place.alias)
 
-    def _released(self, root: Root) -> None:
+    def _let_go(self, handle: Handle) -> None:
+        self.kept[handle.call] = self.now
+        # What backward has read is gone when the tensor that it was given is.
+        if handle.call and handle.root.call == handle.call and not handle.read:
+            handle.root.spent = self.now
+        self._unsaved(handle.root, handle.call)
+
+    def _unsaved(self, root: Root, call: int) -> None:
         # The last of several: a tensor may be saved, let go and saved again.
+        if root.call != call or not call:
+            root.released = self.now
         if root.handles == 0 and root.aliases == 0:
             root.unsaved = self.now
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from forebay.trace import Gradient, Op, Phase, Segment, Tensor, Visit
+from forebay.trace import NO_SAVES, Gradient, Op, Phase, Segment, Tensor, Visit
 
-__all__ = ["Recorded", "cut"]
+__all__ = ["Calls", "Recorded", "cut"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An op of the whole step, its tensors by id. ``made`` are the ids that are first known with this op."""
+    """An op of the whole step, its tensors by id. ``made`` are the ids that are first known with this op, ``call`` is
+    the number of the call of the block's module that it belongs to."""
 
     work: int
     block: str
+    call: int
     phase: Phase
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -25,10 +27,27 @@ class Recorded:
     dropped: Sequence[int] = ()
     unsaved: Sequence[int] = ()
     gradients: Sequence[tuple[int, int]] = field(default=())
+    spent: Sequence[int] = ()
+    released: Sequence[int] = ()
 
 
-def cut(ops: Sequence[Recorded], tensors: Sequence[Tensor]) -> tuple[tuple[Segment, ...], tuple[Visit, ...]]:
-    """The segments and visits of a step.
+@final
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of blocks' modules, by their numbers: how many ops of the step had run when the last tensor was ``saved``
+    in one (left out where backward asks for none), after which op the last of those was let go (``kept``), the roots
+    of its arguments (``given``)."""
+
+    saved: Mapping[int, int] = field(default_factory=dict)
+    kept: Mapping[int, int] = field(default_factory=dict)
+    given: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+def cut(
+    ops: Sequence[Recorded], tensors: Sequence[Tensor], calls: Calls
+) -> tuple[tuple[Segment, ...], tuple[Visit, ...]]:
+    """The segments and visits of a step. Calls of a module that follow each other are visits of their own.
+
 
     ``tensors`` are all tensors by id, ``root`` being an id too; those that no op makes are the sources and come
     first. The tensors that the ops make have ids in the order of the ops. Two visits share a segment when their ops
@@ -39,16 +58,31 @@ def cut(ops: Sequence[Recorded], tensors: Sequence[Tensor]) -> tuple[tuple[Segme
     begin = 0
     while begin < len(ops):
         end = begin + 1
-        while end < len(ops) and (ops[end].block, ops[end].phase) == (ops[begin].block, ops[begin].phase):
+        while end < len(ops) and _place(ops[end]) == _place(ops[begin]):
             end += 1
-        segment, ports, first_tensor = _localise(ops[begin:end], tensors)
+        saves_until = _saves_until(ops, begin, end, calls)
+        call = ops[begin].call if saves_until != NO_SAVES else 0
+        given = calls.given.get(call, ())
+        segment, ports, first_tensor = _localise(ops[begin:end], tensors, saves_until, given)
         outside = tuple((tensors[p].nbytes, tensors[p].dtype) for p in ports)
         number = segments.setdefault((segment, outside), len(segments))
         if first_tensor is None:
             first_tensor = _next_tensor(visits, segments, len(tensors), ops)
-        visits.append(Visit(number, ops[begin].block, ops[begin].phase, ports, begin, first_tensor))
+        kept_until = calls.kept.get(call, NO_SAVES) if call else NO_SAVES
+        visits.append(Visit(number, ops[begin].block, ops[begin].phase, ports, begin, first_tensor, kept_until))
         begin = end
     return tuple(segment for segment, _ in segments), tuple(visits)
+
+
+def _place(op: Recorded) -> tuple[str, int, Phase]:
+    return op.block, op.call, op.phase
+
+
+def _saves_until(ops: Sequence[Recorded], begin: int, end: int, calls: Calls) -> int:
+    last = calls.saved.get(ops[begin].call, NO_SAVES)
+    if not ops[begin].block or ops[begin].phase is Phase.BACKWARD or last < begin:
+        return NO_SAVES
+    return min(last, end) - begin
 
 
 def _next_tensor(
@@ -64,7 +98,9 @@ def _next_tensor(
     return min((number for op in ops for number in op.made), default=count)
 
 
-def _localise(ops: Sequence[Recorded], tensors: Sequence[Tensor]) -> tuple[Segment, tuple[int, ...], int | None]:
+def _localise(
+    ops: Sequence[Recorded], tensors: Sequence[Tensor], saves_until: int, given: Sequence[int]
+) -> tuple[Segment, tuple[int, ...], int | None]:
     """The ops of one visit with references in the place of ids; the ids of its ports; the id of its first tensor."""
     own = [number for op in ops for number in op.made]
     local = {number: reference for reference, number in enumerate(own)}
@@ -84,9 +120,12 @@ def _localise(ops: Sequence[Recorded], tensors: Sequence[Tensor]) -> tuple[Segme
         gradients = tuple(Gradient(reference(p), reference(g)) for p, g in op.gradients)
         # Sorted: in which order several go away between two ops is up to the interpreter, and means nothing.
         dropped, unsaved = sorted(references(op.dropped)), sorted(references(op.unsaved))
-        made.append(Op(op.work, inputs, outputs, tuple(dropped), tuple(unsaved), gradients))
+        spent, released = sorted(references(op.spent)), sorted(references(op.released))
+        gone = (tuple(dropped), tuple(unsaved), gradients, tuple(spent), tuple(released))
+        made.append(Op(op.work, inputs, outputs, *gone))
     kept = []
     for number in own:
         tensor = tensors[number]
         kept.append(Tensor(tensor.nbytes, tensor.dtype, tensor.kind, reference(tensor.root), tensor.saved, tensor.name))
-    return Segment(tuple(made), tuple(kept)), tuple(ports), own[0] if own else None
+    arguments = tuple(dict.fromkeys(references(given)))
+    return Segment(tuple(made), tuple(kept), saves_until, arguments), tuple(ports), own[0] if own else None

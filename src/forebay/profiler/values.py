@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forebay.profiler.roots import Roots
+from forebay.profiler.routing import Routing, route
 from forebay.profiler.work import is_view, tensors_in
 
 __all__ = ["LIFTS", "Unknown", "Values", "is_fake"]
@@ -67,15 +68,22 @@ def is_fake(tensor: torch.Tensor) -> bool:
 class Values:
     """Runs ops under a ``FakeTensorMode``, for real where all values are known and may be asked for.
 
-    ``balanced`` says whether routes had to be made up.
+    ``picked`` says whether picks had to be made up, ``asked`` whether a size or a Python value was then asked for that
+    follows from them, and ``routed`` whether all of them are picks of a router's kind, which follow ``routing``:
+    distinct ones among more, along the last dimension. Others are always balanced.
     """
 
-    def __init__(self, roots: Roots) -> None:
+    def __init__(self, roots: Roots, routing: Routing) -> None:
         self._roots = roots
-        self.balanced = False
+        self._routing = routing
+        self._made_up = False
+        self.picked = self.asked = False
+        self.routed = True
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         """The result of an op, its tensors real or fake. Raises ``Unknown`` where it cannot be told."""
+        self._made_up = any(self._is_picked(tensor) for tensor in inputs)
+        self.asked |= self._made_up and _asks_values(func, args)
         if all(self._is_known(tensor) for tensor in inputs):
             return self._run_known(func, args, kwargs, bool(inputs))
         if _asks_values(func, args):
@@ -89,6 +97,18 @@ class Values:
                 like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
                 return like.fill_(_FILLS[name])
         return self._with_picks(name, args, result) if name in _PICKS else result
+
+    def follow(self, outputs: list[torch.Tensor]) -> None:
+        """After ``run``, when the roots of its ``outputs`` are known: notes which of them follow from picks."""
+        if self._made_up:
+            for tensor in outputs:
+                found = None if is_fake(tensor) else self._roots.find(tensor)
+                if found is not None:
+                    found[0].picked = True
+
+    def _is_picked(self, tensor: torch.Tensor) -> bool:
+        found = None if is_fake(tensor) else self._roots.find(tensor)
+        return found is not None and found[0].picked
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         if is_fake(tensor):
@@ -149,22 +169,26 @@ class Values:
         return result
 
     def _with_picks(self, name: str, args: Any, result: Any) -> Any:
-        """``result`` with balanced indices: row i takes (i * k + j) mod n for its j-th pick among n."""
+        """``result`` with indices that are made up: balanced, row i takes (i * k + j) mod n for its j-th pick among n,
+        or by ``routing``."""
         indices = tensors_in(result)[-1]
         place, default = _PICKS[name]
         source = args[0]
         dim = default if place is None or len(args) <= place or args[place] is None else args[place]
         if indices.is_floating_point() or source.dim() == 0 or isinstance(dim, bool | torch.Tensor):
             return result
-        self.balanced = True
+        self.picked = self._made_up = True
         n = max(int(source.shape[dim]), 1)
+        tokens = source.numel() // n
+        k = indices.numel() // max(tokens, 1)
+        routed = source.dim() > 1 and dim in (-1, source.dim() - 1) and n > k >= 1
+        self.routed &= routed
         with _disable_current_modes():
             picks = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype, device=indices.device)
-            if indices.dim() == source.dim():
-                rows = picks.movedim(dim, -1)  # a whole row (k = n) comes out as 0, 1, 2 ...
-                rows.copy_((torch.arange(picks.numel()) % n).reshape(rows.shape))
-            else:
-                picks.copy_((torch.arange(picks.numel()) % n).reshape(picks.shape))
+            # A whole row (k = n) comes out as 0, 1, 2 ...
+            rows = picks.movedim(dim, -1) if indices.dim() == source.dim() else picks
+            made = route(self._routing, tokens, k, n) if routed else torch.arange(picks.numel()) % n
+            rows.copy_(made.reshape(rows.shape))
         if isinstance(result, torch.Tensor):
             return picks
         return type(result)([*result[:-1], picks]) if type(result) in (list, tuple) else (*result[:-1], picks)
