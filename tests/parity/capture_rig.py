@@ -29,7 +29,7 @@ def real_peak(model: nn.Module, batch: dict[str, Any], *, keep: bool = False, au
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
             output = model(**batch)
-            loss = next(t for t in output.values() if isinstance(t, torch.Tensor) and t.numel() == 1).sum()
+            loss = next(t for t in output.values() if isinstance(t, torch.Tensor) and t.numel() == 1)
         loss.backward()
     finally:
         watch.uninstall()

@@ -223,7 +223,8 @@ class Bench:
         for visit in trace.visits:
             last = visit.first_op + len(trace.segments[visit.segment].ops)
             if visit.phase is Phase.FORWARD and visit.block in recompute:
-                again += costs.ops(visit.first_op, last)
+                # The recomputation ends when the last saved tensor is there.
+                again += costs.ops(visit.first_op, visit.first_op + max(0, trace.segments[visit.segment].saves_until))
         return costs.ops(0, last) + again
 
     @property

@@ -79,7 +79,7 @@ def scalar_loss(output: Any) -> tuple[torch.Tensor, int]:
         raise CaptureFailed("the model's forward returned nothing that requires a gradient")
     scalar = next((t for t in floats if t.numel() == 1), None)
     if scalar is not None:
-        return scalar.sum(), 0
+        return scalar if scalar.dim() == 0 else scalar.sum(), 0
     total = floats[0].sum()
     for tensor in floats[1:]:
         total = total + tensor.sum()
