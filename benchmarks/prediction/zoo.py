@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ZOO", "Entry"]
+__all__ = ["BY_VALUE", "ZOO", "Entry"]
 
 SEED = 0
+
+BY_VALUE = "mixture of experts, routed by value"
+"""The kind of models in which the sizes of tensors follow from which experts a router picks."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ ZOO: tuple[Entry, ...] = (
     ),
     _language(
         "mixtral-eager-24m",
-        "mixture of experts, routed by value",
+        BY_VALUE,
         "MixtralConfig",
         "MixtralForCausalLM",
         2,

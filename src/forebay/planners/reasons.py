@@ -10,7 +10,7 @@ from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home
-from forebay.planners.parts import Draft, on_host
+from forebay.planners.parts import Draft, on_host, slot_options
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.timeline import Lane
@@ -124,15 +124,17 @@ def _bought_by_recomputation(bench: Bench, draft: Draft) -> Iterator[str]:
 
 
 def _bought_by_slots(bench: Bench, draft: Draft) -> Iterator[str]:
-    """The same with one slot, and so without a fetch ahead."""
+    """The same with the fewest slots that do, and without a fetch ahead."""
     slots = draft.streaming.slots
-    if len(slots) < 2:
+    fewest = slot_options(bench.streamed(draft), most=1)[-1]
+    if len(slots) <= len(fewest):
         return
     base = on_host(draft)
-    one = replace(base.streaming, slots=slots[:1], prefetch_distance=0)
+    one = replace(base.streaming, slots=fewest, prefetch_distance=0)
     other = _settled(bench, replace(base, streaming=one))
     if other is not None:
-        yield f"having {len(slots)} slots and fetching ahead {_against(bench, draft, other, 'through a single slot')}"
+        otherwise = "through a single slot" if len(fewest) == 1 else f"through {len(fewest)}"
+        yield f"having {len(slots)} slots and fetching ahead {_against(bench, draft, other, otherwise)}"
 
 
 def _pinning(bench: Bench, draft: Draft) -> Iterator[str]:
