@@ -42,7 +42,8 @@ def _section(comparison: Comparison) -> str:
             f"{_routed(by_value)}. Host peak: at most {max(hosts):.2%} (target 5 %). "
             f"Step: median error {typical:.1%}, worst {worst:.1%} (targets 10 % and 20 %). Order of "
             f"policies: {same} of {pairs} pairs whose steps differ by more than {APART:.0%} are predicted in the order "
-            f"measured, {len(comparison.runs)} runs. Promises broken: {broken}. Models that failed: {'; '.join(comparison.failed) or 'none'}.",
+            f"measured, {len(comparison.runs)} runs. Promises broken: {broken}. "
+            f"Models that failed: {'; '.join(comparison.failed) or 'none'}.",
             "",
             _HEAD + "".join(_row(run) for run in runs),
             f"{comparison.hardware.cpu}, {comparison.hardware.cores} cores, {comparison.threads} threads{company}; "
