@@ -40,7 +40,7 @@ def adopt_plan(
     if planned != there or len(plan.placements) != len(there):
         odd = min(planned ^ there, default="a block named twice")
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
-    _check_recompute(plan, bound)
+    _check_blocks(plan, bound)
     _check_fingerprint(plan, batch, bound, rule)
     sizes = arenas(bound.model, plan.placements, plan.streaming, rule.state_names)
     if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
@@ -71,18 +71,24 @@ def adopt_plan(
     return replace(plan, budget=budget)
 
 
-def _check_recompute(plan: Plan, bound: BoundModel) -> None:
+def _check_blocks(plan: Plan, bound: BoundModel) -> None:
+    """Refuses a plan that says of a block what the runtime cannot do to it."""
     blocks = {b.name: b for b in bound.model.blocks}
-    for name in plan.recompute:
+    chosen = [(name, "recomputes", "recompute") for name in plan.recompute]
+    chosen += [(name, "names ops of", "activations") for s in plan.activations for name in s.blocks]
+    for name, does, field in chosen:
         if name not in blocks:
-            raise ConfigError(f"the plan recomputes a block {name!r} that the model does not have; make the plan again")
-        if plan.recompute.count(name) > 1:
-            raise ConfigError(f"the plan names block {name} twice in recompute; make the plan again")
+            raise ConfigError(f"the plan {does} a block {name!r} that the model does not have; make the plan again")
         if blocks[name].module is None:
             raise ConfigError(
-                f"the plan recomputes block {name}, which is not one module: its parameters are used in several "
-                f"places, or while other blocks run; take it out of recompute"
+                f"the plan {does} block {name}, which is not one module: its parameters are used in several "
+                f"places, or while other blocks run; take it out of {field}"
             )
+    if any(t.bits for s in plan.activations for t in s.treatments):
+        raise ConfigError("the plan compresses activations, which this forebay does not do yet; make the plan again")
+    if len(set(plan.recompute)) < len(plan.recompute):
+        twice = max(plan.recompute, key=plan.recompute.count)
+        raise ConfigError(f"the plan names block {twice} twice in recompute; make the plan again")
 
 
 def _check_fingerprint(plan: Plan, batch: Any, bound: BoundModel, rule: UpdateRule) -> None:

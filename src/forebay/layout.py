@@ -2,6 +2,8 @@
 
 Parameters
     one flat buffer in the model's dtypes, every parameter at ``Parameter.offset``.
+Activations
+    of a micro-batch that go to the host: tensor by tensor, each at a multiple of ``ALIGNMENT``.
 Gradients
     one flat buffer, trainable parameters only, in the parameters' dtypes.
 Optimizer state
@@ -19,6 +21,7 @@ from forebay.trace import Block, Parameter
 
 __all__ = [
     "MASTER",
+    "MOVED_LEAST",
     "PAGE",
     "STATE_ITEMSIZE",
     "Chunk",
@@ -35,6 +38,9 @@ PAGE = 4096
 
 STATE_ITEMSIZE = 4
 """Bytes of one element of optimizer state: fp32."""
+
+MOVED_LEAST = 4096
+"""Bytes: a smaller activation stays on the device, where it costs less than its transfer."""
 
 MASTER = "master"
 """Name of the stream that holds the fp32 master copy of 16-bit parameters."""

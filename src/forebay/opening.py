@@ -17,6 +17,7 @@ from forebay.plans import Budget, Plan
 from forebay.runtime.blocks import BoundModel
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.session import Resources, Session, Whereabouts
+from forebay.runtime.stash import Stash
 from forebay.runtime.store import BlockState, Ledgers, Store
 from forebay.scheduling.slots import SlotPool
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
@@ -74,7 +75,8 @@ def open_session(
         raise
     for buffer in (*store.resident_buffers, *(slot.buffer for slot in pool.slots)):
         watch.adopt(buffer.untyped_storage())
-    resources = Resources(device, watch, ledgers, store, pool, owns_device=owns_device)
+    stash = Stash(device, watch, torch.device(device.name), store.activations, plan.streaming)
+    resources = Resources(device, watch, ledgers, store, pool, stash, owns_device=owns_device)
     session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)
     try:
         attachment = _take_over(session, model, bound)

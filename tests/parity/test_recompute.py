@@ -53,16 +53,16 @@ def test_any_blocks_may_be_recomputed(data: st.DataObject, name: str, dtype: tor
 
 
 def losses_and_gradients(
-    case: Case, dtype: torch.dtype, plan: forebay.Plan | None, autocast: bool = False
+    case: Case, dtype: torch.dtype, plan: forebay.Plan | None, autocast: bool = False, steps: int = 5
 ) -> list[torch.Tensor]:
-    """Five accumulations of two micro-batches after one seed: every mask of dropout depends on all draws before it."""
+    """Accumulations of two micro-batches after one seed: every mask of dropout depends on all draws before it."""
     model = case.model(dtype)
     optimizer = adamw(list(model.parameters()))
     if plan is not None:
         model, optimizer = forebay.prepare(model, optimizer, plan=plan, device_memory=AMPLE, device="cpu")
     torch.manual_seed(7)
     seen = []
-    for step in range(5):
+    for step in range(steps):
         for micro in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = model(**case.inputs(2 * step + micro, dtype))["loss"]

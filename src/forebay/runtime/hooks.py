@@ -1,7 +1,7 @@
 """The hooks on the user's model: what torch tells forebay, and nothing else.
 
 module, before and after forward   parameters of its blocks are exposed and hidden again; what it computes is timed
-                                   and, where the plan says so, recomputed (recompute.py)
+                                   and, where the plan says so, recomputed (recompute.py) or moved (offloading.py)
 root, before and after forward     a pass begins and ends
 parameter, after accumulation      a gradient lands
 module, state_dict and its load    plain names and plain values, wherever they live
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.errors import ForebayError, UsageError
 from forebay.runtime.gradients import host_copy
+from forebay.runtime.offloading import Offloading
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
 from forebay.runtime.vigil import batch_shape
@@ -92,7 +93,8 @@ class Attachment:
         self._root = weakref.ref(root)
         self._handles: list[RemovableHandle] = []
         self._depth: dict[str, int] = {}
-        self._recomputation = Recomputation(session.saved, session.recompute)
+        self._recomputation = Recomputation(session.saved, session.recompute, session.watch, session.stash)
+        self._offloading = Offloading(session.saved, session.stash)
         # Of parameters with several names: the tensor that the last state_dict() was given.
         self._exports: dict[str, weakref.ref[torch.Tensor]] = {}
         # Modules whose forward is running, innermost last, each with the blocks that it opened.
@@ -114,8 +116,13 @@ class Attachment:
     def _attach(self, root: nn.Module, modules: Mapping[str, nn.Module], streamed: Sequence[Block]) -> None:
         keep = self._handles.append
         for block in self.session.model.blocks:
+            module, treatments = modules.get(block.module or block.name), self.session.plan.treatments(block.name)
+            if module is None:
+                continue
             if block.name in self.session.plan.recompute:
-                self._handles += self._recomputation.attach(block.name, modules[block.module or block.name])
+                self._handles += self._recomputation.attach(block.name, module, treatments)
+            elif treatments:
+                self._handles += self._offloading.attach(block.name, module, treatments)
         for name, blocks in self._asked(streamed).items():
             # Before the user's own hooks, and before those of a recomputation: both may read the parameters.
             keep(modules[name].register_forward_pre_hook(self._before_module(tuple(blocks)), prepend=True))
@@ -173,6 +180,7 @@ class Attachment:
         """
         self._remove_hooks()
         self._recomputation.abandon()
+        self._offloading.abandon()
         self._scopes.close()
         # After a fault the step's account is still open; what is made from here on is not the device's.
         self.session.watch.activate(False)
@@ -232,6 +240,7 @@ class Attachment:
     def _abandon(self) -> None:
         """Ends a forward that was interrupted: what it left open is closed."""
         self._recomputation.abandon()
+        self._offloading.abandon()
         for block in self.session.model.blocks:
             if self._depth.pop(block.name, 0):
                 self._hide_block(block)

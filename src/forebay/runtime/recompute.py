@@ -11,6 +11,10 @@ so that what the region replays begins with the arguments that the caller gave, 
 are the innermost ones in between. The recomputation is an ordinary call of the module: it exposes and hides
 the parameters again, and what it saves of them holds a lease of the slot until backward has read it.
 
+Ops of the block that the plan names do not run again (``selective.py``): the region sees them in forward, and gives
+what they made to the recomputation. A forward must do the same things twice; where it is seen not to, backward ends
+with a ``ModelError`` that names the block. What it does beside computing, such as counting its calls, it does twice.
+
 A block inside a checkpoint of the model's own is left to that one: its hooks are the innermost then. A checkpoint
 inside the block nests: same numbers, but the block is computed once more; choose one of the two.
 """
@@ -20,19 +24,30 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointError,
+    _checkpoint_without_reentrant_generator,
+    _StopRecomputationError,
+    noop_context_fn,
+)
 from torch.utils.hooks import RemovableHandle
 
+from forebay.device.base import Watch
+from forebay.errors import ModelError
+from forebay.plans import Treatment
 from forebay.runtime.saved import SavedTensors
+from forebay.runtime.selective import Choice, Mover, Record, Replay, not_the_same
 
 __all__ = ["Recomputation"]
 
@@ -47,20 +62,27 @@ CACHES = frozenset({"layer_past", "past_key_value", "past_key_values"})
 class Recomputation:
     """The regions of one model whose activations are recomputed.
 
-    ``around`` is called in backward with the block's name and the function that computes it again.
+    ``around`` is called in backward with the block's name and the function that computes it again. What named ops make
+    and stays on the device is told to ``watch``; ``mover`` takes what does not (None: it stays, too).
     """
 
-    def __init__(self, saved: SavedTensors, around: Around) -> None:
+    def __init__(self, saved: SavedTensors, around: Around, watch: Watch, mover: Mover | None) -> None:
         self._saved = saved
         self._around = around
+        self._watch = watch
+        self._mover = mover
         # Modules whose forward is running, innermost last, each with its region (None: not recomputed this time).
         self._open: list[tuple[nn.Module, Region | None]] = []
+        # Recomputations under way, innermost last: the module, and what is given out of the forward's record from its
+        # call on (None: nothing, or it has begun).
+        self._again: list[tuple[nn.Module, Replay | None]] = []
 
-    def attach(self, block: str, module: nn.Module) -> list[RemovableHandle]:
+    def attach(self, block: str, module: nn.Module, treatments: Sequence[Treatment] = ()) -> list[RemovableHandle]:
         """Puts the hooks on ``module``. To be followed by the pre-hook that exposes its parameters, prepended."""
         accepted = inspect.signature(module.forward).parameters
         caches = {name: place for place, name in enumerate(accepted) if name in CACHES}
-        before = partial(self._before, block, caches)
+        choice = Choice(block, treatments)
+        before = partial(self._before, choice, caches)
         return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             # always_call: an exception in forward must take the saved-tensor hooks off too.
@@ -74,10 +96,16 @@ class Recomputation:
             if region is not None:
                 region.close()
 
-    def _before(self, block: str, caches: Mapping[str, int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        region = None
-        if torch.is_grad_enabled() and self._saved.innermost():
-            region = self._region(block, module, _rewindable(args, kwargs, caches))
+    def _before(self, choice: Choice, caches: Mapping[str, int], module: nn.Module, args: Any, kwargs: Any) -> None:
+        region: Region | None = None
+        if self._again and self._again[-1][0] is module:
+            # From here on, as in forward: what exposed the parameters is not the block's.
+            replay = self._again[-1][1]
+            self._again[-1] = module, None
+            region = replay.running() if replay is not None else None
+        elif torch.is_grad_enabled() and self._saved.innermost():
+            region = self._region(choice, module, _rewindable(args, kwargs, caches))
+        if region is not None:
             next(region)
         self._open.append((module, region))
 
@@ -89,7 +117,7 @@ class Recomputation:
             # Ends the region after a forward that failed, too; the graph that would be recomputed is gone with it.
             next(region, None)
 
-    def _region(self, block: str, module: nn.Module, arguments: tuple[Any, Any]) -> Region:
+    def _region(self, choice: Choice, module: nn.Module, arguments: tuple[Any, Any]) -> Region:
         leaves, spec = tree_flatten(arguments)
         # As positions, keyword arguments included: those go through the saved-tensor hooks around the region, and
         # their devices are the ones whose random number generators are restored.
@@ -97,18 +125,69 @@ class Recomputation:
         tensors = [leaves[i] for i in places]
         for i in places:
             leaves[i] = None
+        record = Record(choice, self._watch, self._mover, lambda: bool(self._again))
 
         def again(*unpacked: torch.Tensor) -> None:
             filled = list(leaves)
             for i, tensor in zip(places, unpacked, strict=True):
                 filled[i] = tensor
             args, kwargs = _rewound(tree_unflatten(filled, spec))
-            self._around(block, lambda: _call(module, args, kwargs))
+            with self._replaying(module, Replay(record)):
+                self._around(choice.block, lambda: _call(module, args, kwargs))
 
-        region: Region = _checkpoint_without_reentrant_generator(
+        checkpoint: Region = _checkpoint_without_reentrant_generator(
             again, True, noop_context_fn, "default", False, True, *tensors
         )
-        return region
+        next(checkpoint)
+        try:
+            with _explained(choice.block, record):
+                yield from record.running()
+            next(checkpoint, None)
+        finally:
+            checkpoint.close()
+
+    @contextmanager
+    def _replaying(self, module: nn.Module, replay: Replay) -> Iterator[None]:
+        """The next call of ``module`` is the recomputation that ``replay`` is for."""
+        depth = len(self._open), len(self._again)
+        self._again.append((module, replay))
+        try:
+            yield
+            replay.ended(early=False)
+        except _StopRecomputationError:
+            replay.ended(early=True)
+            raise
+        finally:
+            # After an interrupt no after-hook was called.
+            while len(self._open) > depth[0]:
+                _, region = self._open.pop()
+                if region is not None:
+                    region.close()
+            del self._again[depth[1] :]
+
+
+@contextmanager
+def _explained(block: str, record: Record) -> Iterator[None]:
+    """The checkpoint's own saved-tensor hooks, with every save noted in ``record``, and with errors for users."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def noted(tensor: torch.Tensor) -> Any:
+        record.saved()
+        return pack(tensor)
+
+    def explained(packed: Any) -> Any:
+        try:
+            return unpack(packed)
+        except CheckpointError as error:
+            raise ModelError(not_the_same(block, _first_line(error))) from error
+
+    with saved_tensors_hooks(noted, explained):
+        yield
+
+
+def _first_line(error: CheckpointError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:4]).removeprefix("torch.utils.checkpoint: ")
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,5 @@
-"""Saved tensors: what autograd keeps for backward, with every view of a slot replaced by a reference to its block."""
+"""Saved tensors: what autograd keeps for backward. A view of a slot is replaced by a reference to its block, a view of
+what was moved to the host by a reference to that."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
+from forebay.runtime.stash import Stash, Ticket
 
-__all__ = ["Kept", "SavedTensors", "SlotReference"]
+__all__ = ["Kept", "Moved", "SavedTensors", "SlotReference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +41,50 @@ class Kept:
     user: str
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A saved view of a storage that was moved to the host; ``offset`` and ``stride`` in elements.
+
+    ``witness`` is a tensor without bytes that shares torch's count of in-place changes with the one saved.
+    """
+
+    ticket: Ticket
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    witness: torch.Tensor
+    user: str
+
+
+Packed = torch.Tensor | Kept | Moved | SlotReference
+
+
 @final
 class SavedTensors:
     """The pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    ``measure`` says which block runs when a tensor is saved, and is told that block when the tensor is asked for:
-    backward has come to it. ``on_unpack`` is called before that.
+    ``stash`` knows what was moved to the host. ``measure`` says which block runs when a tensor is saved, and is told
+    that block when the tensor is asked for: backward has come to it. ``on_unpack`` is called before that.
     """
 
-    def __init__(self, access: BlockAccess, watch: Watch, measure: Measurement, on_unpack: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        access: BlockAccess,
+        stash: Stash,
+        watch: Watch,
+        measure: Measurement,
+        on_unpack: Callable[[], None],
+    ) -> None:
         self._access = access
+        self._stash = stash
         self._watch = watch
         self._measure = measure
         self._on_unpack = on_unpack
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept | SlotReference:
-        """A reference for a view of a slot; any other tensor is kept, and counted as an activation."""
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """A reference for a view of a slot or of what was moved; any other tensor is kept. Both but the first are
+        counted as activations."""
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
             return _without_graph(tensor)
         if tensor.layout is not torch.strided:
@@ -62,7 +92,10 @@ class SavedTensors:
         slot = self._access.slot_at(tensor)
         if slot is None or slot.occupant is None:
             self._watch.attribute(tensor, Kind.ACTIVATION)
-            return Kept(_without_graph(tensor), tensor._version, self._measure.block)
+            ticket = self._stash.ticket_of(tensor)
+            if ticket is None or tensor.is_conj() or tensor.is_neg():
+                return Kept(_without_graph(tensor), tensor._version, self._measure.block)
+            return self._moved(ticket, tensor)
         return SlotReference(
             slot.occupant,
             tensor.dtype,
@@ -72,8 +105,15 @@ class SavedTensors:
             self._measure.block,
         )
 
-    def unpack(self, packed: torch.Tensor | Kept | SlotReference) -> torch.Tensor:
-        """The tensor again; a block that has left the device is fetched.
+    def _moved(self, ticket: Ticket, tensor: torch.Tensor) -> Moved:
+        witness = tensor.detach()
+        # Only this lets go of the storage and goes on counting with the tensor; the handle must not hold the bytes.
+        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        return Moved(ticket, tensor.dtype, *place, witness, self._measure.block)
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """The tensor again; a block that has left the device is fetched, what was moved to the host is brought back.
 
         Raises ``ModelError`` for a tensor that was changed in place since it was saved, as autograd does by itself
         where there are no hooks.
@@ -83,13 +123,17 @@ class SavedTensors:
         self._on_unpack()
         self._measure.unpacked(packed.user)
         if isinstance(packed, Kept):
-            if packed.tensor._version != packed.version:
-                raise ModelError(_changed(packed))
+            _expect_unchanged(packed.tensor, packed.version, packed.tensor.shape, packed.user)
             return packed.tensor
+        if isinstance(packed, Moved):
+            _expect_unchanged(packed.witness, packed.ticket.version, packed.shape, packed.user)
         since = self._measure.now()
-        lease = self._access.lease(packed.block)
+        if isinstance(packed, Moved):
+            storage = packed.ticket.tensor().untyped_storage()
+        else:
+            storage = self._access.lease(packed.block)
         self._measure.waited(since)
-        return self._access.view(lease, packed.dtype, packed.offset, packed.shape, packed.stride)
+        return self._access.view(storage, packed.dtype, packed.offset, packed.shape, packed.stride)
 
     def innermost(self) -> bool:
         """Whether these hooks are the ones that a tensor saved now would go through: not so outside of the model's
@@ -98,13 +142,14 @@ class SavedTensors:
         return top is not None and top[0] == self.pack
 
 
-def _changed(kept: Kept) -> str:
-    where = f" in block {kept.user}" if kept.user else ""
-    return (
-        f"a tensor of shape {tuple(kept.tensor.shape)} that was saved for backward{where} was changed in place "
-        f"afterwards (version {kept.tensor._version}, saved at {kept.version}); change a copy of it (x = x + y, not "
-        f"x += y)"
-    )
+def _expect_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...], user: str) -> None:
+    """Raises ``ModelError`` if ``tensor`` was changed in place since it was saved with ``version``."""
+    if tensor._version != version:
+        where = f" in block {user}" if user else ""
+        raise ModelError(
+            f"a tensor of shape {tuple(shape)} that was saved for backward{where} was changed in place afterwards "
+            f"(version {tensor._version}, saved at {version}); change a copy of it (x = x + y, not x += y)"
+        )
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from forebay.runtime.access import BlockAccess, stand_in
 from forebay.runtime.gradients import GradientBuffer, LandedGradient, host_copy
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.saved import SavedTensors
+from forebay.runtime.stash import Stash
 from forebay.runtime.store import BlockState, Ledgers, Store
 from forebay.runtime.tensors import alone, flat, shaped
 from forebay.runtime.updates import Task, Updater
@@ -38,13 +39,22 @@ class Resources:
     finalizer of the model can hold this."""
 
     def __init__(
-        self, device: Device, watch: Watch, ledgers: Ledgers, store: Store, pool: SlotPool, *, owns_device: bool
+        self,
+        device: Device,
+        watch: Watch,
+        ledgers: Ledgers,
+        store: Store,
+        pool: SlotPool,
+        stash: Stash,
+        *,
+        owns_device: bool,
     ) -> None:
         self.device = device
         self.watch = watch
         self.ledgers = ledgers
         self.store = store
         self.pool = pool
+        self.stash = stash
         self._owns_device = owns_device
         self._closed = False
 
@@ -59,6 +69,7 @@ class Resources:
             self.device.synchronize()
         finally:
             self.pool.close()
+            self.stash.close()
             self.store.close()
             if self._owns_device:
                 self.device.close()
@@ -86,11 +97,12 @@ class Session:
         self.watch = resources.watch
         self.store = resources.store
         self.pool = resources.pool
+        self.stash = resources.stash
         self._whereabouts = whereabouts
         self.torch_device = torch.device(resources.device.name)
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
         self.measure = Measurement(self.device, whereabouts)
-        self.saved = SavedTensors(self.access, self.watch, self.measure, self.enter_backward)
+        self.saved = SavedTensors(self.access, self.stash, self.watch, self.measure, self.enter_backward)
         self.block_of = {p.name: b.name for b in model.blocks for p in b.parameters}
         self.spec_of = {p.name: p for b in model.blocks for p in b.parameters}
         self.unwritten = set[str]()
@@ -102,8 +114,9 @@ class Session:
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
         self._updater = Updater(self.device, rule, self.store.workspace)
-        # Where parameters come and go, the watch also refuses a stray use of one: it never rests.
-        self.vigil = None if self._stand_ins or plan.recompute else Vigil(VigilPolicy())
+        # Where parameters come and go, the watch also refuses a stray use of one: it never rests. Nor where activations
+        # do: what a pass saves must go through the hooks that are set only in one that is seen.
+        self.vigil = None if self._stand_ins or plan.recompute or plan.activations else Vigil(VigilPolicy())
 
     # What is running.
 
@@ -128,6 +141,7 @@ class Session:
             )
         # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
         self.store.landing.empty()
+        self.stash.begin_forward()
         seen = self.vigil is None or self.vigil.begins(shape(), training=training)
         if seen:
             self._look()
@@ -151,6 +165,7 @@ class Session:
     def end_forward(self, *, backward_follows: bool) -> None:
         """The root module's forward ended, with a result or with an exception."""
         self.measure.end()
+        self.stash.end_forward()
         self._whereabouts.block = ""
         if self.phase is not Phase.CLOSED:
             self._whereabouts.phase = Phase.IDLE
@@ -174,6 +189,7 @@ class Session:
         self._whereabouts.phase = Phase.BACKWARD
         self.measure.begin(BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.stash.begin_backward()
 
     def _end_backward(self) -> None:
         self.measure.end()
@@ -351,6 +367,7 @@ class Session:
             "fetches on demand": self.pool.on_demand,
             "fetches ahead": self.pool.prefetched,
             "deviations from the recorded order": self.pool.order.deviations,
+            "activations_kept": self.stash.kept,
         }
         used: tuple[TierUsage, ...] = tuple(t for t in tiers if t.peak or t.tier is not Tier.PINNED)
         return Timeline(self.measure.collect(), used, tuple(self.measure.step_seconds), counters)

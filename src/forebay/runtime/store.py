@@ -111,6 +111,8 @@ class Store:
         self.notes: list[str] = []
         self.blocks: dict[str, BlockState] = {}
         self.workspace = self._staging = torch.empty(0, dtype=torch.uint8)
+        # Where activations go that leave the device; None: the plan moves none.
+        self.activations: torch.Tensor | None = None
         self.sizes = arenas(model, plan.placements, plan.streaming, state_names)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
@@ -122,6 +124,8 @@ class Store:
         sizes, streaming = self.sizes, plan.streaming
         host_parameters = self._arena(sizes.host_parameters, Kind.PARAMETER, "parameters", pinned=True)
         host_gradients = self._arena(sizes.host_gradients, Kind.GRADIENT, "gradients", pinned=True)
+        activations = self._arena(sizes.host_activations, Kind.ACTIVATION, "activations", pinned=True)
+        self.activations = None if activations is None else activations.memory
         host_states = self._arena(sizes.host_states, Kind.STATE, "optimizer states", pinned=False)
         moving = self._arena(sizes.gradient_staging + sizes.host_slots, Kind.STAGING, "transfer staging", pinned=True)
         working = self._arena(sizes.update_workspace + sizes.update_ring, Kind.STAGING, "update staging", pinned=False)
@@ -300,6 +304,7 @@ class Store:
         # An arena is unmapped with the last tensor that looks into it. The user's optimizer goes on holding the
         # session; it must not go on holding the memory.
         self.blocks.clear()
+        self.activations = None
         for buffer in (self._staging, self.workspace):
             buffer.set_(torch.UntypedStorage(0, device=buffer.device))
         self._stack.close()

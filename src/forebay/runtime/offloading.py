@@ -1,0 +1,102 @@
+"""Blocks of which some ops' results go to the host as soon as they are made, and that do not recompute.
+
+A dispatch mode is on while such a block's module runs in a training pass. It knows ops by name (``opnames.py``), hands
+what the named ones make to the stash, and leaves everything as it is: what autograd saves of it becomes a handle in
+``saved.py``, and the device has its bytes again when forward has let go of them and the copy is done. The mode goes on
+with a forward pre-hook and comes off with a forward hook, inside those that expose and hide the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils.hooks import RemovableHandle
+
+from forebay.device.ledger import take_off
+from forebay.plans import Fate, Treatment
+from forebay.runtime.opnames import OpCounter, roots_made
+from forebay.runtime.saved import SavedTensors
+from forebay.runtime.stash import Stash
+
+__all__ = ["Offloading", "described"]
+
+
+@final
+class Offloading:
+    """The blocks of one model whose activations leave for the host while forward goes on."""
+
+    def __init__(self, saved: SavedTensors, stash: Stash) -> None:
+        self._saved = saved
+        self._stash = stash
+        # Modules whose forward is running, innermost last, each with its mode (None: nothing is moved this time).
+        self._open: list[tuple[nn.Module, _Mode | None]] = []
+
+    def attach(self, block: str, module: nn.Module, treatments: Iterable[Treatment]) -> list[RemovableHandle]:
+        """Puts the hooks on ``module``. To be followed by the pre-hook that exposes its parameters, prepended."""
+        mode = _Mode(block, treatments, self._stash)
+        return [
+            module.register_forward_pre_hook(partial(self._before, mode), prepend=True),
+            # always_call: an exception in forward must take the mode off too.
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def abandon(self) -> None:
+        """Takes off the modes that an interrupt left on."""
+        while self._open:
+            _, mode = self._open.pop()
+            if mode is not None:
+                take_off(mode)
+
+    def _before(self, mode: _Mode, module: nn.Module, args: Any) -> None:
+        # Not in evaluation, and not where a checkpoint of the model's own decides what is kept. A call of a block
+        # inside itself is part of the same forward.
+        moves = torch.is_grad_enabled() and self._saved.innermost() and not any(mode is one for _, one in self._open)
+        if moves:
+            mode.restart()
+            _push_mode(mode)
+        self._open.append((module, mode if moves else None))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._open or self._open[-1][0] is not module:
+            return  # its pre-hook did not come as far as opening
+        _, mode = self._open.pop()
+        if mode is not None:
+            take_off(mode)
+
+
+@final
+class _Mode(TorchDispatchMode):
+    """Sees the ops of one block's forward."""
+
+    def __init__(self, block: str, treatments: Iterable[Treatment], stash: Stash) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._block = block
+        self._leaving = {(t.op, t.occurrence) for t in treatments if t.fate is Fate.OFFLOAD}
+        self._counter = OpCounter()
+        self._stash = stash
+
+    def restart(self) -> None:
+        """A forward of the block's module begins."""
+        self._counter.restart()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        name = self._counter.name(func)
+        if name in self._leaving:
+            for number, tensor in enumerate(roots_made(result, args, kwargs)):
+                self._stash.offload(tensor, described(self._block, *name, number))
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see device/ledger.py: torch would wrap the method above in a switch that is not needed here
+
+
+def described(block: str, op: str, occurrence: int, root: int) -> str:
+    """What the events call the ``root``-th storage (from 0) that an op has made."""
+    return f"{block} {op}#{occurrence}" + (f".{root}" if root else "")

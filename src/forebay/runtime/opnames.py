@@ -1,0 +1,45 @@
+"""What an op is called in a plan: its overload, and how many of that overload ran before it in its block's forward."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+
+from forebay.device.ledger import plain_tensors
+
+__all__ = ["OpCounter", "roots_made"]
+
+
+@final
+class OpCounter:
+    """Names ops by overload (``plans.Treatment.op``) and occurrence, from 0, since the last ``restart``.
+
+    Views are counted like any other op: they have overloads of their own, so that they move no other op's number.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}
+        self._runs: dict[Any, int] = {}
+
+    def restart(self) -> None:
+        """A forward of the block's module begins."""
+        self._runs.clear()
+
+    def name(self, func: Any) -> tuple[str, int]:
+        """The name of the run of ``func`` that happens now."""
+        occurrence = self._runs.get(func, 0)
+        self._runs[func] = occurrence + 1
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = str(func)
+        return name, occurrence
+
+
+def roots_made(result: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Of the tensors that an op has returned, one for each storage that none of its arguments has, in their order."""
+    known = {tensor.untyped_storage()._cdata for tensor in plain_tensors((*args, *(kwargs or {}).values()))}
+    made: dict[int, torch.Tensor] = {}
+    for tensor in plain_tensors(result):
+        made.setdefault(tensor.untyped_storage()._cdata, tensor)
+    return [tensor for key, tensor in made.items() if key not in known]

@@ -1,0 +1,131 @@
+"""Plans that move activations to the host, and what a trace says about what may be moved."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+import forebay
+from forebay.layout import MOVED_LEAST
+from forebay.memory import ALIGNMENT
+from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.runtime.blocks import find_blocks
+from forebay.trace import Op, Phase, Trace, Visit
+from tests.parity.models import CASES, Case
+from tests.parity.recomputing import AMPLE, plan_of
+
+__all__ = ["SUBJECTS", "Named", "host_formula", "movable", "moving", "offload_plan", "selections", "trace_of"]
+
+
+def larger(case: Case, times: int = 4) -> Case:
+    """The same model on a batch so many times as large: most of what a block saves is then large enough to be moved."""
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        parts = [case.batch(times * step + part) for part in range(times)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    return Case(case.make, batch, case.dtypes)
+
+
+SUBJECTS: Mapping[str, Case] = {
+    **{name: larger(CASES[name]) for name in ("llama", "llama-tied", "gpt2", "t5", "vit", "convnet", "mixtral")},
+    "used-twice": larger(CASES["used-twice"], 16),
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """An op of one forward of a block, and the bytes of the saved roots that it makes and that are large enough."""
+
+    block: str
+    call: int
+    op: str
+    occurrence: int
+    nbytes: tuple[int, ...]
+
+
+@cache
+def trace_of(case: Case, dtype: torch.dtype) -> Trace:
+    """The trace of the case's first batch."""
+    return forebay.profile(case.model(dtype), case.inputs(0, dtype))
+
+
+def movable(trace: Trace) -> list[Named]:
+    """Every op of a block with a module of its own that makes roots of which all large ones are saved for backward and
+    that nothing changes later, in every call of the module."""
+    alone = {b.name for b in trace.model.blocks if b.module is not None and not b.held}
+    tensors = dict(trace.tensors())
+    root_of = {number: tensor.root for number, tensor in tensors.items()}
+    changed = _changed_in_place(trace, root_of)
+    found, calls = [], defaultdict[str, set[int]](set)
+    born, seen = set(range(len(trace.sources))), Counter[tuple[int, str]]()
+    for _, visit, op in trace.ops():
+        made = [r for r in dict.fromkeys(_roots(visit, op, root_of)) if r not in born]
+        born.update(made)
+        if visit.phase is not Phase.FORWARD or visit.block not in alone:
+            continue
+        calls[visit.block].add(visit.first_op)
+        name = trace.works[op.work].op
+        occurrence = seen[visit.first_op, name]
+        seen[visit.first_op, name] += 1
+        large = [r for r in made if tensors[r].nbytes >= MOVED_LEAST]
+        if large and all(tensors[r].saved and r not in changed for r in large):
+            nbytes = tuple(tensors[r].nbytes for r in large)
+            found.append(Named(visit.block, visit.first_op, name, occurrence, nbytes))
+    times = Counter((one.block, one.op, one.occurrence) for one in found)
+    return [one for one in found if times[one.block, one.op, one.occurrence] == len(calls[one.block])]
+
+
+def _roots(visit: Visit, op: Op, root_of: Mapping[int, int]) -> list[int]:
+    return [root_of[visit.resolve(reference)] for reference in op.outputs]
+
+
+def _changed_in_place(trace: Trace, root_of: Mapping[int, int]) -> set[int]:
+    changed, born = set(), set(range(len(trace.sources)))
+    for _, visit, op in trace.ops():
+        work, roots = trace.works[op.work], _roots(visit, op, root_of)
+        if work.nbytes or work.flops:  # no view
+            changed.update(root for root in roots if root in born)
+        born.update(roots)
+    return changed
+
+
+def selections(named: Iterable[Named]) -> tuple[Selection, ...]:
+    """One selection a block, which names all of its ops among ``named`` (of several calls, what any of them names)."""
+    by_block = defaultdict[str, dict[tuple[str, int], None]](dict)
+    for one in named:
+        by_block[one.block][one.op, one.occurrence] = None
+    return tuple(
+        Selection((block,), tuple(Treatment(op, occurrence, Fate.OFFLOAD) for op, occurrence in ops))
+        for block, ops in by_block.items()
+    )
+
+
+def host_formula(named: Iterable[Named]) -> int:
+    """Bytes of the arena: everything that one micro-batch moves, each rounded up to the alignment."""
+    return sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for one in named for nbytes in one.nbytes)
+
+
+def moving(
+    plan: Plan, named: Iterable[Named], *, arena: int | None = None, offload_window: int = 0, reload_window: int = 0
+) -> Plan:
+    """``plan``, and ``named`` goes to an arena of ``arena`` bytes (None: just large enough)."""
+    named = tuple(named)
+    nbytes = host_formula(named) if arena is None else arena
+    streaming = replace(
+        plan.streaming, host_activations=nbytes, offload_window=offload_window, reload_window=reload_window
+    )
+    return replace(plan, streaming=streaming, activations=selections(named), host=plan.host + nbytes)
+
+
+def offload_plan(
+    case: Case, dtype: torch.dtype, *, resident: bool, slots: int = 1, offload_window: int = 0, reload_window: int = 0
+) -> Plan:
+    """All that may be moved is moved; blocks stream, or everything else stays on the device."""
+    plan = plan_of(find_blocks(case.model(dtype)).model, (), resident=resident, slots=slots, device=AMPLE)
+    named = movable(trace_of(case, dtype))
+    return moving(plan, named, offload_window=offload_window, reload_window=reload_window)
