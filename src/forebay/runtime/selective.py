@@ -19,9 +19,9 @@ draw again, so its record holds the generator's state after it (5,056 bytes on t
 of CUDA), which is set in its place.
 
 torch.compile. A compiled module inside a block keeps the numbers that it has compiled, but what the compiler has fused
-never passes as an op: it is not met, and it runs again. On ``cpu``, where the byte ledger is a dispatch mode too, ``aot_eager`` gives the
-numbers of the compiled model; ``inductor`` was seen to give others under a dispatch mode, whether anything recomputes
-or not. (torch 2.13.)
+never passes as an op: it is not met, and it runs again. On ``cpu``, where the byte ledger is a dispatch mode too,
+``aot_eager`` gives the numbers of the compiled model; ``inductor`` was seen to give others under a dispatch mode,
+whether anything recomputes or not (torch 2.13).
 """
 
 from __future__ import annotations
