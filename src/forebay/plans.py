@@ -32,7 +32,7 @@ class DiskBudget:
 
     def __post_init__(self) -> None:
         if self.nbytes is not None and self.nbytes <= 0:
-            raise ConfigError(f"the disk budget must be more than 0 bytes, got {self.nbytes}; leave the disk out instead")
+            raise ConfigError(f"the disk budget must be more than 0 bytes, got {self.nbytes}; or leave the disk out")
 
 
 @dataclass(frozen=True)

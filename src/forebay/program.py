@@ -58,8 +58,11 @@ class Action:
                  ``peak`` bytes more than before it at most; when it is done, what ``changes`` says.
     FETCH        ``block`` into ``slot``
     LAND, ACCUMULATE   the gradient of ``parameter``; when done, ``changes`` frees it on the device
-    OFFLOAD      the root ``tensor`` (an id of the trace) that ``block`` made; when done, ``changes`` frees it
-    RELOAD       the root ``tensor`` for backward; it takes ``peak`` from its start on, and ``changes`` says what stays
+    OFFLOAD      the root ``tensor`` (an id of the trace) that ``block`` made. ``ops`` are the op that makes it and, not
+                 included, the one before which forward lets go of it: ``changes`` frees it when both that is so and
+                 the copy is done
+    RELOAD       the root ``tensor`` for backward; it takes ``peak`` from when it is issued, and ``changes`` says what
+                 stays and what went just before
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
                  resident block as a whole (UPDATE)
     """

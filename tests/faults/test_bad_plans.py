@@ -10,10 +10,12 @@ import pytest
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.memory import Tier
-from forebay.plans import PLAN_SCHEMA, Budget, DiskBudget, Placement, Plan
+from forebay.plans import PLAN_SCHEMA, Budget, DiskBudget, Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.trace import Block, Trace
 from tests.null.strategies import plan_for, roomy, roomy_machine
 from tests.null.synthetic import block
-from tests.null.tracing import chain_trace
+from tests.null.tracing import Layer, chain_trace
+from tests.null.treating import treated_program
 
 MACHINE = roomy_machine()
 TRACE = chain_trace([block(f"b{i}", ((32, 32), "float32", True)) for i in range(3)])
@@ -127,3 +129,142 @@ def test_a_plan_without_a_fingerprint_is_taken_at_its_word() -> None:
     check(TRACE, MACHINE, replace(PLAN, fingerprint=""))
     other = chain_trace(TRACE.model.blocks, input_nbytes=512)
     check(other, MACHINE, replace(plan_for(TRACE, PLAN.placements, PLAN.streaming, roomy=True), fingerprint=""))
+
+
+# Single ops.
+
+LAYERS = [Layer(f"b{i}", (8192, 8192), 4096, 8192, view=True) for i in range(3)]
+OPS = chain_trace([block(f"b{i}", ((32, 32), "float32", True)) for i in range(3)], LAYERS)
+"""Forward of a block: linear, view, linear, view, mix (saved by nobody), out (saved by who comes next)."""
+
+
+def treating(trace: Trace, *treatments: Treatment, blocks: tuple[str, ...] = ("b1",), again: bool = True) -> Plan:
+    """``trace``, streamed, with ``treatments`` in ``blocks``, which recompute or not, and more room than they need."""
+    plan = roomy(trace)
+    streaming = replace(plan.streaming, host_activations=1 << 20)
+    recompute = blocks if again else ()
+    plan = plan_for(trace, plan.placements, streaming, recompute, roomy=True)
+    return replace(plan, activations=(Selection(blocks, treatments),))
+
+
+def test_treatments_of_ops_that_there_are_are_accepted() -> None:
+    keep, away = Treatment("linear", 0, Fate.KEEP), Treatment("linear", 1, Fate.OFFLOAD)
+    for plan in (treating(OPS, keep, away), treating(OPS, away, blocks=("b0", "b2"), again=False)):
+        check(OPS, MACHINE, plan, treated_program(OPS, plan))
+
+
+@pytest.mark.parametrize(
+    ("op", "occurrence", "words"),
+    [
+        ("conv", 0, "op conv#0: conv does not run in a forward of the block"),
+        ("linear", 2, "op linear#2: linear runs 2 times in a forward of the block"),
+        ("wgrad", 0, "op wgrad#0: wgrad does not run in a forward"),
+        ("view", 0, r"op view#0: op \d+ is a view"),
+    ],
+)
+@pytest.mark.parametrize("fate", [*Fate])
+def test_an_op_that_cannot_be_named_is_said(op: str, occurrence: int, words: str, fate: Fate) -> None:
+    with pytest.raises(PlanInvalid, match=f"block b1, {words}") as caught:
+        check(OPS, MACHINE, treating(OPS, Treatment(op, occurrence, fate)))
+    assert (caught.value.action, caught.value.subject) == (-1, "b1")
+
+
+def test_a_name_holds_in_every_forward_of_the_block() -> None:
+    """b1 runs twice: the second time there is one linear less."""
+    trace = chain_trace(OPS.model.blocks, [*LAYERS, Layer("b1", (8192,), 0, 8192)])
+    with pytest.raises(PlanInvalid, match="block b1, op linear#1: linear runs 1 times"):
+        check(trace, MACHINE, treating(trace, Treatment("linear", 1, Fate.KEEP)))
+    plan = treating(trace, Treatment("linear", 0, Fate.OFFLOAD))
+    check(trace, MACHINE, plan, treated_program(trace, plan))
+
+
+def test_what_nobody_saves_is_not_moved() -> None:
+    """But it may be where its block recomputes; and where it is too small to be moved."""
+    mix = Treatment("mix", 0, Fate.OFFLOAD)
+    with pytest.raises(PlanInvalid, match=r"block b1, op mix#0: nobody saves its tensor .* for backward") as caught:
+        check(OPS, MACHINE, treating(OPS, mix, again=False))
+    assert caught.value.subject == "b1"
+    again = treating(OPS, mix)
+    check(OPS, MACHINE, again, treated_program(OPS, again))
+    small = chain_trace(OPS.model.blocks, [replace(layer, temporary=4095) for layer in LAYERS])
+    kept = treating(small, mix, again=False)
+    check(small, MACHINE, kept, treated_program(small, kept))
+
+
+def test_compression_is_not_there_yet() -> None:
+    plan = treating(OPS, Treatment("linear", 0, Fate.OFFLOAD, bits=4))
+    with pytest.raises(ConfigError, match=r"block b1, op linear#0: compressed activations \(4 bits\) are not"):
+        check(OPS, MACHINE, plan)
+
+
+def odd(name: str, **changes: object) -> Trace:
+    """The chain, in which block ``name`` is changed."""
+    blocks: list[Block] = [replace(b, **changes) if b.name == name else b for b in OPS.model.blocks]  # type: ignore[arg-type]
+    return chain_trace(blocks, LAYERS)
+
+
+def test_a_block_that_there_is_not_or_that_is_no_module_is_said() -> None:
+    keep = Treatment("linear", 0, Fate.KEEP)
+    away = Treatment("linear", 0, Fate.OFFLOAD)
+    with pytest.raises(PlanInvalid, match="block b9, op linear#0: the model does not have this block"):
+        check(OPS, MACHINE, treating(OPS, away, blocks=("b9",), again=False))
+    for changes in ({"modules": ("b1", "head")}, {"held": True}):
+        trace = odd("b1", **changes)
+        with pytest.raises(PlanInvalid, match="block b1, op linear#0: the block is not one module") as caught:
+            check(trace, MACHINE, treating(trace, keep))
+        assert caught.value.subject == "b1"
+    idle = chain_trace(OPS.model.blocks, LAYERS[:2])
+    with pytest.raises(PlanInvalid, match="block b2, op linear#0: the block never runs"):
+        check(idle, MACHINE, treating(idle, away, blocks=("b2",), again=False))
+
+
+def test_a_forward_that_another_block_interrupts_is_said() -> None:
+    """Two visits of b1 whose saved tensors go with the same op are one call of its module; b2 runs in its middle."""
+    trace = chain_trace(OPS.model.blocks, [*LAYERS, LAYERS[1]])
+    last = max(v.kept_until for v in trace.visits if v.block == "b1")
+    visits = tuple(replace(v, kept_until=last) if v.block == "b1" and v.kept_until >= 0 else v for v in trace.visits)
+    keep = Treatment("linear", 0, Fate.KEEP)
+    with pytest.raises(PlanInvalid, match="block b1, op linear#0: block b2 runs in the middle") as caught:
+        check(replace(trace, visits=visits), MACHINE, treating(trace, keep))
+    assert caught.value.subject == "b1"
+    plan = treating(trace, keep)
+    check(trace, MACHINE, plan, treated_program(trace, plan))
+
+
+def test_what_is_changed_in_place_is_not_named() -> None:
+    """``mix`` of b1 writes to what its last ``linear`` made, beside what it makes itself."""
+    place = next(v.segment for v in OPS.visits if v.block == "b1")
+    segment = OPS.segments[place]
+    names = [OPS.works[op.work].op for op in segment.ops]
+    mix, (written,) = names.index("mix"), segment.ops[2].outputs
+    changed = replace(segment.ops[mix], outputs=(*segment.ops[mix].outputs, written))
+    ops = (*segment.ops[:mix], changed, *segment.ops[mix + 1 :])
+    trace = replace(OPS, segments=tuple(replace(s, ops=ops) if i == place else s for i, s in enumerate(OPS.segments)))
+    for op, occurrence, words in (
+        ("linear", 1, r"op \d+ \(mix\) changes its tensor .* in place afterwards"),
+        ("mix", 0, r"op \d+ changes what others have made in place"),
+    ):
+        with pytest.raises(PlanInvalid, match=f"block b1, op {op}#{occurrence}: {words}") as caught:
+            check(trace, MACHINE, treating(trace, Treatment(op, occurrence, Fate.KEEP)))
+        assert caught.value.subject == "b1"
+    plan = treating(trace, Treatment("linear", 0, Fate.KEEP))
+    check(trace, MACHINE, plan, treated_program(trace, plan))
+
+
+def test_too_little_room_on_the_host_is_said() -> None:
+    """Two blocks move two tensors of 8,192 bytes each."""
+    both = (Treatment("linear", 0, Fate.OFFLOAD), Treatment("linear", 1, Fate.OFFLOAD))
+    plan = treating(OPS, *both, blocks=("b0", "b1"), again=False)
+    short = replace(plan, streaming=replace(plan.streaming, host_activations=4 * 8192 - 1))
+    with pytest.raises(PlanInvalid, match=r"moves 32768 bytes .* room for 32767 there \(host_activations\)"):
+        check(OPS, MACHINE, short)
+    exact = replace(plan, streaming=replace(plan.streaming, host_activations=4 * 8192))
+    check(OPS, MACHINE, exact, treated_program(OPS, exact))
+
+
+def test_a_treatment_names_something() -> None:
+    for wrong in (("", 0), ("linear", -1)):
+        with pytest.raises(ConfigError, match="names an op and its occurrence"):
+            Treatment(*wrong, Fate.KEEP)
+    with pytest.raises(ConfigError, match="offload_window must be 0 bytes or more"):
+        Streaming(offload_window=-1)

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+from forebay.checking.step import Step
 from forebay.layout import state_layout
-from forebay.program import Action, Program, Use, Verb
+from forebay.memory import Kind
+from forebay.program import Action, Change, Program, Use, Verb
 from forebay.timeline import Lane
+from forebay.trace import Phase
 from tests.null.programs import drop
 from tests.null.strategies import Case
+from tests.null.treating import TreatedOps
 
 __all__ = ["CORRUPTIONS", "Spoiled"]
 
@@ -154,13 +158,113 @@ def shift_ops(case: Case, program: Program) -> list[Spoiled]:
     for index, action in _numbered(program, Verb.COMPUTE):
         start, stop = action.ops
         for ops in ((start + 1, stop), (start, stop - 1), (start + 1, stop + 1)):
-            made.append((_with(program, index, ops=ops), frozenset((*works, action.what, *blocks))))
+            made.append((_with(program, index, ops=ops), frozenset((*works, action.what, *blocks)) | _moved(case)))
     return made
 
 
 def drop_recompute(case: Case, program: Program) -> list[Spoiled]:
-    """In a chain every backward begins with an op that reads what its own forward saved last."""
-    return [(drop(program, i), frozenset((a.block,))) for i, a in _numbered(program, Verb.COMPUTE) if a.recomputed]
+    """In a chain every backward begins with an op that reads what its own forward saved last; and who comes next has
+    not waited for what the recomputation has."""
+    moved = _moved(case)
+    return [(drop(program, i), moved | {a.block}) for i, a in _numbered(program, Verb.COMPUTE) if a.recomputed]
+
+
+def _moved(case: Case) -> frozenset[str]:
+    """What the plan moves to the host, as the checker calls it."""
+    step = Step(case.trace)
+    return frozenset(map(step.name, TreatedOps(case.trace, case.plan).roots))
+
+
+def drop_offload(case: Case, program: Program) -> list[Spoiled]:
+    """Then nothing is on the host that could come back."""
+    name = Step(case.trace).name
+    return [(drop(program, i), frozenset((name(a.tensor),))) for i, a in _numbered(program, Verb.OFFLOAD)]
+
+
+def drop_reload(case: Case, program: Program) -> list[Spoiled]:
+    """Somebody asks for it."""
+    name = Step(case.trace).name
+    return [(drop(program, i), frozenset((name(program.actions[i].tensor),))) for i, _ in _asked(case, program)]
+
+
+def repeat_move(case: Case, program: Program) -> list[Spoiled]:
+    """Twice the memory, on the host or on the device."""
+    name = Step(case.trace).name
+    moves = _numbered(program, Verb.OFFLOAD, Verb.RELOAD)
+    return [(_twice(program, i), frozenset((name(a.tensor),))) for i, a in moves]
+
+
+def confuse_moves(case: Case, program: Program) -> list[Spoiled]:
+    """Moves another tensor in the place of the right one, which stays where it is, or bytes of no tensor."""
+    step = Step(case.trace)
+    made = []
+    for verb in (Verb.OFFLOAD, Verb.RELOAD):
+        for (i, a), (_, b) in pairwise(_numbered(program, verb)):
+            if a.tensor != b.tensor:
+                names = frozenset((step.name(a.tensor), step.name(b.tensor)))
+                made.append((_with(program, i, tensor=b.tensor, nbytes=b.nbytes), names))
+                made.append((_with(program, i, nbytes=a.nbytes - 1), names))
+                made.append((_with(program, i, tensor=-1), frozenset(("tensor -1",))))
+    return made
+
+
+def late_reload(case: Case, program: Program) -> list[Spoiled]:
+    """Brought back right after the first who reads it. A fetch behind it in the lane may have waited with it."""
+    blocks = frozenset(b.name for b in case.trace.model.blocks)
+    subjects = _moved(case) | blocks
+    return [(_behind(program, i, reader), subjects) for i, reader in _asked(case, program)]
+
+
+def _asked(case: Case, program: Program) -> Iterator[tuple[int, int]]:
+    """(reload, compute): the first after it that reads, in backward or running again, what it brings back."""
+    treated = TreatedOps(case.trace, case.plan)
+    backward = [v.phase is Phase.BACKWARD for _, v, _ in case.trace.ops()]
+    for index, reload in _numbered(program, Verb.RELOAD):
+        for reader, action in _numbered(program, Verb.COMPUTE):
+            if reader < index:
+                continue
+            if action.ops[0] == 0 and not action.recomputed:
+                break  # the next pass
+            if any(
+                reload.tensor in treated.reads[n] and (action.recomputed or backward[n]) for n in range(*action.ops)
+            ):
+                yield index, reader
+                break
+
+
+def _behind(program: Program, index: int, after: int) -> Program:
+    """Action ``index`` moved behind action ``after``; nobody waits for it any longer."""
+    order = [*range(index), *range(index + 1, after + 1), index, *range(after + 1, len(program.actions))]
+    place = {old: new for new, old in enumerate(order)}
+    actions = [
+        replace(program.actions[old], after=tuple(sorted(place[a] for a in program.actions[old].after if a != index)))
+        for old in order
+    ]
+    return replace(program, actions=tuple(actions))
+
+
+def run_named(case: Case, program: Program) -> list[Spoiled]:
+    """An op whose result is kept or moved runs again."""
+    named = TreatedOps(case.trace, case.plan).named
+    blocks = [frozenset((v.block,)) for _, v, _ in case.trace.ops()]
+    made = []
+    for index, action in _numbered(program, Verb.COMPUTE):
+        start, stop = action.ops
+        if action.recomputed and start - 1 in named:
+            made.append((_with(program, index, ops=(start - 1, stop)), blocks[start - 1]))
+        if action.recomputed and stop in named:
+            made.append((_with(program, index, ops=(start, stop + 1)), blocks[stop]))
+    return made
+
+
+def free_too_much(case: Case, program: Program) -> list[Spoiled]:
+    """An offload that says that it frees more than there was."""
+    name = Step(case.trace).name
+    made = []
+    for index, action in _numbered(program, Verb.OFFLOAD):
+        freed = (Change(Kind.ACTIVATION, -action.nbytes - 1),)
+        made.append((_with(program, index, changes=freed), frozenset((name(action.tensor),))))
+    return made
 
 
 def understate_memory(case: Case, program: Program) -> list[Spoiled]:
@@ -179,15 +283,23 @@ def lose_dependency(case: Case, program: Program) -> list[Spoiled]:
     """A dependency without which nothing orders two actions that must be ordered: asked of the graph of lanes and
     dependencies by walking it, which is how one knows that it matters."""
     made = []
+    treated, moved, asked = TreatedOps(case.trace, case.plan), _moved(case), set(_asked(case, program))
     for index, action in enumerate(program.actions):
         for earlier in action.after:
             subjects = _needs(case, program, earlier, index)
-            if subjects:
+            if subjects or (earlier, index) in asked or _moves(treated, program.actions[earlier], action):
                 less = tuple(a for a in action.after if a != earlier)
                 spoiled = _with(program, index, after=less)
                 if not _reaches(spoiled, earlier, index):
-                    made.append((spoiled, subjects))
+                    made.append((spoiled, subjects | moved))  # what is lost with a fetch may be a reload before it
     return made
+
+
+def _moves(treated: TreatedOps, first: Action, second: Action) -> bool:
+    """Whether a tensor is made and moved to the host, or moved there and back."""
+    if second.verb is Verb.OFFLOAD and first.verb is Verb.COMPUTE and not first.recomputed:
+        return any(second.tensor in treated.made[n] for n in range(*first.ops))
+    return (first.verb, second.verb) == (Verb.OFFLOAD, Verb.RELOAD) and first.tensor == second.tensor
 
 
 def _needs(case: Case, program: Program, first: int, second: int) -> frozenset[str]:
@@ -250,6 +362,13 @@ CORRUPTIONS: dict[str, Callable[[Case, Program], list[Spoiled]]] = {
         wrong_use,
         shift_ops,
         drop_recompute,
+        drop_offload,
+        drop_reload,
+        repeat_move,
+        confuse_moves,
+        late_reload,
+        run_named,
+        free_too_much,
         understate_memory,
         lose_dependency,
     )

@@ -22,8 +22,10 @@ __all__ = [
     "fetch",
     "flat_link",
     "land",
+    "offload",
     "programmed",
     "read",
+    "reload",
     "run",
     "seconds_trace",
     "spans",
@@ -85,6 +87,18 @@ def land(nbytes: int, *after: int, step: int = 0) -> Action:
 
 def accumulate(nbytes: int, *after: int) -> Action:
     return replace(land(nbytes, *after), verb=Verb.ACCUMULATE)
+
+
+def offload(nbytes: int, *after: int, ops: tuple[int, int]) -> Action:
+    """What the first of ``ops`` has made, and compute holds until the last of them has run."""
+    freed = (Change(Kind.ACTIVATION, -nbytes),)
+    what = "offload a op#0"
+    return Action(Lane.D2H, Verb.OFFLOAD, what, 0, after=after, nbytes=nbytes, changes=freed, ops=ops)
+
+
+def reload(nbytes: int, *after: int) -> Action:
+    made = (Change(Kind.ACTIVATION, nbytes),)
+    return Action(Lane.H2D, Verb.RELOAD, "reload a op#0", 0, after=after, nbytes=nbytes, peak=nbytes, changes=made)
 
 
 def update(nbytes: int, *after: int, step: int = 0, lane: Lane = Lane.UPDATE) -> Action:

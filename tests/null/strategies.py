@@ -15,7 +15,7 @@ from forebay.arenas import arenas, home_nbytes
 from forebay.layout import align
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.memory import Kind, Tier
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Budget, DiskBudget, Fate, Placement, Plan, Selection, Streaming, Treatment
 from forebay.trace import Block, Parameter, Phase, Trace
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, made_bytes, peak_live
@@ -26,11 +26,13 @@ __all__ = [
     "cases",
     "machines",
     "models",
+    "moved_bytes",
     "plan_for",
     "plans",
     "recomputable",
     "roomy",
     "roomy_machine",
+    "selections",
     "traces",
 ]
 
@@ -63,7 +65,8 @@ def _parameters(draw: st.DrawFn) -> tuple[tuple[tuple[int, ...], str, bool], ...
 
 @st.composite
 def _layer(draw: st.DrawFn) -> Layer:
-    sizes = st.integers(1, 64).map(lambda n: 64 * n)
+    # Up to 12 KiB: what is smaller than 4 KiB is never moved to the host.
+    sizes = st.integers(1, 64).map(lambda n: 64 * n) | st.sampled_from([4096, 4160, 8192, 12288])
     return Layer(
         block="",
         saved=tuple(draw(st.lists(sizes, min_size=1, max_size=3))),
@@ -177,26 +180,82 @@ def recomputable(trace: Trace) -> tuple[str, ...]:
     return tuple(b.name for b in trace.model.blocks if b.module is not None and b.name in used)
 
 
+def _names(trace: Trace, block: str) -> list[tuple[str, int, bool]]:
+    """(op, occurrence, whether it may move to the host without recomputation) of what a plan may name in every forward
+    of ``block``: of a chain, all but views."""
+    found: list[set[tuple[str, int, bool]]] = []
+    for visit in trace.visits:
+        if visit.block == block and visit.phase is Phase.FORWARD:
+            segment = trace.segments[visit.segment]
+            names = [trace.works[op.work].op for op in segment.ops]
+            made = [segment.tensors[op.outputs[0]] for op in segment.ops]
+            found.append(
+                {
+                    (name, names[:i].count(name), tensor.saved or tensor.nbytes < 4096)
+                    for i, (name, tensor) in enumerate(zip(names, made, strict=True))
+                    if name != "view"
+                }
+            )
+    return sorted(set.intersection(*found)) if found else []
+
+
 @st.composite
-def plans(draw: st.DrawFn, trace: Trace, disk: bool = True, recompute: bool = True) -> Plan:
+def selections(draw: st.DrawFn, trace: Trace, recompute: frozenset[str]) -> tuple[Selection, ...]:
+    """Any treatments that are valid for ``trace`` when the blocks of ``recompute`` recompute."""
+    chosen: dict[tuple[Treatment, ...], list[str]] = {}
+    for name in recomputable(trace):
+        again = name in recompute
+        ops = [(op, occurrence) for op, occurrence, movable in _names(trace, name) if again or movable]
+        fates = st.sampled_from([*Fate]) if again else st.just(Fate.OFFLOAD)
+        picked = draw(st.dictionaries(st.sampled_from(ops), fates)) if ops else {}
+        if picked:
+            chosen.setdefault(tuple(Treatment(*op, fate) for op, fate in sorted(picked.items())), []).append(name)
+    return tuple(Selection(tuple(blocks), treatments) for treatments, blocks in chosen.items())
+
+
+def moved_bytes(trace: Trace, activations: tuple[Selection, ...]) -> list[int]:
+    """Bytes of every root that ``activations`` move to the host in one pass: those of 4096 or more, each by its op."""
+    moved = []
+    for visit in trace.visits:
+        treatments = next((s.treatments for s in activations if visit.block in s.blocks), ())
+        if visit.phase is Phase.BACKWARD:
+            continue
+        segment = trace.segments[visit.segment]
+        names = [trace.works[op.work].op for op in segment.ops]
+        for treatment in treatments:
+            if treatment.fate is Fate.OFFLOAD:
+                places = [i for i, name in enumerate(names) if name == treatment.op]
+                outputs = segment.ops[places[treatment.occurrence]].outputs
+                moved += [segment.tensors[t].nbytes for t in outputs if segment.tensors[t].nbytes >= 4096]
+    return moved
+
+
+@st.composite
+def plans(draw: st.DrawFn, trace: Trace, disk: bool = True, recompute: bool = True, activations: bool = False) -> Plan:
     """Any plan that is valid for ``trace``: what must be on the device fits in a slot, what passes the host fits in a
     host slot; the device's predicted peak is an upper bound, the others are exact; budgets are exactly that, or more.
+    ``activations``: with treatments of single ops.
     """
     homes = [h for h in HOMES if disk or Tier.DISK not in h]
     held = [h for h in homes if h[0] is Tier.DEVICE]  # in use while the others stream
     placements = tuple(Placement(b.name, *draw(st.sampled_from(held if b.held else homes))) for b in trace.model.blocks)
     streamed = [trace.model.block(p.block) for p in placements if p.parameters is not Tier.DEVICE]
     on_disk = [trace.model.block(p.block) for p in placements if p.parameters is Tier.DISK]
+    again = draw(st.sets(st.sampled_from(names))) if recompute and (names := recomputable(trace)) else set[str]()
+    treated = draw(selections(trace, frozenset(again))) if activations else ()
+    moved = moved_bytes(trace, treated)
     streaming = Streaming(
         slots=draw(_slots(streamed)),
         host_slots=(max(map(home_nbytes, on_disk)),) * draw(st.integers(1, 3)) if on_disk else (),
         prefetch_distance=draw(st.integers(0, 4)),
         gradient_window=draw(st.sampled_from([0, 1, 1_000, 5_000, 40_000])),
+        offload_window=draw(st.sampled_from([0, 4096, 20_000])) if moved else 0,
+        reload_window=draw(st.sampled_from([0, 4096, 20_000])) if moved else 0,
+        host_activations=sum(align(nbytes) for nbytes in moved) + draw(st.sampled_from([0, 64])) if moved else 0,
         update_chunk=draw(st.sampled_from([1024, 3000, 4_194_304])),
         overlap_update=draw(st.booleans()),
     )
-    again = draw(st.sets(st.sampled_from(names))) if recompute and (names := recomputable(trace)) else set[str]()
-    return plan_for(trace, placements, streaming, tuple(sorted(again)), roomy=draw(st.booleans()))
+    return plan_for(trace, placements, streaming, tuple(sorted(again)), treated, roomy=draw(st.booleans()))
 
 
 def _slots(streamed: list[Block]) -> st.SearchStrategy[tuple[int, ...]]:
@@ -212,6 +271,7 @@ def plan_for(
     placements: tuple[Placement, ...],
     streaming: Streaming,
     recompute: tuple[str, ...] = (),
+    activations: tuple[Selection, ...] = (),
     *,
     roomy: bool = False,
 ) -> Plan:
@@ -222,11 +282,14 @@ def plan_for(
     if recompute:  # never more than what a forward of the block makes, beside what was there
         made = made_bytes(trace)
         live += max(_visit_bytes(trace, made, name) for name in recompute)
+    # What moves may be there twice: on its way out and back; what is named may outlive what it would have been.
+    live += 2 * sum(moved_bytes(trace, activations)) + sum(made_bytes(trace).values()) * bool(activations)
     # The update of a resident block widens 16-bit gradients on the device, when the step's tensors are gone.
     live = max(live, *(_widened(trace, p.block, streaming.update_chunk) for p in placements if p.resident), 0)
     waiting = max(streaming.gradient_window, _largest_gradient(trace))
     device = sizes.device + trace.model.buffer_nbytes + on_device + waiting + live
     pinned = sizes.host_parameters + sizes.host_gradients + sizes.gradient_staging + sizes.host_slots
+    pinned += sizes.host_activations
     more = 1000 if roomy else 1
     return Plan(
         planner="drawn",
@@ -243,6 +306,7 @@ def plan_for(
         disk=sizes.disk,
         pinned=pinned if trace.device == "cuda" else 0,
         recompute=recompute,
+        activations=activations,
         fingerprint=trace.fingerprint,
     )
 
@@ -279,9 +343,9 @@ def _largest_gradient(trace: Trace) -> int:
 
 
 @st.composite
-def cases(draw: st.DrawFn, recompute: bool = True) -> Case:
+def cases(draw: st.DrawFn, recompute: bool = True, activations: bool = False) -> Case:
     """A trace, a plan for it and a machine that has what the plan names."""
     trace = draw(traces())
     disk = draw(st.booleans())
-    plan = draw(plans(trace, disk, recompute))
+    plan = draw(plans(trace, disk, recompute, activations))
     return Case(trace, draw(machines(trace.device, disk or None)), plan)

@@ -12,15 +12,16 @@ from forebay.checking import check
 from forebay.errors import DeviceOutOfMemory, DoesNotFit, PlanInvalid
 from forebay.lowering import lower
 from forebay.memory import Tier
-from forebay.plans import Placement, Streaming
+from forebay.plans import Fate, Placement, Selection, Streaming, Treatment
 from forebay.program import Program
 from forebay.simulation import play
 from forebay.trace import Block
 from tests.null.corruptions import CORRUPTIONS
 from tests.null.programs import device_standing, plain_program
-from tests.null.strategies import HOMES, Case, cases, plan_for, roomy_machine
+from tests.null.strategies import HOMES, Case, cases, moved_bytes, plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, peak_live
+from tests.null.treating import treated_program
 
 ENOUGH = 1 << 50
 
@@ -37,12 +38,15 @@ def rich_case() -> Case:
         return block(name, ((40, 64), dtype, True), ((64,), dtype, name != "b2"))
 
     blocks = [own(f"b{i}", "bfloat16" if i % 2 else "float32") for i in range(len(HOMES) + 2)]
-    trace = chain_trace(blocks, [Layer(b.name, (640, 1280), 320, 512) for b in blocks], held_nbytes=64)
+    trace = chain_trace(blocks, [Layer(b.name, (640, 4160), 320, 4096) for b in blocks], held_nbytes=64)
     homes = (*HOMES, *HOMES[-2:])
     placements = tuple(Placement(b.name, *home) for b, home in zip(blocks, homes, strict=True))
     most = max(b.nbytes for b in blocks)
-    streaming = Streaming((most, most), (16384, 16384), 1, 6000, 1024)
-    plan = plan_for(trace, placements, streaming, ("b0", "b3", "b4"), roomy=True)
+    out, away = Treatment("out", 0, Fate.OFFLOAD), Treatment("linear", 1, Fate.OFFLOAD)
+    kept = Selection(("b0", "b4"), (Treatment("linear", 0, Fate.KEEP), out))
+    treated = (kept, Selection(("b3",), (away,)), Selection(("b1", "b2"), (away, out)))
+    streaming = Streaming((most, most), (16384, 16384), 1, 6000, 6000, 6000, sum(moved_bytes(trace, treated)), 1024)
+    plan = plan_for(trace, placements, streaming, ("b0", "b3", "b4"), treated, roomy=True)
     return roomy_case(Case(trace, roomy_machine(), plan))
 
 
@@ -51,19 +55,19 @@ def rich() -> Case:
     return rich_case()
 
 
-@given(case=cases(), steps=st.integers(1, 3), micro_batches=st.integers(1, 3))
+@given(case=cases(activations=True), steps=st.integers(1, 3), micro_batches=st.integers(1, 3))
 def test_plain_programs_are_accepted(case: Case, steps: int, micro_batches: int) -> None:
     case = roomy_case(case)
-    check(case.trace, case.machine, case.plan, plain_program(case.trace, case.plan, steps, micro_batches))
+    check(case.trace, case.machine, case.plan, treated_program(case.trace, case.plan, steps, micro_batches))
 
 
-@given(case=cases(), micro_batches=st.integers(1, 3))
+@given(case=cases(activations=True), micro_batches=st.integers(1, 3))
 def test_what_is_lowered_is_accepted_within_the_peaks_of_its_plan(case: Case, micro_batches: int) -> None:
     program = lowered(case, micro_batches)
     check(case.trace, case.machine, case.plan, program)
 
 
-@given(case=cases())
+@given(case=cases(activations=True))
 def test_check_lowers_by_itself(case: Case) -> None:
     lowered(case, 1)
     check(case.trace, case.machine, case.plan)
@@ -83,7 +87,7 @@ def test_a_budget_below_what_the_trace_needs_is_refused(case: Case) -> None:
     assert caught.value.allowed == least - 1
 
 
-@given(case=cases(), micro_batches=st.integers(1, 2))
+@given(case=cases(activations=True), micro_batches=st.integers(1, 2))
 @settings(max_examples=50)
 def test_what_check_accepts_simulate_never_overfills(case: Case, micro_batches: int) -> None:
     """Under the smallest device budget that is accepted: each refusal says what would have been enough."""
@@ -106,7 +110,7 @@ def test_what_check_accepts_simulate_never_overfills(case: Case, micro_batches: 
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-@given(data=st.data(), case=cases(), micro_batches=st.integers(1, 2))
+@given(data=st.data(), case=cases(activations=True), micro_batches=st.integers(1, 2))
 @settings(max_examples=40)
 def test_any_corruption_is_refused(kind: str, data: st.DataObject, case: Case, micro_batches: int) -> None:
     case = roomy_case(case)
@@ -119,14 +123,14 @@ def test_any_corruption_is_refused(kind: str, data: st.DataObject, case: Case, m
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("lowering", [lower, plain_program])
+@pytest.mark.parametrize("lowering", [lower, treated_program])
 def test_every_corruption_of_a_rich_program_is_refused(
     kind: str, micro_batches: int, lowering: object, rich: Case
 ) -> None:
     program = lowering(rich.trace, rich.plan, micro_batches=micro_batches)  # type: ignore[operator]
     check(rich.trace, rich.machine, rich.plan, program)
     spoiled = CORRUPTIONS[kind](rich, program)
-    assert spoiled or (kind == "understate_memory" and lowering is plain_program)
+    assert spoiled or (kind == "understate_memory" and lowering is treated_program)
     for wrong, subjects in spoiled:
         refuse(rich, wrong, subjects)
 

@@ -20,6 +20,7 @@ from tests.null.strategies import RESIDENT, plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
 
+WINDOW, NO_WINDOW = Streaming(gradient_window=2048), Streaming()
 BLOCKS = [block(f"layers.{i}", ((16, 16), "float32", True)) for i in range(3)]
 EVERY = [b.name for b in BLOCKS]
 SAVED, MORE, OUT, TEMPORARY = 1000, 400, 300, 700
@@ -44,11 +45,11 @@ def planned(trace: Trace, device: int) -> Plan:
 def test_the_promise_is_the_most_of_all_routings() -> None:
     liveness, alone = Liveness(routed()), [Liveness(t) for t in (chain(), *routed().extremes)]
     for recompute in ((), EVERY, EVERY[:1]):
-        each = [one.beside(recompute, EVERY, 2048) for one in alone]
-        assert liveness.beside(recompute, EVERY, 2048) == max(each) > each[0]
+        each = [one.beside(recompute, EVERY, WINDOW) for one in alone]
+        assert liveness.beside(recompute, EVERY, WINDOW) == max(each) > each[0]
     # MORE in each of three layers where all of it stays; 6 MORE in one layer at a time.
-    assert liveness.beside((), (), 0) == alone[1].profile().peak
-    assert liveness.beside(EVERY, (), 0) == alone[2].profile(EVERY).peak
+    assert liveness.beside((), (), NO_WINDOW) == alone[1].profile().peak
+    assert liveness.beside(EVERY, (), NO_WINDOW) == alone[2].profile(EVERY).peak
     assert liveness.profile() == alone[0].profile()  # what is simulated is the trace's own
 
 
@@ -57,10 +58,10 @@ def test_gradients_that_an_extreme_lacks_may_be_under_way_in_it() -> None:
     layers = [Layer(b.name, (SAVED + MORE,), TEMPORARY, OUT) for b in BLOCKS]
     lacking = chain_trace(BLOCKS, [layers[0], replace(layers[1], reads=()), layers[2]])
     liveness, alone, gradient = Liveness(replace(chain(), extremes=(lacking,))), Liveness(lacking), 4 * 256
-    window = 1 << 20
+    window = Streaming(gradient_window=1 << 20)
     # The most is in backward, behind the first gradient, when layers are computed again.
     assert liveness.beside(EVERY, EVERY, window) == alone.beside(EVERY, EVERY, window) + gradient
-    assert liveness.beside(EVERY, EVERY, 0) == alone.beside(EVERY, EVERY, 0)
+    assert liveness.beside(EVERY, EVERY, NO_WINDOW) == alone.beside(EVERY, EVERY, NO_WINDOW)
 
 
 def test_a_plan_and_its_evaluation_promise_the_most() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from forebay.arenas import arenas
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
+from forebay.plans import Streaming
 from forebay.simulation import play
 from forebay.trace import NO_SAVES
 from tests.null.strategies import RESIDENT, Case, cases, roomy
@@ -106,8 +107,9 @@ def test_gradients_under_way(window: int) -> None:
     liveness = Liveness(chain())
     names = [b.name for b in liveness.trace.model.blocks]
     peak = liveness.profile().peak
-    assert liveness.beside((), [], window) == peak  # resident gradients have a place of their own
-    bound = liveness.beside((), names, window)
+    streaming = Streaming(gradient_window=window)
+    assert liveness.beside((), [], streaming) == peak  # resident gradients have a place of their own
+    bound = liveness.beside((), names, streaming)
     assert peak <= bound <= peak + min(window, N * GRADIENT)
 
 

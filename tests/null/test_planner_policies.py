@@ -14,7 +14,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import PLANNERS, alternatives, make_plan
 from forebay.planners.bench import SIMULATIONS, Bench
-from forebay.planners.parts import recomputable
+from forebay.planners.parts import KEPT, recomputable
 from forebay.planners.search import Search
 from forebay.planners.shapes import least_device, levels
 from forebay.plans import Plan
@@ -52,6 +52,22 @@ def test_recompute_keeps_everything_and_runs_every_block_again() -> None:
     assert plan.device < EVERYTHING
     with pytest.raises(DoesNotFit):
         at("recompute", device=plan.device - 1)
+
+
+@pytest.mark.parametrize("device", [LEAST, STREAMED, (STREAMED + EVERYTHING) // 2, EVERYTHING])
+def test_baselines_fix_the_activations_and_place_the_rest_as_auto_does(device: int) -> None:
+    best = at("auto", device=device).step_seconds
+    assert best is not None
+    for policy, recomputes, fixed in (("keep", (), "stream"), ("chen", NAMES, "stream-recompute")):
+        try:
+            plan = at(policy, device=device)
+        except DoesNotFit:
+            assert policy == "keep" and device < STREAMED
+            continue
+        assert plan.planner == policy and plan.recompute == recomputes and plan.device <= device
+        assert plan.step_seconds is not None and plan.step_seconds >= 0.99 * best
+        if device >= STREAMED:
+            assert plan.step_seconds <= (at(fixed, device=device).step_seconds or 0.0)
 
 
 def test_stream_keeps_nothing() -> None:
@@ -115,7 +131,7 @@ def test_auto_keeps_all_that_fits() -> None:
 
 def test_auto_recomputes_where_nothing_else_fits() -> None:
     bench = Bench(asked(TRACE, machine(), device=ENOUGH))
-    without = bench.device(least_device(bench, [()]))
+    without = bench.device(least_device(bench, [KEPT]))
     plan = at("auto", device=without - 1)
     assert plan.recompute and plan.device <= without - 1
     assert any("without it at least" in reason for reason in plan.reasons), plan.reasons

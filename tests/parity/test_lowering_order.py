@@ -22,7 +22,7 @@ from forebay.timeline import Event, Lane
 from forebay.trace import Trace
 from forebay.units import parse_disk
 from tests.parity.compare import adamw
-from tests.parity.models import CASES
+from tests.parity.models import CASES, Case
 
 AMPLE = "64MiB"
 STEPS = 4
@@ -32,9 +32,8 @@ LANES = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
 MODELS = ("gpt2", "llama", "llama-tied", "t5", "mixtral", "vit", "convnet", "used-twice", "frozen", "unused")
 
 
-def ran(name: str, plan: Plan, micro_batches: int, disk: str | None = None) -> dict[Lane, list[str]]:
+def ran(case: Case, plan: Plan, micro_batches: int, disk: str | None = None) -> dict[Lane, list[str]]:
     """What the last of ``STEPS`` steps did on each lane."""
-    case = CASES[name]
     model = case.model(torch.float32)
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device="cpu", disk=disk)
@@ -116,7 +115,7 @@ def streamed(trace: Trace, plan: Plan, slots: int, *, distance: int, window: int
 def test_policies(name: str, policy: str, micro_batches: int) -> None:
     trace = traced(name)
     plan = prepared_plan(CASES[name].model(torch.float32), policy)
-    assert lowered(lower(trace, plan, micro_batches=micro_batches)) == ran(name, plan, micro_batches)
+    assert lowered(lower(trace, plan, micro_batches=micro_batches)) == ran(CASES[name], plan, micro_batches)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
@@ -127,7 +126,7 @@ def test_slots_and_distance(name: str, slots: int) -> None:
     for distance in (0, 1, 3):
         plan = streamed(trace, plan, slots + (name == "llama-tied"), distance=distance, window=1 << slots * 4)
         made = lowered(lower(trace, plan))
-        assert made == ran(name, plan, 1), distance
+        assert made == ran(CASES[name], plan, 1), distance
         assert any(made[Lane.H2D])
 
 
@@ -138,7 +137,7 @@ def test_recomputed_blocks(name: str) -> None:
     plan = streamed(trace, prepared_plan(CASES[name].model(torch.float32), "stream"), 3, distance=1, window=4096)
     plan = replace(plan, recompute=layers[::2])
     assert plan.recompute
-    assert lowered(lower(trace, plan)) == ran(name, plan, 1)
+    assert lowered(lower(trace, plan)) == ran(CASES[name], plan, 1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -158,5 +157,5 @@ def test_states_and_parameters_on_disk(overlap: bool, micro_batches: int, tmp_pa
         disk = f"{tmp_path}:64MiB"
         made = sized(trace, plan, placements=placements, disk=disk)
         program = lowered(lower(trace, made, micro_batches=micro_batches))
-        assert program == ran("llama", made, micro_batches, disk)
+        assert program == ran(CASES["llama"], made, micro_batches, disk)
         assert program[Lane.DISK_READ] and program[Lane.DISK_WRITE]

@@ -32,6 +32,7 @@ from tests.parity.compare import adamw
 from tests.parity.models import CASES, Case, images
 from tests.parity.recomputing import AMPLE, plan_for, recomputable
 
+
 class Scale(nn.Module):
     """Its only op saves what it is given, before it runs: nothing of it is run again."""
 

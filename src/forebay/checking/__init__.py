@@ -4,11 +4,13 @@ What is proved holds for every timing that the program's dependencies allow, not
 
 fitting     the plan is one for this trace; what stands in every tier has room
 order       which action is done before which, whatever the lanes' speeds
+treated     what the plan says of single ops is about ops that there are, and may be done
 computing   every op runs once in every pass, in order, on tensors that are in memory (``live``, ``step``)
+transfers   what is moved to the host gets there, once in every pass, and is back when it is read
 residency   a parameter is read from a slot that holds its block, with the values of the step
 gradients   every gradient lands once in every pass, when it is complete
 updates     every trainable element is updated once in every step, after its gradient, with its states
-capacity    the device has room at every instant, within the budget and within what the plan promises
+capacity    the device has room at every instant, within the budget and within what the plan promises (``transit``)
 
 All of it is proved for the trace and for each of its extremes: the routes that take the most memory.
 """
@@ -20,13 +22,14 @@ from dataclasses import dataclass
 from typing import final
 
 from forebay.checking.capacity import check_account, check_device
-from forebay.checking.computing import walk
+from forebay.checking.computing import largest, walk
 from forebay.checking.fitting import allowances, check_names, check_standing, layouts, standing, staying_gradients
 from forebay.checking.gradients import landings
 from forebay.checking.live import Live
 from forebay.checking.order import Order
 from forebay.checking.residency import Residency
 from forebay.checking.step import Step
+from forebay.checking.treated import Treated, check_host_room, check_treatments, treated_by
 from forebay.checking.updates import Updates
 from forebay.layout import StateLayout
 from forebay.machine import Machine
@@ -52,11 +55,15 @@ def check(
     stands = standing(trace, plan, chunks)
     most = {**stands, Tier.DEVICE: stands[Tier.DEVICE] + staying_gradients(trace, plan)}
     check_standing(most, machine, plan)
-    _Proof(Step(trace), machine, plan, chunks, stands).check(program or _lowered(trace, plan, micro_batches))
+    steps = [Step(one) for one in trace.routings]
+    check_treatments(plan, steps)
+    treated = [treated_by(step, plan, extreme=step is not steps[0]) for step in steps]
+    check_host_room(plan, steps, treated)
     passes = program.micro_batches if program is not None else micro_batches
-    for extreme in trace.extremes:
+    for step, what in zip(steps, treated, strict=True):
         # Other routes make other ops, so that the program of these is another. What stands is the same.
-        _Proof(Step(extreme), machine, plan, chunks, stands).check(_lowered(extreme, plan, passes))
+        given = program if step is steps[0] else None
+        _Proof(step, what, machine, plan, chunks, stands).check(given or _lowered(step.trace, plan, passes))
 
 
 def _lowered(trace: Trace, plan: Plan, micro_batches: int) -> Program:
@@ -71,6 +78,7 @@ class _Proof:
     """What is the same for all programs of a plan."""
 
     step: Step
+    treated: Treated
     machine: Machine
     plan: Plan
     layouts: Mapping[str, StateLayout]
@@ -82,12 +90,22 @@ class _Proof:
         order = Order(program)
         placements = {p.block: p for p in plan.placements}
         resident = {i for i, block in step.block_of.items() if placements[block].resident}
-        live = Live(step, resident, plan.recompute)
-        passes = walk(step, live, program)
+        live = Live(step, resident, plan.recompute, self.treated)
+        passes = walk(step, live, program, order)
         residency = Residency(step, program, order, placements)
         residency.check()
         landed = landings(step, program, order, placements, passes)
         Updates(step, plan, program, order, self.layouts, passes, landed, residency.sources).check()
-        allowed = allowances(self.machine, plan)[Tier.DEVICE]
-        stands = self.standing[Tier.DEVICE]
-        check_device(step, live, program, order, passes, landed, self.layouts, stands, allowed, plan.device)
+        check_device(
+            step,
+            live,
+            program,
+            order,
+            passes,
+            landed,
+            self.layouts,
+            self.standing[Tier.DEVICE],
+            allowances(self.machine, plan)[Tier.DEVICE],
+            plan.device,
+            lambda moment: largest(step, live, program, order, moment),
+        )

@@ -2,26 +2,44 @@
 
 Two accounts are kept for every compute action: what the trace needs, worked out here, and what the program says of
 itself (``Program.standing``, ``Action.peak``, ``Action.changes``), which the simulator plays. In both, what leaves the
-device counts until the action that takes it away is done for certain.
+device counts until the action that takes it away is done for certain, and what comes back counts from the moment that
+its action may start (``transit``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from forebay.checking.computing import Made, Moment, Passes, largest
+from forebay.checking.computing import Moment, Passes
 from forebay.checking.live import Live
 from forebay.checking.order import Order
 from forebay.checking.step import Step
+from forebay.checking.transit import Coming, most_in_transit
 from forebay.checking.words import fault
 from forebay.errors import DoesNotFit
 from forebay.layout import STATE_ITEMSIZE, StateLayout, needs_master
 from forebay.memory import Tier
-from forebay.program import Program, Verb
+from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
 from forebay.units import format_apart, format_bytes
 
 __all__ = ["check_account", "check_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What compute may need at ``moment`` beside what stands: ``nbytes`` of the step, ``in_transit`` beside them.
+    ``waiting``: before the action starts."""
+
+    moment: Moment
+    nbytes: int
+    in_transit: int
+    waiting: bool
+
+    @property
+    def total(self) -> int:
+        return self.nbytes + self.in_transit
 
 
 def check_device(
@@ -35,29 +53,29 @@ def check_device(
     standing: int,
     allowed: int,
     promised: int,
+    largest: Callable[[Moment], int | None],
 ) -> None:
     """Raises ``DoesNotFit`` at the compute action that may need more than ``allowed`` bytes, naming op and tensor;
     ``PlanInvalid`` where the program says that it needs less than it does, or the plan that it takes at most
-    ``promised`` bytes."""
+    ``promised`` bytes. ``largest`` finds the largest tensor at a moment."""
     claims = _Claims(program, order)
     moments = sorted((*passes.moments, *_updates(step, live, program, layouts)), key=lambda m: m.action)
     needs = _needs(order, passes, landed, moments)
-    for moment, under_way in needs:
-        needed = standing + under_way + moment.nbytes
-        claimed = claims.at(moment.action)
+    for need in needs:
+        action, needed = need.moment.action, standing + need.total
+        claimed = needed if need.waiting else claims.at(action)
         if claimed < needed:
             text = f"it says that the device holds {claimed} bytes while it runs, and {needed} may be there"
-            raise fault(program, moment.action, program.actions[moment.action].what, text)
-    worst = max(needs, key=lambda need: need[1] + need[0].nbytes, default=None)
+            raise fault(program, action, program.actions[action].what, text)
+    worst = max(needs, key=lambda need: need.total, default=None)
     if worst is not None:
-        moment, under_way = worst
-        needed = standing + under_way + moment.nbytes
+        action, needed = worst.moment.action, standing + worst.total
         if needed > allowed:
-            tensor = largest(step, live, program, moment) if moment.op >= 0 else None
-            raise _no_room(step, program, moment, tensor, needed, under_way, standing, allowed)
+            tensor = largest(worst.moment) if worst.moment.op >= 0 else None
+            raise _no_room(step, program, worst, tensor, standing, allowed)
         if needed > promised:
             text = f"the plan predicts a device peak of {promised} bytes and {needed} may be there; make the plan again"
-            raise fault(program, moment.action, program.actions[moment.action].what, text)
+            raise fault(program, action, program.actions[action].what, text)
     most = claims.peak
     if most > allowed:
         much, little = format_apart(most, allowed)
@@ -80,19 +98,25 @@ def check_account(program: Program, standing: Mapping[Tier, int]) -> None:
             raise fault(program, -1, tier.value, text)
 
 
-def _needs(
-    order: Order, passes: Passes, landed: Mapping[tuple[int, int], int], moments: Sequence[Moment]
-) -> list[tuple[Moment, int]]:
-    """Every moment of compute with the bytes of gradients that may not have landed when it begins."""
-    needs: list[tuple[Moment, int]] = []
-    under_way: list[Made] = []
+def _needs(order: Order, passes: Passes, landed: Mapping[tuple[int, int], int], moments: list[Moment]) -> list[_Need]:
+    """Every moment of compute, and every wait for one, with the bytes that may be on their way in either direction."""
+    leaving = [(g.action, landed[g.parameter, g.number], g.nbytes) for g in passes.made]
+    leaving += [(one.action, passes.offloads[one.root, one.number], one.nbytes) for one in passes.left]
+    leaving.sort(key=lambda entry: entry[0])
+    coming = Coming(order, passes.reloads)
+    needs: list[_Need] = []
+    under_way: list[tuple[int, int]] = []
     done = 0
     for moment in moments:
-        while done < len(passes.made) and passes.made[done].action < moment.action:
-            under_way.append(passes.made[done])
+        while done < len(leaving) and leaving[done][0] < moment.action:
+            under_way.append(leaving[done][1:])
             done += 1
-        under_way = [g for g in under_way if not order.before(landed[g.parameter, g.number], moment.action)]
-        needs.append((moment, sum(g.nbytes for g in under_way)))
+        between, during = coming.at(moment.action)
+        if between:
+            waiting = most_in_transit(order, under_way, between)
+            needs.append(_Need(moment, moment.before, waiting, True))
+        under_way = [one for one in under_way if not order.before(one[0], moment.action)]
+        needs.append(_Need(moment, moment.nbytes, most_in_transit(order, under_way, during), False))
     return needs
 
 
@@ -107,57 +131,88 @@ def _updates(step: Step, live: Live, program: Program, layouts: Mapping[str, Sta
                 for c in layouts[action.block].chunks
                 if any(step.ids[p.parameter.name] in step.with_gradient for p in c.pieces)
             ]
-            moments.append(Moment(index, live.kept + max(sizes, default=0), -1))
+            moments.append(Moment(index, live.kept + max(sizes, default=0), -1, live.kept))
     return moments
 
 
 class _Claims:
-    """What the program says of the device: the most that may be there while each compute action runs."""
+    """What the program says of the device: the most that may be there while each compute action runs (``at``), and at
+    any time (``peak``). A reload takes its ``peak`` while it goes on, and leaves what it ``changes``; an offload frees
+    nothing before the ops that hold its tensor (``Action.ops``) have run."""
 
     def __init__(self, program: Program, order: Order) -> None:
         self._claimed: dict[int, int] = {}
         self.peak = self.at_peak = -1
-        steady = sum(program.standing.get(Tier.DEVICE, {}).values())
-        freeing: list[tuple[int, int]] = []
+        self._steady = sum(program.standing.get(Tier.DEVICE, {}).values())
+        self._order = order
+        # Of what leaves and of what comes back, actions and bytes; of the latter also what stays.
+        self._leaving: list[tuple[int, int]] = []
+        # Offloads, their bytes and the op by which compute has let go; the number of ops that have run in the pass.
+        self._held: list[tuple[int, int, int]] = []
+        self._reached = 0
+        reloads = [(i, a) for i, a in enumerate(program.actions) if a.verb is Verb.RELOAD]
+        self._coming = Coming(order, [(i, max(a.peak, _change(a), 0)) for i, a in reloads])
+        self._arriving = [(i, _change(a)) for i, a in reloads]
         for index, action in enumerate(program.actions):
-            change = sum(c.nbytes for c in action.changes)
+            change = _change(action)
             if action.lane is Lane.COMPUTE:
-                done = [f for f in freeing if order.before(f[0], index)]
-                steady += sum(nbytes for _, nbytes in done)
-                freeing = [f for f in freeing if not order.before(f[0], index)]
-                self._claimed[index] = steady + max(action.peak, 0)
-                if self._claimed[index] > self.peak:
-                    self.peak, self.at_peak = self._claimed[index], index
-                steady += change
-            elif change > 0:
-                raise fault(program, index, action.what, "only compute makes bytes on the device")
-            elif change < 0:
-                freeing.append((index, change))
+                self._compute(index, action)
+                self._steady += change
+            elif change < 0 and action.verb is not Verb.RELOAD:
+                self._held.append((index, -change, action.ops[1]))
+                self._let_go()
+            elif change > 0 and action.verb is not Verb.RELOAD:
+                raise fault(program, index, action.what, "only compute and reloads make bytes on the device")
+
+    def _compute(self, index: int, action: Action) -> None:
+        between, during = self._coming.at(index)
+        if between:
+            self._note(index, self._steady_with(between))
+        done = [one for one in self._leaving if self._order.before(one[0], index)]
+        self._steady -= sum(nbytes for _, nbytes in done)
+        self._leaving = [one for one in self._leaving if not self._order.before(one[0], index)]
+        while self._arriving and self._order.before(self._arriving[0][0], index):
+            self._steady += self._arriving.pop(0)[1]
+        self._claimed[index] = self._steady_with(during) + max(action.peak, 0)
+        self._note(index, self._claimed[index])
+        if action.verb is Verb.COMPUTE and not action.recomputed:
+            self._reached = action.ops[1]
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._leaving += [(index, nbytes) for index, nbytes, until in self._held if until <= self._reached]
+        self._held = [one for one in self._held if one[2] > self._reached]
+
+    def _steady_with(self, coming: list[tuple[int, int]]) -> int:
+        """The most at once of what stands, what may not have left yet and what may be there again."""
+        left = sum(nbytes for _, nbytes in self._leaving)
+        return self._steady - left + most_in_transit(self._order, self._leaving, coming)
+
+    def _note(self, index: int, nbytes: int) -> None:
+        if nbytes > self.peak:
+            self.peak, self.at_peak = nbytes, index
 
     def at(self, action: int) -> int:
         return self._claimed[action]
 
 
-def _no_room(
-    step: Step,
-    program: Program,
-    moment: Moment,
-    tensor: int | None,
-    needed: int,
-    under_way: int,
-    standing: int,
-    allowed: int,
-) -> DoesNotFit:
+def _change(action: Action) -> int:
+    return sum(change.nbytes for change in action.changes)
+
+
+def _no_room(step: Step, program: Program, need: _Need, tensor: int | None, standing: int, allowed: int) -> DoesNotFit:
+    moment, needed = need.moment, standing + need.total
     much, little = format_apart(needed, allowed)
     what = program.actions[moment.action].what
-    parts = [f"{format_bytes(standing)} stand", f"{format_bytes(under_way)} of gradients may be under way"]
+    moves = "gradients and activations" if any(a.tensor >= 0 for a in program.actions) else "gradients"
+    parts = [f"{format_bytes(standing)} stand", f"{format_bytes(need.in_transit)} of {moves} may be under way"]
     if moment.op >= 0:
         block = f" of block {step.block(moment.op)}" if step.block(moment.op) else ""
         where = f"op {moment.op} ({step.ops[moment.op].name}{block}) in action {moment.action} ({what})"
-        parts.append(f"{format_bytes(moment.nbytes)} are tensors of the step")
+        parts.append(f"{format_bytes(need.nbytes)} are tensors of the step")
     else:
         where = f"action {moment.action} ({what})"
-        parts.append(f"{format_bytes(moment.nbytes)} are gradients that stay, and those widened to 32 bits")
+        parts.append(f"{format_bytes(need.nbytes)} are gradients that stay, and those widened to 32 bits")
     biggest = f"; the largest tensor is {step.name(tensor)}" if tensor is not None else ""
     return DoesNotFit(
         f"device memory: {where} needs {much} and {little} are allowed: {', '.join(parts)}{biggest}; raise "

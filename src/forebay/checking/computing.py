@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forebay.checking.live import Live, Missing
+from forebay.checking.live import Gone, Live, Missing
+from forebay.checking.order import Order
 from forebay.checking.step import Step
+from forebay.checking.transfers import Transfers
 from forebay.checking.words import fault
 from forebay.program import Action, Program, Verb
 from forebay.trace import Phase
 
-__all__ = ["Made", "Moment", "Passes", "largest", "walk"]
+__all__ = ["Left", "Made", "Moment", "Passes", "largest", "walk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,54 +27,77 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """From action ``action`` of pass ``number`` on, only its way to the host keeps ``root`` on the device."""
+
+    root: int
+    number: int
+    action: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Moment:
     """The most that one compute action needs beside what stands: ``nbytes``, while ``op`` runs (-1: no op's).
 
-    Gradients that were complete before the action are not in it.
+    Gradients that were complete before the action are not in it, nor moved roots that were on their way before it, in
+    either direction. ``before`` are the bytes when it waits to start.
     """
 
     action: int
     nbytes: int
     op: int
+    before: int
 
 
 @dataclass
 class Passes:
     """Passes are numbered through all steps. ``first`` and ``last`` are their first and last compute actions,
-    ``made`` their gradients that leave or could leave, ``moments`` what compute needs, in order."""
+    ``made`` their gradients that leave or could leave, ``left`` their moved roots, ``moments`` what compute needs, in
+    order. ``offloads`` are actions by root and pass, ``reloads`` actions with their bytes, in order."""
 
     first: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
+    offloads: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    reloads: Sequence[tuple[int, int]] = ()
 
 
-def walk(step: Step, live: Live, program: Program) -> Passes:
-    """Runs through the compute actions. Raises ``PlanInvalid`` for an op that is left out, repeated or out of order, or
-    that reads a tensor which is not in memory."""
-    walker = _Walker(step, live, program)
+def walk(step: Step, live: Live, program: Program, order: Order) -> Passes:
+    """Runs through compute and what moves activations. Raises ``PlanInvalid`` for an op that is left out, repeated or
+    out of order, or that reads a tensor which is not in memory, and for a tensor that is not moved as the plan says."""
+    walker = _Walker(step, live, program, order)
     for index, action in enumerate(program.actions):
-        if action.verb is Verb.COMPUTE:
-            walker.run(index, action)
+        walker.act(index, action)
     walker.end()
     return walker.passes
 
 
-def largest(step: Step, live: Live, program: Program, moment: Moment) -> int | None:
+def largest(step: Step, live: Live, program: Program, order: Order, moment: Moment) -> int | None:
     """The largest root in memory at ``moment``, found by walking there again: it is asked for when there is no room."""
-    walker = _Walker(step, live, program, (moment.action, moment.op))
+    walker = _Walker(step, live, program, order, (moment.action, moment.op))
     for index, action in enumerate(program.actions[: moment.action + 1]):
-        if action.verb is Verb.COMPUTE:
-            walker.run(index, action)
+        walker.act(index, action)
     return walker.largest
 
 
 class _Walker:
-    def __init__(self, step: Step, live: Live, program: Program, wanted: tuple[int, int] = (-1, -1)) -> None:
+    def __init__(
+        self,
+        step: Step,
+        live: Live,
+        program: Program,
+        order: Order,
+        wanted: tuple[int, int] = (-1, -1),
+    ) -> None:
         self.step = step
         self.live = live
         self.program = program
-        self.passes = Passes()
+        self.named = live.treated.named
+        self.transfers = Transfers(step, live, program, order)
+        self.passes = Passes(offloads=self.transfers.offloads, reloads=self.transfers.reloads)
         self.wanted = wanted
         self.largest: int | None = None
         self.next_op = 0
@@ -80,6 +106,19 @@ class _Walker:
         self.again: dict[int, int] = {}
         self.rerun = -1
         self.last_forward = max((n for n in range(len(step.ops)) if step.phase(n) is Phase.FORWARD), default=-1)
+        # Of every backward visit the forward visits that do not run again for it because all of their ops are named.
+        self.spared: dict[int, list[int]] = {}
+        for forward, partners in live.partners.items():
+            if step.remade(forward) and self.named.issuperset(step.remade(forward)):
+                self.spared.setdefault(min(partners, default=-1), []).append(forward)
+
+    def act(self, index: int, action: Action) -> None:
+        if action.verb is Verb.COMPUTE:
+            self.run(index, action)
+        elif action.verb is Verb.OFFLOAD:
+            self.transfers.offload(index, action)
+        elif action.verb is Verb.RELOAD:
+            self.transfers.reload(index, action)
 
     def run(self, index: int, action: Action) -> None:
         start, stop = action.ops
@@ -95,13 +134,14 @@ class _Walker:
             )
         if self.next_op == 0 and not action.recomputed:
             self._begin_pass(index)
-        if action.recomputed:
-            self._expect_rerun(index, start, stop)
-        else:
+        before = self.live.nbytes + self.live.kept + self._held(again=action.recomputed)
+        for root in self.transfers.arrived(index):
+            self.live.arrive(root)
+        if not action.recomputed:
             self._end_rerun(index)
             if start != self.next_op:
                 raise self._out_of_order(index, start)
-        self._ops(index, start, stop, action.recomputed)
+        self._ops(index, start, stop, action.recomputed, before)
         if not action.recomputed:
             self.next_op = stop
         if self.next_op == len(self.step.ops):
@@ -114,6 +154,7 @@ class _Walker:
         expected = self.program.steps * self.program.micro_batches
         if self.number < expected or self.next_op:
             raise self._unfinished(len(self.program.actions))
+        self.transfers.end(len(self.program.actions))
 
     def _unfinished(self, index: int) -> Exception:
         op, passes = self.next_op, self.program.steps * self.program.micro_batches
@@ -122,10 +163,18 @@ class _Walker:
 
     def _begin_pass(self, index: int) -> None:
         if len(self.passes.first) == self.number:
+            if self.number:
+                self.transfers.end(index)
+            self.transfers.begin(self.number)
             self.passes.first.append(index)
             self.live.begin(first_of_step=self.number % self.program.micro_batches == 0)
             self.again.clear()
             self.rerun = -1
+
+    def _held(self, *, again: bool) -> int:
+        """Bytes of the outputs of the pass before that are there before an op runs."""
+        forward = self.next_op <= self.last_forward and not again
+        return self.step.trace.held_nbytes if self.number and forward else 0
 
     def _out_of_order(self, index: int, start: int) -> Exception:
         expected = self.next_op
@@ -136,35 +185,40 @@ class _Walker:
         at_fault = expected if start > expected else start
         return fault(self.program, index, self.step.ops[at_fault].name, text)
 
-    def _expect_rerun(self, index: int, start: int, stop: int) -> None:
+    def _expect_rerun(self, index: int, op: int) -> None:
         """Recomputation belongs to the backward visit that begins next or is under way, and is that of a whole visit
-        up to its last saved tensor: torch ends it there, and no earlier."""
+        up to its last saved tensor, but for named ops: torch ends it there, and no earlier."""
         backward = self.step.ops[self.next_op].visit if self.next_op < len(self.step.ops) else -1
-        for op in range(start, stop):
-            visit = self.step.ops[op].visit
-            if visit != self.rerun:
-                self._end_rerun(index)
-            remade = self.step.remade(visit)
-            expected = self.again.get(visit, remade.start)
-            if backward not in self.live.partners.get(visit, frozenset()):
-                text = f"op {op} ({self._op(op)}) is run again before op {self.next_op}, which is not its backward"
-            elif op < expected:
-                text = f"op {op} ({self._op(op)}) is recomputed twice in one pass"
-            elif op not in remade:
-                text = f"op {op} ({self._op(op)}) is run again, and the last tensor of its block is saved before it"
-            elif op > expected:
-                text = f"op {expected} ({self._op(expected)}) is left out of what is run again before op {self.next_op}"
-            else:
-                self.again[visit], self.rerun = op + 1, visit
-                continue
-            raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
+        visit = self.step.ops[op].visit
+        if visit != self.rerun:
+            self._end_rerun(index)
+        remade = self.step.remade(visit)
+        expected = self.again.get(visit, remade.start)
+        left_out = next((n for n in range(expected, op) if n not in self.named), None)
+        if backward not in self.live.partners.get(visit, frozenset()):
+            text = f"op {op} ({self._op(op)}) is run again before op {self.next_op}, which is not its backward"
+        elif op < expected:
+            text = f"op {op} ({self._op(op)}) is recomputed twice in one pass"
+        elif op in self.named:
+            text = f"op {op} ({self._op(op)}) is run again, and the plan keeps or moves what it has made"
+        elif op not in remade:
+            text = f"op {op} ({self._op(op)}) is run again, and the last tensor of its block is saved before it"
+        elif left_out is not None:
+            text = f"op {left_out} ({self._op(left_out)}) is left out of what is run again before op {self.next_op}"
+        else:
+            if visit not in self.again:
+                self.live.expect_inputs(visit)
+            for number in range(expected, op):
+                self.live.pass_over(number)
+            self.again[visit], self.rerun = op + 1, visit
+            return
+        raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
 
     def _expect_all_rerun(self, index: int) -> None:
         """A pass is over: every recomputed visit that backward asks for something has been run again."""
         for visit in self.live.partners:
-            remade = self.step.remade(visit)
-            if remade and visit not in self.again:
-                op = remade.start
+            op = next((n for n in self.step.remade(visit) if n not in self.named), None)
+            if op is not None and visit not in self.again:
                 text = (
                     f"op {op} ({self._op(op)}) is not run again in pass {self.number}, and backward needs what it saves"
                 )
@@ -172,45 +226,78 @@ class _Walker:
 
     def _end_rerun(self, index: int) -> None:
         """What was run again has to have come to the last saved tensor of its visit."""
-        if self.rerun >= 0 and self.again[self.rerun] in self.step.remade(self.rerun):
-            op = self.again[self.rerun]
-            text = f"op {op} ({self._op(op)}) is not run again, and a tensor of its block is saved after it"
-            raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
+        if self.rerun >= 0:
+            for op in range(self.again[self.rerun], self.step.remade(self.rerun).stop):
+                if op not in self.named:
+                    text = f"op {op} ({self._op(op)}) is not run again, and a tensor of its block is saved after it"
+                    raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
+                self._pass_over(index, op)
         self.rerun = -1
 
-    def _ops(self, index: int, start: int, stop: int, again: bool) -> None:
+    def _pass_over(self, index: int, op: int) -> None:
+        try:
+            self.live.pass_over(op)
+        except Missing as missing:
+            raise self._missing(index, missing) from None
+
+    def _ops(self, index: int, start: int, stop: int, again: bool, before: int) -> None:
         most, op = self.live.nbytes, start
-        held = self.step.trace.held_nbytes if self.number else 0
-        left = 0  # gradients that are complete: they have left the account of the step, not yet the device
+        left = 0  # what has left the account of the step, not yet the device
         for number in range(start, stop):
-            try:
-                nbytes = self.live.start(number, again=again)
-            except Missing as missing:
-                raise self._missing(index, missing) from None
+            nbytes = self._start(index, number, again)
             forward = number <= self.last_forward and not again
-            nbytes += left + (held if forward else 0)
+            nbytes += left + (self.step.trace.held_nbytes if self.number and forward else 0)
             if nbytes > most or number == start:
                 most, op = nbytes, number
             if (index, number) == self.wanted:
                 self.largest = self.live.largest()
-            for parameter, size in self.live.finish(number, again=again):
-                self.passes.made.append(Made(parameter, self.number, index, size))
-                left += size
+            left += self._leave(index, self.live.finish(number, again=again))
             if number == self.last_forward and not again:
                 # A loss outside of the model, made of what forward leaves.
                 most = max(most, self.live.nbytes + left + self.step.trace.unseen_nbytes)
-        self.passes.moments.append(Moment(index, most, op))
+        self.passes.moments.append(Moment(index, most, op, before))
+
+    def _start(self, index: int, number: int, again: bool) -> int:
+        """An op runs. Returns the live bytes."""
+        visit = self.step.ops[number].visit
+        try:
+            if again:
+                self._expect_rerun(index, number)
+            elif number == self.step.trace.visits[visit].first_op:
+                for forward in self.spared.get(visit, ()):
+                    for spared in self.step.remade(forward):
+                        self.live.pass_over(spared)
+            nbytes = self.live.start(number, again=again)
+        except Missing as missing:
+            raise self._missing(index, missing) from None
+        if not again:
+            self.transfers.made(number, index)
+        return nbytes
+
+    def _leave(self, index: int, gone: Gone) -> int:
+        """Notes what an op of action ``index`` leaves on its way to the host. Returns the bytes."""
+        left = 0
+        for parameter, nbytes in gone.gradients:
+            self.passes.made.append(Made(parameter, self.number, index, nbytes))
+            left += nbytes
+        for root in gone.moved:
+            if not self.transfers.is_out(root, index):
+                nbytes = self.step.nbytes[root]
+                self.passes.left.append(Left(root, self.number, index, nbytes))
+                left += nbytes
+        return left
 
     def _missing(self, index: int, missing: Missing) -> Exception:
         step, root = self.step, missing.root
         block = step.block(step.birth[root])
-        why = f"; block {block} has to be recomputed before" if block in self.live.recomputed else ""
-        return fault(
-            self.program,
-            index,
-            block if why else step.name(root),
-            f"op {missing.op} ({self._op(missing.op)}) reads {step.name(root)}, which is not in memory{why}",
-        )
+        subject, why = step.name(root), ""
+        if root in self.live.treated.moved:
+            why = "; it was moved to the host and may not be back by then"
+        elif block in self.live.recomputed:
+            subject, why = block, f"; block {block} has to be recomputed before"
+        asks = "is given" if missing.op in self.named else "reads"
+        text = f"op {missing.op} ({self._op(missing.op)}) {asks} {step.name(root)}, which is not in memory{why}"
+        return fault(self.program, index, subject, text)
 
     def _op(self, number: int) -> str:
         block = self.step.block(number)

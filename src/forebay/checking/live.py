@@ -6,28 +6,48 @@ Holders of a root
     go of all that (``torch.utils.checkpoint``, non-reentrant). It runs again up to its last saved tensor. What it then
     makes is a *remade* root, a copy of its own beside the first if that is still there: Python holds it until it is
     dropped, or the rerun is over; autograd, if it is saved there, until it is spent.
+
+Named ops (``treated``) of such a block do not run again. A record holds what they have made from then until the rerun
+comes to where the op would run (or, where it never comes there, until the end of the forward). From then on it is held
+as if it had been remade, but it is the same root.
+
+Moved roots are on the device twice. First, while Python holds them, and until they are on the host: that is the
+program's to say (``transfers``). All other holders hold what stands for them on the host. Then again, from when they
+``arrive``, until none of those holders is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import final
 
 from forebay.checking.step import Step
+from forebay.checking.treated import NOTHING, Treated
+from forebay.trace import Phase
 
-__all__ = ["Live", "Missing"]
+__all__ = ["Gone", "Live", "Missing"]
 
-PYTHON, AUTOGRAD = 1, 2
+PYTHON, AUTOGRAD, RECORD, PYTHON_AGAIN, AUTOGRAD_AGAIN = 1, 2, 4, 8, 16
 
 
 @final
 class Missing(Exception):
-    """An op reads a root that is not in memory."""
+    """An op needs a root that is not in memory."""
 
     def __init__(self, op: int, root: int) -> None:
         super().__init__(f"op {op} reads tensor {root}")
         self.op = op
         self.root = root
+
+
+@dataclass
+class Gone:
+    """What leaves the account when an op has run: ``gradients`` (parameter, bytes) that are complete, and roots that
+    are on the device only if they are not yet on the host (``moved``)."""
+
+    gradients: list[tuple[int, int]] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
 
 
 @final
@@ -36,9 +56,12 @@ class Live:
     of ``resident`` parameters: those that the first pass of a step completes are ``kept`` until its update, later ones
     are added to them. ``recompute`` are names of blocks."""
 
-    def __init__(self, step: Step, resident: Collection[int], recompute: Collection[str]) -> None:
+    def __init__(
+        self, step: Step, resident: Collection[int], recompute: Collection[str], treated: Treated = NOTHING
+    ) -> None:
         self._step = step
         self._resident = resident
+        self.treated = treated
         self.recomputed = frozenset(recompute)
         self.partners = step.partners(self.recomputed)
         self._own = {root for op in step.ops for root in op.spent}
@@ -46,23 +69,33 @@ class Live:
         self._letting_go: dict[int, list[int]] = {}
         for place in self.partners:
             self._letting_go.setdefault(step.trace.visits[place].kept_until, []).append(place)
+        # Of the last op of a visit: what its record holds for nothing, made after the last saved tensor.
+        self._late: dict[int, list[int]] = {}
+        for op in sorted(treated.named):
+            visit = step.ops[op].visit
+            if op not in step.remade(visit):
+                self._late.setdefault(step.last_op(visit), []).extend(step.ops[op].made)
         self.nbytes = 0
         self.kept = 0
         self._first_pass = True
         self._first: dict[int, int] = {}
         self._remade: dict[int, int] = {}
+        # Of moved roots: who holds what stands for them; those that are on the device again.
+        self._away: dict[int, int] = {}
+        self._back: set[int] = set()
         self._rerun_holds: dict[int, int] = {}
         self._held_by: dict[int, tuple[int, ...]] = {}
-        # The visit that runs again, and the bytes of buffers copied for it.
+        # The visit that runs again, the bytes of buffers copied for it, what it was given in the place of named ops.
         self._running_again = -1
         self._copied = 0
+        self._given: set[int] = set()
 
     def begin(self, *, first_of_step: bool) -> None:
         """A pass begins: nothing of the one before is left but the gradients that stay."""
         self.nbytes = 0
         self.kept = 0 if first_of_step else self.kept
         self._first_pass = first_of_step
-        for table in (self._first, self._remade, self._rerun_holds, self._held_by):
+        for table in (self._first, self._remade, self._away, self._back, self._rerun_holds, self._held_by, self._given):
             table.clear()
         self._running_again, self._copied = -1, 0
 
@@ -72,73 +105,142 @@ class Live:
         Raises ``Missing`` if it reads what is not there.
         """
         step, op = self._step, self._step.ops[number]
-        running = op.visit if again else -1
-        if running != self._running_again:
-            self._end_rerun()
-            self._running_again = running
-            self._copied = step.copied_nbytes(running) if again else 0
-            self.nbytes += self._copied
+        self._turn(op.visit if again else -1)
         if not again and number == step.trace.visits[op.visit].first_op and op.visit in self.partners:
             self._hold_inputs(op.visit)
+        backward = again or step.phase(number) is Phase.BACKWARD
         for root in op.reads:
-            if root not in self._first and root not in self._remade:
+            if not self._is_there(root, backward):
                 raise Missing(number, root)
         for root in op.made:
-            mask = PYTHON
-            if step.saved[root]:
-                drops = op.visit in self.partners and root not in self._others
-                keeps = root in self._own if again else not drops
-                mask |= AUTOGRAD if keeps else 0
-            (self._remade if again else self._first)[root] = mask
+            if again:
+                self._remade[root] = PYTHON | (AUTOGRAD if step.saved[root] and root in self._own else 0)
+            else:
+                self._make(number, root)
             self.nbytes += step.nbytes[root]
         return self.nbytes + self.kept
 
-    def finish(self, number: int, *, again: bool = False) -> list[tuple[int, int]]:
-        """Op ``number`` has run. Returns (parameter, bytes) of gradients that are complete and leave the account."""
-        op = self._step.ops[number]
-        self._free(number, again)
-        leaving = []
+    def finish(self, number: int, *, again: bool = False) -> Gone:
+        """Op ``number`` has run."""
+        op, gone = self._step.ops[number], Gone()
+        self._free(number, again, gone)
         for parameter, root in op.gradients:
             # Two gradients in one root: the bytes go with the last one.
             there = root in self._first and self._step.last_gradient[root] == parameter
             nbytes = self._step.nbytes[root] if there else 0
             if parameter not in self._resident:
-                leaving.append((parameter, nbytes))
+                gone.gradients.append((parameter, nbytes))
             elif self._first_pass:
                 self.kept += nbytes
         for root in () if again else self._step.ending.get(number, ()):
             if self._first.pop(root, None) is not None:
                 self.nbytes -= self._step.nbytes[root]
-        return leaving
+        return gone
 
-    def _free(self, number: int, again: bool) -> None:
-        """Lets go of what nobody holds after op ``number``."""
-        op = self._step.ops[number]
-        table = self._remade if again else self._first
-        for root in op.dropped:
-            self._let_go(table, root, PYTHON)
-        for root in op.unsaved:
-            if self._visit(root) not in self.partners:
-                self._let_go(self._first, root, AUTOGRAD)
-        for root in op.released:
-            if self._visit(root) in self.partners:
-                self._let_go(self._first, root, AUTOGRAD)
-        for root in op.spent:
-            self._let_go(self._remade, root, AUTOGRAD)
-        for visit in () if again else self._letting_go.get(number, ()):
-            self._let_inputs_go(visit)
+    def pass_over(self, number: int) -> None:
+        """A rerun comes to op ``number``, which is named: it is given what the op has made. Raises ``Missing`` for a
+        moved root that is not on the device again."""
+        step, op = self._step, self._step.ops[number]
+        self._turn(op.visit)
+        for root in op.made:
+            if root in self._away and root not in self._back:
+                raise Missing(number, root)
+            table = self._away if root in self._away else self._first
+            held = PYTHON_AGAIN | (AUTOGRAD_AGAIN if step.saved[root] and root in self._own else 0)
+            table[root] = table[root] & ~RECORD | held
+            self._given.add(root)
+        self._free(number, again=True, gone=Gone())
+
+    def expect_inputs(self, visit: int) -> None:
+        """A visit runs again. Raises ``Missing`` for a moved input of it that is not on the device again."""
+        for root in self._held_by.get(visit, ()):
+            if root in self._away and root not in self._back:
+                raise Missing(self._step.trace.visits[visit].first_op, root)
+
+    def is_wanted(self, root: int) -> bool:
+        """Whether somebody holds what stands for a moved root on the host."""
+        return bool(self._away.get(root) or self._rerun_holds.get(root))
+
+    def arrive(self, root: int) -> None:
+        """A moved root is on the device again; it is let go at once if nobody holds what stands for it."""
+        if self.is_wanted(root):
+            self._back.add(root)
+            self.nbytes += self._step.nbytes[root]
 
     def largest(self) -> int | None:
         """The largest root in memory."""
-        roots = [*self._first, *self._remade]
+        roots = [*self._first, *self._remade, *self._back]
         return max(roots, key=lambda r: (self._step.nbytes[r], -r), default=None)
+
+    def _make(self, number: int, root: int) -> None:
+        drops = self._step.ops[number].visit in self.partners and root not in self._others
+        others = AUTOGRAD if self._step.saved[root] and not drops else 0
+        others |= RECORD if number in self.treated.named else 0
+        if root in self.treated.moved:
+            self._away[root] = others
+            others = 0
+        self._first[root] = PYTHON | others
+
+    def _is_there(self, root: int, backward: bool) -> bool:
+        """Whether an op finds ``root``. Backward asks for what stands for a moved one, whoever holds that beside."""
+        if root in self._away:
+            return root in self._back if backward else root in self._first
+        return root in self._first or root in self._remade
+
+    def _free(self, number: int, again: bool, gone: Gone) -> None:
+        """Lets go of what nobody holds after op ``number``."""
+        op = self._step.ops[number]
+        for root in op.dropped:
+            self._drop(root, again, gone)
+        for root in op.unsaved:
+            if self._visit(root) not in self.partners:
+                self._let_saved_go(root)
+        for root in op.released:
+            if self._visit(root) in self.partners:
+                self._let_saved_go(root)
+        for root in op.spent:
+            self._let_go(self._remade, root, AUTOGRAD)
+            self._let_given_go(root, AUTOGRAD_AGAIN)
+        if again:
+            return
+        for visit in self._letting_go.get(number, ()):
+            self._let_inputs_go(visit)
+        for root in self._late.get(number, ()):
+            self._let_given_go(root, RECORD)
+
+    def _drop(self, root: int, again: bool, gone: Gone) -> None:
+        if root in self._given:
+            self._let_given_go(root, PYTHON_AGAIN)
+        elif again:
+            self._let_go(self._remade, root, PYTHON)
+        elif root not in self._away:
+            self._let_go(self._first, root, PYTHON)
+        elif self._first.pop(root, None) is not None:
+            self.nbytes -= self._step.nbytes[root]
+            gone.moved.append(root)
+
+    def _let_saved_go(self, root: int) -> None:
+        self._let_go(self._away if root in self._away else self._first, root, AUTOGRAD)
+
+    def _let_given_go(self, root: int, holder: int) -> None:
+        """A holder of what named ops have made lets go of it."""
+        self._let_go(self._away if root in self._away else self._first, root, holder)
+        if holder == PYTHON_AGAIN:
+            self._given.discard(root)
 
     def _let_go(self, table: dict[int, int], root: int, holder: int) -> None:
         mask = table.get(root)
         if mask is None:
             return
         table[root] = mask & ~holder
-        if not table[root] and not (table is self._first and self._rerun_holds.get(root)):
+        if table[root] or (table is not self._remade and self._rerun_holds.get(root)):
+            return
+        if table is self._away:
+            # What stands for it is gone, on the host and on the device; Python may still hold the first copy.
+            if root in self._back:
+                self._back.discard(root)
+                self.nbytes -= self._step.nbytes[root]
+        else:
             del table[root]
             self.nbytes -= self._step.nbytes[root]
 
@@ -154,11 +256,20 @@ class Live:
     def _let_inputs_go(self, visit: int) -> None:
         for root in self._held_by.pop(visit, ()):
             self._rerun_holds[root] -= 1
-            if root in self._first:
-                self._let_go(self._first, root, 0)
+            self._let_go(self._away if root in self._away else self._first, root, 0)
+
+    def _turn(self, running: int) -> None:
+        """Visit ``running`` runs again, or (below 0) none does."""
+        if running != self._running_again:
+            self._end_rerun()
+            self._running_again = running
+            self._copied = self._step.copied_nbytes(running) if running >= 0 else 0
+            self.nbytes += self._copied
 
     def _end_rerun(self) -> None:
         """The rerun is over: its leftovers go."""
         self.nbytes -= self._copied
         for root in list(self._remade):
             self._let_go(self._remade, root, PYTHON)
+        for root in list(self._given):
+            self._let_given_go(root, PYTHON_AGAIN)

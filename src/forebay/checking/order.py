@@ -15,6 +15,8 @@ _LANES = {
     Verb.FETCH: (Lane.H2D,),
     Verb.LAND: (Lane.D2H,),
     Verb.ACCUMULATE: (Lane.D2H,),
+    Verb.OFFLOAD: (Lane.D2H,),
+    Verb.RELOAD: (Lane.H2D,),
     Verb.UPDATE: (Lane.UPDATE, Lane.COMPUTE),
     Verb.READ: (Lane.DISK_READ,),
     Verb.WRITE: (Lane.DISK_WRITE,),

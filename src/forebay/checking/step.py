@@ -18,7 +18,8 @@ class FlatOp:
     """One op: ``reads``, ``dropped``, ``unsaved``, ``spent`` and ``released`` are roots that the step makes, ``made``
     those that are born here.
 
-    ``parameters`` are ids of the parameters that it reads, ``gradients`` are (parameter, root).
+    ``parameters`` are ids of the parameters that it reads, ``gradients`` are (parameter, root). A ``view`` touches no
+    bytes; ``writes`` are roots that were there before and that it changes in place.
     """
 
     name: str
@@ -31,6 +32,8 @@ class FlatOp:
     gradients: tuple[tuple[int, int], ...]
     spent: tuple[int, ...]
     released: tuple[int, ...]
+    view: bool
+    writes: tuple[int, ...]
 
 
 @final
@@ -59,13 +62,16 @@ class Step:
         for number, visit, op in trace.ops():
             place = places.get(number, place)
             roots = {self._root[visit.resolve(t)] for t in op.inputs}
+            work = trace.works[op.work]
+            view = not work.flops and not work.nbytes
             # An op that works in place has for its output what is there already.
-            outputs = (t for t in map(visit.resolve, op.outputs) if self._root[t] == t and t >= self.sources)
-            made = tuple(t for t in dict.fromkeys(outputs) if t not in self.birth)
+            outputs = dict.fromkeys(t for t in map(visit.resolve, op.outputs) if t >= self.sources)
+            made = tuple(t for t in outputs if self._root[t] == t and t not in self.birth)
+            written = dict.fromkeys(self._root[t] for t in outputs if self._root[t] not in made)
             self.birth.update(dict.fromkeys(made, number))
             self.ops.append(
                 FlatOp(
-                    trace.works[op.work].op,
+                    work.op,
                     place,
                     tuple(sorted(r for r in roots if r >= self.sources)),
                     tuple(sorted(r for r in roots if r in self.parameter)),
@@ -75,6 +81,8 @@ class Step:
                     tuple((visit.resolve(g.parameter), self._root[visit.resolve(g.tensor)]) for g in op.gradients),
                     tuple(t for t in map(visit.resolve, op.spent) if t >= self.sources),
                     tuple(t for t in map(visit.resolve, op.released) if t >= self.sources),
+                    view,
+                    () if view else tuple(written),
                 )
             )
         # Of every visit the roots that it is given, or reads and does not make.
@@ -99,6 +107,11 @@ class Step:
         """The ops of a forward visit that run again where it is recomputed: those before its last saved tensor."""
         place = self.trace.visits[visit]
         return range(place.first_op, place.first_op + max(0, self.trace.segments[place.segment].saves_until))
+
+    def last_op(self, visit: int) -> int:
+        """The number of the last op of a visit."""
+        place = self.trace.visits[visit]
+        return place.first_op + len(self.trace.segments[place.segment].ops) - 1
 
     def copied_nbytes(self, visit: int) -> int:
         """Bytes of the buffers of the module of a visit, of which a recomputation makes a copy to work with."""

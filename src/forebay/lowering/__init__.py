@@ -1,14 +1,18 @@
 """From a plan to what every lane does. No torch.
 
 index     the trace turned round: lives of roots, what visits read
-liveness  bytes op by op, under any set of recomputed blocks
+lives     the order of a step with what is recomputed, kept and moved, and from when to when each root is live in it
+liveness  the most bytes that are there, whatever the timing
 recorder  a device on paper
 homes     reads, updates and writes of what is at home
+moving    activations that leave and come back
+stages    what is to be done in each part of a step
 walk      the steps, walked through as the runtime does
 lower     all of it: a plan becomes a program
 """
 
-from forebay.lowering.liveness import Liveness, Profile, device_bound
+from forebay.lowering.liveness import Liveness, device_bound
+from forebay.lowering.lives import Profile
 from forebay.lowering.lower import lower
 
 __all__ = ["Liveness", "Profile", "device_bound", "lower"]

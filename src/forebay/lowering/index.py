@@ -5,13 +5,15 @@ All that is equal in visits of the same segment is looked up once for the segmen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import final
 
 from forebay.memory import Kind
-from forebay.trace import NO_SAVES, Phase, Segment, Trace, Visit
+from forebay.trace import NO_SAVES, Phase, Segment, Trace, Visit, Work
 
 __all__ = ["NEVER", "Completed", "Root", "TraceIndex"]
 
@@ -53,7 +55,7 @@ class Completed:
 class _Pattern:
     """What is the same in all visits of a segment; tensors are references."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, works: tuple[Work, ...]) -> None:
         self.length = len(segment.ops)
         self.saves_until = segment.saves_until
         self.roots_of = tuple(t.root for t in segment.tensors)
@@ -84,6 +86,42 @@ class _Pattern:
         read = {root: i for i, op in enumerate(segment.ops) for root in _roots(segment, op.inputs)}
         self.late = tuple((root, read[root]) for root in sorted(complete & read.keys()) if root >= 0)
         self.readers = tuple((-1 - port, tuple(ops)) for port, ops in readers.items())
+        # After these ops a node of autograd is over: what it had saved is let go, or its gradient is complete.
+        self.ends = tuple(i for i, op in enumerate(segment.ops) if op.unsaved or op.gradients)
+        self.written = _written(segment, works)
+        self.names = self._names(segment, works)
+
+    def _names(self, segment: Segment, works: tuple[Work, ...]) -> Mapping[tuple[str, int], int]:
+        """Places of the ops that make roots which nothing here writes to later, by overload and occurrence."""
+        good: dict[int, bool] = {}
+        for reference, index, nbytes, _, _ in self.made:
+            if nbytes:
+                good[index] = good.get(index, True) and reference not in self.written
+        runs: Counter[str] = Counter()
+        names = {}
+        for index, op in enumerate(segment.ops):
+            name = works[op.work].op
+            if good.get(index, False):
+                names[name, runs[name]] = index
+            runs[name] += 1
+        return MappingProxyType(names)
+
+    def since(self, index: int) -> int:
+        """The first op that the node of autograd which ``index`` is part of may have: those before belong to others.
+        What a node has saved is asked for when it begins."""
+        return max((end + 1 for end in self.ends if end < index), default=0)
+
+
+def _written(segment: Segment, works: tuple[Work, ...]) -> frozenset[int]:
+    """References of the roots that an op writes to which does not make them."""
+    known: set[int] = set()
+    found: set[int] = set()
+    for op in segment.ops:
+        roots = _roots(segment, op.outputs)
+        if works[op.work].flops or works[op.work].nbytes:  # no view
+            found.update(root for root in roots if root < 0 or root in known)
+        known.update(roots)
+    return frozenset(found)
 
 
 def _roots(segment: Segment, references: tuple[int, ...]) -> set[int]:
@@ -101,7 +139,7 @@ class TraceIndex:
         self.blocks = tuple(b.name for b in trace.model.blocks for _ in b.parameters)
         self.places = tuple(i for b in trace.model.blocks for i in range(len(b.parameters)))
         self.ops = sum(len(trace.segments[v.segment].ops) for v in trace.visits)
-        self._patterns = tuple(_Pattern(s) for s in trace.segments)
+        self._patterns = tuple(_Pattern(s, trace.works) for s in trace.segments)
         self._root_of = list(range(len(trace.sources)))
         roots: dict[int, Root] = {}
         self.completed: tuple[tuple[Completed, ...], ...] = ()
@@ -157,6 +195,57 @@ class TraceIndex:
                 root = roots.get(number)
                 if root is not None and root.completes != NEVER:
                     root.completes = max(root.completes, first + index)
+
+    # Single ops.
+
+    @cached_property
+    def _written(self) -> frozenset[int]:
+        """Roots that a visit writes to which does not make them."""
+        return frozenset(
+            self._root_of[visit.ports[-1 - reference]]
+            for visit in self.trace.visits
+            for reference in self._patterns[visit.segment].written
+            if reference < 0
+        )
+
+    def named(self, place: int) -> Mapping[tuple[str, int], int]:
+        """The ops of a forward visit that a plan may treat otherwise than their block: (``Work.op``, occurrence) to the
+        place of the op in the visit. They make a root that has bytes, and no later op writes to what they make."""
+        visit = self.trace.visits[place]
+        names = self._patterns[visit.segment].names
+        if not self._written:
+            return names
+        return {name: op for name, op in names.items() if self._written.isdisjoint(self.made_by(place, op))}
+
+    def made_by(self, place: int, op: int) -> tuple[int, ...]:
+        """The roots that op ``op`` (its place in the visit) makes, in the order in which it returns them."""
+        visit = self.trace.visits[place]
+        return tuple(visit.first_tensor + made[0] for made in self._patterns[visit.segment].made if made[1] == op)
+
+    @cached_property
+    def asked(self) -> Mapping[int, int]:
+        """Of every root that backward reads: the number of the op at which it may ask for it first. That is the first
+        that can be of the same node of autograd as the first op that reads it."""
+        found: dict[int, int] = {}
+        for visit in self.trace.visits:
+            pattern = self._patterns[visit.segment]
+            for port, ops in pattern.readers if visit.phase is Phase.BACKWARD else ():
+                root = self._root_of[visit.ports[port]]
+                if root in self.roots and root not in found:
+                    found[root] = visit.first_op + pattern.since(ops[0])
+        return MappingProxyType(found)
+
+    @cached_property
+    def backward_asks(self) -> int:
+        """The number of the op after which backward has asked for something at the latest; ``ops`` if it never does."""
+        asking = (
+            v.first_op + self._patterns[v.segment].ends[0]
+            for v in self.trace.visits
+            if v.phase is Phase.BACKWARD and self._patterns[v.segment].ends
+        )
+        return next(asking, self.ops)
+
+    # Visits.
 
     def last_op(self, place: int) -> int:
         """The number of the last op of a visit."""

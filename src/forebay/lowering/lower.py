@@ -65,6 +65,9 @@ def _refuse_other_model(trace: Trace, plan: Plan) -> None:
     unknown = set(plan.recompute) - there
     if unknown:
         raise ConfigError(f"the plan recomputes block {min(unknown)}, which the model does not have")
+    unknown = {block for selection in plan.activations for block in selection.blocks} - there
+    if unknown:
+        raise ConfigError(f"the plan treats ops of block {min(unknown)}, which the model does not have")
 
 
 def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[Kind, int]]:
@@ -77,6 +80,7 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
     arenas_there = (
         (Kind.PARAMETER, sizes.host_parameters),
         (Kind.GRADIENT, sizes.host_gradients),
+        (Kind.ACTIVATION, sizes.host_activations),
         (Kind.STAGING, sizes.gradient_staging + sizes.host_slots),
     )
     for kind, nbytes in arenas_there if trace.device == "cuda" else ():
@@ -97,6 +101,7 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
                 Kind.PARAMETER: sizes.host_parameters,
                 Kind.GRADIENT: sizes.host_gradients,
                 Kind.STATE: sizes.host_states,
+                Kind.ACTIVATION: sizes.host_activations,
                 Kind.STAGING: sizes.host_staging,
             }
         ),

@@ -129,6 +129,8 @@ class Recorder:
         chunk: int = 0,
         changes: tuple[Change, ...] = (),
         peak: int = 0,
+        ops: tuple[int, int] = (0, 0),
+        tensor: int = -1,
     ) -> Recorded:
         """Writes down an action, after what the caller names and after what its lane must wait for."""
         self.before()
@@ -157,6 +159,8 @@ class Recorder:
                 chunk=chunk,
                 changes=changes,
                 peak=peak,
+                ops=ops,
+                tensor=tensor,
             )
         )
 

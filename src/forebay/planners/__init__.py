@@ -5,6 +5,7 @@ how forebay decides, write one and name it here.
 
 problem, parts     what is asked, and what plans are put together from
 bench              what a draft needs of every tier and how long its step takes
+activations        the menu of every block and the programme over all of them
 shapes, homes      drafts that fit on the device; what of them goes to disk
 search, reasons    the fastest of them, and why in words
 auto, policies     the planners themselves
@@ -21,7 +22,7 @@ from forebay.errors import ConfigError
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
-from forebay.planners.policies import recompute, resident, stream, stream_recompute
+from forebay.planners.policies import chen, keep, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
@@ -30,6 +31,8 @@ __all__ = ["PLANNERS", "Alternative", "Bench", "Problem", "alternatives", "make_
 PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
         "auto": auto,
+        "keep": keep,
+        "chen": chen,
         "resident": resident,
         "recompute": recompute,
         "stream": stream,

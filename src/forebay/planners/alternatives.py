@@ -10,7 +10,7 @@ from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.auto import searched
 from forebay.planners.bench import Bench
-from forebay.planners.parts import Draft
+from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.policies import POLICIES, settled
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import kept, recomputed
@@ -37,13 +37,14 @@ def alternatives(problem: Problem, plan: Plan, bench: Bench | None = None) -> tu
     """The three fastest plans of another kind than ``plan``, the fastest first; fewer where fewer fit.
 
     Kinds differ in what recomputes (nothing, something, everything that may), in whether blocks stay on the device,
-    and in whether something is on disk. ``bench`` is that on which ``plan`` was made, if the caller has it: its
-    sizes and simulations are used again. Raises ``ConfigError`` for a problem without a trace.
+    in whether something is on disk, and in whether activations go to the host. ``bench`` is that on which ``plan`` was
+    made, if the caller has it: its sizes and simulations are used again. Raises ``ConfigError`` for a problem
+    without a trace.
     """
     if problem.trace is None:
         raise ConfigError("plans are compared by their simulated step; give a batch")
     bench = bench or Bench(problem)
-    mine = _kind(bench, Draft(plan.placements, plan.streaming, plan.recompute))
+    mine = _kind(bench, Draft.of(plan))
     found: dict[tuple[object, ...], Plan] = {}
     for name, draft in _others(bench, plan):
         kind = _kind(bench, draft)
@@ -64,9 +65,9 @@ def _others(bench: Bench, plan: Plan) -> Iterator[tuple[str, Draft]]:
     makers: list[tuple[str, Callable[[], Draft]]] = [
         (name, partial(settled, bench, make)) for name, make in POLICIES.items()
     ]
-    levels = {"auto without recomputation": ()} | ({"auto with recomputation": able} if able else {})
+    levels = {"auto without recomputation": KEPT} | ({"auto with recomputation": Level(able)} if able else {})
     for name, level in levels.items():
-        if plan.planner != "auto" or plan.recompute != level:
+        if plan.planner != "auto" or Draft.of(plan).level != level:
             makers.append((name, partial(searched, bench, [level], single_blocks=False)))
     for name, make in makers:
         try:
@@ -83,6 +84,7 @@ def _kind(bench: Bench, draft: Draft) -> tuple[object, ...]:
         "all" if resident == len(draft.placements) else "some" if resident else "none",
         "all" if draft.recompute and len(draft.recompute) == able else "some" if draft.recompute else "none",
         bench.arenas(draft).disk > 0,
+        draft.streaming.host_activations > 0,
     )
 
 

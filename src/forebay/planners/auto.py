@@ -12,11 +12,14 @@ Without a batch nothing can be simulated: then what fits stays, in the same orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
+from forebay.planners.activations.choosing import drafted, leanest, seeds
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
-from forebay.planners.parts import Draft, all_resident
+from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import explained, kept, unknown_activations
 from forebay.planners.refusals import device_too_small, with_remedies
@@ -25,7 +28,7 @@ from forebay.planners.shapes import Filling, filled, least_device, levels, optio
 from forebay.plans import Plan
 from forebay.remedies import Remedy
 
-__all__ = ["auto", "first_that_fits", "refused", "searched"]
+__all__ = ["auto", "first_that_fits", "refused", "searched", "without_a_trace"]
 
 UNMEASURED_SHARE = 0.5
 """Without a batch, everything stays on the device only if it takes at most this share of the budget."""
@@ -35,18 +38,20 @@ def auto(problem: Problem, bench: Bench | None = None) -> Plan:
     """The fastest plan found. Raises ``DoesNotFit`` with the nearest that fits."""
     bench = bench or Bench(problem)
     if problem.trace is None:
-        return _without_a_trace(bench)
-    best = searched(bench, levels(bench))
+        return without_a_trace(bench, "auto")
+    best = searched(bench, levels(bench), seeded=True)
     return bench.timed(bench.plan("auto", best, reasons=explained(bench, best)))
 
 
-def searched(bench: Bench, among: list[tuple[str, ...]], *, single_blocks: bool = True) -> Draft:
-    """The fastest draft found that recomputes what one of ``among`` names or what lies between them; without
-    ``single_blocks`` that of the shapes alone. Raises ``DoesNotFit``."""
-    least = least_device(bench, among)
+def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, single_blocks: bool = True) -> Draft:
+    """The fastest draft found that recomputes what one of ``among`` names or what lies between them and, if ``seeded``,
+    what the programme over all blocks proposes; without ``single_blocks`` that of the shapes alone. Raises
+    ``DoesNotFit``."""
+    lean = leanest(bench) if seeded else []
+    least = least_device(bench, [*among, *lean])
     if not bench.fits_device(least):
         raise refused(bench, device_too_small(bench, least), least)
-    search = Search(bench, among)
+    search = Search(bench, among, [*seeds(bench), *drafted(bench, lean)] if seeded else [])
     best = search.run(single_blocks=single_blocks)
     if best is None:
         # The disk first: a host that is large enough is there already.
@@ -69,23 +74,23 @@ def refused(bench: Bench, error: DoesNotFit, draft: Draft) -> DoesNotFit:
     return with_remedies(bench, error, draft, more)
 
 
-def first_that_fits(bench: Bench, recompute: tuple[str, ...] = ()) -> Draft:
+def first_that_fits(bench: Bench, level: Level = KEPT) -> Draft:
     """Everything streams, through as many slots as there is room for. Raises ``DoesNotFit`` for the device."""
     for slots in options(bench):
-        draft = streamed_through(bench, slots, usual_window(bench), recompute)
+        draft = streamed_through(bench, slots, usual_window(bench), level)
         if bench.fits_device(draft):
             return draft
     raise refused(bench, device_too_small(bench, draft), draft)
 
 
-def _without_a_trace(bench: Bench) -> Plan:
-    """Keeps on the device what fits. Raises ``DoesNotFit``."""
+def without_a_trace(bench: Bench, name: str) -> Plan:
+    """Keeps on the device what fits, by the planner called ``name``. Raises ``DoesNotFit``."""
     problem = bench.problem
     everything = all_resident(bench.model)
     room = problem.limit(Tier.DEVICE)
     if bench.device(everything) <= (room if problem.measured else int(room * UNMEASURED_SHARE)):
         reasons = ("parameters, gradients and states fit on the device", *unknown_activations(problem))
-        return bench.plan("auto", everything, reasons=reasons)
+        return bench.plan(name, everything, reasons=reasons)
     draft = first_that_fits(bench)
     if problem.measured:
         draft = filled(bench, draft, Filling(last_first=True))
@@ -93,4 +98,4 @@ def _without_a_trace(bench: Bench) -> Plan:
         draft = at_home(bench, draft)
     except DoesNotFit as error:
         raise refused(bench, error, draft) from None
-    return bench.plan("auto", draft, reasons=(*kept(draft), *unknown_activations(problem)))
+    return bench.plan(name, draft, reasons=(*kept(draft), *unknown_activations(problem)))

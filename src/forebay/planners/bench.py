@@ -12,24 +12,30 @@ from forebay.lowering import lower
 from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
 from forebay.machine import Link
 from forebay.memory import Tier
-from forebay.planners.parts import Draft, recomputable
+from forebay.planners.activations.chain import Chain, standing_nbytes
+from forebay.planners.activations.groups import groups_of
+from forebay.planners.activations.named import again_seconds, moved_nbytes
+from forebay.planners.parts import Draft, recomputable, slot_options
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 from forebay.program import Program
 from forebay.simulation import Costs, Forecast, play, summarise
 from forebay.timeline import Timeline
-from forebay.trace import Block, Phase
+from forebay.trace import Block
 
 __all__ = ["Bench"]
 
 SIMULATIONS = 30
 """Simulations that one search may take at most: what a search costs is counted in steps, not in seconds."""
 
-VISITS = 2400
+VISITS = 1600
 """Of a long trace fewer: simulations times visits stay below this ..."""
 
-SIMULATIONS_LEAST = 12
+SIMULATIONS_LEAST = 8
 """... but for so many."""
+
+TREATED = False
+"""Whether single ops may be treated otherwise than their block."""
 
 CHUNKS = 500
 """Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
@@ -48,11 +54,15 @@ class Bench:
         self._sizers: dict[int, Sizer] = {}
         self._arenas: dict[Draft, Arenas] = {}
         self.liveness = None if problem.trace is None else Liveness(problem.trace)
-        self._beside: dict[tuple[tuple[str, ...], tuple[str, ...], int, int], int] = {}
+        self._beside: dict[tuple[object, ...], int] = {}
         self._forecasts: dict[Draft, Forecast] = {}
         self._exact: dict[Draft, Forecast] = {}
         self._latest: tuple[Draft, Program, Timeline] | None = None
         self._costs: Costs | None = None
+        self._op_seconds: float | None = None
+        self._chain: Chain | None = None
+        self._bound: float | None = None
+        self._slots: dict[int, list[tuple[int, ...]]] = {}
 
     @property
     def simulations(self) -> int:
@@ -83,9 +93,9 @@ class Bench:
         if trace is None or self.liveness is None:
             return self.problem.footprint.peak + self.model.buffer_nbytes + window
         hosted = tuple(p.block for p in draft.placements if not p.resident)
-        key = (draft.recompute, hosted, window, draft.streaming.update_chunk)
+        key = (draft.level, hosted, window, draft.streaming.update_chunk)
         if key not in self._beside:
-            live = self.liveness.beside(draft.recompute, hosted, window)
+            live = self.liveness.beside(draft.recompute, hosted, draft.streaming, draft.activations)
             live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
             self._beside[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
         return self._beside[key]
@@ -131,6 +141,7 @@ class Bench:
             disk=sizes.disk,
             pinned=self.pinned(sizes),
             recompute=draft.recompute,
+            activations=draft.activations,
             fingerprint="" if trace is None else trace.fingerprint,
             reasons=reasons,
         )
@@ -139,7 +150,7 @@ class Bench:
         """``plan`` with the seconds of its simulated step, where the problem says enough to simulate one."""
         if self.problem.trace is None:
             return plan
-        draft = Draft(plan.placements, plan.streaming, plan.recompute)
+        draft = Draft.of(plan)
         return replace(plan, step_seconds=self.exact(draft).step_seconds)
 
     def exact(self, draft: Draft) -> Forecast:
@@ -168,7 +179,7 @@ class Bench:
 
     def played(self, plan: Plan) -> tuple[Program, Timeline]:
         """``plan`` lowered, every chunk of every update by itself, and played against a clock. The latest is kept."""
-        draft = Draft(plan.placements, plan.streaming, plan.recompute)
+        draft = Draft.of(plan)
         if self._latest is None or self._latest[0] != draft:
             self._latest = draft, *self._play(plan)
         return self._latest[1:]
@@ -204,28 +215,45 @@ class Bench:
         trained = sum(b.nbytes for b in hosted if b.gradient_nbytes)
         gradients = sum(b.gradient_nbytes for b in hosted)
         states = sizes.host_states + sizes.disk_states
+        moved = 0 if self.liveness is None else sum(moved_nbytes(self.liveness.index, draft.activations))
         lanes = [
-            self._compute_seconds(draft.recompute),
-            trained / _best(machine.h2d),
-            gradients / _best(machine.d2h),
+            self._compute_seconds(draft),
+            (trained + moved) / _best(machine.h2d),
+            (gradients + moved) / _best(machine.d2h),
             2 * states / machine.update_rate,
         ]
         if machine.disk is not None:
             lanes += [sizes.disk_states / _best(link) for link in (machine.disk.read, machine.disk.write)]
         return max(lanes)
 
-    def _compute_seconds(self, recompute: tuple[str, ...]) -> float:
-        """Seconds of the trace's ops and of those that ``recompute`` runs again."""
-        trace, costs = self.problem.trace, self.costs
-        if trace is None:
-            return 0.0
-        last, again = 0, 0.0
-        for visit in trace.visits:
-            last = visit.first_op + len(trace.segments[visit.segment].ops)
-            if visit.phase is Phase.FORWARD and visit.block in recompute:
-                # The recomputation ends when the last saved tensor is there.
-                again += costs.ops(visit.first_op, visit.first_op + max(0, trace.segments[visit.segment].saves_until))
-        return costs.ops(0, last) + again
+    def _compute_seconds(self, draft: Draft) -> float:
+        """Seconds of the trace's ops and of those that ``draft`` runs again."""
+        if self._op_seconds is None:
+            self._op_seconds = sum(self.costs.work(op.work).seconds for _, _, op in self.costs.trace.ops())
+        if self.liveness is None:
+            return self._op_seconds
+        return self._op_seconds + again_seconds(self.costs, self.liveness.index, draft.recompute, draft.activations)
+
+    @property
+    def chain(self) -> Chain | None:
+        """The programme over all blocks; None without a trace."""
+        if self._chain is None and self.liveness is not None and self.problem.trace is not None:
+            groups = groups_of(self.problem, self.problem.trace, self.liveness.index, self.costs, treated=TREATED)
+            self._chain = Chain(self.problem, groups, self.costs, standing_nbytes(self.liveness, groups))
+        return self._chain
+
+    def slot_options(self, most: int) -> list[tuple[int, ...]]:
+        """``parts.slot_options`` for everything that can stream."""
+        if most not in self._slots:
+            self._slots[most] = slot_options([b for b in self.model.blocks if not b.held], most)
+        return self._slots[most]
+
+    @property
+    def bound(self) -> float:
+        """Seconds below which no step is: the optimum of the programme over all blocks; 0 without a trace."""
+        if self._bound is None:
+            self._bound = 0.0 if self.chain is None else self.chain.bound()
+        return self._bound
 
     @property
     def costs(self) -> Costs:
@@ -240,7 +268,12 @@ class Bench:
 
 def _pinnable(sizes: Arenas) -> tuple[int, ...]:
     """The arenas that the device copies from or to, in the order in which the runtime opens them."""
-    return (sizes.host_parameters, sizes.host_gradients, sizes.gradient_staging + sizes.host_slots)
+    return (
+        sizes.host_parameters,
+        sizes.host_gradients,
+        sizes.host_activations,
+        sizes.gradient_staging + sizes.host_slots,
+    )
 
 
 def _best(link: Link) -> float:

@@ -86,7 +86,7 @@ def _homes(bench: Bench, draft: Draft, *, any_disk: bool = False) -> Iterator[Dr
 
 
 def _moved(draft: Draft, homes: dict[str, Placement], how: Streaming) -> Draft:
-    return Draft(tuple(homes.values()), how, draft.recompute)
+    return replace(draft, placements=tuple(homes.values()), streaming=how)
 
 
 def _disk_chunk(problem: Problem) -> int:

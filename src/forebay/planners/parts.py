@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
-from forebay.plans import Placement, Streaming
+from forebay.plans import Placement, Plan, Selection, Streaming
 from forebay.trace import Block, Model, Phase, Trace, Visit
 
 __all__ = [
     "DEDICATED",
     "HOSTED",
+    "KEPT",
     "RESIDENT",
     "Draft",
+    "Level",
     "all_resident",
     "all_streamed",
     "fewer_slots",
@@ -41,12 +43,44 @@ DEDICATED = (Tier.DEVICE, Tier.HOST, Tier.HOST)
 
 
 @dataclass(frozen=True)
+class Level:
+    """What happens to activations: the blocks that recompute, in the order of the forward, and what is treated
+    otherwise. ``window`` are the bytes that may be on their way to the host, and as many on their way back; ``moved``
+    are those that a micro-batch moves."""
+
+    recompute: tuple[str, ...] = ()
+    activations: tuple[Selection, ...] = ()
+    window: int = 0
+    moved: int = 0
+
+    def through(self, streaming: Streaming) -> Streaming:
+        """``streaming`` with the windows and the arena on the host that the level needs."""
+        return replace(streaming, offload_window=self.window, reload_window=self.window, host_activations=self.moved)
+
+
+KEPT = Level()
+"""Everything that is saved stays on the device."""
+
+
+@dataclass(frozen=True)
 class Draft:
     """What a planner decides; the rest of a plan follows from it. ``placements`` are in the order of the model."""
 
     placements: tuple[Placement, ...]
     streaming: Streaming
     recompute: tuple[str, ...] = ()
+    activations: tuple[Selection, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan) -> Draft:
+        """What ``plan`` decided."""
+        return cls(plan.placements, plan.streaming, plan.recompute, plan.activations)
+
+    @property
+    def level(self) -> Level:
+        """What happens to activations."""
+        how = self.streaming
+        return Level(self.recompute, self.activations, how.offload_window, how.host_activations)
 
     @property
     def resident(self) -> frozenset[str]:
@@ -59,15 +93,16 @@ class Draft:
         return replace(self, placements=moved)
 
 
-def all_resident(model: Model, recompute: tuple[str, ...] = ()) -> Draft:
-    """Everything stays on the device."""
-    return Draft(tuple(Placement(b.name, *RESIDENT) for b in model.blocks), Streaming(), recompute)
+def all_resident(model: Model, level: Level = KEPT) -> Draft:
+    """All blocks stay on the device."""
+    homes = tuple(Placement(b.name, *RESIDENT) for b in model.blocks)
+    return Draft(homes, level.through(Streaming()), level.recompute, level.activations)
 
 
-def all_streamed(model: Model, streaming: Streaming, recompute: tuple[str, ...] = ()) -> Draft:
+def all_streamed(model: Model, streaming: Streaming, level: Level = KEPT) -> Draft:
     """Every block streams; one that is in use throughout keeps a slot of its own."""
     homes = tuple(Placement(b.name, *(DEDICATED if b.held else HOSTED)) for b in model.blocks)
-    return Draft(homes, streaming, recompute)
+    return Draft(homes, level.through(streaming), level.recompute, level.activations)
 
 
 def on_host(draft: Draft) -> Draft:
@@ -81,7 +116,7 @@ def on_host(draft: Draft) -> Draft:
         for p in draft.placements
     )
     streaming = replace(draft.streaming, host_slots=(), update_chunk=Streaming().update_chunk)
-    return Draft(placements, streaming, draft.recompute)
+    return replace(draft, placements=placements, streaming=streaming)
 
 
 def slot_options(shared: Sequence[Block], most: int = SHARED_SLOTS) -> list[tuple[int, ...]]:

@@ -10,6 +10,12 @@
                       deep nets with sublinear memory cost", 2016, with one block as the segment instead of sqrt(n) of
                       them, as in most training code.
 ``stream-recompute``  Both: every block streams and every repeated block is run again.
+``keep``              Every activation that autograd saves stays on the device; parameters are placed as ``auto`` does.
+``chen``              Every repeated block is run again (Chen et al., 2016); parameters are placed as ``auto`` does. Its
+                      sqrt(n) segments of several blocks cannot be said in a plan: a segment is one block.
+``offload-all``       Every saved activation of 4 KiB or more goes to the host in forward and comes back in backward:
+                      vDNN-all (Rhu et al., MICRO 2016), PyTorch's ``save_on_cpu``; parameters are placed as ``auto``
+                      does. Ours departs from both in that the way back begins before backward asks.
 
 ``bench`` is one of the same problem whose sizes and simulations are used again.
 """
@@ -20,16 +26,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from forebay.errors import ConfigError, DoesNotFit
-from forebay.planners.auto import first_that_fits, refused
+from forebay.planners.activations.choosing import all_moved
+from forebay.planners.auto import first_that_fits, refused, searched, without_a_trace
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home
-from forebay.planners.parts import Draft, all_resident
+from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import kept, recomputed, unknown_activations
 from forebay.planners.refusals import device_too_small
 from forebay.plans import Plan
 
-__all__ = ["POLICIES", "recompute", "resident", "settled", "stream", "stream_recompute"]
+__all__ = ["POLICIES", "chen", "keep", "offload_all", "recompute", "resident", "settled", "stream", "stream_recompute"]
 
 
 def stream(problem: Problem, bench: Bench | None = None) -> Plan:
@@ -54,6 +61,24 @@ def recompute(problem: Problem, bench: Bench | None = None) -> Plan:
     return _finished(bench or Bench(problem), "recompute")
 
 
+def keep(problem: Problem, bench: Bench | None = None) -> Plan:
+    """Keeps every activation. Raises ``DoesNotFit``."""
+    return _placed(bench or Bench(problem), "keep", lambda bench: KEPT)
+
+
+def chen(problem: Problem, bench: Bench | None = None) -> Plan:
+    """Recomputes every block that may. Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
+    return _placed(bench or Bench(problem), "chen", lambda bench: Level(_all_blocks(bench)))
+
+
+def offload_all(problem: Problem, bench: Bench | None = None) -> Plan:
+    """Moves every saved activation that can move to the host. Raises ``DoesNotFit``, and ``ConfigError`` without a
+    batch."""
+    if problem.trace is None:
+        raise ConfigError("activations are moved for a batch: without one nobody knows what a block would save")
+    return _placed(bench or Bench(problem), "offload-all", all_moved)
+
+
 def _all_blocks(bench: Bench) -> tuple[str, ...]:
     if bench.problem.trace is None:
         raise ConfigError("recomputation is planned for a batch: without one nobody knows what a block would save")
@@ -63,9 +88,9 @@ def _all_blocks(bench: Bench) -> tuple[str, ...]:
 POLICIES: Mapping[str, Callable[[Bench], Draft]] = MappingProxyType(
     {
         "resident": lambda bench: all_resident(bench.model),
-        "recompute": lambda bench: all_resident(bench.model, _all_blocks(bench)),
+        "recompute": lambda bench: all_resident(bench.model, Level(_all_blocks(bench))),
         "stream": first_that_fits,
-        "stream-recompute": lambda bench: first_that_fits(bench, _all_blocks(bench)),
+        "stream-recompute": lambda bench: first_that_fits(bench, Level(_all_blocks(bench))),
     }
 )
 """The draft of each policy, before homes are found for what does not stay on the device."""
@@ -80,6 +105,16 @@ def settled(bench: Bench, make: Callable[[Bench], Draft]) -> Draft:
         return at_home(bench, draft)
     except DoesNotFit as error:
         raise refused(bench, error, draft) from None
+
+
+def _placed(bench: Bench, name: str, make: Callable[[Bench], Level]) -> Plan:
+    """The plan with the activations of one level and everything else as ``auto`` decides. Raises ``DoesNotFit``."""
+    level = make(bench)
+    if bench.problem.trace is None:
+        return without_a_trace(bench, name)
+    draft = searched(bench, [level])
+    reasons = (*kept(draft), *recomputed(draft))
+    return bench.timed(bench.plan(name, draft, reasons=reasons))
 
 
 def _finished(bench: Bench, name: str) -> Plan:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from forebay.arenas import home_tier
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
+from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home
-from forebay.planners.parts import Draft, on_host, slot_options
+from forebay.planners.parts import KEPT, Draft, on_host, slot_options
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
+from forebay.plans import Fate
 from forebay.timeline import Lane
 from forebay.units import format_bytes, format_seconds
 
@@ -51,8 +55,12 @@ def kept(draft: Draft) -> tuple[str, ...]:
 
 
 def recomputed(draft: Draft) -> tuple[str, ...]:
-    """How many blocks recompute."""
-    return (f"{len(draft.recompute)} blocks recompute their activations",) if draft.recompute else ()
+    """How many blocks recompute, and what is treated otherwise."""
+    words = [f"{len(draft.recompute)} blocks recompute their activations"] if draft.recompute else []
+    moves = draft.streaming.host_activations
+    if moves:
+        words.append(f"{format_bytes(moves)} of activations go to the host in forward and come back in backward")
+    return tuple(words)
 
 
 def unknown_activations(problem: Problem) -> tuple[str, ...]:
@@ -69,9 +77,11 @@ def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
         *kept(draft),
         _binding(bench, draft),
         *_bought_by_residents(bench, draft),
+        *_treated(bench, draft),
         *_bought_by_recomputation(bench, draft),
         *_bought_by_slots(bench, draft),
         *_pinning(bench, draft),
+        *_gap(bench, draft),
     )
 
 
@@ -96,7 +106,7 @@ def _bought_by_residents(bench: Bench, draft: Draft) -> Iterator[str]:
     """The same slots and recomputation with every block streaming."""
     if not draft.resident:
         return
-    streamed = streamed_through(bench, options(bench)[0], usual_window(bench), draft.recompute)
+    streamed = streamed_through(bench, options(bench)[0], usual_window(bench), draft.level)
     other = _settled(bench, streamed)
     how_many = "all blocks" if len(draft.resident) == len(draft.placements) else f"{len(draft.resident)} blocks"
     if other is None:
@@ -105,12 +115,52 @@ def _bought_by_residents(bench: Bench, draft: Draft) -> Iterator[str]:
         yield f"keeping {how_many} on the device {_against(bench, draft, other, 'when every block streams')}"
 
 
-def _bought_by_recomputation(bench: Bench, draft: Draft) -> Iterator[str]:
-    """The same without recomputation, with as many blocks on the device as there is room for then."""
-    if not draft.recompute:
+def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
+    """For every group of blocks that are treated alike: what runs again, what stays, what moves; and beside which lane
+    that is done."""
+    if bench.liveness is None or not draft.activations:
         return
-    freed = bench.beside(replace(draft, recompute=())) - bench.beside(draft)
-    line = f"recomputing {len(draft.recompute)} blocks frees {format_bytes(max(0, freed))} of the device"
+    again = frozenset(draft.recompute)
+    for selection in draft.activations:
+        here = selection.blocks
+        words = "run again but for what is named" if here[0] in again else "keep what they save"
+        for fate, verb in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "on the host")):
+            ops = [t.op.removeprefix("aten.").split(".")[0] for t in selection.treatments if t.fate is fate]
+            if ops:
+                counted = (f"{n} {op}" if n > 1 else op for op, n in Counter(ops).items())
+                words += f"; {verb}: {', '.join(counted)}"
+        moved = sum(moved_nbytes(bench.liveness.index, (replace(selection, blocks=here[:1]),)))
+        size = f" ({format_bytes(moved)} a block)" if moved else ""
+        where = here[0] if len(here) == 1 else f"{here[0]} to {here[-1]}"
+        yield f"{len(here)} block{'s' * (len(here) > 1)} ({where}) {words}{size}"
+    forecast = bench.exact(draft)
+    spent = again_seconds(bench.costs, bench.liveness.index, draft.recompute, draft.activations)
+    yield (
+        f"what runs again takes {format_seconds(spent)} of compute, because {LANES_IN_WORDS[forecast.binding]} is what "
+        f"the step waits for"
+    )
+
+
+def _gap(bench: Bench, draft: Draft) -> Iterator[str]:
+    """How far the step is from what no plan can beat."""
+    bound, step = bench.bound, bench.exact(draft).step_seconds
+    if 0 < bound < inf:
+        yield (
+            f"no plan that keeps, moves or recomputes whole tensors within these budgets takes less than "
+            f"{format_seconds(bound)} a step: this one is at most {100 * max(0.0, step / bound - 1):.1f} % slower"
+        )
+
+
+def _bought_by_recomputation(bench: Bench, draft: Draft) -> Iterator[str]:
+    """The same with all activations kept, with as many blocks on the device as there is room for then."""
+    if draft.level == KEPT:
+        return
+    all_kept = replace(draft, streaming=KEPT.through(draft.streaming), recompute=(), activations=())
+    freed = bench.beside(all_kept) - bench.beside(draft)
+    what = f"recomputing {len(draft.recompute)} blocks" if draft.recompute else ""
+    if draft.streaming.host_activations:
+        what += (" and " if what else "") + f"moving {format_bytes(draft.streaming.host_activations)}"
+    line = f"{what} frees {format_bytes(max(0, freed))} of the device"
     for slots in options(bench):
         plain = streamed_through(bench, slots, usual_window(bench))
         if bench.fits_device(plain):

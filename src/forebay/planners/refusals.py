@@ -8,7 +8,7 @@ from forebay.arenas import Arenas, Sizer
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.parts import Draft, all_resident
+from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.remedies import Remedy
 from forebay.units import format_apart, format_bytes
 
@@ -119,7 +119,7 @@ def _smaller_batch(bench: Bench, draft: Draft) -> Iterator[Remedy]:
 
 def _all_on_device(bench: Bench) -> Iterator[Remedy]:
     """The device memory with which nothing is asked of host and disk."""
-    draft = min((all_resident(bench.model, r) for r in ((), bench.recomputable)), key=bench.device)
+    draft = min((all_resident(bench.model, level) for level in (KEPT, Level(bench.recomputable))), key=bench.device)
     need = bench.device(draft)
     yield Remedy(
         Tier.DEVICE.value,

@@ -17,7 +17,7 @@ from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home
-from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, Draft, all_resident, fewer_slots, on_host
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident, fewer_slots, on_host
 from forebay.planners.shapes import (
     Filling,
     fewest_recomputed,
@@ -36,6 +36,9 @@ TIE = 0.002
 MOST_SLOTS = 4
 """Slots of the repeated size that are tried at most."""
 
+WINDOWS = (0.5, 2.0)
+"""Windows of activations under way that are tried, in parts of the usual one."""
+
 USUAL = Filling()
 
 FIRST_HALVING = 8
@@ -44,16 +47,18 @@ FIRST_HALVING = 8
 
 @final
 class Search:
-    """One search among drafts that recompute what one of ``levels`` names, or what lies between them.
+    """One search among drafts that recompute what one of ``levels`` names, or what lies between them, and around
+    ``seeds``.
 
     ``best`` is what it has found; ``refusals`` are those of host and disk, each with the draft that it speaks of.
     """
 
-    def __init__(self, bench: Bench, levels: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, bench: Bench, levels: Sequence[Level], seeds: Sequence[Draft] = ()) -> None:
         self.bench = bench
         self.best: Draft | None = None
         self.refusals: list[tuple[DoesNotFit, Draft]] = []
         self._levels = levels
+        self._seeds = seeds
         self._seen: set[Draft] = set()
         self._spent = 0
 
@@ -63,13 +68,16 @@ class Search:
         whole = fewest_recomputed(self.bench, lambda level: all_resident(self.bench.model, level), self._levels)
         if whole is not None:
             self.consider(all_resident(self.bench.model, whole))
-            if not whole:
+            if whole == KEPT:
                 return self.best  # nothing moves and nothing is made twice
-        for level in self._useful_levels():
+        for seed in self._seeds:
+            self.consider(seed)
+        levels = self._useful_levels()
+        for level in levels:
             self._shapes(level)
         self._around_best()
         self._between_levels()
-        for level in self._useful_levels():
+        for level in levels:
             self._lean(level)
         if single_blocks:
             self._single_blocks()
@@ -77,7 +85,7 @@ class Search:
 
     def consider(self, draft: Draft) -> None:
         """Finds homes for what does not stay on the device, simulates, keeps the better."""
-        if draft in self._seen or self._spent >= self.bench.simulations:
+        if self._over or draft in self._seen:
             return
         self._seen.add(draft)
         try:
@@ -98,7 +106,12 @@ class Search:
         if seconds < known * (1 - TIE) or (seconds < known * (1 + TIE) and _cost(settled) < _cost(self.best)):
             self.best = settled
 
-    def _useful_levels(self) -> list[tuple[str, ...]]:
+    @property
+    def _over(self) -> bool:
+        """Whether all simulations have been spent."""
+        return self._spent >= self.bench.simulations
+
+    def _useful_levels(self) -> list[Level]:
         """The levels that were asked for and those that are just enough, by how many blocks recompute."""
         levels = set(self._levels)
         choices = options(self.bench)
@@ -107,9 +120,9 @@ class Search:
             enough = fewest_recomputed(self.bench, make, self._levels)
             if enough is not None:
                 levels.add(enough)
-        return sorted(levels, key=len)
+        return sorted(levels, key=lambda level: len(level.recompute))
 
-    def _shapes(self, level: tuple[str, ...]) -> None:
+    def _shapes(self, level: Level) -> None:
         """The most slots that fit with ``level`` recomputed, and all the room that is left to blocks that stay. Fewer
         slots leave more room, and so less for the host: they are tried as long as nothing has fitted there."""
         for slots in options(self.bench):
@@ -117,10 +130,12 @@ class Search:
             if self.best is not None and self._fits(slots, level):
                 return
 
-    def _fits(self, slots: tuple[int, ...], level: tuple[str, ...]) -> bool:
+    def _fits(self, slots: tuple[int, ...], level: Level) -> bool:
         return self.bench.fits_device(streamed_through(self.bench, slots, 0, level))
 
-    def _through(self, slots: tuple[int, ...], window: int, level: tuple[str, ...], how: Filling = USUAL) -> None:
+    def _through(self, slots: tuple[int, ...], window: int, level: Level, how: Filling = USUAL) -> None:
+        if self._over:
+            return  # drafting takes time too
         draft = streamed_through(self.bench, slots, window, level)
         if self.bench.fits_device(draft):
             self.consider(filled(self.bench, draft, how))
@@ -130,18 +145,24 @@ class Search:
         if self.best is None:
             return
         for slots in options(self.bench, MOST_SLOTS):
-            self._through(slots, usual_window(self.bench), self.best.recompute)
+            self._through(slots, usual_window(self.bench), self.best.level)
         kept = len(self.best.resident)
         for how in (Filling(dedicate=False), Filling(last_first=True), Filling(most=kept // 2), Filling(most=0)):
-            self._through(self._slots_of_best(), self.best.streaming.gradient_window, self.best.recompute, how)
+            self._through(self._slots_of_best(), self.best.streaming.gradient_window, self.best.level, how)
         if self.best.streaming.slots:
             for window in windows(self.bench):
-                self._through(self._slots_of_best(), window, self.best.recompute)
+                self._through(self._slots_of_best(), window, self.best.level)
+        for factor in WINDOWS if self.best.activations else ():
+            base = on_host(self.best)
+            window = round(factor * base.streaming.offload_window)
+            other = replace(base, streaming=replace(base.streaming, offload_window=window, reload_window=window))
+            if self.bench.fits_device(other):
+                self.consider(other)
         for distance in range(1, 1 + min(MOST_SLOTS, len(self.best.placements) - len(self.best.resident))):
             base = on_host(self.best)
             self.consider(replace(base, streaming=replace(base.streaming, prefetch_distance=distance)))
 
-    def _lean(self, level: tuple[str, ...]) -> None:
+    def _lean(self, level: Level) -> None:
         """The fewest slots and the smallest window, so that the most blocks stay; then slots that are shared and none
         of a block's own, which hide as much with less room."""
         self._through(options(self.bench)[-1], 0, level)
@@ -156,14 +177,14 @@ class Search:
     def _between_levels(self) -> None:
         """Halves the steps between the best level and its neighbours."""
         able = self.bench.recomputable
-        if self.best is None or len(self._levels) < 2:
+        if self.best is None or len(self._levels) < 2 or self.best.activations:
             return
         step = max(1, len(able) // FIRST_HALVING)
         while step:
             count = len(self.best.recompute)
             for near in (count - step, count + step):
                 if 0 <= near <= len(able):
-                    self._through(self._slots_of_best(), self.best.streaming.gradient_window, able[:near])
+                    self._through(self._slots_of_best(), self.best.streaming.gradient_window, Level(able[:near]))
             step //= 2
 
     def _single_blocks(self) -> None:
@@ -172,7 +193,7 @@ class Search:
         while improved and self.best is not None:
             before = self.best
             for draft in self._moves(on_host(before)):
-                if self._spent >= self.bench.simulations:
+                if self._over:
                     return
                 if draft not in self._seen and self.bench.fits_device(draft):
                     self.consider(draft)
@@ -190,9 +211,11 @@ class Search:
                 streaming = fewer_slots(base.streaming, self.bench.streamed(moved), ahead)
                 if home != HOSTED or max(base.streaming.slots, default=0) >= block.nbytes:
                     yield replace(moved, streaming=streaming)
+        named = {block for selection in base.activations for block in selection.blocks}
         for name in self.bench.recomputable if len(self._levels) > 1 else ():
-            chosen = set(base.recompute) ^ {name}
-            yield replace(base, recompute=tuple(b for b in self.bench.recomputable if b in chosen))
+            if name not in named:
+                chosen = set(base.recompute) ^ {name}
+                yield replace(base, recompute=tuple(b for b in self.bench.recomputable if b in chosen))
 
 
 def _cost(draft: Draft) -> tuple[int, ...]:
@@ -200,7 +223,9 @@ def _cost(draft: Draft) -> tuple[int, ...]:
     streaming = draft.streaming
     return (
         sum((p.states is Tier.DISK) + (p.parameters is Tier.DISK) for p in draft.placements),
+        streaming.host_activations,
         len(draft.recompute),
+        sum(len(selection.treatments) for selection in draft.activations),
         sum(not p.resident for p in draft.placements),
         sum(streaming.slots),
         streaming.gradient_window,

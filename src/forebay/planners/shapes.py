@@ -10,13 +10,14 @@ from forebay.planners.bench import Bench
 from forebay.planners.parts import (
     DEDICATED,
     HOSTED,
+    KEPT,
     RESIDENT,
     Draft,
+    Level,
     all_resident,
     all_streamed,
     fewer_slots,
     keep_order,
-    slot_options,
     streaming_through,
 )
 from forebay.plans import Placement
@@ -41,15 +42,15 @@ ROUNDS = 3
 """Rounds of filling: what is beside the arenas changes a little with what stays, so room may be left over."""
 
 
-def levels(bench: Bench) -> list[tuple[str, ...]]:
-    """Sets of blocks to recompute: none, a part of the blocks from the first on, all."""
+def levels(bench: Bench) -> list[Level]:
+    """Blocks that recompute as a whole: none, a part of the blocks from the first on, all."""
     able = bench.recomputable
-    return [able[:n] for n in sorted({len(able) * part // PARTS for part in range(PARTS + 1)})]
+    return [Level(able[:n]) for n in sorted({len(able) * part // PARTS for part in range(PARTS + 1)})]
 
 
 def options(bench: Bench, most: int = 3) -> list[tuple[int, ...]]:
     """Slots through which everything can stream, the most first."""
-    return slot_options([b for b in bench.model.blocks if not b.held], most)
+    return bench.slot_options(most)
 
 
 def usual_window(bench: Bench) -> int:
@@ -64,13 +65,13 @@ def windows(bench: Bench) -> list[int]:
     return sorted({2 * usual_window(bench), one, 0} - {usual_window(bench)}, reverse=True)
 
 
-def streamed_through(bench: Bench, slots: tuple[int, ...], window: int, recompute: tuple[str, ...] = ()) -> Draft:
+def streamed_through(bench: Bench, slots: tuple[int, ...], window: int, level: Level = KEPT) -> Draft:
     """Everything streams through ``slots``; the window is ``window`` or what there is room for, if that is less.
 
     The window may shrink to nothing, which lets one gradient after the other leave: it is a matter of speed, not of
     fit. Whether the rest fits is for the caller to ask.
     """
-    draft = all_streamed(bench.model, streaming_through(bench.problem, slots, window), recompute)
+    draft = all_streamed(bench.model, streaming_through(bench.problem, slots, window), level)
     if bench.fits_device(draft):
         return draft
     none = replace(draft, streaming=replace(draft.streaming, gradient_window=0))
@@ -79,8 +80,8 @@ def streamed_through(bench: Bench, slots: tuple[int, ...], window: int, recomput
     return replace(draft, streaming=replace(draft.streaming, gradient_window=min(window, spare)))
 
 
-def least_device(bench: Bench, among: Sequence[tuple[str, ...]]) -> Draft:
-    """The draft that needs the least of the device, with one of the levels of recomputation ``among``."""
+def least_device(bench: Bench, among: Sequence[Level]) -> Draft:
+    """The draft that needs the least of the device, with one of the levels ``among``."""
     fewest = options(bench)[-1]
     drafts = []
     for level in among:
@@ -89,21 +90,24 @@ def least_device(bench: Bench, among: Sequence[tuple[str, ...]]) -> Draft:
     return min(drafts, key=bench.device)
 
 
-def fewest_recomputed(
-    bench: Bench, make: Callable[[tuple[str, ...]], Draft], levels: Sequence[tuple[str, ...]]
-) -> tuple[str, ...] | None:
+def fewest_recomputed(bench: Bench, make: Callable[[Level], Draft], levels: Sequence[Level]) -> Level | None:
     """The fewest blocks, between the least and the most of ``levels`` and from the first block on, whose recomputation
-    makes the draft fit that ``make`` makes; None if none does."""
+    as a whole makes the draft fit that ``make`` makes; None if none does."""
     able = bench.recomputable
-    low, high = len(min(levels, key=len)), len(max(levels, key=len))
-    if bench.fits_device(make(able[:low])):
-        return able[:low]
-    if not bench.fits_device(make(able[:high])):
+    counts = [len(level.recompute) for level in levels if not level.activations]
+    low, high = min(counts), max(counts)
+
+    def fits(count: int) -> bool:
+        return bench.fits_device(make(Level(able[:count])))
+
+    if fits(low):
+        return Level(able[:low])
+    if not fits(high):
         return None
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if bench.fits_device(make(able[:middle])) else (middle + 1, high)
-    return able[:low]
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return Level(able[:low])
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def _fill(bench: Bench, draft: Draft, room: int, how: Filling) -> Draft:
             if taken + more <= room:
                 homes, streaming, taken = after, slots, taken + more
                 kept += home == RESIDENT
-    return Draft(tuple(Placement(b.name, *homes[b.name]) for b in blocks), streaming, draft.recompute)
+    return replace(draft, placements=tuple(Placement(b.name, *homes[b.name]) for b in blocks), streaming=streaming)
 
 
 def _ahead(blocks: Sequence[Block], homes: Mapping[str, tuple[Tier, Tier, Tier]]) -> int:

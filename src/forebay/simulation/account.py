@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import final
 
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.program import Action, Change, Program
+from forebay.program import Action, Change, Program, Verb
+from forebay.timeline import Lane
 
-__all__ = ["DeviceAccount", "standing_usages"]
+__all__ = ["DeviceAccount", "WithCompute", "standing_usages", "with_compute"]
 
 
 @final
@@ -63,6 +66,45 @@ class DeviceAccount:
                 room -= counted
         live[Kind.TEMPORARY] += room
         return live
+
+
+@dataclass(frozen=True)
+class WithCompute:
+    """Transfers of activations whose bytes are not booked just when they end. All are places in the program.
+
+    What is offloaded goes when it is on the host and compute has let go of it: ``holder`` is the compute action that
+    lets go of an offload's tensor, if it comes after, and ``holds`` the same the other way round. What is reloaded
+    takes its bytes when it is issued, whenever the lane comes to it, and memory comes in the order of compute:
+    ``takes`` are the reloads that are issued behind a compute action, ``taken`` all of these.
+    """
+
+    holder: Mapping[int, int]
+    holds: Mapping[int, Sequence[int]]
+    takes: Mapping[int, Sequence[int]]
+    taken: frozenset[int]
+
+
+def with_compute(actions: Sequence[Action]) -> WithCompute:
+    """Of the actions of a program."""
+    holder: dict[int, int] = {}
+    holds: dict[int, list[int]] = defaultdict(list)
+    takes: dict[int, list[int]] = defaultdict(list)
+    held: list[int] = []
+    reached = 0  # the number of ops that the pass has issued
+    for index, action in enumerate(actions):
+        if action.verb is Verb.COMPUTE and not action.recomputed:
+            reached = action.ops[1]
+            for offload in [o for o in held if actions[o].ops[1] <= reached]:
+                holder[offload] = index
+                holds[index].append(offload)
+                held.remove(offload)
+        elif action.verb is Verb.OFFLOAD and action.ops[1] > reached:
+            held.append(index)
+        elif action.verb is Verb.RELOAD:
+            behind = max((i for i in action.after if actions[i].lane is Lane.COMPUTE), default=-1)
+            if behind >= 0:
+                takes[behind].append(index)
+    return WithCompute(holder, holds, takes, frozenset(r for reloads in takes.values() for r in reloads))
 
 
 def standing_usages(program: Program) -> tuple[TierUsage, ...]:

@@ -115,9 +115,9 @@ class Costs:
             case Verb.COMPUTE:
                 first, last = action.ops
                 return self._seconds.between(first, last) + (last - first) * machine.watch_seconds * watched
-            case Verb.FETCH:
+            case Verb.FETCH | Verb.RELOAD:
                 return machine.h2d.seconds(nbytes)
-            case Verb.LAND:
+            case Verb.LAND | Verb.OFFLOAD:
                 return machine.d2h.seconds(nbytes)
             case Verb.ACCUMULATE:
                 # Copy and sum are jobs of one lane: the one staging buffer keeps them one after the other.

@@ -17,7 +17,7 @@ from forebay.errors import PlanInvalid
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.program import Action, Program, Verb
-from forebay.simulation.account import DeviceAccount, standing_usages
+from forebay.simulation.account import DeviceAccount, standing_usages, with_compute
 from forebay.simulation.costs import Costs
 from forebay.simulation.sharing import LANES, Sharing
 from forebay.timeline import Event, Lane, Timeline
@@ -65,7 +65,9 @@ class _Clock:
         self.end = [inf] * len(actions)
         self.stalls: list[tuple[float, float]] = []
         self._actions = actions
-        watched = costs.machine.device_kind == "cpu" and (bool(program.slots) or any(a.recomputed for a in actions))
+        self._with = with_compute(actions)
+        moving = bool(program.slots) or any(a.recomputed or a.verb is Verb.OFFLOAD for a in actions)
+        watched = costs.machine.device_kind == "cpu" and moving
         self._seconds = [costs.action(a, watched=watched) for a in actions]
         self._sharing = sharing
         # Reversed, so that the next action of a lane is popped off its end.
@@ -136,10 +138,21 @@ class _Clock:
             self._busy &= ~(1 << lane)
             if lane == COMPUTE:
                 self._compute_free = now
-            if self._actions[index].changes:
-                account.apply(self._actions[index].changes)
+            self._apply(index)
         computing = self._running[COMPUTE]
         account.mark(self._actions[computing] if computing >= 0 else None)
+
+    def _apply(self, index: int) -> None:
+        """Action ``index`` has ended: its bytes are booked, and those of transfers that only waited for it."""
+        apply, actions, bound = self.account.apply, self._actions, self._with
+        if index not in bound.taken and self.end[bound.holder.get(index, index)] < inf:
+            apply(actions[index].changes)
+        for offload in bound.holds.get(index, ()):
+            if self.end[offload] < inf:
+                apply(actions[offload].changes)
+        for reload in bound.takes.get(index, ()):
+            apply(actions[reload].changes)
+            self.account.mark(None)  # with the next one, something may go
 
     def _reshare(self, now: float) -> None:
         """Gives every running lane the share that it has from ``now`` on, and so another end."""

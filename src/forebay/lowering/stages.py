@@ -1,0 +1,188 @@
+"""What the runtime will do in each run of a step, found once: the same in every pass of every step. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import final
+
+from forebay.lowering.index import Completed
+from forebay.lowering.liveness import Liveness
+from forebay.lowering.lives import Move, Profile, Run
+from forebay.program import Change
+from forebay.trace import Phase, Trace
+
+__all__ = ["Cut", "Landing", "Stage", "Stages", "Stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A gradient that leaves for the host when it is complete. ``frees`` is what that frees on the device."""
+
+    block: str
+    place: int
+    name: str
+    nbytes: int
+    frees: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What happens around one op of a backward visit: blocks are asked for before it, gradients leave after it, and
+    ``kept`` bytes of gradients of resident blocks are complete."""
+
+    position: int
+    blocks: tuple[str, ...]
+    landings: tuple[Landing, ...]
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Compute is cut before the op at ``position``: what the one before has made is ``leaving``, what this one reads is
+    ``asked`` for. With neither, what was moved may go, or an op is left out that a recomputation does not run."""
+
+    position: int
+    leaving: tuple[Move, ...]
+    asked: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run and what to do in it. Forward: ``opened`` blocks are there from its beginning to its end, those in
+    ``around`` (held ones) go on being there for the next run that they are around of; a recomputation asks for what it
+    is ``given`` before that. Backward: ``stops``. Both: ``cuts``."""
+
+    run: Run
+    what: str
+    block: str
+    forward: bool
+    around: tuple[str, ...]
+    opened: tuple[str, ...]
+    stops: tuple[Stop, ...]
+    given: tuple[Move, ...]
+    cuts: tuple[Cut, ...]
+
+
+@final
+class Stages:
+    """Finds what the runtime will do in each run of ``profile``; ``hosted`` are the blocks that are not resident."""
+
+    def __init__(self, trace: Trace, liveness: Liveness, profile: Profile, hosted: set[str]) -> None:
+        self._trace = trace
+        self._index = liveness.index
+        self._runs = profile.runs
+        # By the position of the op before or after which compute is cut.
+        self._made: dict[int, list[Move]] = defaultdict(list)
+        self._asked: dict[int, list[Move]] = defaultdict(list)
+        self._dropped = {move.dropped for move in profile.moves}
+        for move in profile.moves:
+            self._made[move.made].append(move)
+            self._asked[move.asked].insert(0, move)  # backward asks in reverse order
+        self._hosted = hosted
+        self._held = {b.name: b.modules for b in trace.model.blocks if b.held and b.name in hosted}
+        self._modules = {b.name: b.modules for b in trace.model.blocks}
+        self._order = {b.name: i for i, b in enumerate(trace.model.blocks)}
+        self._last: dict[int, Completed] = {}
+        for done in sorted((c for visit in self._index.completed for c in visit), key=lambda c: c.op):
+            self._last[done.root] = done  # of two gradients in one root, the last one frees it
+
+    def all(self) -> list[Stage]:
+        """One stage for each run."""
+        stages = []
+        around_of = self._around()
+        for place, run in enumerate(self._runs):
+            visit = self._trace.visits[run.visit]
+            forward = visit.phase is Phase.FORWARD
+            around = tuple(held for held, span in around_of.items() if place in span)
+            reads = [read for read in self._index.block_reads(run.visit) if read[0] < run.length]
+            verb = "recompute" if run.again else visit.phase.value
+            stages.append(
+                Stage(
+                    run=run,
+                    what=f"{verb} {visit.block}".rstrip(),
+                    block=visit.block,
+                    forward=forward,
+                    around=around,
+                    opened=self._opened(visit.block, reads, around) if forward else (),
+                    stops=() if forward else self._stops(run, reads),
+                    given=self._given(run),
+                    cuts=self._cuts(run),
+                )
+            )
+        return stages
+
+    def _around(self) -> dict[str, range]:
+        """Held blocks, the outermost first, each with the runs during which its modules' forward goes on: from the
+        first to the last that they enclose or that reads its parameters."""
+        spans: dict[str, range] = {}
+        for place, run in enumerate(self._runs):
+            visit = self._trace.visits[run.visit]
+            if visit.phase is not Phase.FORWARD or run.again:
+                continue
+            reads = {block for _, block in self._index.block_reads(run.visit)}
+            for held, modules in self._held.items():
+                inner = self._modules.get(visit.block, ())
+                if held == visit.block or held in reads or any(_inside(m, outer) for m in inner for outer in modules):
+                    spans[held] = range(spans[held].start if held in spans else place, place + 1)
+        return dict(sorted(spans.items(), key=lambda item: min(map(len, self._held[item[0]]))))
+
+    def _opened(self, block: str, reads: list[tuple[int, str]], around: tuple[str, ...]) -> tuple[str, ...]:
+        """The blocks whose parameters a module asks for, in the order of the model."""
+        names = {name for _, name in reads if name in self._hosted}
+        if block in self._hosted:
+            names.add(block)
+        return tuple(sorted(names.difference(around), key=self._order.__getitem__))
+
+    def _stops(self, run: Run, reads: list[tuple[int, str]]) -> tuple[Stop, ...]:
+        asked: dict[int, list[str]] = defaultdict(list)
+        for op, block in reads:
+            if block in self._hosted:
+                asked[op].append(block)
+        leaving: dict[int, list[Landing]] = defaultdict(list)
+        kept: dict[int, int] = defaultdict(int)
+        for done in self._index.completed[run.visit]:
+            if self._leaves(done):
+                leaving[done.op - run.first_op].append(self._landing(done))
+            elif self._last[done.root] == done and done.root in self._index.roots:
+                kept[done.op - run.first_op] += self._index.roots[done.root].nbytes
+        return tuple(
+            Stop(run.position + op, tuple(asked.get(op, ())), tuple(leaving.get(op, ())), kept.get(op, 0))
+            for op in sorted(asked.keys() | leaving.keys() | kept.keys())
+        )
+
+    def _given(self, run: Run) -> tuple[Move, ...]:
+        """What a recomputation is given and has to have before it begins."""
+        return tuple(m for m in self._asked.get(run.position, ()) if run.again and m.visit != run.visit)
+
+    def _cuts(self, run: Run) -> tuple[Cut, ...]:
+        cuts = []
+        for at in range(run.position, run.position + run.length + 1):
+            before, here = at > run.position, at < run.position + run.length
+            leaving = self._made.get(at - 1, ()) if before else ()
+            asked = self._asked.get(at, ()) if here else ()
+            skips = here and at - run.position in run.skipped
+            if leaving or asked or skips or (before and at - 1 in self._dropped):
+                cuts.append(Cut(at, tuple(leaving), tuple(asked)))
+        return tuple(cuts)
+
+    def _leaves(self, done: Completed) -> bool:
+        return self._index.blocks[done.parameter] in self._hosted
+
+    def _landing(self, done: Completed) -> Landing:
+        root = self._index.roots.get(done.root)
+        frees: tuple[Change, ...] = ()
+        if root is not None and self._last[done.root] == done:
+            frees = (Change(root.kind, -root.nbytes),)
+        block = self._index.blocks[done.parameter]
+        return Landing(
+            block=block,
+            place=self._index.places[done.parameter],
+            name=self._index.names[done.parameter],
+            nbytes=self._trace.sources[done.parameter].nbytes,
+            frees=frees,
+        )
+
+
+def _inside(module: str, outer: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")

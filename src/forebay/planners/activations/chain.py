@@ -1,0 +1,270 @@
+"""All blocks together: a linear programme over how many blocks of each group get which home and which option.
+
+The least sum of the two halves of a step, forward and backward, such that each is at least as long as compute with all
+that runs again; as each direction of the link with parameters, gradients and activations on it; as both together where
+they slow each other (``Machine.duplex``); as compute and host lanes together where they share cores
+(``Machine.shared_cores``); as the updates on the host; as both directions of the disk; and such that every tier has
+room. What is on the device at the turning point, when forward is
+over and no block has gone backward, is counted in full.
+
+With the choices at the vertices of the hull (``Group.least``) and shares instead of whole blocks, the optimum is below
+the step of every plan that these choices can make: each of its rows is something that no step can avoid. That is the
+``bound``. With the options of the menu and what the bench says of the room, it is where the search begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from math import inf
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+
+from forebay.lowering.liveness import Liveness, input_nbytes
+from forebay.machine import Machine
+from forebay.memory import Tier
+from forebay.planners.activations.groups import Group, Use
+from forebay.planners.problem import Problem
+from forebay.simulation.costs import Costs
+from forebay.simulation.sharing import Sharing
+from forebay.trace import Phase
+
+__all__ = ["Chain", "Shares", "standing_nbytes"]
+
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
+NODES = 200
+"""Nodes of the tree that a search for whole blocks visits at most."""
+
+GAP = 1e-3
+"""Share by which the whole blocks that it ends with may take longer than the best."""
+
+EXTRA = 3
+"""Variables beside the shares: bytes in slots that spare a fetch, and the two halves."""
+
+LEAN = 0.01
+"""Seconds of a step that a second of work on any lane is worth where it binds nothing: of plans that are equally fast
+the one that does less is taken, and lanes that are not full leave less to wait for."""
+
+_PLACES = {field.name: place for place, field in enumerate(fields(Use))}
+DEVICE, RELOADS = _PLACES["device"], _PLACES["reloads"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A solution: ``seconds`` of a step; of each group, how many of its blocks have which of its homes and which of its
+    options."""
+
+    seconds: float
+    homes: tuple[tuple[float, ...], ...]
+    options: tuple[tuple[float, ...], ...]
+
+
+@final
+class Chain:
+    """The programme of one problem.
+
+    ``standing`` are the bytes of the device that are there in any case when forward is over, beside all arenas, with
+    nothing moved and nothing made again; what the groups hold is part of them.
+    """
+
+    def __init__(self, problem: Problem, groups: Sequence[Group], costs: Costs, standing: int) -> None:
+        self.groups = tuple(groups)
+        self.limits = {tier: problem.limit(tier) for tier in TIERS}
+        halves = {phase: 0.0 for phase in Phase}
+        for _, visit, op in costs.trace.ops():
+            halves[visit.phase] += costs.work(op.work).seconds
+        self.base = Use(
+            forward=halves[Phase.FORWARD],
+            backward=halves[Phase.BACKWARD],
+            device=standing - sum(group.held * len(group.blocks) for group in self.groups),
+        )
+        self._certain = _certain(costs.machine)
+        self._likely = _likely(costs.machine, problem.overlap_update)
+        homes = [home for group in self.groups for home in group.homes if home.shared]
+        # Seconds of h2d that a byte of shared slots spares at most.
+        self._spared = max((home.spared / home.shared for home in homes), default=0.0)
+        self._byte = float(sum(max((h.shared for h in g.homes), default=0) * len(g.blocks) for g in self.groups)) or 1.0
+        self._second = halves[Phase.FORWARD] + halves[Phase.BACKWARD] or 1.0
+
+    def bound(self) -> float:
+        """Seconds below which no step is; infinite if nothing fits."""
+        found = self._solved([group.least for group in self.groups], self.limits[Tier.DEVICE], None, self._certain, 0.0)
+        return inf if found is None else found.seconds
+
+    def shares(self, device: int, slots: int) -> Shares | None:
+        """The best shares of the menus with ``device`` bytes of the device and ``slots`` bytes of them in shared slots;
+        None if nothing fits."""
+        return self._solved([group.uses for group in self.groups], device, slots, self._likely, LEAN)
+
+    def whole(self, device: int, slots: int, *, nodes: int = NODES, gap: float = GAP) -> Shares | None:
+        """The same for whole blocks, by branch and bound: after ``nodes`` nodes, or within ``gap`` of the best, what
+        has been found by then. Shares, which may not fit, where that is nothing."""
+        uses = [group.uses for group in self.groups]
+        limits = {"node_limit": nodes, "mip_rel_gap": gap}
+        found = self._solved(uses, device, slots, self._likely, LEAN, limits)
+        return self.shares(device, slots) if found is None else found
+
+    def _solved(
+        self,
+        options: Sequence[Sequence[Use]],
+        device: int,
+        slots: int | None,
+        lanes: Lanes,
+        lean: float,
+        whole: Mapping[str, float] | None = None,
+    ) -> Shares | None:
+        choices = [*([home.use for home in group.homes] for group in self.groups), *options]
+        spans = [len(uses) for uses in choices]
+        table = np.array([astuple(use) for uses in choices for use in uses], dtype=float).T
+        limits = [device - (slots or 0), *(self.limits[tier] for tier in TIERS[1:])]
+        upper, most = self._rows(table, limits, lanes, slots is None)
+        equal = np.zeros((len(spans), table.shape[1] + EXTRA))
+        for row, (start, span) in enumerate(zip(_starts(spans), spans, strict=True)):
+            equal[row, start : start + span] = 1.0
+        counts = np.array(2 * [len(group.blocks) for group in self.groups], dtype=float)
+        target = np.r_[lean * table[:DEVICE].sum(axis=0) / self._second, 0.0, 1.0, 1.0]
+        highest = np.r_[np.full(table.shape[1], inf), inf if slots is None else slots / self._byte, inf, inf]
+        x = _minimum(target, upper, most, equal, counts, highest, whole)
+        if x is None:
+            return None
+        shares = [tuple(float(v) for v in x[start : start + n]) for start, n in zip(_starts(spans), spans, strict=True)]
+        half = len(self.groups)
+        return Shares(float(x[-2] + x[-1]) * self._second, tuple(shares[:half]), tuple(shares[half:]))
+
+    def _rows(
+        self, table: NDArray[Any], limits: Sequence[float], lanes: Lanes, slots_in_device: bool
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """What is at most what: seconds of the lanes below those of their half of the step, bytes below the room of
+        every tier, bytes in slots that spare a fetch below those that stream. Variables: the shares, the bytes that
+        spare, the two halves. All in units that make the figures neither large nor small: solvers drop what is below
+        1e-9."""
+        second, byte = self._second, self._byte
+        base = np.array(astuple(self.base), dtype=float)
+        spare = np.zeros(len(base))
+        spare[RELOADS], spare[DEVICE] = -self._spared * byte, byte * slots_in_device
+        time = np.c_[lanes.rows @ table / second, lanes.rows @ spare / second, -lanes.halves]
+        room = np.c_[table[DEVICE:], spare[DEVICE:], np.zeros((len(TIERS), 2))]
+        left = np.array(limits, dtype=float) - base[DEVICE:]
+        unit = np.maximum(np.abs(room).max(axis=1), 1.0)
+        shared = np.array([home.shared for group in self.groups for home in group.homes], dtype=float)
+        through = np.r_[-shared / byte, np.zeros(table.shape[1] - len(shared)), 1.0, 0.0, 0.0]
+        upper = np.vstack([time, room / unit[:, None], through])
+        return upper, np.r_[-(lanes.rows @ base) / second, left / unit, 0.0]
+
+
+def standing_nbytes(liveness: Liveness, groups: Sequence[Group]) -> int:
+    """The most bytes beside the arenas between the forward of the last block of ``groups`` that has a choice and the
+    backward of the first: then all that any of them holds is there. With nothing moved and nothing made again."""
+    trace, profile = liveness.trace, liveness.profile()
+    choosing = {name for group in groups if len(group.options) > 1 for name in group.blocks}
+    start, stop = 0, len(profile.with_outputs)
+    for run in profile.runs:
+        visit = trace.visits[run.visit]
+        if visit.block in choosing and visit.phase is Phase.FORWARD:
+            start = run.position + run.length
+        elif visit.block in choosing:
+            stop = run.position
+            break
+    # Of a block that ends the forward, what it holds is there before the next op; of others, when that runs.
+    between = profile.with_outputs[start:stop]
+    turning = sum(level[start] for level in profile.levels.values())
+    return max((turning, *between)) + trace.model.buffer_nbytes + input_nbytes(trace)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Rows of seconds over the fields of ``Use``, and which halves of the step (1 or 0 each) are at least as long."""
+
+    rows: NDArray[Any]
+    halves: NDArray[Any]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, Mapping[str, float]]]) -> Lanes:
+        """From pairs of halves (letters of "fb") and seconds by field."""
+        table = [[row.get(name, 0.0) for name in _PLACES] for _, row in rows]
+        return cls(np.array(table), np.array([[float("f" in half), float("b" in half)] for half, _ in rows]))
+
+
+def _certain(machine: Machine) -> Lanes:
+    """What no step avoids.
+
+    What is offloaded has left before backward begins, comes back after that, and all gradients have landed before the
+    next forward. Fetches for the forward may begin before it. Updates run in the order of the forward, each when its
+    gradients have landed, and a block's parameters are read when it is updated: so between the backward of the first
+    block on the host and the forward of the last one, all their updates follow each other, and the backward of all of
+    them comes after that.
+    """
+    crossing, crowding = _crossing(machine), Sharing(machine).crowding
+    h2d, d2h = {"fetches": 1.0, "reloads": 1.0}, {"offloads": 1.0, "gradients": 1.0}
+    compute = {"forward": 1.0, "backward": 1.0}
+    host = dict.fromkeys(("fetches", "reloads", "offloads", "gradients", "update"), crowding)
+    rows = [
+        ("f", {"forward": 1.0}),
+        ("f", {"offloads": 1.0}),
+        ("b", {"backward": 1.0}),
+        ("b", {"reloads": 1.0, "gradients": crossing}),
+        ("b", {"gradients": 1.0, "reloads": crossing}),
+        ("fb", {**h2d, **dict.fromkeys(d2h, crossing)}),
+        ("fb", {**d2h, **dict.fromkeys(h2d, crossing)}),
+        ("fb", {"update": 1.0, "own": 1.0}),
+        ("fb", {"disk_read": 1.0}),
+        ("fb", {"disk_write": 1.0}),
+    ]
+    return Lanes.of([*rows, ("fb", {**compute, **host})] if crowding else rows)
+
+
+def _likely(machine: Machine, overlap_update: bool) -> Lanes:
+    """What a step comes near to: updates run under the next forward, or before it where they do not overlap, and
+    fetches for the forward wait for them."""
+    crossing, crowding = _crossing(machine), Sharing(machine).crowding
+    rows = [
+        ("f", {"forward": 1.0} if overlap_update else {"forward": 1.0, "update": 1.0}),
+        ("f", {"update": 1.0}),
+        ("f", {"fetches": 1.0, "offloads": crossing}),
+        ("f", {"offloads": 1.0, "fetches": crossing}),
+        ("b", {"backward": 1.0}),
+        ("b", {"reloads": 1.0, "gradients": crossing}),
+        ("b", {"gradients": 1.0, "reloads": crossing}),
+        ("fb", {"disk_read": 1.0}),
+        ("fb", {"disk_write": 1.0}),
+    ]
+    if crowding:
+        # Compute runs on all of C cores and a host lane on one: together never more than the time of C cores.
+        rows.append(("f", {"forward": 1.0, **dict.fromkeys(("fetches", "offloads", "update"), crowding)}))
+        rows.append(("b", {"backward": 1.0, **dict.fromkeys(("reloads", "gradients"), crowding)}))
+    return Lanes.of(rows)
+
+
+def _crossing(machine: Machine) -> float:
+    """While both directions run, each keeps ``duplex`` of its rate: what the shorter one takes longer, both do."""
+    return min(1.0, 1 / machine.duplex - 1)
+
+
+def _starts(spans: Sequence[int]) -> list[int]:
+    return [sum(spans[:place]) for place in range(len(spans))]
+
+
+def _minimum(
+    target: NDArray[Any],
+    upper: NDArray[Any],
+    most: NDArray[Any],
+    equal: NDArray[Any],
+    counts: NDArray[Any],
+    highest: NDArray[Any],
+    whole: Mapping[str, float] | None,
+) -> NDArray[Any] | None:
+    """Least ``target @ x`` with ``upper @ x <= most``, ``equal @ x = counts`` and 0 <= x <= ``highest``; with
+    ``whole``, the options of the solver, all but the last ``EXTRA`` variables are whole numbers. None if there is none
+    or none is found."""
+    least = np.zeros(len(target))
+    if whole is not None:
+        kinds = np.r_[np.ones(len(target) - EXTRA), np.zeros(EXTRA)]
+        rows = [LinearConstraint(upper, ub=most), LinearConstraint(equal, counts, counts)]
+        found = milp(target, integrality=kinds, bounds=Bounds(least, highest), constraints=rows, options=dict(whole))
+    else:
+        found = linprog(target, upper, most, equal, counts, np.c_[least, highest], method="highs")
+    return None if found.x is None else np.asarray(found.x)

@@ -1,0 +1,174 @@
+"""From the programme to drafts that fit: the chain proposes, the bench judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from forebay.lowering.index import TraceIndex
+from forebay.memory import Tier
+from forebay.planners.activations.chain import Chain, Shares
+from forebay.planners.activations.groups import Group
+from forebay.planners.activations.menu import Option
+from forebay.planners.activations.named import moved_nbytes
+from forebay.planners.activations.rounding import diffused, sorted_out
+from forebay.planners.bench import Bench
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, fewer_slots, streaming_through
+from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
+from forebay.plans import Fate, Placement, Selection, Treatment
+from forebay.scheduling.activations import host_nbytes
+
+__all__ = ["all_moved", "drafted", "leanest", "level_of", "seeds"]
+
+TRIES = 4
+"""How often the room that the programme is given is corrected by what the bench says of its answer."""
+
+CLOSE = 0.01
+"""A draft that leaves at most this share of the device unused is not corrected any further."""
+
+WINDOW = 2
+"""Of the largest tensor that moves, so many fit into a window: one leaves while the next one is made."""
+
+
+def seeds(bench: Bench) -> list[Draft]:
+    """Drafts near the optimum of the programme, through the most slots and through the fewest, with the blocks that
+    are alike in either order."""
+    chain = bench.chain
+    if chain is None:
+        return []
+    found: list[Draft] = []
+    for slots in dict.fromkeys((options(bench)[0], options(bench)[-1])):
+        for order in (_early, _spread):
+            draft = _repaired(bench, chain, slots, order)
+            if draft is not None and draft not in found:
+                found.append(draft)
+    return found
+
+
+def leanest(bench: Bench) -> list[Level]:
+    """The levels that hold the least: with everything moved that can be, and without."""
+    chain = bench.chain
+    if chain is None or bench.liveness is None:
+        return []
+    found = []
+    for moves in (False, True):
+        chosen = []
+        for group in chain.groups:
+            able = [o for o in group.options if moves or not o.moved]
+            chosen.append([min(able, key=lambda o: (o.held + o.workspace, o.held))] * len(group.blocks))
+        found.append(level_of(bench.liveness.index, chain.groups, chosen))
+    return list(dict.fromkeys(found))
+
+
+def all_moved(bench: Bench) -> Level:
+    """Nothing recomputes, and whatever is saved and can move goes to the host."""
+    chain = bench.chain
+    if chain is None or bench.liveness is None:
+        return KEPT
+    most = [max((o for o in group.options if not o.recompute), key=lambda o: o.moved) for group in chain.groups]
+    chosen = [[option] * len(group.blocks) for group, option in zip(chain.groups, most, strict=True)]
+    return level_of(bench.liveness.index, chain.groups, chosen)
+
+
+def drafted(bench: Bench, levels: Sequence[Level]) -> list[Draft]:
+    """Everything streams at each of ``levels``, and what there is room for stays."""
+    found = []
+    for level in levels:
+        for slots in options(bench):
+            draft = streamed_through(bench, slots, usual_window(bench), level)
+            if bench.fits_device(draft):
+                found.append(filled(bench, draft, Filling()))
+                break
+    return found
+
+
+def level_of(index: TraceIndex, groups: Sequence[Group], chosen: Sequence[Sequence[Option]]) -> Level:
+    """What a plan says where the blocks of each group have the options ``chosen``, one for each block."""
+    option_of = {
+        b: o for g, options in zip(groups, chosen, strict=True) for b, o in zip(g.blocks, options, strict=True)
+    }
+    treatments = {block: dict(_by_name(option.treatments)) for block, option in option_of.items()}
+    for group in groups:
+        for block, source in zip(group.blocks, group.inputs, strict=True):
+            # What comes in moves if the block that makes it recomputes: else nothing may move that nobody saved.
+            if option_of[block].input_moves and source is not None and option_of[source[0]].recompute:
+                maker, op, occurrence = source
+                treatments[maker][op, occurrence] = Treatment(op, occurrence, Fate.OFFLOAD)
+    alike: dict[tuple[Treatment, ...], list[str]] = {}
+    order = [visit.block for visit in index.trace.visits if visit.block in option_of]
+    blocks = list(dict.fromkeys([*order, *option_of]))
+    for block in blocks:
+        if treatments[block]:
+            alike.setdefault(tuple(treatments[block].values()), []).append(block)
+    selections = tuple(Selection(tuple(names), named) for named, names in alike.items())
+    moved = moved_nbytes(index, selections)
+    return Level(
+        recompute=tuple(block for block in blocks if option_of[block].recompute),
+        activations=selections,
+        window=WINDOW * max(moved, default=0),
+        moved=sum(map(host_nbytes, moved)),
+    )
+
+
+def _by_name(treatments: Sequence[Treatment]) -> Iterator[tuple[tuple[str, int], Treatment]]:
+    return (((t.op, t.occurrence), t) for t in treatments)
+
+
+Order = Callable[[Sequence[float], int, Sequence[Option]], list[int]]
+
+
+def _early(shares: Sequence[float], count: int, options: Sequence[Option]) -> list[int]:
+    """What holds the least comes first."""
+    return sorted_out(shares, count, [option.held for option in options])
+
+
+def _spread(shares: Sequence[float], count: int, options: Sequence[Option]) -> list[int]:
+    """The choices alternate."""
+    return diffused(shares, count)
+
+
+def _repaired(bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order) -> Draft | None:
+    """The whole blocks nearest to the optimum that fit, by the bench's account, and fill the device; None if that does
+    not come about in a few tries."""
+    limit = bench.problem.limit(Tier.DEVICE)
+    room, best = limit, None
+    for _ in range(TRIES):
+        found = chain.whole(room, sum(slots))
+        if found is None:
+            break
+        draft = _draft(bench, chain, found, slots, order)
+        spare = limit - bench.device(draft)
+        if spare >= 0:
+            best = draft
+            if spare <= CLOSE * limit:
+                break
+        room += spare if spare >= 0 else 2 * spare if best is not None else spare - 1
+    return None if best is None else filled(bench, best, Filling())
+
+
+def _draft(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], order: Order) -> Draft:
+    """The draft that ``shares`` stand for."""
+    live = bench.liveness
+    chosen: list[list[Option]] = []
+    homes: dict[str, tuple[Tier, Tier, Tier]] = {}
+    for group, options_, places in zip(chain.groups, shares.options, shares.homes, strict=True):
+        count = len(group.blocks)
+        chosen.append([group.options[i] for i in order(options_, count, group.options)])
+        # Blocks that stay come last: those before them are fetched while they run.
+        ranks = [RANKS.index(_on_host(home.tiers)) for home in group.homes]
+        for block, place in zip(group.blocks, sorted_out(places, count, ranks), strict=True):
+            homes[block] = _on_host(group.homes[place].tiers)
+    level = KEPT if live is None else level_of(live.index, chain.groups, chosen)
+    placements = tuple(Placement(b.name, *homes[b.name]) for b in bench.model.blocks)
+    streaming = level.through(streaming_through(bench.problem, slots, usual_window(bench)))
+    draft = Draft(placements, streaming, level.recompute, level.activations)
+    ahead = sum(home == DEDICATED for home in homes.values())
+    return replace(draft, streaming=fewer_slots(streaming, bench.streamed(draft), ahead))
+
+
+RANKS = (HOSTED, DEDICATED, RESIDENT)
+
+
+def _on_host(tiers: tuple[Tier, Tier, Tier]) -> tuple[Tier, Tier, Tier]:
+    """The home without a disk: what goes there is decided for the draft as a whole."""
+    return HOSTED if tiers[0] is Tier.DISK else (tiers[0], tiers[1], Tier.HOST if tiers[2] is Tier.DISK else tiers[2])

@@ -1,0 +1,276 @@
+"""Blocks that are alike, what may be done with each, and what that costs every tier and lane.
+
+The costs of a block are those of its home and those of its activations, added: the one does not change the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import final
+
+from forebay.arenas import home_nbytes
+from forebay.layout import MOVED_LEAST, STATE_ITEMSIZE, gradient_offsets, state_layout
+from forebay.lowering.index import TraceIndex
+from forebay.machine import Link
+from forebay.memory import Tier
+from forebay.planners.activations.items import Items, items_of
+from forebay.planners.activations.menu import Option, menu
+from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
+from forebay.planners.problem import Problem
+from forebay.simulation import Costs
+from forebay.trace import Block, Phase, Trace
+
+__all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of"]
+
+STATES_ON_DISK = (Tier.HOST, Tier.HOST, Tier.DISK)
+ON_DISK = (Tier.DISK, Tier.HOST, Tier.DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Seconds of every lane in a step, and bytes of every tier.
+
+    A step has two halves: forward, and backward to the next forward, which waits until all gradients have landed. What
+    is offloaded leaves in forward and comes back in backward. ``own`` are the seconds of backward of blocks whose
+    update runs on the host.
+    """
+
+    forward: float = 0.0
+    fetches: float = 0.0
+    offloads: float = 0.0
+    update: float = 0.0
+    backward: float = 0.0
+    reloads: float = 0.0
+    gradients: float = 0.0
+    own: float = 0.0
+    disk_read: float = 0.0
+    disk_write: float = 0.0
+    device: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where parameters, gradients and states of a block are, and what that costs. ``shared`` are the bytes of the
+    shared slot that it takes when its turn comes; if it is still there at the next turn, ``spared`` of the seconds on
+    the link are not needed. What is trained comes once a step at least: its update made the copy in the slot stale.
+    """
+
+    tiers: tuple[Tier, Tier, Tier]
+    use: Use
+    shared: int = 0
+    spared: float = 0.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks that are alike, in the order of the forward, and what each may be.
+
+    ``inputs`` names, for each block, what makes its input: (block, op, occurrence); None where a plan cannot say that
+    it moves. ``least`` are choices at the vertices of the hull: none for a block takes less than some mixture of them.
+    """
+
+    blocks: tuple[str, ...]
+    inputs: tuple[tuple[str, str, int] | None, ...]
+    homes: tuple[Home, ...]
+    options: tuple[Option, ...]
+    held: int
+    least: tuple[Use, ...]
+
+    @property
+    def uses(self) -> list[Use]:
+        """What each of the options costs."""
+        return [
+            Use(
+                offloads=o.out_seconds,
+                backward=o.seconds,
+                reloads=o.back_seconds,
+                device=float(o.held),
+                host=float(o.moved),
+            )
+            for o in self.options
+        ]
+
+
+def groups_of(
+    problem: Problem, trace: Trace, index: TraceIndex, costs: Costs, *, treated: bool = True
+) -> tuple[Group, ...]:
+    """The blocks of ``trace``, grouped, in the order in which the forward comes to the first of each group. Without
+    ``treated`` blocks keep what they save or recompute, as a whole."""
+    found = _Grouping(problem, trace, index, costs).groups()
+    if treated:
+        return found
+    return tuple(
+        replace(g, options=tuple(o for o in g.options if not o.treatments and not o.input_moves)) for g in found
+    )
+
+
+@final
+class _Grouping:
+    def __init__(self, problem: Problem, trace: Trace, index: TraceIndex, costs: Costs) -> None:
+        self._problem, self._trace, self._index, self._costs = problem, trace, index, costs
+        self._recomputable = frozenset(recomputable(trace))
+        self._items: dict[object, tuple[Items, tuple[Option, ...]]] = {}
+        self._forward: dict[str, list[int]] = {}
+        self._reads: dict[str, set[Phase]] = {}
+        for place, visit in enumerate(trace.visits):
+            if visit.phase is Phase.FORWARD and visit.block:
+                self._forward.setdefault(visit.block, []).append(place)
+            for _, block in index.block_reads(place):
+                self._reads.setdefault(block, set()).add(visit.phase)
+        self._trained: dict[str, set[int]] = {}
+        # Seconds of each block's backward up to its last gradient, where that is one visit.
+        self._backward: dict[str, float] = {}
+        for place, visit in enumerate(trace.visits):
+            for done in index.completed[place]:
+                block = index.blocks[done.parameter]
+                self._trained.setdefault(block, set()).add(index.places[done.parameter])
+                self._backward[block] = costs.ops(visit.first_op, done.op + 1) if visit.block == block else 0.0
+
+    def groups(self) -> tuple[Group, ...]:
+        alike: dict[tuple[object, object], list[tuple[Block, tuple[str, str, int] | None]]] = {}
+        first = {name: places[0] for name, places in self._forward.items()}
+        for block in sorted(self._trace.model.blocks, key=lambda b: first.get(b.name, len(self._trace.visits))):
+            arriving, source = self._arriving(block)
+            key = (self._activations(block, arriving, source), self._parameters(block))
+            alike.setdefault(key, []).append((block, source))
+        found = []
+        for (activations, _), members in alike.items():
+            items, options = self._menu(activations)
+            found.append(
+                Group(
+                    tuple(block.name for block, _ in members),
+                    tuple(source for _, source in members),
+                    self._homes(members[0][0]),
+                    options,
+                    items.held,
+                    _least(items, self._costs),
+                )
+            )
+        return tuple(found)
+
+    # Activations.
+
+    def _visit(self, block: Block) -> int | None:
+        """The place of the one visit that is the forward of ``block``; None if there is no such."""
+        places = self._forward.get(block.name, [])
+        return places[0] if block.module is not None and len(places) == 1 else None
+
+    def _activations(self, block: Block, arriving: int, source: object) -> object:
+        place = self._visit(block)
+        if place is None:
+            return None
+        segment = self._trace.visits[place].segment
+        named = frozenset(self._index.named(place).items())
+        return segment, named, block.name in self._recomputable, arriving, source is not None
+
+    def _menu(self, key: object) -> tuple[Items, tuple[Option, ...]]:
+        if key not in self._items:
+            items = Items(())
+            if isinstance(key, tuple):
+                place, named, recomputes, arriving, moves = key
+                segment, costs = self._trace.segments[place], self._costs
+                names = dict(sorted(named, key=lambda pair: pair[1]))
+                items = items_of(costs, segment, names, recomputes=recomputes, arriving=arriving, arriving_moves=moves)
+            self._items[key] = items, menu(items)
+        return self._items[key]
+
+    def _arriving(self, block: Block) -> tuple[int, tuple[str, str, int] | None]:
+        """Bytes that a recomputed ``block`` holds of what came in, and who made them if that is one op."""
+        place = self._visit(block)
+        if place is None or block.name not in self._recomputable:
+            return 0, None
+        total, sources = 0, set()
+        for number in self._index.port_roots(place):
+            root = self._index.roots.get(number)
+            if root is None or root.saved or not self._drops(place, root.drop):
+                continue  # it is there in any case, or held for other blocks too
+            total += root.nbytes
+            sources.add(self._maker(root.visit, root.birth) if root.nbytes >= MOVED_LEAST else None)
+        return total, sources.pop() if len(sources) == 1 else None
+
+    def _drops(self, place: int, op: int) -> bool:
+        return self._trace.visits[place].first_op <= op <= self._index.last_op(place)
+
+    def _maker(self, place: int, op: int) -> tuple[str, str, int] | None:
+        """What a treatment calls op ``op`` of visit ``place``: the block has to recompute, or nothing may move that
+        backward does not ask for."""
+        visit = self._trace.visits[place]
+        if visit.block not in self._recomputable:
+            return None
+        name = next((n for n, place_ in self._index.named(place).items() if place_ == op - visit.first_op), None)
+        return None if name is None else (visit.block, *name)
+
+    # Parameters, gradients, states.
+
+    def _parameters(self, block: Block) -> object:
+        shapes = tuple((p.shape, p.dtype, p.nbytes, p.trainable) for p in block.parameters)
+        trained = frozenset(self._trained.get(block.name, ()))
+        return shapes, block.held, trained, frozenset(self._reads.get(block.name, ()))
+
+    def _homes(self, block: Block) -> tuple[Home, ...]:
+        """The homes that ``block`` may have; those on disk only where there is one."""
+        machine = self._costs.machine
+        trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
+        layout = state_layout(block, self._problem.state_names, 1 << 22)
+        states = layout.nbytes
+        touched = sum(2 * p.numel * STATE_ITEMSIZE * len(layout.streams) + 3 * p.nbytes for p in trained)
+        gradients = gradient_offsets(block)[1]
+        fetch = machine.h2d.seconds(block.nbytes)
+        leave = sum(machine.d2h.seconds(p.nbytes) for p in trained)
+        update = touched / machine.update_rate
+        hosted = block.nbytes + gradients + states
+        own = self._backward.get(block.name, 0.0) if trained else 0.0
+        on_device = max(touched / machine.device_bandwidth, machine.launch_seconds) if trained else 0.0
+        standing = block.nbytes + block.gradient_nbytes + states
+        again = fetch * (Phase.BACKWARD in self._reads.get(block.name, ()))
+        once = Use(0.0, fetch * bool(trained), 0.0, update, gradients=leave, own=own, device=block.nbytes, host=hosted)
+        found = [Home(RESIDENT, Use(backward=on_device, device=standing)), Home(DEDICATED, once)]
+        if block.held:
+            return tuple(found)
+        forward = fetch * (Phase.FORWARD in self._reads.get(block.name, ()))
+        shared = block.nbytes, again if trained else forward + again
+        use = Use(0.0, forward, 0.0, update, reloads=again, gradients=leave, own=own, host=hosted)
+        found.append(Home(HOSTED, use, *shared))
+        disk = machine.disk
+        if disk is not None and self._problem.limit(Tier.DISK):
+            read, write = (states / _best(link) for link in (disk.read, disk.write))
+            use = replace(use, disk_read=read, disk_write=write, host=hosted - states, disk=states)
+            found.append(Home(STATES_ON_DISK, use, *shared))
+            home = home_nbytes(block)
+            read += home / _best(disk.read) * bool(trained)
+            write += home / _best(disk.write) * bool(trained)
+            use = replace(use, disk_read=read, disk_write=write, host=gradients, disk=states + home)
+            found.append(Home(ON_DISK, use, *shared))
+        return tuple(found)
+
+
+def _best(link: Link) -> float:
+    return max(rate for _, rate in link.curve.points)
+
+
+def _least(items: Items, costs: Costs) -> tuple[Use, ...]:
+    """The vertices of a hull below all choices for a block.
+
+    As ``menu.thresholds``, but every item can move, at the links' best rates and without latencies. Then the best
+    choice, at any prices, keeps or moves exactly the items above some ratio of seconds to bytes: so the vertices here
+    are all there are, and no choice lies below their hull.
+    """
+    back, out = (1 / _best(link) for link in (costs.machine.h2d, costs.machine.d2h))
+    # Bytes that nothing can move, bytes that are kept or moved, seconds that run again.
+    found = [(items.kept_held, items.held - items.kept_held, 0.0)]
+    if items.again is not None:
+        fixed = sum(item.held for item in items.again if not item.reruns)
+        rerun = sorted((item for item in items.again if item.reruns), key=lambda item: -item.worth)
+        seconds = items.again_seconds + sum(item.seconds for item in rerun)
+        found.append((0, fixed, seconds))
+        for item in rerun:
+            fixed, seconds = fixed + item.held, seconds - item.seconds
+            found.append((0, fixed, seconds))
+    uses = [Use(backward=seconds, device=stays + held) for stays, held, seconds in found]
+    uses += [
+        Use(offloads=held * out, backward=seconds, reloads=held * back, device=stays, host=held)
+        for stays, held, seconds in found
+    ]
+    return tuple(dict.fromkeys(uses))

@@ -1,0 +1,175 @@
+"""What may be done with what each op of a block makes, and what that costs: kept, moved to the host, or made again.
+
+All blocks that are alike share a segment of the trace and so their items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from forebay.layout import MOVED_LEAST
+from forebay.simulation import Costs
+from forebay.trace import NO_SAVES, Segment
+
+__all__ = ["INPUT", "Item", "Items", "items_of"]
+
+INPUT = ""
+"""In the place of an op's name: what comes into a block that recomputes, which has to be there when it runs again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What one op makes, or what comes in (``op`` is ``INPUT``).
+
+    ``seconds`` to run the op again, where it may (``reruns``). ``held``: bytes on the device if it is kept there from
+    forward to backward. ``moved``: the same bytes if they can go to the host, else 0; ``out_seconds`` and
+    ``back_seconds`` on the link if they do. ``saved`` bytes are on the device while backward runs through the block,
+    whatever is done. ``named`` says whether a plan has to name the op to keep what it makes.
+
+    Up to ``MOVED_LEAST`` bytes of an op that is moved stay on the device and are left out here: they are thousands
+    among millions, and what a plan needs is counted exactly in any case (``Bench.device``).
+    """
+
+    op: str
+    occurrence: int
+    seconds: float
+    held: int
+    moved: int
+    saved: int
+    out_seconds: float
+    back_seconds: float
+    reruns: bool = False
+    named: bool = False
+
+    @property
+    def worth(self) -> float:
+        """Seconds that a byte of it is worth: what cannot be made again has to be somewhere."""
+        return self.seconds / self.held if self.reruns and self.held else inf
+
+    @property
+    def link_seconds(self) -> float:
+        """Seconds of both directions of the link."""
+        return self.out_seconds + self.back_seconds
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of a block, and what recomputing it costs whatever is named.
+
+    ``kept`` are those of a block that does not recompute: what it saves; ``kept_held`` bytes more are held then, of
+    ops that cannot be named. ``again`` are those of one that does, None where it may not; ``again_seconds`` are those
+    of the ops that run again in any case: views, and ops that cannot be named.
+    """
+
+    kept: tuple[Item, ...]
+    kept_held: int = 0
+    again: tuple[Item, ...] | None = None
+    again_seconds: float = 0.0
+
+    @property
+    def held(self) -> int:
+        """Bytes held if nothing moves and nothing runs again."""
+        return self.kept_held + sum(item.held for item in self.kept)
+
+
+def items_of(
+    costs: Costs,
+    segment: Segment,
+    named: Mapping[tuple[str, int], int],
+    *,
+    recomputes: bool,
+    arriving: int = 0,
+    arriving_moves: bool = False,
+) -> Items:
+    """The items of a block whose forward is ``segment``; ``named`` are the places of the ops that a plan can name
+    (``TraceIndex.named``).
+
+    ``recomputes``: whether the block may. ``arriving`` bytes come in and would be gone without recomputation;
+    ``arriving_moves`` says whether they can go to the host.
+    """
+    maker = _Maker(costs, segment, named)
+    kept = tuple(item for index, name in maker.names.items() if (item := maker.kept(index, name)) is not None)
+    if not recomputes or segment.saves_until == NO_SAVES:
+        return Items(kept, maker.nameless)
+    stop = segment.saves_until
+    again = [item for index, name in maker.names.items() if (item := maker.again(index, name, index < stop))]
+    if arriving:
+        again.append(maker.arriving(arriving, arriving_moves))
+    rest = sum(maker.seconds(op.work) for index, op in enumerate(segment.ops[:stop]) if index not in maker.names)
+    return Items(kept, maker.nameless, tuple(again), rest)
+
+
+class _Maker:
+    """Makes the items of one segment."""
+
+    def __init__(self, costs: Costs, segment: Segment, named: Mapping[tuple[str, int], int]) -> None:
+        self._costs = costs
+        self._segment = segment
+        self._watch = costs.machine.watch_seconds if costs.machine.device_kind == "cpu" else 0.0
+        self._dropped = {root for op in segment.ops for root in op.dropped if root >= 0}
+        self.names = {index: name for name, index in named.items()}
+        self.nameless = sum(
+            segment.tensors[r].nbytes
+            for index in range(len(segment.ops))
+            if index not in self.names
+            for r in self._roots(index)
+            if segment.tensors[r].saved and r in self._dropped
+        )
+
+    def seconds(self, work: int) -> float:
+        """Seconds to run an op again: where blocks recompute, every op is watched (``Machine.watch_seconds``)."""
+        return self._costs.work(work).seconds + self._watch
+
+    def kept(self, index: int, name: tuple[str, int]) -> Item | None:
+        """What the op saves, in a block that does not recompute; None if it saves nothing of its own."""
+        tensors = self._segment.tensors
+        roots = self._roots(index)
+        saved = [tensors[r].nbytes for r in roots if tensors[r].saved]
+        if not saved:
+            return None
+        large = [r for r in roots if tensors[r].nbytes >= MOVED_LEAST]
+        # The checker refuses to move what nobody saves: nobody would ask for it again.
+        movable = all(tensors[r].saved for r in large)
+        return self._item(name, 0.0, sum(saved), [tensors[r].nbytes for r in large] if movable else [], sum(saved))
+
+    def again(self, index: int, name: tuple[str, int], reruns: bool) -> Item | None:
+        """What the op makes, in a block that recomputes; None if nobody needs it for backward."""
+        tensors = self._segment.tensors
+        roots = self._roots(index)
+        moved = [tensors[r].nbytes for r in roots if tensors[r].nbytes >= MOVED_LEAST]
+        if not self._dropped.issuperset(roots):
+            # It leaves the block. What others save of it is there whether the op runs again or not.
+            held = sum(tensors[r].nbytes for r in roots if tensors[r].saved)
+            lasting = all(tensors[r].saved for r in roots)
+            return self._item(name, 0.0, held, moved if lasting else [], held, named=reruns) if held or reruns else None
+        if not reruns:
+            return None
+        held = sum(tensors[r].nbytes for r in roots)
+        saved = sum(tensors[r].nbytes for r in roots if tensors[r].saved)
+        seconds = self.seconds(self._segment.ops[index].work)
+        return self._item(name, seconds, held, moved, saved, reruns=True, named=True)
+
+    def arriving(self, nbytes: int, moves: bool) -> Item:
+        """What comes in."""
+        return self._item((INPUT, 0), 0.0, nbytes, [nbytes] if moves and nbytes >= MOVED_LEAST else [], nbytes)
+
+    def _item(
+        self,
+        name: tuple[str, int],
+        seconds: float,
+        held: int,
+        moved: list[int],
+        saved: int,
+        *,
+        reruns: bool = False,
+        named: bool = False,
+    ) -> Item:
+        machine = self._costs.machine
+        out, back = (sum(link.seconds(n) for n in moved) for link in (machine.d2h, machine.h2d))
+        return Item(*name, seconds, held, held if moved else 0, saved, out, back, reruns, named)
+
+    def _roots(self, index: int) -> list[int]:
+        tensors = self._segment.tensors
+        return [r for r in self._segment.ops[index].outputs if r >= 0 and tensors[r].root == r]

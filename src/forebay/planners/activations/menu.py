@@ -1,0 +1,166 @@
+"""The menu of a block: the choices for what it makes that no other choice beats in every respect.
+
+A multiple-choice knapsack: each op's output is kept, moved or, where the block recomputes, made again, and what the
+choices cost adds up. The frontier of the sums is built item by item, and what is dominated is dropped on the way: it
+would stay dominated whatever is added (Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation",
+Management Science 15(9), 1969). The axes are bytes held, seconds on the link, seconds of compute.
+
+Exact while the frontier has at most ``MOST`` points. A block with very many ops has more: then one point is kept in
+each cell of a grid of ``GRID`` by ``GRID`` over the first two axes, the fastest in it. So every choice that was dropped
+has one in its place that computes no longer and takes, of each of the two, at most one part in ``GRID`` more of what
+the items so far can take. The vertices of the convex hull are always there: ``thresholds`` finds them without a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.planners.activations.items import INPUT, Item, Items
+from forebay.plans import Fate, Treatment
+
+__all__ = ["GRID", "MOST", "Option", "menu", "thresholds"]
+
+MOST = 400
+"""Points of a frontier that are kept as they are."""
+
+GRID = 20
+"""Cells of the grid along an axis where there are more."""
+
+AGAIN, KEEP, MOVE = 0, 1, 2
+"""What is done with an item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One choice for a block.
+
+    ``recompute`` says whether the block runs again, ``treatments`` what of it is treated otherwise. ``input_moves``:
+    what comes into it is on the host, which the block before it has to say.
+
+    ``held``: bytes on the device from its forward to its backward. ``moved``: bytes to the host and as many back, in
+    ``out_seconds`` and ``back_seconds``. ``seconds`` are those of what runs again. ``workspace``: bytes that come back
+    or are made again for its backward, beside ``held``.
+    """
+
+    recompute: bool
+    treatments: tuple[Treatment, ...]
+    input_moves: bool
+    held: int
+    moved: int
+    seconds: float
+    out_seconds: float
+    back_seconds: float
+    workspace: int
+
+    @property
+    def axes(self) -> tuple[float, float, float]:
+        """What is to be little of: bytes held, seconds on the link, seconds of compute."""
+        return self.held, self.out_seconds + self.back_seconds, self.seconds
+
+
+def menu(items: Items) -> tuple[Option, ...]:
+    """The choices for a block that no other beats, those that hold the least first."""
+    options = [_option(items, False, codes) for codes in _frontier(items.kept)]
+    if items.again is not None:
+        options += [_option(items, True, codes) for codes in _frontier(items.again)]
+    options += thresholds(items)
+    options.sort(key=lambda o: (*o.axes, len(o.treatments)))
+    points = np.array([o.axes for o in options], dtype=float)
+    return tuple(options[i] for i in _undominated(points))
+
+
+def thresholds(items: Items) -> tuple[Option, ...]:
+    """The choices at the vertices of the convex hull: whatever a byte on the device and a second on the link are
+    worth, one of them is the best.
+
+    At any prices an item is kept or moved if that costs less than its seconds; which of the two is the same for all
+    items, as both cost in proportion to its bytes. So the best choice treats all items above some ratio of seconds to
+    bytes alike. (In proportion but for latencies and small transfers, and for items that cannot move: then the best
+    choices are among the others of the menu, and these are near.)
+    """
+    found = [_option(items, False, [code] * len(items.kept)) for code in (KEEP, MOVE)]
+    again = items.again
+    if again is None:
+        return tuple(found)
+    order = sorted(range(len(again)), key=lambda i: -again[i].worth)
+    for code in (KEEP, MOVE):
+        codes = [AGAIN] * len(order)
+        for place, index in enumerate([-1, *order]):
+            if place:
+                codes[index] = code
+            if place == len(order) or again[order[place]].reruns:
+                found.append(_option(items, True, codes))
+    return tuple(found)
+
+
+def _possible(item: Item) -> list[int]:
+    codes = [AGAIN, KEEP] if item.reruns else [KEEP]
+    return [*codes, MOVE] if item.moved else codes
+
+
+def _frontier(items: Sequence[Item]) -> list[list[int]]:
+    """What is done with each item, in the undominated choices."""
+    points: NDArray[Any] = np.zeros((1, 3))
+    codes: NDArray[Any] = np.zeros((1, 0), dtype=np.int8)
+    for item in items:
+        possible = _possible(item)
+        costs = {AGAIN: (0.0, 0.0, item.seconds), KEEP: (item.held, 0.0, 0.0), MOVE: (0.0, item.link_seconds, 0.0)}
+        points = np.concatenate([points + np.array(costs[code]) for code in possible])
+        codes = np.concatenate([np.c_[codes, np.full(len(codes), code, dtype=np.int8)] for code in possible])
+        chosen = _undominated(points)
+        if len(chosen) > MOST:
+            chosen = chosen[_thinned(points[chosen])]
+        points, codes = points[chosen], codes[chosen]
+    return [[int(code) for code in row] for row in codes]
+
+
+def _undominated(points: NDArray[Any]) -> NDArray[Any]:
+    """The places of the points that no other one beats or equals, in order of the first axis."""
+    order = np.lexsort((points[:, 1], points[:, 2], points[:, 0]))
+    p = points[order]
+    # Whoever dominates a point stands before it; of equal ones the first stays.
+    dominates = (p[:, None, 1] <= p[None, :, 1]) & (p[:, None, 2] <= p[None, :, 2])
+    return np.asarray(order[~np.triu(dominates, 1).any(axis=0)])
+
+
+def _thinned(points: NDArray[Any]) -> NDArray[Any]:
+    """The places of one point, the fastest, in each cell of the grid."""
+    spans = np.maximum(points[:, :2].max(axis=0), 1e-300)
+    cells = np.ceil(points[:, :2] / spans * GRID).astype(int)
+    best: dict[tuple[int, int], int] = {}
+    for place, (cell, seconds) in enumerate(zip(map(tuple, cells), points[:, 2], strict=True)):
+        if cell not in best or seconds < points[best[cell], 2]:
+            best[cell] = place
+    return np.array(sorted(best.values()))
+
+
+def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
+    """The option that does with the items of a family what ``codes`` say."""
+    family = (items.again or ()) if recompute else items.kept
+    done = [code if code in _possible(item) else KEEP for item, code in zip(family, codes, strict=True)]
+    pairs = list(zip(family, done, strict=True))
+    moving = [item for item, code in pairs if code == MOVE]
+    named = [
+        Treatment(item.op, item.occurrence, Fate.OFFLOAD if code == MOVE else Fate.KEEP)
+        for item, code in pairs
+        if item.op != INPUT and (code == MOVE or (code == KEEP and item.named))
+    ]
+    held = sum(item.held for item, code in pairs if code == KEEP) + (0 if recompute else items.kept_held)
+    made = sum(item.saved for item, code in pairs if code != KEEP) + (items.kept_held if recompute else 0)
+    seconds = sum(item.seconds for item, code in pairs if code == AGAIN)
+    return Option(
+        recompute=recompute,
+        treatments=tuple(named),
+        input_moves=any(item.op == INPUT for item in moving),
+        held=held,
+        moved=sum(item.moved for item in moving),
+        seconds=seconds + (items.again_seconds if recompute else 0.0),
+        out_seconds=sum(item.out_seconds for item in moving),
+        back_seconds=sum(item.back_seconds for item in moving),
+        workspace=made,
+    )

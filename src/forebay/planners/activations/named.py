@@ -1,0 +1,52 @@
+"""What treatments name: ops of a block's forward, bytes that move with them, seconds that they spare. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from forebay.layout import MOVED_LEAST
+from forebay.lowering.index import TraceIndex
+from forebay.plans import Fate, Selection
+from forebay.simulation.costs import Costs
+from forebay.trace import Phase
+
+__all__ = ["again_seconds", "moved_nbytes"]
+
+
+def moved_nbytes(index: TraceIndex, activations: Sequence[Selection]) -> list[int]:
+    """Bytes of every tensor that ``activations`` move in a micro-batch."""
+    moved = []
+    for place, selection in _selected(index, activations):
+        names = index.named(place)
+        for t in selection.treatments:
+            if t.fate is Fate.OFFLOAD and (t.op, t.occurrence) in names:
+                moved += [index.roots[root].nbytes for root in index.made_by(place, names[t.op, t.occurrence])]
+    return [nbytes for nbytes in moved if nbytes >= MOVED_LEAST]
+
+
+def again_seconds(costs: Costs, index: TraceIndex, recompute: Sequence[str], activations: Sequence[Selection]) -> float:
+    """Seconds of the ops that run again, each alone: those of the blocks in ``recompute`` up to their last saved
+    tensor, but for the ones that ``activations`` name."""
+    trace, again = costs.trace, frozenset(recompute)
+    total = 0.0
+    for visit in trace.visits:
+        if visit.phase is Phase.FORWARD and visit.block in again:
+            total += costs.ops(visit.first_op, visit.first_op + max(0, trace.segments[visit.segment].saves_until))
+    known: dict[tuple[int, tuple[str, ...]], float] = {}
+    for place, selection in _selected(index, activations):
+        visit = trace.visits[place]
+        key = (visit.segment, selection.blocks)
+        if visit.block in again and key not in known:
+            names, segment = index.named(place), trace.segments[visit.segment]
+            named = [names.get((t.op, t.occurrence), segment.saves_until) for t in selection.treatments]
+            known[key] = sum(costs.work(segment.ops[op].work).seconds for op in named if op < segment.saves_until)
+        total -= known.get(key, 0.0)
+    return total
+
+
+def _selected(index: TraceIndex, activations: Sequence[Selection]) -> Iterator[tuple[int, Selection]]:
+    """The place of every forward visit of a selected block, and its selection."""
+    selection_of = {block: selection for selection in activations for block in selection.blocks}
+    for place, visit in enumerate(index.trace.visits):
+        if visit.phase is Phase.FORWARD and visit.block in selection_of:
+            yield place, selection_of[visit.block]

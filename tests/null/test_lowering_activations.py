@@ -1,0 +1,223 @@
+"""Programs of chains whose activations are kept or moved op by op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.errors import ConfigError
+from forebay.lowering import Liveness, lower
+from forebay.memory import Kind, Tier
+from forebay.plans import Budget, Fate, Plan, Selection, Treatment
+from forebay.program import Action, Change, Program, Verb
+from forebay.timeline import Lane
+from forebay.trace import Trace
+from tests.null.strategies import RESIDENT, Case, cases, roomy
+from tests.null.synthetic import block
+from tests.null.tracing import Layer, chain_trace
+
+# A layer saves two tensors and hands on OUT. Its ops: linear, linear, out.
+FIRST, SECOND, OUT, N = 8192, 4096, 256, 3
+EVERY = tuple(f"layers.{i}" for i in range(N))
+
+
+def chain(device: str = "cuda") -> Trace:
+    blocks = [block(name, ((4,), "float32", True), ((4,), "float32", True)) for name in EVERY]
+    return chain_trace(blocks, [Layer(b.name, (FIRST, SECOND), 0, OUT) for b in blocks], device=device)
+
+
+def planned(
+    trace: Trace,
+    fate: Fate = Fate.OFFLOAD,
+    *,
+    ops: tuple[int, ...] = (0, 1),
+    recompute: tuple[str, ...] = (),
+    offload_window: int = 0,
+    reload_window: int = 0,
+) -> Plan:
+    """Everything is resident, and of every layer the products ``ops`` have ``fate``."""
+    plan = roomy(trace, RESIDENT)
+    chosen = Selection(EVERY, tuple(Treatment("linear", op, fate) for op in ops))
+    arena = Liveness(trace).host_activations(recompute, (chosen,))
+    streaming = replace(
+        plan.streaming, offload_window=offload_window, reload_window=reload_window, host_activations=arena
+    )
+    return replace(plan, recompute=recompute, activations=(chosen,), streaming=streaming)
+
+
+def last_step(program: Program) -> list[tuple[int, Action]]:
+    return [(i, a) for i, a in enumerate(program.actions) if a.step == program.steps - 1]
+
+
+def on(program: Program, lane: Lane) -> list[str]:
+    return [a.what for _, a in last_step(program) if a.lane is lane]
+
+
+def words(verb: str, *, backwards: bool = False) -> list[str]:
+    made = [f"{verb} {name} linear#{op}" for name in EVERY for op in (0, 1)]
+    return made[::-1] if backwards else made
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (4096, 4096), (1 << 20, 1 << 20)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_everything_leaves_in_order_and_comes_back_in_reverse(device: str, windows: tuple[int, int]) -> None:
+    trace = chain(device)
+    program = lower(trace, planned(trace, offload_window=windows[0], reload_window=windows[1]))
+    assert on(program, Lane.D2H) == words("offload")
+    assert on(program, Lane.H2D) == words("reload", backwards=True)
+
+
+def test_an_offload_is_queued_as_soon_as_its_op_has_run() -> None:
+    trace = chain()
+    program = lower(trace, planned(trace, offload_window=1 << 20))
+    root_of = {move.what: move for move in Liveness(trace).profile((), planned(trace).activations).moves}
+    before: Action | None = None
+    for index, action in last_step(program):
+        if action.verb is Verb.OFFLOAD:
+            move = root_of[action.what.removeprefix("offload ")]
+            assert before is not None and before.ops[1] == action.ops[0] + 1  # compute is cut there
+            assert index - 1 in action.after
+            assert (action.tensor, action.nbytes, action.block) == (move.root, move.nbytes, move.block)
+            assert action.changes == (Change(Kind.ACTIVATION, -move.nbytes),)
+            # Python lets go with the layer's last op, and compute is cut there too.
+            assert action.ops[1] == trace.visits[move.visit].first_op + 3
+            assert any(a.ops[1] == action.ops[1] for _, a in last_step(program) if a.verb is Verb.COMPUTE)
+        if action.lane is Lane.COMPUTE:
+            before = action
+
+
+def test_a_reload_waits_for_its_offload_and_for_compute() -> None:
+    trace = chain()
+    program = lower(trace, planned(trace, reload_window=FIRST))
+    actions, offloads, computed = program.actions, dict[int, int](), -1
+    for index, action in enumerate(actions):
+        if action.verb is Verb.OFFLOAD:
+            offloads[action.tensor] = index
+        if action.verb is Verb.RELOAD:
+            # Of its own or, all having been waited for when backward began, of a later one.
+            assert computed in action.after
+            assert any(i >= offloads[action.tensor] and actions[i].lane is Lane.D2H for i in action.after)
+            assert action.nbytes == action.peak == sum(c.nbytes for c in action.changes)
+        if action.lane is Lane.COMPUTE:
+            computed = index
+
+
+def readers(program: Program, trace: Trace) -> dict[int, int]:
+    """Of every root that comes back the action that reads it first afterwards."""
+    found: dict[int, int] = {}
+    back: dict[int, int] = {}
+    numbers = {number: (visit, op) for number, visit, op in trace.ops()}
+    for index, action in last_step(program):
+        if action.verb is Verb.RELOAD:
+            back[action.tensor] = index
+        for number in range(*action.ops) if action.verb is Verb.COMPUTE else ():
+            visit, op = numbers[number]
+            for root in map(visit.resolve, op.inputs):
+                if root in back:
+                    found.setdefault(root, index)
+    return found
+
+
+@pytest.mark.parametrize("window", [0, FIRST, 1 << 20])
+def test_compute_waits_for_what_it_reads(window: int) -> None:
+    trace = chain()
+    program = lower(trace, planned(trace, reload_window=window))
+    reload_of = {a.tensor: i for i, a in last_step(program) if a.verb is Verb.RELOAD}
+    found = readers(program, trace)
+    assert found.keys() == reload_of.keys()
+    waited = -1
+    for index, action in last_step(program):
+        if action.lane is Lane.COMPUTE:
+            waited = max((waited, *(i for i in action.after if program.actions[i].verb is Verb.RELOAD)))
+            assert all(reload_of[root] <= waited for root, reader in found.items() if reader == index)
+
+
+# In reverse order the last layer's second comes first, then its first, which is larger and is not overtaken.
+@pytest.mark.parametrize(
+    ("window", "fits"),
+    [(0, 0), (SECOND, SECOND), (FIRST, SECOND), (FIRST + SECOND, FIRST + SECOND), (1 << 20, N * (FIRST + SECOND))],
+)
+def test_no_more_than_the_windows_is_under_way(window: int, fits: int) -> None:
+    """Whatever the timing: of the offloads that the next compute need not wait for, and of the reloads that were not
+    asked for."""
+    trace = chain()
+    program = lower(trace, planned(trace, offload_window=window, reload_window=window))
+    found, waited, most = readers(program, trace), -1, 0
+    actions = last_step(program)
+    for index, action in actions:
+        if action.lane is not Lane.COMPUTE:
+            continue
+        waited = max((waited, *(i for i in action.after if program.actions[i].verb is Verb.OFFLOAD)))
+        leaving = sum(a.nbytes for i, a in actions if a.verb is Verb.OFFLOAD and waited < i < index)
+        ahead = sum(a.nbytes for i, a in actions if a.verb is Verb.RELOAD and i < index < found[a.tensor])
+        assert leaving <= window and ahead <= window
+        most = max(most, ahead)
+    assert most == fits
+
+
+def test_backward_begins_when_everything_has_left() -> None:
+    trace = chain()
+    program = lower(trace, planned(trace, offload_window=1 << 20))
+    last = [i for i, a in last_step(program) if a.verb is Verb.OFFLOAD][-1]
+    forward = [a for _, a in last_step(program) if a.what.startswith("forward")]
+    assert not any(program.actions[i].verb is Verb.OFFLOAD for a in forward for i in a.after)
+    assert last in next(a for _, a in last_step(program) if a.what == "backward").after
+
+
+@pytest.mark.parametrize("fate", list(Fate))
+def test_a_recomputation_leaves_out_what_is_named(fate: Fate) -> None:
+    trace = chain()
+    plan = planned(trace, fate, ops=(0,), recompute=EVERY)
+    program = lower(trace, plan)
+    # Run again would be the two products; the first is there.
+    again = [a.ops for _, a in last_step(program) if a.recomputed]
+    firsts = [visit.first_op for visit in trace.visits[:N]]
+    assert again == [(first + 1, first + 2) for first in reversed(firsts)]
+    assert on(program, Lane.H2D) == (words("reload", backwards=True)[1::2] if fate is Fate.OFFLOAD else [])
+    assert sum(c.nbytes for a in program.actions for c in a.changes) == 0
+
+
+def test_a_recomputation_in_which_nothing_runs() -> None:
+    trace = chain()
+    program = lower(trace, planned(trace, recompute=EVERY))
+    assert not any(a.recomputed for a in program.actions)
+    assert sorted(on(program, Lane.H2D)) == sorted(words("reload"))
+    # What has gone with ops that were left out is gone before the next one comes back, or with the next compute.
+    assert sum(c.nbytes for a in program.actions for c in a.changes) == 0
+
+
+def test_the_arena_stands_on_the_host() -> None:
+    trace = chain()
+    plan = planned(trace)
+    arena = N * (FIRST + SECOND)
+    assert plan.streaming.host_activations == arena
+    for pinned, kinds in ((None, {Kind.ACTIVATION: arena}), (arena - 1, {})):
+        standing = lower(trace, replace(plan, budget=Budget(1 << 40, pinned=pinned))).standing
+        assert standing[Tier.HOST][Kind.ACTIVATION] == arena
+        assert {k: n for k, n in standing[Tier.PINNED].items() if k is Kind.ACTIVATION} == kinds
+    assert Kind.ACTIVATION not in lower(chain("cpu"), planned(chain("cpu"))).standing[Tier.PINNED]
+
+
+def test_treatments_of_a_block_that_is_not_there() -> None:
+    trace = chain()
+    plan = replace(planned(trace), activations=(Selection(("layers.9",), (Treatment("linear", 0, Fate.OFFLOAD),)),))
+    with pytest.raises(ConfigError, match=r"the plan treats ops of block layers\.9, which the model does not have"):
+        lower(trace, plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(activations=True), st.integers(1, 2))
+def test_every_op_runs_once_and_every_byte_goes(case: Case, micro_batches: int) -> None:
+    program = lower(case.trace, case.plan, micro_batches=micro_batches)
+    for index, action in enumerate(program.actions):
+        assert all(i < index for i in action.after)
+        assert action.peak >= 0 and (action.verb is not Verb.COMPUTE or action.ops[1] > action.ops[0])
+    ops = [n for a in program.actions if a.verb is Verb.COMPUTE and not a.recomputed for n in range(*a.ops)]
+    assert ops == list(range(sum(1 for _ in case.trace.ops()))) * (program.steps * micro_batches)
+    assert sum(c.nbytes for a in program.actions for c in a.changes) == case.trace.held_nbytes
+    moved = [[a.tensor for a in program.actions if a.verb is verb] for verb in (Verb.OFFLOAD, Verb.RELOAD)]
+    assert set(moved[1]) <= set(moved[0])
+    assert all(moved[0].count(root) == program.steps * micro_batches for root in moved[0])

@@ -1,0 +1,133 @@
+"""From the programme's choices to what a plan says of activations, and to drafts that fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.memory import Tier
+from forebay.planners import Bench
+from forebay.planners.activations.choosing import all_moved, drafted, leanest, level_of, seeds
+from forebay.planners.activations.groups import Group, groups_of
+from forebay.planners.activations.menu import Option
+from forebay.planners.activations.named import again_seconds, moved_nbytes
+from forebay.planners.parts import Level
+from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.trace import Trace
+from tests.null.planning import ENOUGH, asked, chain, machine
+
+SIZE = 65536
+"""Bytes of each activation."""
+
+LAYERS, SAVED = 4, 3
+
+
+def traced() -> Trace:
+    """Each layer: three linears whose results are saved, and a result that the layer after it saves."""
+    return chain(LAYERS, saved=SAVED, activation=SIZE)
+
+
+def opened(device: int = ENOUGH) -> tuple[Bench, tuple[Group, ...]]:
+    trace = traced()
+    bench = Bench(asked(trace, machine(), device=device))
+    assert bench.liveness is not None
+    return bench, groups_of(bench.problem, trace, bench.liveness.index, bench.costs)
+
+
+def option(recompute: bool, *treatments: Treatment, input_moves: bool = False) -> Option:
+    return Option(recompute, treatments, input_moves, 0, 0, 0.0, 0.0, 0.0, 0)
+
+
+def moved(occurrence: int) -> Treatment:
+    return Treatment("linear", occurrence, Fate.OFFLOAD)
+
+
+def level(bench: Bench, groups: tuple[Group, ...], *options: Option) -> Level:
+    """With ``options`` for the layers in order."""
+    assert bench.liveness is not None
+    names = [f"layers.{i}" for i in range(LAYERS)]
+    by_name = dict(zip(names, options, strict=True))
+    return level_of(bench.liveness.index, groups, [[by_name[b] for b in g.blocks] for g in groups])
+
+
+def test_blocks_that_are_treated_alike_share_a_selection() -> None:
+    bench, groups = opened()
+    keep = Treatment("linear", 1, Fate.KEEP)
+    found = level(bench, groups, option(True, keep), option(False, moved(0)), option(True, keep), option(False))
+    assert found.recompute == ("layers.0", "layers.2")
+    assert found.activations == (Selection(("layers.0", "layers.2"), (keep,)), Selection(("layers.1",), (moved(0),)))
+    assert (found.window, found.moved) == (2 * SIZE, SIZE)
+
+
+def test_an_input_moves_only_out_of_a_block_that_recomputes() -> None:
+    """Else nobody would have saved it, and a plan may not name it."""
+    bench, groups = opened()
+    sources = {b: s for g in groups for b, s in zip(g.blocks, g.inputs, strict=True)}
+    whole = option(True, input_moves=True)
+    found = level(bench, groups, whole, whole, option(False), whole)
+    named = {b: s.treatments for s in found.activations for b in s.blocks}
+    if sources["layers.1"] is None:  # what the layers put out is saved by the next one: it is no input of this kind
+        assert named == {}
+    else:
+        assert set(named) == {"layers.0"}
+
+
+def test_what_a_level_says_a_streaming_does() -> None:
+    made = Level(("a",), (), window=100, moved=300).through(Streaming(slots=(64,)))
+    assert (made.offload_window, made.reload_window, made.host_activations, made.slots) == (100, 100, 300, (64,))
+
+
+def test_every_saved_tensor_moves_or_none_does() -> None:
+    """Without ``treated`` a bench moves nothing; with it, all three of every layer and what it puts out."""
+    bench, groups = opened()
+    assert all_moved(bench).moved == 0
+    assert bench.liveness is not None
+    most = [max((o for o in g.options if not o.recompute), key=lambda o: o.moved) for g in groups]
+    found = level_of(bench.liveness.index, groups, [[o] * len(g.blocks) for g, o in zip(groups, most, strict=True)])
+    assert found.moved == LAYERS * (SAVED + 1) * SIZE
+    assert moved_nbytes(bench.liveness.index, found.activations) == [SIZE] * LAYERS * (SAVED + 1)
+    # A plan may say so.
+    Plan("", bench.problem.budget, (), Streaming(), 0, 0, 0, recompute=found.recompute, activations=found.activations)
+
+
+def test_seconds_that_run_again_leave_out_what_is_named() -> None:
+    bench, _ = opened()
+    assert bench.liveness is not None
+    index, costs = bench.liveness.index, bench.costs
+    forward = bench.liveness.trace.segments[bench.liveness.trace.visits[0].segment]
+    each = [costs.work(op.work).seconds for op in forward.ops]
+    whole = again_seconds(costs, index, ("layers.0",), ())
+    assert whole == pytest.approx(sum(each[:SAVED]))  # up to the last save: what the layer puts out comes after it
+    named = (Selection(("layers.0",), (Treatment("linear", 1, Fate.KEEP),)),)
+    assert again_seconds(costs, index, ("layers.0",), named) == pytest.approx(whole - each[1])
+    assert again_seconds(costs, index, (), named) == 0.0
+
+
+@pytest.mark.parametrize("part", [0.35, 0.5, 0.8])
+def test_seeds_fit_and_fill_the_device(part: float) -> None:
+    everything, _ = opened()
+    standing = sum(16 * b.trainable_numel for b in everything.model.blocks)
+    assert everything.liveness is not None
+    room = round(part * (standing + everything.liveness.profile().peak))
+    bench, _ = opened(room)
+    found = seeds(bench)
+    assert found and bench.simulated == 0
+    for draft in found:
+        assert bench.device(draft) <= room
+        assert [p.block for p in draft.placements] == [b.name for b in bench.model.blocks]
+        assert all(isinstance(p, Placement) and p.states is not Tier.DISK for p in draft.placements)
+
+
+def test_the_leanest_levels_are_drafted_where_they_fit() -> None:
+    bench, _ = opened()
+    levels = leanest(bench)
+    assert [one.recompute for one in levels] == [bench.recomputable]
+    assert [draft.recompute for draft in drafted(bench, levels)] == [bench.recomputable]
+    small, _ = opened(1)
+    assert drafted(small, levels) == []
+
+
+def test_the_bound_is_below_and_near_the_step() -> None:
+    """A machine on which compute is all that counts: nothing but the ops, and then some updates."""
+    bench = Bench(asked(traced(), machine(compute=2e7, update=1e12), device=ENOUGH))
+    draft = seeds(bench)[0]
+    assert bench.bound <= bench.seconds(draft) <= 1.01 * bench.bound

@@ -1,0 +1,97 @@
+"""Activations that move, on a clock: what the transfers cost, and when the device is rid of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from forebay.memory import Kind, Tier
+from forebay.program import Action, Change
+from forebay.timeline import Lane, Timeline
+from tests.null.simulating import RATE, compute, fetch, flat_link, offload, reload, run, spans
+
+N = 200
+TWO_SECONDS = N / RATE
+
+
+def peak(timeline: Timeline) -> int:
+    return next(usage for usage in timeline.tiers if usage.tier is Tier.DEVICE).peak
+
+
+def making(op: int, nbytes: int, *after: int) -> Action:
+    """Op ``op`` makes ``nbytes`` that stay."""
+    return compute(op, *after, peak=nbytes, changes=[(Kind.ACTIVATION, nbytes)])
+
+
+def test_both_ways_go_at_the_rates_of_the_link() -> None:
+    done = run(
+        making(0, N),
+        offload(N, 0, ops=(0, 1)),
+        reload(N, 0, 1),
+        seconds=[1.0],
+        d2h=flat_link(RATE),
+        h2d=flat_link(RATE / 4),
+    )
+    assert spans(done, Lane.D2H) == [(1.0, 1.0 + TWO_SECONDS)]
+    assert spans(done, Lane.H2D) == [(1.0 + TWO_SECONDS, 1.0 + TWO_SECONDS * 5)]
+
+
+def test_a_reload_shares_its_lane_with_fetches() -> None:
+    done = run(making(0, N), offload(N, 0, ops=(0, 1)), fetch(1000), reload(N, 0, 1), seconds=[1.0])
+    assert spans(done, Lane.H2D) == [(0.0, 10.0), (10.0, 10.0 + TWO_SECONDS)]
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(1.0, N + 50), (3.0, N)])
+def test_an_offload_frees_when_it_is_done(seconds: float, most: int) -> None:
+    """Compute has let go at once; the op after the next makes 50 bytes, after the copy or before its end."""
+    done = run(
+        making(0, N),
+        offload(N, 0, ops=(0, 1)),
+        compute(1),
+        making(2, 50),
+        seconds=[1.0, seconds, 1.0],
+    )
+    assert peak(done) == most
+
+
+@pytest.mark.parametrize(("held", "most"), [(1, 50), (2, 50), (3, N + 50)])
+def test_and_not_before_compute_has_let_go(held: int, most: int) -> None:
+    """The copy is done long before the last op begins; Python holds the tensor until after op ``held - 1``."""
+    done = run(
+        making(0, N),
+        offload(N, 0, ops=(0, held)),
+        compute(1),
+        making(2, 50),
+        seconds=[1.0, 9.0, 1.0],
+    )
+    assert peak(done) == max(N, most)
+    assert next(u for u in done.tiers if u.tier is Tier.DEVICE).live == 50
+
+
+def test_a_reload_takes_its_bytes_when_it_is_issued() -> None:
+    """The lane is busy until second 10; the op behind which the reload is issued ends at 1, and the next one makes 50
+    bytes beside what is on its way."""
+    actions = [making(0, N), offload(N, 0, ops=(0, 1)), fetch(1000), compute(1), reload(N, 3, 1), making(2, 50)]
+    assert peak(run(*actions, seconds=[1.0, 3.0, 1.0])) == N + 50
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_goes_between_two_reloads_is_gone_before_the_second(order: Sequence[int]) -> None:
+    """Two reloads are issued behind the same compute; with one of them something goes that was there."""
+    first, second = reload(N, 2, 1), reload(N, 2, 1)
+    freeing = [first, second]
+    freeing[order[1]] = replace(second, changes=(Change(Kind.ACTIVATION, -N), *second.changes))
+    standing = {Tier.DEVICE: {Kind.ACTIVATION: N}}
+    done = run(making(0, N), offload(N, 0, ops=(0, 1)), compute(1), *freeing, seconds=[1.0, 5.0], standing=standing)
+    assert peak(done) == 2 * N
+    assert next(u for u in done.tiers if u.tier is Tier.DEVICE).live == 2 * N
+
+
+def test_ops_are_watched_where_activations_move() -> None:
+    """On ``cpu`` the byte ledger looks at every op of a step whose saved tensors come and go."""
+    plain = run(making(0, N), seconds=[1.0], device_kind="cpu", watch_seconds=0.5)
+    moving = run(making(0, N), offload(N, 0, ops=(0, 1)), seconds=[1.0], device_kind="cpu", watch_seconds=0.5)
+    assert spans(plain, Lane.COMPUTE) == [(0.0, 1.0)]
+    assert spans(moving, Lane.COMPUTE) == [(0.0, 1.5)]
