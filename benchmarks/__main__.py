@@ -3,6 +3,7 @@
 scripts/bench list
 scripts/bench run resident-cpu streamed-cpu
 scripts/bench predict
+scripts/bench activations gpt2-14m
 scripts/bench table
 scripts/bench keep FOLDER/results.jsonl
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.case import BenchmarkError, DeviceKind
@@ -29,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "list": _list,
             "run": _run,
             "predict": _predict,
+            "activations": _activations,
             "table": _table,
             "keep": _keep,
         }[options.command]
@@ -49,6 +52,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--revision", help="the commit, where the code is a copy and no repository")
     predict = commands.add_parser("predict", help="hold predictions against runs, and keep the comparison")
     predict.add_argument("models", nargs="*", metavar="MODEL", help="default: the whole zoo")
+    activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
+    activations.add_argument(
+        "models", nargs="*", metavar="MODEL", help="default: all of benchmarks/activations/models.py"
+    )
+    activations.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes")
+    activations.add_argument("--quick", action="store_true", help="small batches, one round: whether it works")
     commands.add_parser("table", help="write the tables into benchmarks/README.md")
     keep = commands.add_parser("keep", help="take the results of scripts/gpu in")
     keep.add_argument("file", type=Path)
@@ -86,13 +95,33 @@ def _predict(options: argparse.Namespace) -> None:
     print(f"kept as {save(compare(options.models, say=lambda line: print(line, flush=True))).name}")
 
 
+def _activations(options: argparse.Namespace) -> None:
+    from benchmarks.activations.record import save
+    from benchmarks.activations.run import COMPILED, QUICK, Settings, compare
+
+    settings = QUICK if options.quick else Settings()
+    if options.compile:
+        settings = replace(settings, compiled=COMPILED)
+    flags = [f"--{name}" for name in ("compile", "quick") if vars(options)[name]]
+    command = " ".join(["scripts/bench activations", *options.models, *flags])
+    comparison = compare(options.models, settings, command, say=lambda line: print(line, flush=True))
+    if not settings.kept:
+        from benchmarks.activations.table import render
+
+        print(render([comparison]))
+    else:
+        print(f"kept as {save(comparison).name}")
+
+
 def _table(options: argparse.Namespace) -> None:
+    from benchmarks.activations import table as activations
     from benchmarks.prediction import table as predictions
     from benchmarks.result import load_all
     from benchmarks.table import write
 
     write(load_all())
     predictions.write()
+    activations.write()
 
 
 def _keep(options: argparse.Namespace) -> None:

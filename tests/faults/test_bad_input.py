@@ -118,7 +118,7 @@ TABLE: dict[str, Bad] = {
     "unknown policy": Bad(
         lambda m, f: {"policy": "magic"},
         ConfigError,
-        ("unknown policy 'magic'", "there are auto, recompute, resident, stream"),
+        ("unknown policy 'magic'", "there are auto, chen, keep, offload-all, recompute, resident, stream"),
     ),
     "unknown device": Bad(lambda m, f: {"device": "abacus"}, ModelError, ("no device 'abacus'", "use one of cpu")),
     "disk path missing": Bad(

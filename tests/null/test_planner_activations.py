@@ -76,13 +76,11 @@ def test_what_a_level_says_a_streaming_does() -> None:
     assert (made.offload_window, made.reload_window, made.host_activations, made.slots) == (100, 100, 300, (64,))
 
 
-def test_every_saved_tensor_moves_or_none_does() -> None:
-    """Without ``treated`` a bench moves nothing; with it, all three of every layer and what it puts out."""
-    bench, groups = opened()
-    assert all_moved(bench).moved == 0
+def test_every_saved_tensor_moves() -> None:
+    """All three of every layer, and what it puts out."""
+    bench, _ = opened()
+    found = all_moved(bench)
     assert bench.liveness is not None
-    most = [max((o for o in g.options if not o.recompute), key=lambda o: o.moved) for g in groups]
-    found = level_of(bench.liveness.index, groups, [[o] * len(g.blocks) for g, o in zip(groups, most, strict=True)])
     assert found.moved == LAYERS * (SAVED + 1) * SIZE
     assert moved_nbytes(bench.liveness.index, found.activations) == [SIZE] * LAYERS * (SAVED + 1)
     # A plan may say so.
@@ -120,8 +118,8 @@ def test_seeds_fit_and_fill_the_device(part: float) -> None:
 def test_the_leanest_levels_are_drafted_where_they_fit() -> None:
     bench, _ = opened()
     levels = leanest(bench)
-    assert [one.recompute for one in levels] == [bench.recomputable]
-    assert [draft.recompute for draft in drafted(bench, levels)] == [bench.recomputable]
+    assert [(one.recompute, one.moved > 0) for one in levels] == [(bench.recomputable, False), ((), True)]
+    assert [draft.level for draft in drafted(bench, levels)] == levels
     small, _ = opened(1)
     assert drafted(small, levels) == []
 

@@ -135,7 +135,7 @@ def test_frozen_blocks_have_neither_gradients_nor_states() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="unknown policy 'fast'; there are auto, chen, keep, recompute, resident, stream"
+        ConfigError, match="unknown policy 'fast'; there are auto, chen, keep, offload-all, recompute, resident, stream"
     ):
         plan_for(problem(TRANSFORMER, device=GiB), "fast")
 

@@ -22,7 +22,7 @@ from forebay.errors import ConfigError
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
-from forebay.planners.policies import chen, keep, recompute, resident, stream, stream_recompute
+from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
@@ -33,6 +33,7 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
         "auto": auto,
         "keep": keep,
         "chen": chen,
+        "offload-all": offload_all,
         "resident": resident,
         "recompute": recompute,
         "stream": stream,

@@ -1,4 +1,4 @@
-"""``auto``, first version: of the plans that keep every budget, the one whose simulated step is the fastest.
+"""``auto``: of the plans that keep every budget, the one whose simulated step is the fastest.
 
 Choices
     A resident block saves both fetches, the gradient's way out and the host update; a dedicated slot saves one fetch
@@ -6,6 +6,8 @@ Choices
     head), then from the last block backwards; what is left goes to dedicated slots. Which blocks recompute, how many
     slots there are, the gradient window and the prefetch distance are searched for (``search``); an update runs on
     the device for blocks that are resident and on the host for all others.
+    Which ops of a block are kept, run again or moved to the host comes from the programme over all blocks
+    (``activations``); the search goes on around its answers.
 
 Without a batch nothing can be simulated: then what fits stays, in the same order, and nothing recomputes.
 """
@@ -14,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forebay.errors import DoesNotFit
+from forebay.checking import check
+from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import drafted, leanest, seeds
 from forebay.planners.bench import Bench
@@ -40,7 +43,24 @@ def auto(problem: Problem, bench: Bench | None = None) -> Plan:
     if problem.trace is None:
         return without_a_trace(bench, "auto")
     best = searched(bench, levels(bench), seeded=True)
+    if best.activations and not _proven(bench, best):
+        best = searched(bench, levels(bench))
     return bench.timed(bench.plan("auto", best, reasons=explained(bench, best)))
+
+
+def _proven(bench: Bench, draft: Draft) -> bool:
+    """Whether the checker accepts ``draft``. Where activations move it is stricter than the bench about how much may be
+    under way at once, and a plan that it refuses is worth nothing."""
+    problem = bench.problem
+    if problem.trace is None or problem.machine is None:
+        return True
+    plan = bench.plan("auto", draft)
+    program, _ = bench.played(plan)
+    try:
+        check(problem.trace, problem.machine, plan, program)
+    except (DoesNotFit, PlanInvalid):
+        return False
+    return True
 
 
 def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, single_blocks: bool = True) -> Draft:

@@ -34,9 +34,6 @@ VISITS = 1600
 SIMULATIONS_LEAST = 8
 """... but for so many."""
 
-TREATED = False
-"""Whether single ops may be treated otherwise than their block."""
-
 CHUNKS = 500
 """Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
 
@@ -238,7 +235,7 @@ class Bench:
     def chain(self) -> Chain | None:
         """The programme over all blocks; None without a trace."""
         if self._chain is None and self.liveness is not None and self.problem.trace is not None:
-            groups = groups_of(self.problem, self.problem.trace, self.liveness.index, self.costs, treated=TREATED)
+            groups = groups_of(self.problem, self.problem.trace, self.liveness.index, self.costs)
             self._chain = Chain(self.problem, groups, self.costs, standing_nbytes(self.liveness, groups))
         return self._chain
 

@@ -123,22 +123,23 @@ def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
     again = frozenset(draft.recompute)
     for selection in draft.activations:
         here = selection.blocks
-        words = "run again but for what is named" if here[0] in again else "keep what they save"
-        for fate, verb in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "on the host")):
+        one = len(here) == 1
+        if here[0] in again:
+            words = "runs again" if one else "run again"
+        else:
+            words = "keeps what it saves" if one else "keep what they save"
+        for fate, verb in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "but on the host")):
             ops = [t.op.removeprefix("aten.").split(".")[0] for t in selection.treatments if t.fate is fate]
             if ops:
                 counted = (f"{n} {op}" if n > 1 else op for op, n in Counter(ops).items())
-                words += f"; {verb}: {', '.join(counted)}"
+                words += f", {verb}: {', '.join(counted)}"
         moved = sum(moved_nbytes(bench.liveness.index, (replace(selection, blocks=here[:1]),)))
         size = f" ({format_bytes(moved)} a block)" if moved else ""
-        where = here[0] if len(here) == 1 else f"{here[0]} to {here[-1]}"
-        yield f"{len(here)} block{'s' * (len(here) > 1)} ({where}) {words}{size}"
-    forecast = bench.exact(draft)
+        where = f"block {here[0]}" if one else f"{len(here)} blocks ({here[0]} to {here[-1]})"
+        yield f"{where} {words}{size}"
     spent = again_seconds(bench.costs, bench.liveness.index, draft.recompute, draft.activations)
-    yield (
-        f"what runs again takes {format_seconds(spent)} of compute, because {LANES_IN_WORDS[forecast.binding]} is what "
-        f"the step waits for"
-    )
+    if spent:
+        yield f"what runs again takes {format_seconds(spent)} of compute"
 
 
 def _gap(bench: Bench, draft: Draft) -> Iterator[str]:

@@ -92,9 +92,12 @@ def least_device(bench: Bench, among: Sequence[Level]) -> Draft:
 
 def fewest_recomputed(bench: Bench, make: Callable[[Level], Draft], levels: Sequence[Level]) -> Level | None:
     """The fewest blocks, between the least and the most of ``levels`` and from the first block on, whose recomputation
-    as a whole makes the draft fit that ``make`` makes; None if none does."""
+    as a whole makes the draft fit that ``make`` makes; where all of ``levels`` name single ops, the first of them that
+    does. None if none does."""
     able = bench.recomputable
     counts = [len(level.recompute) for level in levels if not level.activations]
+    if not counts:
+        return next((level for level in levels if bench.fits_device(make(level))), None)
     low, high = min(counts), max(counts)
 
     def fits(count: int) -> bool:

@@ -20,7 +20,7 @@ from forebay.scheduling.activations import host_nbytes
 
 __all__ = ["all_moved", "drafted", "leanest", "level_of", "seeds"]
 
-TRIES = 4
+TRIES = 8
 """How often the room that the programme is given is corrected by what the bench says of its answer."""
 
 CLOSE = 0.01
@@ -131,18 +131,28 @@ def _repaired(bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order) 
     """The whole blocks nearest to the optimum that fit, by the bench's account, and fill the device; None if that does
     not come about in a few tries."""
     limit = bench.problem.limit(Tier.DEVICE)
-    room, best = limit, None
+    room, best, over, short, step = limit, None, limit, 0, 0
     for _ in range(TRIES):
-        found = chain.whole(room, sum(slots))
+        found = chain.shares(room, sum(slots))
         if found is None:
-            break
+            if not step:
+                break
+            room = (room + over) // 2  # the last step was too long
+            continue
         draft = _draft(bench, chain, found, slots, order)
         spare = limit - bench.device(draft)
         if spare >= 0:
             best = draft
-            if spare <= CLOSE * limit:
+            if step or spare <= CLOSE * limit:
                 break
-        room += spare if spare >= 0 else 2 * spare if best is not None else spare - 1
+            room += spare
+        elif best is not None:
+            break  # the room that was left is less than a whole tensor
+        else:
+            # Whole tensors come in steps: what is too much by a little stays so until the room shrinks by as much.
+            step = 2 * step if -spare == short else -spare
+            over, short = room, -spare
+            room -= step
     return None if best is None else filled(bench, best, Filling())
 
 

@@ -93,17 +93,9 @@ class Group:
         ]
 
 
-def groups_of(
-    problem: Problem, trace: Trace, index: TraceIndex, costs: Costs, *, treated: bool = True
-) -> tuple[Group, ...]:
-    """The blocks of ``trace``, grouped, in the order in which the forward comes to the first of each group. Without
-    ``treated`` blocks keep what they save or recompute, as a whole."""
-    found = _Grouping(problem, trace, index, costs).groups()
-    if treated:
-        return found
-    return tuple(
-        replace(g, options=tuple(o for o in g.options if not o.treatments and not o.input_moves)) for g in found
-    )
+def groups_of(problem: Problem, trace: Trace, index: TraceIndex, costs: Costs) -> tuple[Group, ...]:
+    """The blocks of ``trace``, grouped, in the order in which the forward comes to the first of each group."""
+    return _Grouping(problem, trace, index, costs).groups()
 
 
 @final

@@ -1,0 +1,111 @@
+"""The user's loop that every contender runs, and forebay in it.
+
+The output has a name, as a plan assumes: it lives on while the next forward runs. The generator is set before every
+step, so that dropout draws the same masks for everyone.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from benchmarks.case import Account, Contender, Job, Running
+from forebay import api
+from forebay.plans import Plan
+from forebay.units import format_bytes
+
+__all__ = ["LEARNING_RATE", "Loop", "Planned", "seeded"]
+
+LEARNING_RATE = 1e-4
+
+
+class Loop(Running):
+    """Forward, backward, update, ``zero_grad``. Every turn starts from the parameters that ``seeded`` holds."""
+
+    def __init__(
+        self, job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeded: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._job = job
+        self._seeded = seeded
+        self._batches: list[dict[str, torch.Tensor]] = []
+        self._first_seed = 0
+        self.output: Any = None
+
+    @abstractmethod
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> Any:
+        """The model's output for ``batch``."""
+
+    @final
+    def reset(self, batches: int, first_seed: int) -> None:
+        gc.collect()  # so that no turn pays for the garbage of the one before
+        self.model.load_state_dict(self._seeded)
+        job, seeds = self._job, range(first_seed, first_seed + batches)
+        self._batches = [job.model.batch(job.batch, job.seq, job.device.value, seed) for seed in seeds]
+        self._first_seed = first_seed
+
+    @final
+    def step(self, index: int) -> Any:
+        torch.manual_seed(self._first_seed + index)
+        self.output = self.forward(self._batches[index])
+        self.output.loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.output.loss.detach()
+
+    @final
+    def read(self, loss: Any) -> float:
+        return float(loss)
+
+
+def seeded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of ``model`` in memory of its own."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Planned(Contender):
+    """forebay under ``plan``."""
+
+    name: str
+    what: str
+    plan: Plan
+
+    @property
+    def budgets(self) -> Mapping[str, str]:
+        return {"device": format_bytes(self.plan.budget.device)}
+
+    def start(self, job: Job) -> Running:
+        model = job.model.build(job.seq, job.device.value)
+        values = seeded(model)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        batch = job.model.batch(job.batch, job.seq, job.device.value, seed=0)
+        model, optimizer = api.prepare(
+            model, optimizer, batch, device_memory=self.plan.budget.device, plan=self.plan, device=job.device.value
+        )
+        return _PlannedLoop(job, model, optimizer, values)
+
+
+@final
+class _PlannedLoop(Loop):
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> Any:
+        return self.model(**batch)
+
+    def finish(self) -> None:
+        api.synchronize(self.model)
+
+    def account(self) -> Account:
+        record = api.report(self.model)
+        peaks = {tier.value: peak for tier, peak in record.measured_peaks().items()}
+        return Account(peaks=peaks, counters=dict(record.timeline.counters))
+
+    def close(self) -> None:
+        self.output = None
+        api.close(self.model)

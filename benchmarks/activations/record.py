@@ -1,0 +1,116 @@
+"""What is kept of one run of the rivals: one JSON file a day and a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+
+from benchmarks.host import Code, Hardware, slug
+from benchmarks.prediction.record import Figures
+from benchmarks.result import RESULTS
+from forebay.records import dump, load
+
+__all__ = ["Comparison", "Field", "Row", "State", "latest", "save"]
+
+SCHEMA = 1
+PREFIX = "activations-"
+
+
+class State(StrEnum):
+    """How a contender came out."""
+
+    MEASURED = "measured"
+    OUT_OF_MEMORY = "out of memory"
+    NO_PLAN = "no plan fits"
+    FAILED = "failed"
+    LEFT_OUT = "left out"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender. ``budget`` is in bytes (None: it has none), ``label`` what it is called. ``seconds`` are per step
+    and ``ratios`` to plain in the same round, one entry a round. ``exact`` says that its first loss must be plain's to
+    the last bit; else up to rounding. ``detail`` says why there is no figure. A plan that is that of another row ran
+    once: ``measured_as`` names that row.
+    """
+
+    name: str
+    series: str
+    what: str
+    label: str
+    budget: int | None
+    state: State
+    exact: bool = True
+    detail: str = ""
+    device: int | None = None
+    host: int | None = None
+    seconds: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    predicted: Figures | None = None
+    measured_as: str | None = None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step; None without a round."""
+        return median(self.seconds) if self.seconds else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the per-round ratios; None without one."""
+        return median(self.ratios) if self.ratios else None
+
+
+@dataclass(frozen=True)
+class Field:
+    """All contenders on one model. ``plain_peak`` are device bytes, ``batch`` the rows of a step."""
+
+    model: str
+    batch: int
+    plain_peak: int
+    rows: tuple[Row, ...]
+
+    def row(self, name: str) -> Row:
+        """The row called ``name``; KeyError if there is none."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One session. ``other_cores`` is how many cores other processes kept busy meanwhile, ``failed`` says in words
+    which models did not run."""
+
+    date: datetime
+    command: str
+    hardware: Hardware
+    versions: Mapping[str, str]
+    threads: int
+    other_cores: float
+    code: Code
+    rounds: int
+    warmup: int
+    steps: int
+    fields: tuple[Field, ...]
+    failed: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+
+def save(comparison: Comparison, folder: Path = RESULTS) -> Path:
+    """Writes ``comparison`` to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{PREFIX}{comparison.date:%Y%m%dT%H%M%SZ}-{slug(comparison.hardware)}.jsonl"
+    path.write_text(dump(comparison) + "\n", encoding="utf-8")
+    return path
+
+
+def latest(folder: Path = RESULTS) -> Sequence[Comparison]:
+    """The newest comparison of every machine, in order of their dates."""
+    found = [load(Comparison, path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{PREFIX}*.jsonl"))]
+    newest = {slug(comparison.hardware): comparison for comparison in found}
+    return tuple(newest.values())

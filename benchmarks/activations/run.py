@@ -1,0 +1,231 @@
+"""Activations under budgets: forebay beside what PyTorch offers, on models whose activations fill the device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.activations.models import BATCHES, ZooModel, chosen
+from benchmarks.activations.planned import Candidate, candidates, same_plan
+from benchmarks.activations.race import Entry, count, race, set_up
+from benchmarks.activations.record import Comparison, Field, Row, State
+from benchmarks.case import BenchmarkError, Contender, DeviceKind, Job
+from benchmarks.host import CpuMeter, code, hardware, versions
+from forebay.machine import Machine
+
+if TYPE_CHECKING:
+    from benchmarks.measure import Runner
+
+__all__ = ["COMPILED", "QUICK", "Settings", "compare", "follow", "rows_of"]
+
+COMPILED = (0.25, 0.5, 0.75)
+"""Activation memory budgets of ``torch.compile``."""
+
+ROCKMATE = (
+    "1.0.1 with rkgb 1.0.1 does not read the GPT-2 of transformers 5 (a cast without a dtype), and measures memory "
+    "only on CUDA (without it a small MLP ends in a division by zero); 2.0.0 needs a module that its rkgb lacks"
+)
+"""Why Rockmate has no figures here."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured. ``shares`` are budgets in percent of plain's peak; ``compiled`` activation memory budgets
+    (0 to 1) of ``torch.compile``, which costs minutes; ``batches`` rows of a step by model; ``timing`` seconds of
+    op timing before plans are made; ``kept`` says that the figures are to be kept, so that no source may change."""
+
+    shares: tuple[int, ...] = (20, 30, 40, 50, 60, 70, 80, 90)
+    compiled: tuple[float, ...] = ()
+    batches: tuple[tuple[str, int], ...] = tuple(BATCHES.items())
+    rounds: int = 3
+    warmup: int = 1
+    steps: int = 2
+    timing: float = 10.0
+    kept: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.warmup < 1 or self.steps < 2:
+            raise BenchmarkError("needs 1 round, 1 of warm-up and 2 steps a turn at least: the second loss is compared")
+
+
+QUICK = Settings(shares=(50, 80), batches=tuple((name, 2) for name in BATCHES), rounds=1, timing=2.0, kept=False)
+"""Whether everything works, not how fast it is."""
+
+
+def compare(names: list[str], settings: Settings, command: str, *, say: Callable[[str], None]) -> Comparison:
+    """Runs the models called ``names`` (all, if empty). A model that fails is named in the result."""
+    import torch
+
+    from forebay.profiler.probe import probe
+
+    models = chosen(names)
+    meter, date, before = CpuMeter(), datetime.now(UTC), code()
+    machine = probe("cpu", refresh=True)
+    fields: list[Field] = []
+    failed: list[str] = []
+    for model in models:
+        say(f"{model.name}:")
+        with tempfile.TemporaryDirectory(prefix="forebay-activations-") as folder:
+            job = Job(model, dict(settings.batches)[model.name], 0, DeviceKind.CPU, Path(folder))
+            try:
+                fields.append(_field(model, job, machine, settings, say))
+            except BenchmarkError as error:
+                failed.append(f"{model.name}: {error}")
+                say(f"  {error}")
+    if settings.kept and code() != before:
+        raise BenchmarkError("sources or commit changed during the run; run it again, in a checkout nobody edits")
+    return Comparison(
+        date=date,
+        command=command,
+        hardware=hardware(False),
+        versions=versions(),
+        threads=torch.get_num_threads(),
+        other_cores=meter.others(),
+        code=before,
+        rounds=settings.rounds,
+        warmup=settings.warmup,
+        steps=settings.steps,
+        fields=tuple(fields),
+        failed=tuple(failed),
+    )
+
+
+def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say: Callable[[str], None]) -> Field:
+    """All contenders on ``model``: peaks of the rivals, then plans within shares of plain's, then the rounds."""
+    from benchmarks.isolated import IsolatedRunner
+
+    def start(contender: Contender) -> Runner:
+        return IsolatedRunner(contender, job, settings.steps)
+
+    entries = [_entry(rival) for rival in _rivals(settings)]
+    counted = [entry for entry in entries if entry.row.name != "plain-again"]
+    count(counted, start)
+    peaks = {entry.row.name: entry.row.device for entry in counted}
+    plain = peaks["plain"]
+    if plain is None:
+        raise BenchmarkError(f"plain did not run: {entries[0].row.detail}")
+    say(f"  peaks of {', '.join(f'{name} {peak / 2**20:.0f} MiB' for name, peak in peaks.items() if peak)}")
+    found = _planned(model, job.batch, machine, _budgets(plain, peaks, settings.shares), settings.timing)
+    rows = rows_of(found)
+    contenders = _contenders(found, rows)
+    say(f"  {len(found)} plans asked for, {len(contenders)} different ones")
+    running = [*(entry for entry in entries if entry.row.state is State.MEASURED), *contenders]
+    with set_up(running, start):
+        raced = race(running, "plain", settings.rounds, settings.warmup, settings.steps, say)
+    return Field(model.name, job.batch, plain, _ordered(entries, rows, {row.name: row for row in raced}))
+
+
+def _ordered(rivals: Sequence[Entry], rows: Sequence[Row], done: Mapping[str, Row]) -> tuple[Row, ...]:
+    """Every row once, rivals first: as it came out of the race if it ran (``done``), else as it was."""
+    left_out = Row("rockmate", "rockmate", "Rockmate", "", None, State.LEFT_OUT, detail=ROCKMATE)
+    own = follow([done.get(row.name, row) for row in rows])
+    return (*(done.get(entry.row.name, entry.row) for entry in rivals), left_out, *own)
+
+
+def _rivals(settings: Settings) -> list[Contender]:
+    from benchmarks.activations.rivals import CHECKPOINT, PLAIN, PLAIN_AGAIN, SAVE_ON_CPU, Compiled
+
+    compiled = [
+        Compiled(name=f"compile {share:g}", what=f"torch.compile, activation_memory_budget={share:g}", share=share)
+        for share in settings.compiled
+    ]
+    return [PLAIN, PLAIN_AGAIN, CHECKPOINT, SAVE_ON_CPU, *compiled]
+
+
+def _entry(rival: Contender) -> Entry:
+    exact = not rival.name.startswith("compile")
+    return Entry(rival, Row(rival.name, rival.name.partition(" ")[0], rival.what, "", None, State.MEASURED, exact))
+
+
+def _budgets(plain: int, peaks: dict[str, int | None], shares: Sequence[int]) -> list[tuple[str, int]]:
+    """Shares of plain's peak, and the peak of every rival that takes less than plain: there they are held against each
+    other."""
+    grid = [(f"{share} %", plain * share // 100) for share in shares]
+    return grid + [(f"as {name}", peak) for name, peak in peaks.items() if peak is not None and peak < plain]
+
+
+def _planned(
+    model: ZooModel, batch: int, machine: Machine, budgets: Sequence[tuple[str, int]], timing: float
+) -> tuple[Candidate, ...]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        try:
+            return pool.apply(candidates, (model, batch, machine, budgets, timing))
+        except Exception as error:  # whatever a planner raises: this model has no result, the others go on
+            raise BenchmarkError(f"planning failed: {type(error).__name__}: {error}") from error
+
+
+def rows_of(found: Sequence[Candidate]) -> list[Row]:
+    """A row for every candidate; of several with one plan, the first one is measured for all."""
+    rows: list[Row] = []
+    ran: list[Candidate] = []
+    for candidate in found:
+        plan = candidate.plan
+        twin = next((c for c in ran if plan and c.plan and same_plan(c.plan, plan)), None)
+        if plan is not None and twin is None:
+            ran.append(candidate)
+        rows.append(
+            Row(
+                name=candidate.name,
+                series=candidate.series,
+                what=_words(candidate),
+                label=candidate.label,
+                budget=candidate.nbytes,
+                state=State.MEASURED if plan is not None else State.NO_PLAN,
+                detail=candidate.refusal,
+                predicted=candidate.predicted,
+                measured_as=None if twin is None else twin.name,
+            )
+        )
+    return rows
+
+
+def follow(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` with the figures of the row that ran their plan."""
+    by_name = {row.name: row for row in rows}
+    done = []
+    for row in rows:
+        if row.measured_as is not None:
+            ran = by_name[row.measured_as]
+            row = replace(
+                row,
+                state=ran.state,
+                detail=ran.detail,
+                device=ran.device,
+                host=ran.host,
+                seconds=ran.seconds,
+                ratios=ran.ratios,
+            )
+        done.append(row)
+    return done
+
+
+def _contenders(found: Sequence[Candidate], rows: Sequence[Row]) -> list[Entry]:
+    from benchmarks.activations.loop import Planned
+
+    return [
+        Entry(Planned(name=row.name, what=row.what, plan=candidate.plan), row)
+        for candidate, row in zip(found, rows, strict=True)
+        if candidate.plan is not None and row.measured_as is None
+    ]
+
+
+def _words(candidate: Candidate) -> str:
+    """What the plan does, in a few words."""
+    plan = candidate.plan
+    if plan is None:
+        return candidate.series
+    blocks = len(plan.placements)
+    away = sum(not p.resident for p in plan.placements)
+    treated = sum(len(s.blocks) for s in plan.activations)
+    parts = [
+        f"{away} of {blocks} blocks leave the device" if away else "",
+        f"{len(plan.recompute)} run again" if plan.recompute else "",
+        f"{treated} by op" if treated else "",
+        f"{plan.streaming.host_activations / 2**20:.0f} MiB offloaded" if plan.streaming.host_activations else "",
+    ]
+    return ", ".join(part for part in parts if part) or "all is kept"

@@ -1,0 +1,229 @@
+"""The benchmark of activations: what it computes from scripted contenders, what it refuses, what its table says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+
+from benchmarks.activations.models import chosen
+from benchmarks.activations.planned import Candidate
+from benchmarks.activations.race import Entry, count, race, set_up
+from benchmarks.activations.record import Comparison, Field, Row, State, latest, save
+from benchmarks.activations.run import Settings, follow, rows_of
+from benchmarks.activations.table import held_against, render, write
+from benchmarks.case import Account, BenchmarkError, Contender, Job, OutOfMemory, Running
+from benchmarks.host import Code, Hardware
+from benchmarks.measure import Runner, Turn
+from benchmarks.prediction.record import Figures
+from forebay.memory import Tier
+from forebay.plans import Budget, Placement, Plan, Streaming
+
+MIB = 1 << 20
+
+
+@final
+@dataclass(frozen=True)
+class Script(Contender):
+    """Takes ``seconds`` a step; its first loss is ``loss``; has no room in turn ``fails_in`` (-1: at the start)."""
+
+    name: str
+    what: str = "a script"
+    seconds: float = 1.0
+    loss: float = 4.0
+    fails_in: int | None = None
+
+    @property
+    def budgets(self) -> Mapping[str, str]:
+        return {}
+
+    def start(self, job: Job) -> Running:
+        raise NotImplementedError
+
+
+@final
+class ScriptRunner(Runner):
+    def __init__(self, script: Script) -> None:
+        if script.fails_in == -1:
+            raise OutOfMemory("no room for the model")
+        self._script = script
+        self.open = True
+
+    def turn(self, index: int) -> Turn:
+        if index == self._script.fails_in:
+            raise OutOfMemory("no room for an activation")
+        # A host that is slower in every round: only ratios within a round mean anything.
+        return Turn((index + 1) * 2 * self._script.seconds, (self._script.loss + index, 3.0))
+
+    def account(self) -> Account:
+        return Account(peaks={"device": 5 * MIB, "host": MIB}, counters={"activations_kept": 2})
+
+    def close(self) -> None:
+        self.open = False
+
+
+def entry(script: Script, **row: Any) -> Entry:
+    return Entry(script, replace(Row(script.name, script.name, script.what, "", None, State.MEASURED), **row))
+
+
+def run(*entries: Entry) -> dict[str, Row]:
+    runners: list[ScriptRunner] = []
+
+    def start(contender: Contender) -> Runner:
+        assert isinstance(contender, Script)
+        runners.append(ScriptRunner(contender))
+        return runners[-1]
+
+    with set_up(entries, start):
+        rows = race(entries, "plain", rounds=3, warmup=1, steps=2, say=lambda line: None)
+    assert not any(runner.open for runner in runners)
+    return {row.name: row for row in rows}
+
+
+def test_ratios_are_taken_within_a_round_and_the_warm_up_does_not_count() -> None:
+    rows = run(entry(Script("plain")), entry(Script("slow", seconds=1.5)))
+    assert rows["plain"].seconds == (2.0, 3.0, 4.0)
+    assert rows["slow"].ratios == (1.5, 1.5, 1.5)
+    assert rows["slow"].ratio == 1.5
+    assert rows["slow"].device == 5 * MIB
+    assert rows["slow"].detail == "2 activations stayed for want of room on the host"
+
+
+def test_who_was_counted_before_is_not_asked_again() -> None:
+    rows = run(entry(Script("plain"), device=7, host=0))
+    assert (rows["plain"].device, rows["plain"].detail) == (7, "")
+
+
+def test_a_peak_is_counted_in_a_process_that_is_closed_again() -> None:
+    entries = [entry(Script("plain")), entry(Script("full", fails_in=0))]
+    count(entries, lambda contender: ScriptRunner(contender))  # type: ignore[arg-type]
+    assert [e.row.device for e in entries] == [5 * MIB, None]
+    assert entries[1].row.state is State.OUT_OF_MEMORY
+    assert all(e.runner is None for e in entries)
+
+
+def test_a_contender_without_room_keeps_its_row_and_its_rounds() -> None:
+    rows = run(entry(Script("plain")), entry(Script("late", fails_in=3)), entry(Script("never", fails_in=-1)))
+    assert rows["late"].state is rows["never"].state is State.OUT_OF_MEMORY
+    assert rows["late"].detail == "no room for an activation"
+    assert (len(rows["late"].seconds), len(rows["never"].seconds)) == (2, 0)
+
+
+def test_another_loss_is_refused_to_the_last_bit_unless_rounding_is_allowed() -> None:
+    near = Script("near", loss=4.0 * (1 + 1e-6))
+    with pytest.raises(BenchmarkError, match="near has losses"):
+        run(entry(Script("plain")), entry(near))
+    assert run(entry(Script("plain")), entry(near, exact=False))["near"].ratio == 1.0
+    with pytest.raises(BenchmarkError, match="equal within"):
+        run(entry(Script("plain")), entry(replace(near, loss=4.1), exact=False))
+
+
+def test_without_plain_there_is_no_result() -> None:
+    with pytest.raises(BenchmarkError, match="plain did not run: no room for the model"):
+        run(entry(Script("plain", fails_in=-1)), entry(Script("other")))
+
+
+# Plans and their rows
+
+
+def plan(nbytes: int, recompute: tuple[str, ...] = ()) -> Plan:
+    homes = tuple(Placement(name, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE) for name in ("a", "b"))
+    return Plan("auto", Budget(nbytes), homes, Streaming(), device=10, host=0, disk=0, recompute=recompute)
+
+
+FORETOLD = Figures(5 * MIB, 0, 1.0)
+
+
+def test_plans_that_agree_are_measured_once_and_every_budget_keeps_its_row() -> None:
+    found = [
+        Candidate("auto", "80 %", 80, plan(80), FORETOLD),
+        Candidate("auto", "90 %", 90, plan(90), FORETOLD),
+        Candidate("auto", "50 %", 50, plan(50, ("a",)), FORETOLD),
+        Candidate("auto", "20 %", 20, refusal="too small"),
+    ]
+    rows = rows_of(found)
+    assert [row.measured_as for row in rows] == [None, "auto 80 %", None, None]
+    assert [row.what for row in rows] == ["all is kept", "all is kept", "1 run again", "auto"]
+    assert (rows[3].state, rows[3].detail) == (State.NO_PLAN, "too small")
+    ran = replace(rows[0], device=4, host=0, seconds=(1.0,), ratios=(1.1,))
+    assert [row.device for row in follow([ran, *rows[1:]])] == [4, 4, None, None]
+
+
+def test_a_turn_has_two_steps_and_a_model_a_name() -> None:
+    with pytest.raises(BenchmarkError, match="2 steps"):
+        Settings(steps=1)
+    with pytest.raises(BenchmarkError, match="no model gpt-9; there are gpt2-14m, llama-16m, vit-14m"):
+        chosen(["gpt-9"])
+
+
+# The record and the table
+
+
+def row(name: str, device: int | None, ratio: float | None, **more: Any) -> Row:
+    rounds = () if ratio is None else (ratio,)
+    made = Row(name, name.partition(" ")[0], name, name.partition(" ")[2], None, State.MEASURED, device=device)
+    return replace(made, seconds=rounds, ratios=rounds, host=0, **more)
+
+
+FIELD = Field(
+    "tiny",
+    2,
+    100 * MIB,
+    (
+        row("plain", 100 * MIB, 1.0),
+        row("checkpoint", 60 * MIB, 1.3),
+        row("save_on_cpu", 30 * MIB, 1.1),
+        Row("rockmate", "rockmate", "Rockmate", "", None, State.LEFT_OUT, detail="not here"),
+        row("auto 90 %", 90 * MIB, 1.0),
+        row("auto 60 %", 55 * MIB, 1.2, predicted=Figures(56 * MIB, 0, 1.5)),
+        row("auto-activations 50 %", 50 * MIB, 1.25),
+        row("auto 20 %", None, None, detail="too small"),
+    ),
+)
+RESULT = Comparison(
+    date=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+    command="scripts/bench activations",
+    hardware=Hardware(cpu="Some CPU", cores=2, memory_bytes=2**34),
+    versions={"torch": "2.13.0"},
+    threads=2,
+    other_cores=0.5,
+    code=Code("0123456789abcdef", True, "fedc"),
+    rounds=3,
+    warmup=1,
+    steps=2,
+    fields=(FIELD,),
+)
+
+
+def test_auto_is_held_against_a_rival_within_the_rivals_peak() -> None:
+    best = held_against(FIELD, FIELD.row("checkpoint"))
+    assert best is not None and best.name == "auto 60 %"  # the one of 90 % is faster and takes more
+    assert held_against(FIELD, FIELD.row("save_on_cpu")) is None
+
+
+def test_the_table_says_peak_share_prediction_and_verdict() -> None:
+    text = render([RESULT])
+    assert "Within the peak of checkpoint (1.300): auto 60 % takes 1.200, on or below it." in text
+    assert "Within the peak of save_on_cpu no run of auto was measured." in text
+    # 56 foretold for 55 measured: 1.82 % too much; 1.5 s for 1.2 s: a quarter too much.
+    assert (
+        "| auto | 60 % | auto 60 % | 55.0 MiB | 55.0% | 56.0 MiB (+1.82%) | 0.0 MiB | 1.200 s | 1.200 (1.200 - 1.200) "
+        "| 1.500 s (+25.0%) |" in text
+    )
+    assert "| rockmate | - | Rockmate; left out; not here | - | - | - | - | - | - | - |" in text
+    assert "0.50 cores busy with others" in text and "commit 0123456789ab with changes" in text
+
+
+def test_a_comparison_is_read_back_and_its_section_alone_is_replaced(tmp_path: Path) -> None:
+    path = save(RESULT, tmp_path)
+    assert path.name == "activations-20260102T030400Z-some-cpu-2-cores.jsonl"
+    assert latest(tmp_path) == (RESULT,)
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- activations: begin -->\nold\n<!-- activations: end -->\nafter\n")
+    write(page, [RESULT])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
