@@ -27,8 +27,6 @@ from tests.parity.models import CASES, Case, tokens
 
 AMPLE = 64 * 2**20
 STATES = ("exp_avg", "exp_avg_sq")
-SEEDS_OF_BACKWARD = 4
-"""Bytes: the profile calls backward on a sum of the loss, which is a scalar more than the user's step makes."""
 
 PAIRS = [(name, dtype) for name in ("llama", "llama-tied") for dtype in (torch.float32, torch.bfloat16)]
 each_pair = pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=[f"{n}-{str(d)[6:]}" for n, d in PAIRS])
@@ -72,8 +70,8 @@ def assert_peaks(model: nn.Module) -> None:
     what the micro-batch before may have left under way.
     """
     plan, peaks = forebay.report(model).plan, usage(model)
-    most = plan.device - SEEDS_OF_BACKWARD
-    assert most - plan.streaming.gradient_window <= peaks[Tier.DEVICE].peak <= most < plan.budget.device
+    peak = peaks[Tier.DEVICE].peak
+    assert plan.device - plan.streaming.gradient_window <= peak <= plan.device <= plan.budget.device
     assert (peaks[Tier.HOST].peak, peaks[Tier.DISK].peak) == (plan.host, plan.disk)
 
 
