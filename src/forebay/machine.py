@@ -30,6 +30,11 @@ class Curve:
         if not sizes or sizes != sorted(set(sizes)) or any(rate <= 0 for _, rate in self.points):
             raise ConfigError(f"a curve needs points of increasing sizes and rates above 0, got {self.points}")
 
+    @property
+    def best(self) -> float:
+        """The highest rate, bytes/s."""
+        return max(rate for _, rate in self.points)
+
     def rate(self, nbytes: float) -> float:
         """Bytes/s for a transfer of ``nbytes``."""
         above = bisect_right(self.points, nbytes, key=lambda p: p[0])

@@ -23,6 +23,7 @@ from forebay.layout import MOVED_LEAST
 from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import Kind
 from forebay.plans import Fate, Selection, Treatment
+from forebay.scheduling.activations import described
 from forebay.trace import NO_SAVES, Phase
 
 __all__ = ["Layout", "Move", "Profile", "Run", "positions"]
@@ -227,7 +228,8 @@ class Layout:
                 for order, number in enumerate(self._index.made_by(place, op)):
                     root = self._index.roots[number]
                     if treatment.fate is Fate.OFFLOAD and root.nbytes >= MOVED_LEAST:
-                        moves.append(self._move(number, root, _what(self._block(place), treatment, order)))
+                        what = described(self._block(place), treatment.op, treatment.occurrence, order)
+                        moves.append(self._move(number, root, what))
                     elif again is not None and op < again.length:
                         kept.add(number)
         return frozenset(kept), tuple(moves)
@@ -310,11 +312,6 @@ def _treated(index: TraceIndex, activations: Iterable[Selection]) -> dict[int, d
             named = ((names.get((t.op, t.occurrence), NEVER), t) for t in chosen[visit.block])
             found[place] = {op: treatment for op, treatment in named if op != NEVER}
     return found
-
-
-def _what(block: str, treatment: Treatment, order: int) -> str:
-    """What the events call the ``order``-th root (from 0) that an op has made."""
-    return f"{block} {treatment.op}#{treatment.occurrence}" + (f".{order}" if order else "")
 
 
 def _is_backward(index: TraceIndex, run: Run) -> bool:

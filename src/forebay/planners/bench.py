@@ -10,7 +10,6 @@ from forebay.arenas import Arenas, Sizer
 from forebay.errors import ConfigError
 from forebay.lowering import lower
 from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
-from forebay.machine import Link
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.groups import groups_of
@@ -215,12 +214,12 @@ class Bench:
         moved = 0 if self.liveness is None else sum(moved_nbytes(self.liveness.index, draft.activations))
         lanes = [
             self._compute_seconds(draft),
-            (trained + moved) / _best(machine.h2d),
-            (gradients + moved) / _best(machine.d2h),
+            (trained + moved) / machine.h2d.curve.best,
+            (gradients + moved) / machine.d2h.curve.best,
             2 * states / machine.update_rate,
         ]
         if machine.disk is not None:
-            lanes += [sizes.disk_states / _best(link) for link in (machine.disk.read, machine.disk.write)]
+            lanes += [sizes.disk_states / link.curve.best for link in (machine.disk.read, machine.disk.write)]
         return max(lanes)
 
     def _compute_seconds(self, draft: Draft) -> float:
@@ -271,8 +270,3 @@ def _pinnable(sizes: Arenas) -> tuple[int, ...]:
         sizes.host_activations,
         sizes.gradient_staging + sizes.host_slots,
     )
-
-
-def _best(link: Link) -> float:
-    """The best rate of a link, bytes/s."""
-    return max(rate for _, rate in link.curve.points)

@@ -22,8 +22,9 @@ from forebay.plans import Fate, Treatment
 from forebay.runtime.opnames import OpCounter, roots_made
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
+from forebay.scheduling.activations import described
 
-__all__ = ["Offloading", "described"]
+__all__ = ["Offloading"]
 
 
 @final
@@ -95,8 +96,3 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # see device/ledger.py: torch would wrap the method above in a switch that is not needed here
-
-
-def described(block: str, op: str, occurrence: int, root: int) -> str:
-    """What the events call the ``root``-th storage (from 0) that an op has made."""
-    return f"{block} {op}#{occurrence}" + (f".{root}" if root else "")

@@ -41,8 +41,8 @@ from forebay.device.ledger import plain_tensors, take_off
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.plans import Fate, Treatment
-from forebay.runtime.offloading import described
 from forebay.runtime.opnames import OpCounter, roots_made
+from forebay.scheduling.activations import described
 
 __all__ = ["Choice", "Mover", "Record", "Replay", "Ticket", "not_the_same"]
 

@@ -15,7 +15,7 @@ from forebay.layout import align
 from forebay.memory import ALIGNMENT
 from forebay.scheduling.gradients import GradientWindow
 
-__all__ = ["HostRanges", "OffloadWindow", "Reloads", "host_nbytes"]
+__all__ = ["HostRanges", "OffloadWindow", "Reloads", "described", "host_nbytes"]
 
 OffloadWindow = GradientWindow
 """At most ``window`` bytes of activations are under way to the host, under the rules of gradients: ``admit`` before a
@@ -135,3 +135,8 @@ class HostRanges:
             offset, before = self._free.pop(place)
             length += before
         insort(self._free, (offset, length))
+
+
+def described(block: str, op: str, occurrence: int, root: int) -> str:
+    """What the events call the ``root``-th storage (from 0) that an op has made."""
+    return f"{block} {op}#{occurrence}" + (f".{root}" if root else "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from forebay.lowering import lower
-from forebay.machine import Curve, Machine
+from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.program import Program, Verb
@@ -142,14 +142,14 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
     machine = costs.machine
     rates = {
         Lane.COMPUTE: machine.device_bandwidth,
-        Lane.H2D: _best(machine.h2d.curve),
-        Lane.D2H: _best(machine.d2h.curve),
+        Lane.H2D: machine.h2d.curve.best,
+        Lane.D2H: machine.d2h.curve.best,
         Lane.UPDATE: machine.update_rate,
     }
     if machine.disk is not None:
         rates |= {
-            Lane.DISK_READ: _best(machine.disk.read.curve),
-            Lane.DISK_WRITE: _best(machine.disk.write.curve),
+            Lane.DISK_READ: machine.disk.read.curve.best,
+            Lane.DISK_WRITE: machine.disk.write.curve.best,
         }
     moved = _moved_in_last_step(program)
     seconds = {lane: nbytes / rates[lane] if lane in rates else 0.0 for lane, nbytes in moved.items()}
@@ -183,7 +183,3 @@ def _error(busy: Mapping[Lane, float], step: float, costs: Costs) -> float:
     links = LINK_ERROR if costs.machine.source == "measured" else NOMINAL_ERROR
     computing = min(1.0, busy[Lane.COMPUTE] / step) if step else 1.0
     return ops * computing + links * (1 - computing)
-
-
-def _best(curve: Curve) -> float:
-    return max(rate for _, rate in curve.points)

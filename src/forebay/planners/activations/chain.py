@@ -104,8 +104,8 @@ class Chain:
         """The same for whole blocks, by branch and bound: after ``nodes`` nodes, or within ``gap`` of the best, what
         has been found by then. Shares, which may not fit, where that is nothing.
 
-        What rounding is held against. Planners round ``shares``: branch and bound takes ten times as long, and its
-        library writes to stdout now and then."""
+        What rounding is held against. Planners round ``shares``, because the library writes to stdout now and then
+        while it branches."""
         uses = [group.uses for group in self.groups]
         limits = {"node_limit": nodes, "mip_rel_gap": gap}
         found = self._solved(uses, device, slots, self._likely, LEAN, limits)

@@ -11,7 +11,6 @@ from typing import final
 from forebay.arenas import home_nbytes
 from forebay.layout import MOVED_LEAST, STATE_ITEMSIZE, gradient_offsets, state_layout
 from forebay.lowering.index import TraceIndex
-from forebay.machine import Link
 from forebay.memory import Tier
 from forebay.planners.activations.items import Items, items_of
 from forebay.planners.activations.menu import Option, menu
@@ -227,19 +226,15 @@ class _Grouping:
         found.append(Home(HOSTED, use, *shared))
         disk = machine.disk
         if disk is not None and self._problem.limit(Tier.DISK):
-            read, write = (states / _best(link) for link in (disk.read, disk.write))
+            read, write = (states / link.curve.best for link in (disk.read, disk.write))
             use = replace(use, disk_read=read, disk_write=write, host=hosted - states, disk=states)
             found.append(Home(STATES_ON_DISK, use, *shared))
             home = home_nbytes(block)
-            read += home / _best(disk.read) * bool(trained)
-            write += home / _best(disk.write) * bool(trained)
+            read += home / disk.read.curve.best * bool(trained)
+            write += home / disk.write.curve.best * bool(trained)
             use = replace(use, disk_read=read, disk_write=write, host=gradients, disk=states + home)
             found.append(Home(ON_DISK, use, *shared))
         return tuple(found)
-
-
-def _best(link: Link) -> float:
-    return max(rate for _, rate in link.curve.points)
 
 
 def _least(items: Items, costs: Costs) -> tuple[Use, ...]:
@@ -249,7 +244,7 @@ def _least(items: Items, costs: Costs) -> tuple[Use, ...]:
     choice, at any prices, keeps or moves exactly the items above some ratio of seconds to bytes: so the vertices here
     are all there are, and no choice lies below their hull.
     """
-    back, out = (1 / _best(link) for link in (costs.machine.h2d, costs.machine.d2h))
+    back, out = (1 / link.curve.best for link in (costs.machine.h2d, costs.machine.d2h))
     # Bytes that nothing can move, bytes that are kept or moved, seconds that run again.
     found = [(items.kept_held, items.held - items.kept_held, 0.0)]
     if items.again is not None:
