@@ -89,14 +89,14 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    from benchmarks.prediction.record import save
+    from benchmarks.prediction.record import ARCHIVE
     from benchmarks.prediction.run import compare
 
-    print(f"kept as {save(compare(options.models, say=lambda line: print(line, flush=True))).name}")
+    print(f"kept as {ARCHIVE.save(compare(options.models, say=lambda line: print(line, flush=True))).name}")
 
 
 def _activations(options: argparse.Namespace) -> None:
-    from benchmarks.activations.record import save
+    from benchmarks.activations.record import ARCHIVE
     from benchmarks.activations.run import COMPILED, QUICK, Settings, compare
 
     settings = QUICK if options.quick else Settings()
@@ -110,7 +110,7 @@ def _activations(options: argparse.Namespace) -> None:
 
         print(render([comparison]))
     else:
-        print(f"kept as {save(comparison).name}")
+        print(f"kept as {ARCHIVE.save(comparison).name}")
 
 
 def _table(options: argparse.Namespace) -> None:

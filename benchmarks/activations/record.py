@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from pathlib import Path
 from statistics import median
 
-from benchmarks.host import Code, Hardware, slug
+from benchmarks.archive import Archive
+from benchmarks.host import Code, Hardware
 from benchmarks.prediction.record import Figures
-from benchmarks.result import RESULTS
-from forebay.records import dump, load
 
-__all__ = ["Comparison", "Field", "Row", "State", "latest", "save"]
+__all__ = ["ARCHIVE", "Comparison", "Field", "Row", "State"]
 
 SCHEMA = 1
-PREFIX = "activations-"
 
 
 class State(StrEnum):
@@ -101,16 +98,5 @@ class Comparison:
     schema: int = SCHEMA
 
 
-def save(comparison: Comparison, folder: Path = RESULTS) -> Path:
-    """Writes ``comparison`` to a file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{PREFIX}{comparison.date:%Y%m%dT%H%M%SZ}-{slug(comparison.hardware)}.jsonl"
-    path.write_text(dump(comparison) + "\n", encoding="utf-8")
-    return path
-
-
-def latest(folder: Path = RESULTS) -> Sequence[Comparison]:
-    """The newest comparison of every machine, in order of their dates."""
-    found = [load(Comparison, path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{PREFIX}*.jsonl"))]
-    newest = {slug(comparison.hardware): comparison for comparison in found}
-    return tuple(newest.values())
+ARCHIVE = Archive("activations-", Comparison)
+"""Where comparisons are kept."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.activations.planned import AUTO, HERE
-from benchmarks.activations.record import Comparison, Field, Row, State, latest
+from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
 from benchmarks.host import slug
 from benchmarks.table import QUIET_CORES, README, replace_between
 
@@ -24,7 +24,7 @@ _HEAD = (
 
 def write(path: Path = README, comparisons: Sequence[Comparison] | None = None) -> None:
     """Replaces the generated part of the README."""
-    replace_between("activations", render(latest() if comparisons is None else comparisons), path)
+    replace_between("activations", render(ARCHIVE.latest() if comparisons is None else comparisons), path)
 
 
 def render(comparisons: Sequence[Comparison]) -> str:

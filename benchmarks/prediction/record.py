@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from statistics import median
 
-from benchmarks.host import Code, Hardware, slug
-from benchmarks.result import RESULTS
-from forebay.records import dump, load
+from benchmarks.archive import Archive
+from benchmarks.host import Code, Hardware
 
-__all__ = ["Comparison", "Figures", "Run", "latest", "save"]
+__all__ = ["ARCHIVE", "Comparison", "Figures", "Run"]
 
 SCHEMA = 1
-PREFIX = "prediction-"
 
 
 @dataclass(frozen=True)
@@ -102,16 +99,5 @@ class Comparison:
         return same, total
 
 
-def save(comparison: Comparison, folder: Path = RESULTS) -> Path:
-    """Writes ``comparison`` to a file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{PREFIX}{comparison.date:%Y%m%dT%H%M%SZ}-{slug(comparison.hardware)}.jsonl"
-    path.write_text(dump(comparison) + "\n", encoding="utf-8")
-    return path
-
-
-def latest(folder: Path = RESULTS) -> Sequence[Comparison]:
-    """The newest comparison of every machine, in order of their dates."""
-    found = [load(Comparison, path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{PREFIX}*.jsonl"))]
-    newest = {slug(comparison.hardware): comparison for comparison in found}
-    return tuple(newest.values())
+ARCHIVE = Archive("prediction-", Comparison)
+"""Where comparisons are kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.host import slug
-from benchmarks.prediction.record import Comparison, Run, latest
+from benchmarks.prediction.record import ARCHIVE, Comparison, Run
 from benchmarks.prediction.zoo import BY_VALUE
 from benchmarks.table import QUIET_CORES, replace_between
 
@@ -20,7 +20,7 @@ _HEAD = (
 
 def write() -> None:
     """Replaces the generated part of the README."""
-    sections = [_section(comparison) for comparison in latest()]
+    sections = [_section(comparison) for comparison in ARCHIVE.latest()]
     replace_between("predictions", "\n".join(sections) or "No comparison is kept yet.\n")
 
 

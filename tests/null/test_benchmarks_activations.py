@@ -13,7 +13,7 @@ import pytest
 from benchmarks.activations.models import chosen
 from benchmarks.activations.planned import Candidate
 from benchmarks.activations.race import Entry, count, race, set_up
-from benchmarks.activations.record import Comparison, Field, Row, State, latest, save
+from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
 from benchmarks.activations.run import Settings, follow, rows_of
 from benchmarks.activations.table import held_against, render, write
 from benchmarks.case import Account, BenchmarkError, Contender, Job, OutOfMemory, Running
@@ -219,9 +219,9 @@ def test_the_table_says_peak_share_prediction_and_verdict() -> None:
 
 
 def test_a_comparison_is_read_back_and_its_section_alone_is_replaced(tmp_path: Path) -> None:
-    path = save(RESULT, tmp_path)
+    path = ARCHIVE.save(RESULT, tmp_path)
     assert path.name == "activations-20260102T030400Z-some-cpu-2-cores.jsonl"
-    assert latest(tmp_path) == (RESULT,)
+    assert ARCHIVE.latest(tmp_path) == (RESULT,)
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- activations: begin -->\nold\n<!-- activations: end -->\nafter\n")
     write(page, [RESULT])

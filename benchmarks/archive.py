@@ -1,0 +1,53 @@
+"""Files of ``results/`` with one record each: a record for every run and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar, final
+
+from benchmarks.host import Hardware, slug
+from benchmarks.result import RESULTS
+from forebay.records import dump, load
+
+__all__ = ["Archive", "Dated"]
+
+
+class Dated(Protocol):
+    """A record of one run on one machine."""
+
+    @property
+    def date(self) -> datetime:
+        """When it began, UTC."""
+        ...
+
+    @property
+    def hardware(self) -> Hardware:
+        """Where it ran."""
+        ...
+
+
+Record = TypeVar("Record", bound=Dated)
+
+
+@final
+@dataclass(frozen=True)
+class Archive(Generic[Record]):
+    """The files of all records of ``kind``, whose names begin with ``prefix``."""
+
+    prefix: str
+    kind: type[Record]
+
+    def save(self, record: Record, folder: Path = RESULTS) -> Path:
+        """Writes ``record`` to a file of its own."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.prefix}{record.date:%Y%m%dT%H%M%SZ}-{slug(record.hardware)}.jsonl"
+        path.write_text(dump(record) + "\n", encoding="utf-8")
+        return path
+
+    def latest(self, folder: Path = RESULTS) -> Sequence[Record]:
+        """The newest record of every machine, in order of their dates."""
+        found = [load(self.kind, path.read_bytes()) for path in sorted(folder.glob(f"{self.prefix}*.jsonl"))]
+        return tuple({slug(record.hardware): record for record in found}.values())
