@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Tiny models: one thread per op is faster than a team, whose members spin while they wait, and leaves the cores to the
+# lanes' threads and to the tests beside. Before torch is imported, and for the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Examples are the same in every run and none is timed: a slow machine must not look like a fault.
 settings.register_profile(

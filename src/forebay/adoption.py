@@ -84,8 +84,6 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
                 f"the plan {does} block {name}, which is not one module: its parameters are used in several "
                 f"places, or while other blocks run; take it out of {field}"
             )
-    if any(t.bits for s in plan.activations for t in s.treatments):
-        raise ConfigError("the plan compresses activations, which this forebay does not do yet; make the plan again")
     if len(set(plan.recompute)) < len(plan.recompute):
         twice = max(plan.recompute, key=plan.recompute.count)
         raise ConfigError(f"the plan names block {twice} twice in recompute; make the plan again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -15,15 +16,17 @@ from forebay.device import open_device
 from forebay.device.base import Device
 from forebay.errors import CaptureFailed, ModelError, OptimizerError, UsageError
 from forebay.figures import with_figures
+from forebay.loss import Cut, Loss
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.opening import limits_of, open_session
 from forebay.optim.rules import read_optimizer
 from forebay.planners import Problem, make_plan
-from forebay.planning import problem_of
+from forebay.planning import choose_plan, problem_of
 from forebay.plans import Budget, DiskBudget, Plan
 from forebay.profiler.capture import capture
 from forebay.profiler.here import this_machine
+from forebay.profiler.loss import cut_for, forced_cut
 from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
 from forebay.runtime.blocks import BoundModel, find_blocks
@@ -61,6 +64,8 @@ def prepare(
     host_memory: Size | None = None,
     disk: str | None = None,
     policy: str = "auto",
+    loss: Loss = "auto",
+    compress: int = 0,
     plan: Plan | None = None,
     device: str | torch.device | Device | None = None,
     blocks: Sequence[str] | None = None,
@@ -69,8 +74,12 @@ def prepare(
 
     ``batch`` is what the model's forward will be called with (a dict or a tuple): with it the plan knows the
     activations. Budgets are sizes (``"24GiB"``); ``host_memory`` None is what the machine has, ``disk`` is ``PATH``
-    or ``PATH:SIZE``. ``plan`` executes a given plan instead of making one; ``blocks`` names the modules that are
-    streamed as one, instead of those that forebay finds.
+    or ``PATH:SIZE``. ``loss`` says how a causal language model of transformers computes its own: ``plain``, from all
+    logits at once; ``chunked``, in pieces; ``auto``, in pieces where that gives the same bits on this device and the
+    plan gains by it. ``compress`` is 0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by
+    it: then gradients are other numbers, and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given
+    plan instead of making one; ``blocks`` names the modules that are streamed as one, instead of those that forebay
+    finds.
 
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
@@ -86,7 +95,7 @@ def prepare(
         bound = find_blocks(model, blocks)
         _check_model(model, bound, optimizer, opened)
         if plan is None:
-            plan = _make_plan(model, batch, bound, blocks, optimizer, budget, policy, opened)
+            plan = _Asking(model, batch, bound, blocks, optimizer, budget, policy, opened, compress).plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
         return open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
@@ -129,50 +138,72 @@ def _check_model(model: nn.Module, bound: BoundModel, optimizer: torch.optim.Opt
             raise ModelError(f"parameter {name} has a gradient already; call optimizer.zero_grad() before prepare()")
 
 
-def _make_plan(
-    model: nn.Module,
-    batch: Any,
-    bound: BoundModel,
-    blocks: Sequence[str] | None,
-    optimizer: torch.optim.Optimizer,
-    budget: Budget,
-    policy: str,
-    device: Device,
-) -> Plan:
-    limits = limits_of(budget)
-    trace, unseen = _captured(model, batch, blocks, optimizer, device)
-    machine, notes = (None, ()) if trace is None else this_machine(device.name, budget.disk)
-    problem = Problem(
-        model=bound.model,
-        footprint=unseen,
-        budget=budget,
-        host_limit=limits[Tier.HOST],
-        disk_limit=limits[Tier.DISK],
-        state_names=read_optimizer(optimizer).state_names,
-        # On the cpu the update and the compute share the cores: beside each other both are slower.
-        overlap_update=torch.device(device.name).type != "cpu",
-        trace=trace,
-        machine=machine,
-    )
-    plan = make_plan(problem, policy)
-    if trace is not None and machine is not None:
-        check(trace, machine, plan)
-        plan = with_figures(trace, machine, plan, notes)
-    return plan
+@final
+@dataclass(frozen=True)
+class _Asking:
+    """What ``prepare`` asks a planner."""
 
+    model: nn.Module
+    batch: Any
+    bound: BoundModel
+    blocks: Sequence[str] | None
+    optimizer: torch.optim.Optimizer
+    budget: Budget
+    policy: str
+    device: Device
+    compress: int
 
-def _captured(
-    model: nn.Module, batch: Any, blocks: Sequence[str] | None, optimizer: torch.optim.Optimizer, device: Device
-) -> tuple[Trace | None, Footprint]:
-    """The trace of a step on ``batch``; None, and the reason, where there is none to be had."""
-    if batch is None:
-        return None, Footprint(0, 0, measured=False)
-    try:
-        trace = capture(model, batch, optimizer, torch.device(device.name).type, blocks).trace
-    except CaptureFailed as error:
-        # Whatever a model does with values it does not have ends here; the plan says that it does not know.
-        return None, Footprint(0, 0, measured=False, note=str(error))
-    return trace, Footprint(0, 0, measured=True)
+    def plan(self, loss: Loss) -> Plan:
+        """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
+        cannot be computed so."""
+        here = torch.device(self.device.name)
+        if loss == "chunked":
+            cut = forced_cut(self.model, self.batch, self.budget.device, here)
+            return self._in_pieces(cut)
+        if loss != "auto" or self.batch is None:
+            return self._made(0)
+        found = cut_for(self.model, self.batch, self.budget.device, here)
+        if isinstance(found, str):
+            return self._made(0)
+        return choose_plan(lambda: self._made(0), lambda: self._in_pieces(found), found)
+
+    def _in_pieces(self, cut: Cut) -> Plan:
+        return cut.of(self._made(cut.piece))
+
+    def _made(self, piece: int) -> Plan:
+        limits = limits_of(self.budget)
+        trace, unseen = self._captured(piece)
+        machine, notes = (None, ()) if trace is None else this_machine(self.device.name, self.budget.disk)
+        problem = Problem(
+            model=self.bound.model,
+            footprint=unseen,
+            budget=self.budget,
+            host_limit=limits[Tier.HOST],
+            disk_limit=limits[Tier.DISK],
+            state_names=read_optimizer(self.optimizer).state_names,
+            # On the cpu the update and the compute share the cores: beside each other both are slower.
+            overlap_update=torch.device(self.device.name).type != "cpu",
+            trace=trace,
+            machine=machine,
+            compress=self.compress,
+        )
+        plan = make_plan(problem, self.policy)
+        if trace is not None and machine is not None:
+            check(trace, machine, plan)
+            plan = with_figures(trace, machine, plan, notes)
+        return plan
+
+    def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
+        """The trace of a step on the batch; None, and the reason, where there is none to be had."""
+        if self.batch is None:
+            return None, Footprint(0, 0, measured=False)
+        try:
+            kind = torch.device(self.device.name).type
+            trace = capture(self.model, self.batch, self.optimizer, kind, self.blocks, piece).trace
+        except CaptureFailed as error:
+            # Whatever a model does with values it does not have ends here; the plan says that it does not know.
+            return None, Footprint(0, 0, measured=False, note=str(error))
+        return trace, Footprint(0, 0, measured=True)
 
 
 def profile(
@@ -194,13 +225,14 @@ def profile(
     return capture(model, batch, optimizer, device, blocks).trace
 
 
-def plan(trace: Trace, machine: Machine, budget: Budget, policy: str = "auto") -> Plan:
+def plan(trace: Trace, machine: Machine, budget: Budget, policy: str = "auto", compress: int = 0) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    It says what it is predicted to need of every tier (bytes) and for a step (seconds). Raises ``DoesNotFit`` when no
+    It says what it is predicted to need of every tier (bytes) and for a step (seconds). ``compress``: see ``prepare``.
+    Raises ``DoesNotFit`` when no
     plan meets the budget, ``ConfigError`` for an unknown policy.
     """
-    return with_figures(trace, machine, make_plan(problem_of(trace, machine, budget), policy))
+    return with_figures(trace, machine, make_plan(problem_of(trace, machine, budget, compress), policy))
 
 
 def _session(model: nn.Module) -> Session:

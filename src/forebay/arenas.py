@@ -56,9 +56,11 @@ class Arenas:
     update_workspace: int
     update_ring: int
     host_slots: int
+    activation_ring: int
     disk_bounce: int
     disk_parameters: int
     disk_states: int
+    disk_activations: int
 
     @property
     def device(self) -> int:
@@ -68,7 +70,8 @@ class Arenas:
     @property
     def host_staging(self) -> int:
         """Bytes on the host through which other bytes pass."""
-        return self.gradient_staging + self.update_workspace + self.update_ring + self.host_slots + self.disk_bounce
+        to_device = self.gradient_staging + self.host_slots + self.activation_ring
+        return to_device + self.update_workspace + self.update_ring + self.disk_bounce
 
     @property
     def host(self) -> int:
@@ -79,7 +82,7 @@ class Arenas:
     @property
     def disk(self) -> int:
         """Bytes on disk."""
-        return self.disk_parameters + self.disk_states
+        return self.disk_parameters + self.disk_states + self.disk_activations
 
 
 def home_tier(placement: Placement) -> Tier:
@@ -120,6 +123,7 @@ class Sizer:
             return [self._states[b.name] for b, p in pairs if p.states is tier]
 
         on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
+        writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
         largest_gradient = max((p.nbytes for b in trained for p in b.parameters if p.trainable), default=0)
         return Arenas(
             device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
@@ -133,9 +137,11 @@ class Sizer:
             update_workspace=max((self._states[b.name].widened for b in trained), default=0),
             update_ring=UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0),
             host_slots=sum(streaming.host_slots) if on_disk else 0,
-            disk_bounce=DISK_BLOCK * DISK_BOUNCE if on_disk or any(s.nbytes for s in states(Tier.DISK)) else 0,
+            activation_ring=streaming.disk_window,
+            disk_bounce=DISK_BLOCK * DISK_BOUNCE if writes else 0,
             disk_parameters=sum(home_nbytes(b) for b in on_disk),
             disk_states=sum(s.nbytes for s in states(Tier.DISK)),
+            disk_activations=streaming.disk_activations,
         )
 
 

@@ -13,17 +13,42 @@ Masks
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from forebay.errors import ConfigError
 from forebay.units import MiB
 
-__all__ = ["CODE_BITS", "DEFAULT", "GROUP", "MASK_BITS", "WORKSPACE", "Compression", "encoded_nbytes", "groups_of"]
+__all__ = [
+    "CODE_BITS",
+    "CODE_DTYPES",
+    "DEFAULT",
+    "GROUP",
+    "MASK_BITS",
+    "WORKSPACE",
+    "Codes",
+    "Compression",
+    "encoded_nbytes",
+    "groups_of",
+]
 
 CODE_BITS = (8, 4, 2)
 """Bits an element that lose precision, the mildest first."""
 
 MASK_BITS = 1
 """Bits an element of a mask, which lose nothing."""
+
+CODE_DTYPES = ("float32", "bfloat16", "float16")
+"""What can be made into codes that lose precision."""
+
+_ITEMSIZES = MappingProxyType(
+    {
+        **dict.fromkeys(("bool", "uint8", "int8"), 1),
+        **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+        **dict.fromkeys(("float32", "int32"), 4),
+        **dict.fromkeys(("float64", "int64"), 8),
+    }
+)
+"""Bytes of an element of what can be made into a mask."""
 
 GROUP = 256
 """Elements that share a minimum and a maximum, as in ActNN."""
@@ -99,3 +124,45 @@ def encoded_nbytes(numel: int, itemsize: int, bits: int, group: int = GROUP) -> 
         return numel * itemsize
     bounds = 0 if bits == MASK_BITS else 2 * groups_of(numel, group) * itemsize
     return bounds + -(-numel * bits // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The codes of one storage under ``DEFAULT``: ``numel`` elements of ``dtype`` as ``bits`` bits each.
+
+    Raises ``ConfigError`` for what cannot be made into such codes.
+    """
+
+    dtype: str
+    numel: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        dtypes = CODE_DTYPES if self.bits in CODE_BITS else tuple(_ITEMSIZES) if self.bits == MASK_BITS else ()
+        if self.dtype not in dtypes:
+            raise ConfigError(f"{self.dtype} numbers cannot be kept as {self.bits} bits; {', '.join(dtypes)} can")
+
+    @classmethod
+    def of(cls, nbytes: int, dtype: str, bits: int) -> Codes:
+        """Of a storage of ``nbytes`` in ``dtype``."""
+        return cls(dtype, nbytes // _ITEMSIZES.get(dtype, 1), bits)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element before it is encoded."""
+        return _ITEMSIZES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes."""
+        return encoded_nbytes(self.numel, self.itemsize, self.bits, DEFAULT.group)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that encoding or decoding takes at most beside tensor and codes."""
+        return DEFAULT.workspace_nbytes(self.numel)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces that are worked on one after the other."""
+        return -(-self.numel // DEFAULT.piece)

@@ -10,12 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from forebay.errors import ConfigError
+from forebay.loss import Loss
 from forebay.units import parse_bytes, parse_disk
 
 __all__ = ["TrainConfig", "make_config", "read_yaml"]
 
+
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 """Bytes, written ``24GiB`` or as a number of bytes."""
+
+Bits = Literal[0, 2, 4, 8]
+"""The fewest bits that an activation may be kept as; 0: as it is."""
 
 
 class TrainConfig(BaseModel):
@@ -39,6 +44,8 @@ class TrainConfig(BaseModel):
     host_memory: Size | None = None
     disk: str | None = None
     policy: str = "auto"
+    loss: Loss = "auto"
+    compress: Bits = 0
     run: Path | None = None
 
     @field_validator("data", mode="before")

@@ -9,12 +9,13 @@ from torch import nn
 
 from forebay.device.base import Device, NoWatch, Watch
 from forebay.device.ledger import StorageLedger
-from forebay.errors import DoesNotFit
+from forebay.errors import DoesNotFit, ModelError
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import StreamedOptimizer
 from forebay.plans import Budget, Plan
 from forebay.runtime.blocks import BoundModel
+from forebay.runtime.head import ChunkedHead, Recognised, recognise
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.session import Resources, Session, Whereabouts
 from forebay.runtime.stash import Stash
@@ -57,6 +58,7 @@ def open_session(
     *,
     owns_device: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    head = _head_for(plan, model)
     limits = limits_of(plan.budget)
     ledgers = Ledgers(
         Ledger(Tier.HOST, limits[Tier.HOST]),
@@ -75,11 +77,11 @@ def open_session(
         raise
     for buffer in (*store.resident_buffers, *(slot.buffer for slot in pool.slots)):
         watch.adopt(buffer.untyped_storage())
-    stash = Stash(device, watch, torch.device(device.name), store.activations, plan.streaming)
+    stash = Stash(device, watch, torch.device(device.name), store.depots, plan.streaming)
     resources = Resources(device, watch, ledgers, store, pool, stash, owns_device=owns_device)
     session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)
     try:
-        attachment = _take_over(session, model, bound)
+        attachment = _take_over(session, model, bound, head)
     except BaseException:
         session.close()
         raise
@@ -88,6 +90,16 @@ def open_session(
     names = {id(p): n for n, p in bound.parameters.items()}
     attachment.hide_all()
     return model, StreamedOptimizer(optimizer, session, names)
+
+
+def _head_for(plan: Plan, model: nn.Module) -> Recognised | None:
+    """The head whose loss ``plan`` computes in pieces. Raises ``ModelError`` where it says so and that cannot be."""
+    if not plan.loss_piece:
+        return None
+    found = recognise(model)
+    if isinstance(found, str):
+        raise ModelError(f"the plan computes the loss in pieces: {found}; make the plan again with loss='plain'")
+    return found
 
 
 def _slot_pool(device: Device, store: Store, bound: BoundModel, plan: Plan) -> SlotPool:
@@ -106,7 +118,7 @@ def _slot_pool(device: Device, store: Store, bound: BoundModel, plan: Plan) -> S
     )
 
 
-def _take_over(session: Session, model: nn.Module, bound: BoundModel) -> Attachment:
+def _take_over(session: Session, model: nn.Module, bound: BoundModel, head: Recognised | None) -> Attachment:
     """Moves the parameters' values to their homes, block by block, and puts the hooks on. All or nothing: when it
     fails, the parameters that were moved get their values back."""
     meta = {n for n, p in bound.parameters.items() if p.is_meta}
@@ -126,7 +138,11 @@ def _take_over(session: Session, model: nn.Module, bound: BoundModel) -> Attachm
                 if buffer.device != session.torch_device:
                     buffer.data = buffer.data.to(session.torch_device)
         session.unwritten |= meta
-        return Attachment(session, model, bound.modules)
+        attachment = Attachment(session, model, bound.modules)
+        if head is not None:
+            # After the hooks of the attachment: those see to the head's parameters.
+            attachment.at_end(ChunkedHead(head, session.plan.loss_piece).remove)
+        return attachment
     except BaseException:
         for spec in moved:
             _put_back(session, spec, bound.parameters[spec.name], was_meta=spec.name in meta)

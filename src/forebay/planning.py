@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 
 from forebay.checking import check
 from forebay.collector import collector_paused
-from forebay.errors import BudgetExceeded, DoesNotFit, ForebayError, PlanInvalid
+from forebay.errors import BudgetExceeded, DoesNotFit, ForebayError, ModelError, PlanInvalid
 from forebay.figures import with_figures
+from forebay.loss import NO_LOGITS, Cut
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
@@ -20,16 +22,17 @@ from forebay.reporting.forecast import Alternative, PlanReport, StepForecast
 from forebay.simulation import Costs, Forecast, play, summarise
 from forebay.timeline import Timeline
 from forebay.trace import Footprint, Trace
-from forebay.units import format_bytes
+from forebay.units import format_bytes, format_seconds
 
-__all__ = ["assess", "problem_of"]
+__all__ = ["assess", "choose_plan", "choose_report", "problem_of"]
 
 MOST_ALTERNATIVES = 3
 """Alternatives that a report names."""
 
 
-def problem_of(trace: Trace, machine: Machine, budget: Budget) -> Problem:
-    """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there."""
+def problem_of(trace: Trace, machine: Machine, budget: Budget, compress: int = 0) -> Problem:
+    """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
+    ``compress``: see ``Problem``."""
     on_disk = 0
     if budget.disk is not None and machine.disk is not None:
         on_disk = machine.disk.capacity if budget.disk.nbytes is None else budget.disk.nbytes
@@ -44,6 +47,7 @@ def problem_of(trace: Trace, machine: Machine, budget: Budget) -> Problem:
         overlap_update=trace.device != "cpu",
         trace=trace,
         machine=machine,
+        compress=compress,
     )
 
 
@@ -54,24 +58,32 @@ def assess(
     budget: Budget,
     policy: str = "auto",
     notes: tuple[str, ...] = (),
+    cut: Cut | None = None,
+    compress: int = 0,
 ) -> PlanReport:
     """Whether ``trace`` can be trained on ``machine`` within ``budget``, how, and how fast.
 
-    ``model`` is its name in the report, ``notes`` what the report shall say beside. A plan is checked before it is
-    reported. Raises ``UsageError`` for input that cannot be used, and ``ForebayError`` where that check finds a fault.
+    ``model`` is its name in the report, ``notes`` what the report shall say beside. ``cut`` is how ``trace`` computes
+    the loss, None: from all logits at once. ``compress``: see ``Problem``. A plan is checked before it is reported.
+    Raises ``UsageError`` for input that cannot be used, and ``ForebayError`` where that check finds a fault.
     """
     with collector_paused():
-        return _assessed(model, trace, machine, budget, policy, notes)
+        return _assessed(model, problem_of(trace, machine, budget, compress), trace, machine, policy, notes, cut)
 
 
 def _assessed(
-    model: str, trace: Trace, machine: Machine, budget: Budget, policy: str, notes: tuple[str, ...]
+    model: str,
+    problem: Problem,
+    trace: Trace,
+    machine: Machine,
+    policy: str,
+    notes: tuple[str, ...],
+    cut: Cut | None,
 ) -> PlanReport:
-    problem = problem_of(trace, machine, budget)
     allowed = {tier: problem.limit(tier) for tier in Tier}
     if not machine.pinned_capacity:
         del allowed[Tier.PINNED]  # this device needs none
-    notes = (*notes, *_less_than_allowed(budget, machine), *trace.notes)
+    notes = (*notes, *_less_than_allowed(problem.budget, machine), *trace.notes)
     start = time.perf_counter()
     bench = Bench(problem)
     try:
@@ -93,20 +105,75 @@ def _assessed(
     peaks = {usage.tier: usage.peak for usage in timeline.tiers}
     found = phases(trace, plan, {tier: peaks.get(tier, 0) for tier in Tier})
     beside = max(p.host + p.beside for p in found.values()) - allowed[Tier.HOST]
+    settled = with_figures(trace, machine, replace(plan, step_seconds=forecast.step_seconds))
+    if cut is not None:
+        settled, notes = cut.of(settled), (*notes, NO_LOGITS)
     return PlanReport(
         model=model,
         machine=machine.name,
         policy=plan.planner,
         budgets=allowed,
         solve_seconds=solved,
-        plan=with_figures(trace, machine, replace(plan, step_seconds=forecast.step_seconds)),
+        plan=settled,
         step=_step(forecast),
         tiers=tuple(_limited(usage, allowed) for usage in timeline.tiers),
         phases=found,
         alternatives=_instead(bench, plan),
-        reasons=plan.reasons,
+        reasons=settled.reasons,
         notes=(*notes, *forecast.notes, *_source(machine, forecast), *_passing(beside)),
     )
+
+
+def choose_plan(plain: Callable[[], Plan], chunked: Callable[[], Plan], cut: Cut) -> Plan:
+    """The plan of ``plain``, or the one of ``chunked`` where it gains by that and gives the same bits.
+
+    Where the bits are not known to be the same, ``chunked`` is not taken and not made: whoever wants it asks for it.
+    Raises what ``plain`` raises where there is no plan.
+    """
+    try:
+        first = plain()
+    except DoesNotFit as refusal:
+        if not cut.exact:
+            text = f"{refusal}; loss='chunked' takes {format_bytes(cut.piece)} of logits at a time instead of "
+            text += f"{format_bytes(cut.logits)}, and may round otherwise"
+            raise DoesNotFit(
+                text, tier=refusal.tier, needed=refusal.needed, allowed=refusal.allowed, nearest=refusal.nearest
+            ) from refusal
+        return _or(chunked, refusal)
+    if not cut.exact:
+        return first
+    try:
+        second = chunked()
+    except (DoesNotFit, ModelError):
+        return first
+    return second if (second.step_seconds or inf) < (first.step_seconds or 0.0) else first
+
+
+def _or(chunked: Callable[[], Plan], refusal: DoesNotFit) -> Plan:
+    """The plan of ``chunked``; ``refusal``, of the plain one, where the model's loss is not one to be cut."""
+    try:
+        return chunked()
+    except ModelError:
+        raise refusal from None
+
+
+def choose_report(plain: PlanReport, chunked: PlanReport, cut: Cut) -> PlanReport:
+    """The report that a user is given of the two: ``chunked`` where it gains and gives the same bits; else ``plain``,
+    with the other one as an alternative if it gains."""
+    spent = plain.solve_seconds + chunked.solve_seconds
+    seconds = [inf if report.step is None else report.step.seconds for report in (plain, chunked)]
+    if not chunked.fits or seconds[1] >= seconds[0]:
+        return replace(plain, solve_seconds=spent)
+    if cut.exact:
+        why = "with all logits at once nothing fits" if not plain.fits else f"it would be {format_seconds(seconds[0])}"
+        why = f"the loss in pieces is chosen by itself: {why}" + (" a step with all at once" if plain.fits else "")
+        return replace(chunked, solve_seconds=spent, reasons=(*chunked.reasons, why))
+    words = (
+        f"--loss chunked: {format_seconds(seconds[1])} a step, {format_bytes(chunked.peak(Tier.DEVICE))} on the device"
+    )
+    peaks = {tier: chunked.peak(tier) for tier in Tier}
+    other = Alternative(f"{words}; it may round otherwise", seconds[1], peaks)
+    return replace(plain, solve_seconds=spent, alternatives=(other, *plain.alternatives))
 
 
 def predict(trace: Trace, machine: Machine, plan: Plan, bench: Bench | None = None) -> tuple[Timeline, Forecast]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from forebay.errors import ConfigError
+from forebay.layout import PAGE
 from forebay.memory import Tier
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
     "Treatment",
 ]
 
-PLAN_SCHEMA = 3
+PLAN_SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Fate(StrEnum):
 
     KEEP = "keep"  # on the device
     OFFLOAD = "offload"  # on the host; the device has it again when backward comes to it
+    DISK = "disk"  # the same, on disk
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class Treatment:
     """The fate of what one op of a block makes: the ``occurrence``-th run (from 0) of ``op`` (``Work.op``) in one
     forward of the block's module, views not counted.
 
-    ``bits`` 0: as it is. 8, 4, 2: as so many bits an element, which changes the numbers. 1: a mask as one bit an
-    element, exact.
+    ``bits`` 0: as it is. 8, 4, 2: floating-point numbers as so many bits an element, which changes the numbers. 1:
+    exact; what is true or false, or (of a ReLU) positive or not, which is all that its backward asks.
     """
 
     op: str
@@ -106,14 +108,19 @@ class Treatment:
         if self.bits not in (0, 1, 2, 4, 8):
             raise ConfigError(f"what {self.op} makes is kept as it is (0) or as 8, 4, 2 or 1 bits, got {self.bits}")
 
+    @property
+    def lossy(self) -> bool:
+        """Whether backward reads other numbers than forward made."""
+        return self.bits > 1
+
 
 @dataclass(frozen=True)
 class Selection:
     """Treatments that hold in each of ``blocks``.
 
-    In a block that recomputes, an op that is named does not run again: what it made is kept or offloaded, and all
-    other ops run again. In a block that does not, what an op made is offloaded if it is named and saved for backward,
-    and stays on the device if it is not named.
+    In a block that recomputes, an op that is named does not run again: what it made is kept or moved, and all other
+    ops run again. In a block that does not, what an op made is treated as said if it is named and saved for backward,
+    and stays on the device as it is if it is not named.
     """
 
     blocks: tuple[str, ...]
@@ -136,7 +143,8 @@ class Streaming:
     blocks ahead in the recorded order. ``gradient_window`` caps the bytes of gradients on their way to the host.
     ``offload_window`` caps the bytes of activations on their way to the host, ``reload_window`` those that are on the
     device again before backward asks for them; ``host_activations`` are the bytes of the arena on the host that
-    offloaded activations of one micro-batch take.
+    offloaded activations of one micro-batch take. ``disk_activations`` are those of the file for activations on disk,
+    and ``disk_window`` those of the ring on the host through which they pass, in either direction.
     ``update_chunk`` is the number of elements that one update job reads, updates and writes back.
     ``overlap_update`` lets the updates of later blocks run under the next forward. ``poison`` fills slots with NaN
     when they are released (debugging).
@@ -149,6 +157,8 @@ class Streaming:
     offload_window: int = 0
     reload_window: int = 0
     host_activations: int = 0
+    disk_activations: int = 0
+    disk_window: int = 0
     update_chunk: int = 4 * 1024 * 1024
     overlap_update: bool = True
     poison: bool = False
@@ -163,9 +173,13 @@ class Streaming:
             ("offload_window", self.offload_window),
             ("reload_window", self.reload_window),
             ("host_activations", self.host_activations),
+            ("disk_activations", self.disk_activations),
+            ("disk_window", self.disk_window),
         ):
             if nbytes < 0:
                 raise ConfigError(f"{name} must be 0 bytes or more, got {nbytes}")
+        if self.disk_window % PAGE:
+            raise ConfigError(f"disk_window must be whole pages of {PAGE} bytes, got {self.disk_window}")
         for name, sizes in (("slots", self.slots), ("host_slots", self.host_slots)):
             if any(size <= 0 for size in sizes) or list(sizes) != sorted(sizes, reverse=True):
                 raise ConfigError(f"{name} must be positive sizes in bytes, largest first, got {sizes}")
@@ -179,9 +193,10 @@ class Plan:
     of a step of one micro-batch, ``micro_batch_seconds`` what each further micro-batch of a step adds (None: not
     simulated); ``notes`` say in words where these figures come from. ``recompute`` names the blocks whose activations
     are dropped in forward and made again in backward; ``activations`` says which ops are treated otherwise than their
-    block (``Selection``). ``fingerprint`` is that of the trace that the plan was made for
-    ("": none). ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ
-    from plain PyTorch; the latter is empty for a lossless plan.
+    block (``Selection``). ``loss_piece`` (0: all at once) are the most bytes of logits at a time from which the loss
+    of a language model is computed. ``fingerprint`` is that of the trace that the plan was made for ("": none).
+    ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ from plain
+    PyTorch; the latter is empty for a lossless plan.
     """
 
     planner: str
@@ -194,6 +209,7 @@ class Plan:
     pinned: int = 0
     recompute: tuple[str, ...] = ()
     activations: tuple[Selection, ...] = ()
+    loss_piece: int = 0
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
     fingerprint: str = ""
@@ -208,9 +224,14 @@ class Plan:
                 f"this plan has schema {self.schema}, this forebay reads schema {PLAN_SCHEMA}; make the plan again"
             )
 
+        if self.loss_piece < 0:
+            raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
         chosen = [block for selection in self.activations for block in selection.blocks]
         if len(set(chosen)) != len(chosen):
             raise ConfigError(f"two selections name block {max(chosen, key=chosen.count)}; a block is in one of them")
+        treatments = [t for selection in self.activations for t in selection.treatments]
+        if any(t.lossy for t in treatments) and not self.changes_numbers:
+            raise ConfigError("a plan that keeps activations as 8, 4 or 2 bits must say so in changes_numbers")
         recomputed = frozenset(self.recompute)
         for selection in self.activations:
             for block in selection.blocks:

@@ -23,8 +23,10 @@ class Verb(StrEnum):
     FETCH = "fetch"  # a block's parameters into a slot
     LAND = "land"  # a gradient to the host, in the place of what was there
     ACCUMULATE = "accumulate"  # a gradient to the host, added to what has landed before
-    OFFLOAD = "offload"  # an activation to the host
-    RELOAD = "reload"  # an activation back to the device
+    ENCODE = "encode"  # an activation to codes, on the device
+    DECODE = "decode"  # codes to an activation, on the device
+    OFFLOAD = "offload"  # an activation, or its codes, to the host
+    RELOAD = "reload"  # an activation, or its codes, back to the device
     UPDATE = "update"  # one chunk of a block's states, on the host (a resident block: all of it, on the device)
     READ = "read"  # from disk
     WRITE = "write"  # to disk
@@ -53,18 +55,24 @@ class Action:
     ``after`` are indices of earlier actions that must be done before this one starts, beside the one before it on the
     same lane. ``nbytes`` are bytes moved (transfers) or touched (updates). ``what`` is the text of its event.
 
+    ENCODE, DECODE   the root ``tensor`` as ``bits`` bits an element; ``nbytes`` are those of the root and of its codes.
+                 While it runs the device holds ``peak`` bytes more: what it makes, and its workspace. When it is done,
+                 what ``changes`` says. DECODE: ``ops`` as of RELOAD
     COMPUTE      ``ops`` is the range of op numbers, ``recomputed`` says that they are a block's forward run again for
                  its backward. ``uses`` are the blocks that it reads from slots. While it runs, the device holds
                  ``peak`` bytes more than before it at most; when it is done, what ``changes`` says.
     FETCH        ``block`` into ``slot``
     LAND, ACCUMULATE   the gradient of ``parameter``; when done, ``changes`` frees it on the device
     OFFLOAD      the root ``tensor`` (an id of the trace) that ``block`` made. ``ops`` are the op that makes it and, not
-                 included, the one before which forward lets go of it: ``changes`` frees it when both that is so and
-                 the copy is done
+                 included, the one before which forward lets go of it (of codes: the next): ``changes`` frees it when
+                 both that is so and the copy is done. On its way to disk it lies at byte ``ring`` of the ring on the
+                 host from when this starts until its WRITE is done
     RELOAD       the root ``tensor`` for backward; it takes ``peak`` from when it is issued, and ``changes`` says what
-                 stays and what went just before
+                 stays and what went just before. Both of ``ops`` are the op that comes next when it is issued: of a
+                 block that runs again, named ops before that were given what they have made
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
-                 resident block as a whole (UPDATE)
+                 resident block as a whole (UPDATE). With ``tensor``: that root, or its codes; ``ring`` is where READ
+                 puts it, until its RELOAD is done
     """
 
     lane: Lane
@@ -83,6 +91,8 @@ class Action:
     parameter: str = ""
     chunk: int = 0
     tensor: int = -1
+    bits: int = 0
+    ring: int = -1
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forebay.device.fake import FakeBuffer, FakeDevice
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.scheduling.activations import HostRanges, OffloadWindow, Reloads, host_nbytes
+from forebay.scheduling.activations import OffloadWindow, Ranges, Reloads, host_nbytes
 from forebay.timeline import Lane
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -132,7 +132,7 @@ def test_offloads_are_held_by_the_window_and_done_when_backward_begins() -> None
 
 
 def test_ranges_begin_on_the_alignment_and_merge_when_they_are_free_again() -> None:
-    ranges = HostRanges(3 * ALIGNMENT)
+    ranges = Ranges(3 * ALIGNMENT)
     assert [ranges.take(1), ranges.take(ALIGNMENT), ranges.take(ALIGNMENT - 1)] == [0, ALIGNMENT, 2 * ALIGNMENT]
     assert ranges.take(1) is None
     for offset in (0, 2 * ALIGNMENT, ALIGNMENT):
@@ -142,7 +142,7 @@ def test_ranges_begin_on_the_alignment_and_merge_when_they_are_free_again() -> N
 
 
 def test_the_first_range_that_is_large_enough_is_taken() -> None:
-    ranges = HostRanges(10 * ALIGNMENT)
+    ranges = Ranges(10 * ALIGNMENT)
     first, second, third = (ranges.take(n * ALIGNMENT) for n in (2, 3, 4))
     assert (first, second, third) == (0, 2 * ALIGNMENT, 5 * ALIGNMENT)
     ranges.give_back(0)
@@ -153,11 +153,11 @@ def test_the_first_range_that_is_large_enough_is_taken() -> None:
 
 @pytest.mark.parametrize("capacity", [0, ALIGNMENT - 1])
 def test_an_arena_without_room(capacity: int) -> None:
-    assert HostRanges(capacity).take(1) is None
+    assert Ranges(capacity).take(1) is None
 
 
 def test_only_what_was_taken_is_given_back() -> None:
-    ranges = HostRanges(ALIGNMENT)
+    ranges = Ranges(ALIGNMENT)
     with pytest.raises(ConfigError, match="no range"):
         ranges.give_back(0)
     with pytest.raises(ConfigError, match="more than 0"):
@@ -166,7 +166,7 @@ def test_only_what_was_taken_is_given_back() -> None:
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 500), st.integers(0, 20)), max_size=60))
 def test_no_two_ranges_overlap_and_none_is_lost(steps: list[tuple[bool, int, int]]) -> None:
-    ranges, held = HostRanges(2048), dict[int, int]()
+    ranges, held = Ranges(2048), dict[int, int]()
     for takes, nbytes, which in steps:
         if takes:
             offset = ranges.take(nbytes)

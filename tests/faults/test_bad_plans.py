@@ -191,12 +191,6 @@ def test_what_nobody_saves_is_not_moved() -> None:
     check(small, MACHINE, kept, treated_program(small, kept))
 
 
-def test_compression_is_not_there_yet() -> None:
-    plan = treating(OPS, Treatment("linear", 0, Fate.OFFLOAD, bits=4))
-    with pytest.raises(ConfigError, match=r"block b1, op linear#0: compressed activations \(4 bits\) are not"):
-        check(OPS, MACHINE, plan)
-
-
 def odd(name: str, **changes: object) -> Trace:
     """The chain, in which block ``name`` is changed."""
     blocks: list[Block] = [replace(b, **changes) if b.name == name else b for b in OPS.model.blocks]  # type: ignore[arg-type]

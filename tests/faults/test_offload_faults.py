@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,8 @@ from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
 from forebay.plans import Fate, Plan, Selection, Streaming, Treatment
 from forebay.runtime.blocks import find_blocks
-from forebay.runtime.stash import Stash
+from forebay.runtime.depots import HostDepot
+from forebay.runtime.stash import Stash, Ticket
 from forebay.timeline import Lane
 from tests.parity.compare import adamw
 from tests.parity.recomputing import AMPLE, plan_of
@@ -125,7 +127,12 @@ def stash_over(
     arena: torch.Tensor, device: CpuDevice, window: int = 0, *, ahead: int = 0, watch: Watch | None = None
 ) -> Stash:
     streaming = Streaming(offload_window=window, reload_window=ahead)
-    return Stash(device, watch or NoWatch(), torch.device("cpu"), arena, streaming)
+    depots = {Fate.OFFLOAD: HostDepot(device, arena)}
+    return Stash(device, watch or NoWatch(), torch.device("cpu"), depots, streaming)
+
+
+def offload(stash: Stash, tensor: torch.Tensor, what: str) -> Ticket | None:
+    return stash.treat(tensor, Treatment("op", 0, Fate.OFFLOAD), what)
 
 
 @pytest.mark.parametrize("window", [0, AMPLE])
@@ -136,14 +143,16 @@ def test_a_copy_that_fails_on_its_way(window: int) -> None:
     values = torch.ones(MOVED_LEAST)
     if window == 0:
         with pytest.raises(TypeError):
-            stash.offload(values, "a")
+            offload(stash, values, "a")
     else:
-        ticket = stash.offload(values, "a")
+        ticket = offload(stash, values, "a")
         assert ticket is not None
         with pytest.raises(TypeError):
             stash.begin_backward()
-        with pytest.raises(TypeError):
+        # Once it was told, what failed and its bytes are let go; whoever asks is told in words.
+        with pytest.raises(ForebayError, match="a was lost on its way off the device or back: can't convert meta"):
             ticket.tensor()
+        assert stash.taken == 0
         gone = weakref.ref(ticket)
         del ticket
         stash.close()
@@ -155,12 +164,12 @@ def test_a_copy_that_fails_on_its_way(window: int) -> None:
 def test_what_is_not_moved() -> None:
     device = CpuDevice()
     stash = stash_over(torch.empty(2 * MOVED_LEAST, dtype=torch.uint8), device)
-    assert stash.offload(torch.ones(MOVED_LEAST - 1, dtype=torch.uint8), "too small") is None
-    assert stash.offload(torch.ones(MOVED_LEAST, dtype=torch.uint8, device="meta"), "elsewhere") is None
+    assert offload(stash, torch.ones(MOVED_LEAST - 1, dtype=torch.uint8), "too small") is None
+    assert offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8, device="meta"), "elsewhere") is None
     with torch.inference_mode():
-        assert stash.offload(torch.ones(MOVED_LEAST, dtype=torch.uint8), "not counted by torch") is None
+        assert offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "not counted by torch") is None
     assert stash.kept == 0
-    assert stash.offload(torch.ones(2 * MOVED_LEAST + 1, dtype=torch.uint8), "no room") is None
+    assert offload(stash, torch.ones(2 * MOVED_LEAST + 1, dtype=torch.uint8), "no room") is None
     assert stash.kept == 1
     device.close()
 
@@ -169,9 +178,9 @@ def test_one_storage_is_moved_once() -> None:
     device = CpuDevice()
     stash = stash_over(torch.empty(8 * MOVED_LEAST, dtype=torch.uint8), device, AMPLE)
     values = torch.arange(MOVED_LEAST, dtype=torch.float32)
-    ticket = stash.offload(values, "a")
+    ticket = offload(stash, values, "a")
     assert ticket is not None
-    assert stash.offload(values[1:].view(torch.int32), "a view") is ticket
+    assert offload(stash, values[1:].view(torch.int32), "a view") is ticket
     assert torch.equal(ticket.tensor().view(torch.float32), values)
     assert ticket.tensor().data_ptr() == ticket.tensor().data_ptr()
     device.synchronize()
@@ -194,7 +203,7 @@ def test_bytes_that_are_asked_for_before_they_have_arrived() -> None:
     device = CpuDevice(delays=DelayOne(0, LATE))
     stash = stash_over(torch.empty(8 * MOVED_LEAST, dtype=torch.uint8), device, AMPLE)
     values = torch.arange(MOVED_LEAST, dtype=torch.float32)
-    ticket = stash.offload(values, "a")
+    ticket = offload(stash, values, "a")
     assert ticket is not None
     assert torch.equal(ticket.tensor().view(torch.float32), values)
     device.close()
@@ -204,7 +213,7 @@ def test_bytes_that_are_asked_for_before_they_have_arrived() -> None:
 def test_a_range_is_taken_as_long_as_a_copy_uses_it(late: int) -> None:
     device = CpuDevice(delays=DelayOne(late, LATE))
     stash = stash_over(torch.empty(MOVED_LEAST, dtype=torch.uint8), device, AMPLE, ahead=AMPLE)
-    ticket = stash.offload(torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
+    ticket = offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
     assert ticket is not None
     if late:
         stash.begin_backward()
@@ -212,7 +221,7 @@ def test_a_range_is_taken_as_long_as_a_copy_uses_it(late: int) -> None:
     stash.end_forward()
     assert stash.taken == MOVED_LEAST
     # Wanted at once: waited for.
-    assert stash.offload(torch.ones(MOVED_LEAST, dtype=torch.uint8), "b") is not None
+    assert offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "b") is not None
     stash.end_forward()
     device.synchronize()
     assert stash.taken == stash.kept == 0
@@ -224,7 +233,7 @@ def test_device_bytes_go_with_the_last_reference(demanded: bool) -> None:
     device = CpuDevice()
     watch = StorageLedger(device.ledger)
     stash = stash_over(torch.empty(MOVED_LEAST, dtype=torch.uint8), device, AMPLE, ahead=AMPLE, watch=watch)
-    ticket = stash.offload(torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
+    ticket = offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
     assert ticket is not None
     stash.end_forward()
     stash.begin_backward()
@@ -235,6 +244,29 @@ def test_device_bytes_go_with_the_last_reference(demanded: bool) -> None:
     assert device.usage().at_peak[Kind.ACTIVATION] == device.usage().live == MOVED_LEAST
     del ticket
     assert device.usage().live == 0
+    device.close()
+
+
+def test_what_comes_back_for_nobody_counts_in_the_reload_window_until_it_is_there() -> None:
+    """Room for one in the window. Nobody wants the one on its way any more, but the device holds its bytes."""
+    device, go = CpuDevice(), threading.Event()
+    watch = StorageLedger(device.ledger)
+    stash = stash_over(torch.empty(2 * MOVED_LEAST, dtype=torch.uint8), device, AMPLE, ahead=MOVED_LEAST, watch=watch)
+    tickets = [offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), what) for what in "ab"]
+    stash.end_forward()
+    device.submit(Lane.H2D, go.wait)
+    stash.begin_backward()  # b
+    tickets.pop()
+    stash.begin_backward()
+    device.reset_peak()
+    assert device.usage().live == MOVED_LEAST
+    go.set()
+    device.synchronize()
+    stash.begin_backward()  # a
+    device.synchronize()
+    assert device.usage().at_peak[Kind.ACTIVATION] == device.usage().live == MOVED_LEAST
+    tickets.clear()
+    stash.close()
     device.close()
 
 

@@ -21,7 +21,7 @@ from tests.null.programs import drop
 from tests.null.strategies import Case
 from tests.null.treating import TreatedOps
 
-__all__ = ["CORRUPTIONS", "Spoiled"]
+__all__ = ["CORRUPTIONS", "Spoiled", "behind"]
 
 Spoiled = tuple[Program, frozenset[str]]
 """A program that is wrong, and what its fault may be ascribed to."""
@@ -122,8 +122,17 @@ def repeat_landing(case: Case, program: Program) -> list[Spoiled]:
 def drop_state_io(case: Case, program: Program) -> list[Spoiled]:
     """States on disk that are not read, or not written back."""
     return [
-        (drop(program, i), _names(case, a.block)) for i, a in _numbered(program, Verb.READ, Verb.WRITE) if a.chunk >= 0
+        (drop(program, i), _names(case, a.block))
+        for i, a in _numbered(program, Verb.READ, Verb.WRITE)
+        if a.chunk >= 0 and a.tensor < 0
     ]
+
+
+def drop_detour(case: Case, program: Program) -> list[Spoiled]:
+    """Activations that are not written to disk, or not read from there, or not made into codes, or not made of them."""
+    name = Step(case.trace).name
+    verbs = Verb.READ, Verb.WRITE, Verb.ENCODE, Verb.DECODE
+    return [(drop(program, i), frozenset((name(a.tensor),))) for i, a in _numbered(program, *verbs) if a.tensor >= 0]
 
 
 def shrink_slot(case: Case, program: Program) -> list[Spoiled]:
@@ -212,7 +221,7 @@ def late_reload(case: Case, program: Program) -> list[Spoiled]:
     """Brought back right after the first who reads it. A fetch behind it in the lane may have waited with it."""
     blocks = frozenset(b.name for b in case.trace.model.blocks)
     subjects = _moved(case) | blocks
-    return [(_behind(program, i, reader), subjects) for i, reader in _asked(case, program)]
+    return [(behind(program, i, reader), subjects) for i, reader in _asked(case, program)]
 
 
 def _asked(case: Case, program: Program) -> Iterator[tuple[int, int]]:
@@ -232,7 +241,7 @@ def _asked(case: Case, program: Program) -> Iterator[tuple[int, int]]:
                 break
 
 
-def _behind(program: Program, index: int, after: int) -> Program:
+def behind(program: Program, index: int, after: int) -> Program:
     """Action ``index`` moved behind action ``after``; nobody waits for it any longer."""
     order = [*range(index), *range(index + 1, after + 1), index, *range(after + 1, len(program.actions))]
     place = {old: new for new, old in enumerate(order)}
@@ -296,10 +305,12 @@ def lose_dependency(case: Case, program: Program) -> list[Spoiled]:
 
 
 def _moves(treated: TreatedOps, first: Action, second: Action) -> bool:
-    """Whether a tensor is made and moved to the host, or moved there and back."""
+    """Whether a tensor is made and moved off the device, or encoded before, or moved there and back."""
     if second.verb is Verb.OFFLOAD and first.verb is Verb.COMPUTE and not first.recomputed:
         return any(second.tensor in treated.made[n] for n in range(*first.ops))
-    return (first.verb, second.verb) == (Verb.OFFLOAD, Verb.RELOAD) and first.tensor == second.tensor
+    pairs = (Verb.OFFLOAD, Verb.RELOAD), (Verb.OFFLOAD, Verb.WRITE), (Verb.WRITE, Verb.READ), (Verb.READ, Verb.RELOAD)
+    coded = (Verb.ENCODE, Verb.OFFLOAD), (Verb.RELOAD, Verb.DECODE)
+    return (first.verb, second.verb) in (*pairs, *coded) and first.tensor == second.tensor >= 0
 
 
 def _needs(case: Case, program: Program, first: int, second: int) -> frozenset[str]:
@@ -358,6 +369,7 @@ CORRUPTIONS: dict[str, Callable[[Case, Program], list[Spoiled]]] = {
         drop_landing,
         repeat_landing,
         drop_state_io,
+        drop_detour,
         shrink_slot,
         wrong_use,
         shift_ops,

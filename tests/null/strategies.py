@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from forebay.arenas import arenas, home_nbytes
-from forebay.layout import align
+from forebay.layout import PAGE, align
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.memory import Kind, Tier
 from forebay.plans import Budget, DiskBudget, Fate, Placement, Plan, Selection, Streaming, Treatment
@@ -24,6 +24,8 @@ __all__ = [
     "HOMES",
     "Case",
     "cases",
+    "coded_bytes",
+    "codes_nbytes",
     "machines",
     "models",
     "moved_bytes",
@@ -200,22 +202,44 @@ def _names(trace: Trace, block: str) -> list[tuple[str, int, bool]]:
 
 
 @st.composite
-def selections(draw: st.DrawFn, trace: Trace, recompute: frozenset[str]) -> tuple[Selection, ...]:
+def selections(draw: st.DrawFn, trace: Trace, recompute: frozenset[str], disk: bool = True) -> tuple[Selection, ...]:
     """Any treatments that are valid for ``trace`` when the blocks of ``recompute`` recompute."""
     chosen: dict[tuple[Treatment, ...], list[str]] = {}
+    leaving = [Fate.OFFLOAD, Fate.DISK] if disk else [Fate.OFFLOAD]
+    how = st.tuples(st.sampled_from(leaving), st.sampled_from([0, 0, 2, 4, 8])) | st.just((Fate.KEEP, 4))
     for name in recomputable(trace):
         again = name in recompute
         ops = [(op, occurrence) for op, occurrence, movable in _names(trace, name) if again or movable]
-        fates = st.sampled_from([*Fate]) if again else st.just(Fate.OFFLOAD)
-        picked = draw(st.dictionaries(st.sampled_from(ops), fates)) if ops else {}
+        ways = how | st.just((Fate.KEEP, 0)) if again else how
+        picked = draw(st.dictionaries(st.sampled_from(ops), ways)) if ops else {}
         if picked:
-            chosen.setdefault(tuple(Treatment(*op, fate) for op, fate in sorted(picked.items())), []).append(name)
+            treatments = tuple(Treatment(*op, *way) for op, way in sorted(picked.items()))
+            chosen.setdefault(treatments, []).append(name)
     return tuple(Selection(tuple(blocks), treatments) for treatments, blocks in chosen.items())
 
 
-def moved_bytes(trace: Trace, activations: tuple[Selection, ...]) -> list[int]:
-    """Bytes of every root that ``activations`` move to the host in one pass: those of 4096 or more, each by its op."""
-    moved = []
+def moved_bytes(trace: Trace, activations: tuple[Selection, ...], fate: Fate = Fate.OFFLOAD) -> list[int]:
+    """Bytes of what ``activations`` move to the host (or to where ``fate`` says) in one pass: of roots of 4096 bytes or
+    more, each by its op, or of their codes."""
+    return [codes_nbytes(*one) for one, where in _treated(trace, activations) if where is fate]
+
+
+def coded_bytes(trace: Trace, activations: tuple[Selection, ...]) -> list[int]:
+    """The most bytes that each root that is encoded takes beside itself: codes, and 24 bytes an element to work in."""
+    return [codes_nbytes(*one) + 24 * (-(-one[0] // one[1]) + 256) for one, _ in _treated(trace, activations) if one[2]]
+
+
+def codes_nbytes(nbytes: int, itemsize: int, bits: int) -> int:
+    """Bytes of ``nbytes`` as ``bits`` bits an element: two numbers for each 256, and the codes."""
+    if not bits:
+        return nbytes
+    elements = nbytes // itemsize
+    return 2 * itemsize * -(-elements // 256) + -(-elements * bits // 8)
+
+
+def _treated(trace: Trace, activations: tuple[Selection, ...]) -> list[tuple[tuple[int, int, int], Fate]]:
+    """(bytes, bytes of an element, bits) and fate of every root of 4096 bytes or more of a treated op."""
+    found = []
     for visit in trace.visits:
         treatments = next((s.treatments for s in activations if visit.block in s.blocks), ())
         if visit.phase is Phase.BACKWARD:
@@ -223,11 +247,13 @@ def moved_bytes(trace: Trace, activations: tuple[Selection, ...]) -> list[int]:
         segment = trace.segments[visit.segment]
         names = [trace.works[op.work].op for op in segment.ops]
         for treatment in treatments:
-            if treatment.fate is Fate.OFFLOAD:
-                places = [i for i, name in enumerate(names) if name == treatment.op]
-                outputs = segment.ops[places[treatment.occurrence]].outputs
-                moved += [segment.tensors[t].nbytes for t in outputs if segment.tensors[t].nbytes >= 4096]
-    return moved
+            places = [i for i, name in enumerate(names) if name == treatment.op]
+            made = [segment.tensors[t] for t in segment.ops[places[treatment.occurrence]].outputs]
+            for tensor in made:
+                if tensor.nbytes >= 4096:
+                    itemsize = 2 if tensor.dtype == "bfloat16" else 4
+                    found.append(((tensor.nbytes, itemsize, treatment.bits), treatment.fate))
+    return found
 
 
 @st.composite
@@ -242,16 +268,19 @@ def plans(draw: st.DrawFn, trace: Trace, disk: bool = True, recompute: bool = Tr
     streamed = [trace.model.block(p.block) for p in placements if p.parameters is not Tier.DEVICE]
     on_disk = [trace.model.block(p.block) for p in placements if p.parameters is Tier.DISK]
     again = draw(st.sets(st.sampled_from(names))) if recompute and (names := recomputable(trace)) else set[str]()
-    treated = draw(selections(trace, frozenset(again))) if activations else ()
-    moved = moved_bytes(trace, treated)
+    treated = draw(selections(trace, frozenset(again), disk)) if activations else ()
+    moved, written = (moved_bytes(trace, treated, fate) for fate in (Fate.OFFLOAD, Fate.DISK))
+    ring = draw(st.sampled_from([0, 4096, 20_480])) + align(max(written), PAGE) if written else 0
     streaming = Streaming(
         slots=draw(_slots(streamed)),
         host_slots=(max(map(home_nbytes, on_disk)),) * draw(st.integers(1, 3)) if on_disk else (),
         prefetch_distance=draw(st.integers(0, 4)),
         gradient_window=draw(st.sampled_from([0, 1, 1_000, 5_000, 40_000])),
-        offload_window=draw(st.sampled_from([0, 4096, 20_000])) if moved else 0,
-        reload_window=draw(st.sampled_from([0, 4096, 20_000])) if moved else 0,
+        offload_window=draw(st.sampled_from([0, 4096, 20_000])) if moved or written else 0,
+        reload_window=draw(st.sampled_from([0, 4096, 20_000])) if moved or written else 0,
         host_activations=sum(align(nbytes) for nbytes in moved) + draw(st.sampled_from([0, 64])) if moved else 0,
+        disk_activations=sum(align(nbytes, PAGE) for nbytes in written),
+        disk_window=ring,
         update_chunk=draw(st.sampled_from([1024, 3000, 4_194_304])),
         overlap_update=draw(st.booleans()),
     )
@@ -283,13 +312,16 @@ def plan_for(
         made = made_bytes(trace)
         live += max(_visit_bytes(trace, made, name) for name in recompute)
     # What moves may be there twice: on its way out and back; what is named may outlive what it would have been.
-    live += 2 * sum(moved_bytes(trace, activations)) + sum(made_bytes(trace).values()) * bool(activations)
+    moved = [n for fate in (Fate.OFFLOAD, Fate.DISK) for n in moved_bytes(trace, activations, fate)]
+    live += 2 * sum(moved) + (sum(made_bytes(trace).values()) + sum(coded_bytes(trace, activations))) * bool(
+        activations
+    )
     # The update of a resident block widens 16-bit gradients on the device, when the step's tensors are gone.
     live = max(live, *(_widened(trace, p.block, streaming.update_chunk) for p in placements if p.resident), 0)
     waiting = max(streaming.gradient_window, _largest_gradient(trace))
     device = sizes.device + trace.model.buffer_nbytes + on_device + waiting + live
     pinned = sizes.host_parameters + sizes.host_gradients + sizes.gradient_staging + sizes.host_slots
-    pinned += sizes.host_activations
+    pinned += sizes.host_activations + sizes.activation_ring
     more = 1000 if roomy else 1
     return Plan(
         planner="drawn",
@@ -308,6 +340,7 @@ def plan_for(
         recompute=recompute,
         activations=activations,
         fingerprint=trace.fingerprint,
+        changes_numbers=("codes",) if any(t.lossy for s in activations for t in s.treatments) else (),
     )
 
 

@@ -40,6 +40,8 @@ TRAIN_FLAGS = {
     "--host-memory",
     "--disk",
     "--policy",
+    "--loss",
+    "--compress",
     "--run",
     "--json",
 }
@@ -58,6 +60,8 @@ PLAN_FLAGS = {
     "--disk",
     "--machine",
     "--policy",
+    "--loss",
+    "--compress",
     "--out",
     "--json",
 }

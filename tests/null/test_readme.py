@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ LINES = (2, 3)
 """Lines that each of the programs prints."""
 
 
+@cache
 def forebay(*arguments: str) -> str:
     """Output of the installed command, which must say yes."""
     # Help is laid out for the width of the terminal: a narrow one would cut the names of flags short.

@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
     "forebay.figures",
     "forebay.collector",
     "forebay.compression",
+    "forebay.loss",
     "forebay.reporting",
     "forebay.cli",
 )

@@ -77,6 +77,13 @@ def test_a_reload_takes_its_bytes_when_it_is_issued() -> None:
     assert peak(run(*actions, seconds=[1.0, 3.0, 1.0])) == N + 50
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_reload_is_not_issued_before_the_offloads_that_it_waits_for_are_done(fast: bool) -> None:
+    """Whoever issues it waits: its bytes are not there beside those that leave, however fast the lanes are."""
+    actions = [making(0, N), offload(N, 0, ops=(0, 1)), reload(N, 0, 1)]
+    assert peak(run(*actions, seconds=[1.0], d2h=flat_link(RATE * 100 if fast else RATE / 100))) == N
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_what_goes_between_two_reloads_is_gone_before_the_second(order: Sequence[int]) -> None:
     """Two reloads are issued behind the same compute; with one of them something goes that was there."""

@@ -78,6 +78,14 @@ class VisitBuilder:
         self.works.append(self.builder.work(work))
         return made
 
+    def make_beside(self, nbytes: int, *, dtype: str, saved: bool = False) -> int:
+        """One more tensor that the last op makes; returns its id."""
+        made = self.first_tensor + len(self.tensors)
+        self.builder.nbytes.append(nbytes)
+        self.tensors.append(Tensor(nbytes, dtype, Kind.ACTIVATION, made, saved))
+        self.ops[-1]["outputs"].append(made)
+        return made
+
     def save(self) -> None:
         """Autograd saves a tensor now: after the last op, before the next."""
         self.saves_until = len(self.ops)

@@ -1,19 +1,23 @@
 """A lowering of treated ops that is as plain as can be, for the checker to judge. No torch.
 
-It takes the plain program of the same plan without treatments. Everything is moved to the host as soon as it is made,
-and compute waits for it at once; it is brought back when somebody reads it, and not before.
+It takes the plain program of the same plan without treatments. Everything is encoded and moved as soon as it is made,
+and compute waits for it at once; it is brought back when somebody reads it, and not before. What goes to disk has the
+ring on the way to itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
+from forebay.memory import Kind
 from forebay.plans import Fate, Plan, Treatment
-from forebay.program import Action, Program, Verb
+from forebay.program import Action, Change, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
 from tests.null.programs import plain_program
+from tests.null.strategies import codes_nbytes
 
 __all__ = ["TreatedOps", "treated_program"]
 
@@ -25,8 +29,9 @@ def treated_program(trace: Trace, plan: Plan, steps: int = 2, micro_batches: int
 
 
 class TreatedOps:
-    """What a plan names in a trace: ``named`` ops of blocks that recompute, ``moved`` roots by the op that makes
-    them. ``reads`` and ``made`` are roots by op, ``inputs`` those that a forward visit is given, by its first op."""
+    """What a plan names in a trace: ``named`` ops of blocks that recompute, ``moved`` roots (or codes) by the op that
+    makes them, their treatments (``ways``) and bytes (``moves``). ``reads`` and ``made`` are roots by op, ``inputs``
+    those that a forward visit is given, by its first op."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         roots = {i: t.root for i, t in trace.tensors()}
@@ -34,6 +39,9 @@ class TreatedOps:
         self.nbytes = sizes
         self.named: set[int] = set()
         self.moved: dict[int, list[int]] = {}
+        self.ways: dict[int, Treatment] = {}
+        itemsize = {"bfloat16": 2, "float32": 4}
+        dtypes = {i: t.dtype for i, t in trace.tensors()}
         self.reads: list[set[int]] = []
         self.made: list[list[int]] = []
         self.inputs: dict[int, set[int]] = {}
@@ -47,18 +55,20 @@ class TreatedOps:
             name = trace.works[op.work].op
             occurrence = runs.get((visit.first_op, name), 0)
             runs[visit.first_op, name] = occurrence + 1
-            fate = _fate(plan.treatments(visit.block), name, occurrence)
-            if fate is None or visit.phase is Phase.BACKWARD:
+            way = _way(plan.treatments(visit.block), name, occurrence)
+            if way is None or visit.phase is Phase.BACKWARD:
                 continue
             if visit.block in plan.recompute:
                 self.named.add(number)
-            if fate is Fate.OFFLOAD:
+            if way.fate is not Fate.KEEP or way.bits:
                 self.moved[number] = [root for root in self.made[-1] if sizes[root] >= 4096]
+                self.ways.update(dict.fromkeys(self.moved[number], way))
+        self.moves = {r: codes_nbytes(sizes[r], itemsize[dtypes[r]], way.bits) for r, way in self.ways.items()}
         self.roots = {root for made in self.moved.values() for root in made}
 
 
-def _fate(treatments: Iterable[Treatment], op: str, occurrence: int) -> Fate | None:
-    return next((t.fate for t in treatments if (t.op, t.occurrence) == (op, occurrence)), None)
+def _way(treatments: Iterable[Treatment], op: str, occurrence: int) -> Treatment | None:
+    return next((t for t in treatments if (t.op, t.occurrence) == (op, occurrence)), None)
 
 
 class _Rewriter:
@@ -72,6 +82,7 @@ class _Rewriter:
         self.out: dict[int, int] = {}
         self.back: dict[int, int] = {}
         self.hold: list[int] = []
+        self.ring: tuple[int, ...] = ()
 
     def program(self) -> Program:
         for action in self.plain.actions:
@@ -98,16 +109,21 @@ class _Rewriter:
         waits = (*action.after, *self._reload(action, wanted & self.ops.roots), *self.hold)
         self.hold = []
         for ops in self._pieces(action):
-            self.actions.append(replace(action, after=tuple(sorted(set(waits))), ops=ops))
-            self.compute, waits = len(self.actions) - 1, ()
+            # What was held up meanwhile is for the next op to wait for.
+            after = tuple(sorted({*waits, *self.hold}))
+            self.actions.append(replace(action, after=after, ops=ops))
+            self.compute, waits, self.hold = len(self.actions) - 1, (), []
+            for number in () if action.recomputed else range(*ops):
+                for root in self.ops.moved.get(number, ()):
+                    self._offload(action, root)
         self.hold += waits  # nothing of it runs: who comes next waits
-        for number in () if action.recomputed else range(start, stop):
-            for root in self.ops.moved.get(number, ()):
-                self._offload(action, root)
 
     def _pieces(self, action: Action) -> list[tuple[int, int]]:
         if not action.recomputed:
-            return [action.ops]
+            # Codes are made before Python lets go of what they are made of.
+            coded = [n + 1 for n in range(*action.ops) if any(self.ops.ways[r].bits for r in self.ops.moved.get(n, ()))]
+            cuts = sorted({action.ops[0], *coded, action.ops[1]})
+            return list(pairwise(cuts)) or [action.ops]
         pieces: list[tuple[int, int]] = []
         for number in range(*action.ops):
             if number not in self.ops.named:
@@ -116,20 +132,66 @@ class _Rewriter:
         return pieces
 
     def _offload(self, action: Action, root: int) -> None:
-        self._move(Lane.D2H, Verb.OFFLOAD, action, root, (self.compute,))
+        way, nbytes, compute = self.ops.ways[root], self.ops.moves[root], self.compute
+        self.out[root] = compute
+        if way.bits:
+            claim = replace(action, peak=action.peak + 200_000, changes=(Change(Kind.ACTIVATION, nbytes),))
+            self._move(Lane.COMPUTE, Verb.ENCODE, claim, root, tuple(self.hold), bits=way.bits)
+            self.compute, self.hold = len(self.actions) - 1, []
+        if way.fate is Fate.KEEP:
+            return
+        ring = 0 if way.fate is Fate.DISK else -1
+        frees = replace(action, changes=(Change(Kind.ACTIVATION, -nbytes if way.bits else 0),), peak=0)
+        after = (self.compute, *(self.ring if ring == 0 else ()))
+        self._move(Lane.D2H, Verb.OFFLOAD, frees, root, after, ring=ring)
         self.out[root] = len(self.actions) - 1
         self.hold.append(self.out[root])
+        if ring == 0:
+            self._move(Lane.DISK_WRITE, Verb.WRITE, frees, root, (self.out[root],), ring=0)
+            self.out[root] = len(self.actions) - 1
+            self.ring = (self.out[root],)
 
     def _reload(self, action: Action, roots: set[int]) -> list[int]:
         for root in sorted(roots - self.back.keys()):
-            self._move(Lane.H2D, Verb.RELOAD, action, root, (self.out[root], self.compute))
+            way, after = self.ops.ways[root], (self.out[root], self.compute)
+            plain = replace(action, peak=self.ops.moves[root], changes=())
+            if way.fate is Fate.DISK:
+                self._move(Lane.DISK_READ, Verb.READ, plain, root, (*after, *self.ring), ring=0)
+                after = (len(self.actions) - 1, self.compute)
+            if way.fate is not Fate.KEEP:
+                if way.bits:
+                    plain = replace(plain, changes=(Change(Kind.ACTIVATION, self.ops.moves[root]),))
+                self._move(Lane.H2D, Verb.RELOAD, plain, root, after, ring=0 if way.fate is Fate.DISK else -1)
+                after = (len(self.actions) - 1,)
+            if way.fate is Fate.DISK:
+                self.ring = after
+            if way.bits:
+                gone = (Change(Kind.ACTIVATION, -self.ops.moves[root]),)
+                claim = replace(action, peak=action.peak + 200_000, changes=gone)
+                self._move(Lane.COMPUTE, Verb.DECODE, claim, root, after, bits=way.bits)
+                self.compute = len(self.actions) - 1
             self.back[root] = len(self.actions) - 1
         return [self.back[root] for root in sorted(roots)]
 
-    def _move(self, lane: Lane, verb: Verb, action: Action, root: int, after: tuple[int, ...]) -> None:
-        nbytes = self.ops.nbytes[root]
-        peak = nbytes if verb is Verb.RELOAD else 0
-        what = f"{verb.value} {root}"
+    def _move(
+        self, lane: Lane, verb: Verb, like: Action, root: int, after: tuple[int, ...], ring: int = -1, bits: int = 0
+    ) -> None:
+        nbytes = self.ops.moves[root]
+        nbytes = -(-nbytes // 4096) * 4096 if verb in (Verb.READ, Verb.WRITE) else nbytes
+        peak = like.peak if verb in (Verb.RELOAD, Verb.ENCODE, Verb.DECODE) else 0
         self.actions.append(
-            Action(lane, verb, what, action.step, action.block, tuple(sorted(after)), nbytes, peak=peak, tensor=root)
+            Action(
+                lane,
+                verb,
+                f"{verb.value} {root}",
+                like.step,
+                like.block,
+                tuple(sorted(set(after))),
+                nbytes,
+                peak=peak,
+                changes=tuple(c for c in like.changes if c.nbytes and verb not in (Verb.READ, Verb.WRITE)),
+                tensor=root,
+                ring=ring,
+                bits=bits,
+            )
         )

@@ -1,11 +1,15 @@
-"""Tiny models: one thread per op is faster than a team, and leaves the lanes' threads the cores."""
+"""What every test here leaves behind: nothing that the tests after it would run under."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread_per_op() -> None:
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True)
+def _no_mode_is_left() -> Iterator[None]:
+    """A dispatch mode that stays is handed every op of every later test."""
+    yield
+    assert not _get_current_dispatch_mode_stack()

@@ -6,19 +6,33 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
 import forebay
-from forebay.layout import MOVED_LEAST
+from forebay.arenas import DISK_BLOCK, DISK_BOUNCE
+from forebay.layout import MOVED_LEAST, PAGE, align
 from forebay.memory import ALIGNMENT
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import DiskBudget, Fate, Plan, Selection, Treatment
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Op, Phase, Trace, Visit
 from tests.parity.models import CASES, Case
 from tests.parity.recomputing import AMPLE, plan_of
 
-__all__ = ["SUBJECTS", "Named", "host_formula", "movable", "moving", "offload_plan", "selections", "trace_of"]
+__all__ = [
+    "SUBJECTS",
+    "Named",
+    "disk_formula",
+    "host_formula",
+    "larger",
+    "movable",
+    "moving",
+    "offload_plan",
+    "selections",
+    "trace_of",
+    "with_disk",
+]
 
 
 def larger(case: Case, times: int = 4) -> Case:
@@ -94,20 +108,26 @@ def _changed_in_place(trace: Trace, root_of: Mapping[int, int]) -> set[int]:
     return changed
 
 
-def selections(named: Iterable[Named]) -> tuple[Selection, ...]:
-    """One selection a block, which names all of its ops among ``named`` (of several calls, what any of them names)."""
-    by_block = defaultdict[str, dict[tuple[str, int], None]](dict)
+def selections(named: Iterable[Named], fates: Mapping[Named, Fate] | None = None) -> tuple[Selection, ...]:
+    """One selection a block, which names all of its ops among ``named`` (of several calls, what any of them names).
+    ``fates``: where they go, if not to the host."""
+    by_block = defaultdict[str, dict[tuple[str, int], Fate]](dict)
     for one in named:
-        by_block[one.block][one.op, one.occurrence] = None
+        by_block[one.block][one.op, one.occurrence] = (fates or {}).get(one, Fate.OFFLOAD)
     return tuple(
-        Selection((block,), tuple(Treatment(op, occurrence, Fate.OFFLOAD) for op, occurrence in ops))
+        Selection((block,), tuple(Treatment(op, occurrence, fate) for (op, occurrence), fate in ops.items()))
         for block, ops in by_block.items()
     )
 
 
 def host_formula(named: Iterable[Named]) -> int:
     """Bytes of the arena: everything that one micro-batch moves, each rounded up to the alignment."""
-    return sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for one in named for nbytes in one.nbytes)
+    return sum(align(nbytes, ALIGNMENT) for one in named for nbytes in one.nbytes)
+
+
+def disk_formula(sizes: Iterable[int]) -> int:
+    """Bytes of the file: everything that one micro-batch moves there, each rounded up to pages."""
+    return sum(align(nbytes, PAGE) for nbytes in sizes)
 
 
 def moving(
@@ -120,6 +140,23 @@ def moving(
         plan.streaming, host_activations=nbytes, offload_window=offload_window, reload_window=reload_window
     )
     return replace(plan, streaming=streaming, activations=selections(named), host=plan.host + nbytes)
+
+
+def with_disk(plan: Plan, folder: Path, sizes: Iterable[int], *, ring: int = 0, file: int | None = None) -> Plan:
+    """``plan`` with room on disk for things of ``sizes`` bytes (or for ``file`` bytes) and a ring that holds the
+    largest of them and ``ring`` bytes more."""
+    sizes = tuple(sizes)
+    if not sizes:
+        return plan
+    nbytes = disk_formula(sizes) if file is None else file
+    window = align(max(sizes), PAGE) + ring
+    return replace(
+        plan,
+        streaming=replace(plan.streaming, disk_activations=nbytes, disk_window=window),
+        budget=replace(plan.budget, disk=DiskBudget(str(folder))),
+        host=plan.host + window + DISK_BLOCK * DISK_BOUNCE,
+        disk=plan.disk + nbytes,
+    )
 
 
 def offload_plan(

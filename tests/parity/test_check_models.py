@@ -26,12 +26,12 @@ def step(name: str, dtype: torch.dtype = torch.float32) -> Trace:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_every_placement_of_a_real_model_is_accepted(name: str) -> None:
     trace = step(name)
-    for home in HOMES:
-        for recompute in ((), recomputable(trace)):
+    for number, home in enumerate(HOMES):
+        for again, recompute in enumerate(((), recomputable(trace))):
             plan = roomy(trace, home)
             plan = plan_for(trace, plan.placements, plan.streaming, recompute, roomy=True)
-            for micro_batches in (1, 2):
-                check(trace, MACHINE, plan, micro_batches=micro_batches)
+            # Each home with one micro-batch and two, and so is recomputation.
+            check(trace, MACHINE, plan, micro_batches=1 + (number + again) % 2)
 
 
 @pytest.mark.parametrize("spoil", [drop_update, drop_landing, wrong_use])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from forebay.lowering import device_bound
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.profiler.capture import capture
+from forebay.trace import Trace
 from tests.parity.compare import adamw
 from tests.parity.models import CASES
 from tests.parity.test_lowering_order import AMPLE, prepared_plan, streamed
@@ -26,6 +28,11 @@ def inputs(name: str) -> dict[str, Any]:
     """A batch. Language models without a cache: what a recomputation remembers of it is no activation of the step."""
     batch = CASES[name].inputs(0, torch.float32)
     return {**batch, "use_cache": False} if "input_ids" in batch else batch
+
+
+@cache
+def traced(name: str) -> Trace:
+    return capture(CASES[name].model(torch.float32), inputs(name)).trace
 
 
 def measured(name: str, plan: Plan, batch: Mapping[str, Any]) -> int:
@@ -47,8 +54,7 @@ def measured(name: str, plan: Plan, batch: Mapping[str, Any]) -> int:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_bound(name: str, recompute: bool) -> None:
-    batch = inputs(name)
-    trace = capture(CASES[name].model(torch.float32), batch).trace
+    batch, trace = inputs(name), traced(name)
     plan = streamed(trace, prepared_plan(CASES[name].model(torch.float32), "stream"), 3, distance=1, window=WINDOW)
     if recompute:
         layers = (b.name for b in trace.model.blocks if b.module is not None and b.name[-1].isdigit())

@@ -76,11 +76,13 @@ def planned(name: str, kind: str, resident: bool, windows: tuple[int, int]) -> P
     return replace(plan, streaming=streaming, host=plan.host - plan.streaming.host_activations + arena)
 
 
-def ran(case: Case, plan: Plan, micro_batches: int = 1) -> tuple[Timeline, dict[Lane, list[str]]]:
+def ran(
+    case: Case, plan: Plan, micro_batches: int = 1, disk: str | None = None
+) -> tuple[Timeline, dict[Lane, list[str]]]:
     """The account of three steps, and what the last of them did on each lane."""
     model, batch = case.model(torch.float32), batch_of(case)
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device="cpu")
+    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, disk=disk, device="cpu")
     before = 0
     for _ in range(3):
         before = len(forebay.report(model).timeline.events)

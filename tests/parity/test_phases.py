@@ -28,6 +28,7 @@ from forebay.runtime.hooks import session_of
 from forebay.trace import Trace
 from tests.parity.compare import adamw
 from tests.parity.models import CASES, Case
+from tests.parity.offloading import trace_of
 
 AMPLE = 64 * 2**20
 
@@ -49,7 +50,7 @@ class Run:
 
     def __init__(self, case: Case, dtype: torch.dtype, home: str, folder: Path) -> None:
         self.case, self.dtype, self.folder = case, dtype, folder
-        self.trace: Trace = capture(case.model(dtype), case.inputs(0, dtype), "adamw", "cpu").trace
+        self.trace: Trace = trace_of(case, dtype)
         blocks = self.trace.model.blocks
         largest = max(b.nbytes for b in blocks)
         whole = -(-largest // 4096) * 4096

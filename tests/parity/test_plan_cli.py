@@ -42,6 +42,8 @@ MACHINE = Machine(
     h2d=LINK,
     d2h=LINK,
     launch_seconds=1e-6,
+    # Device and host are one memory and the same cores: an update beside compute gains nothing.
+    shared_cores=0.5,
     disk=Disk(1024 * MiB, LINK, LINK),
 )
 

@@ -17,12 +17,12 @@ from forebay.arenas import arenas, home_nbytes
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
-from forebay.profiler.capture import capture
 from forebay.profiler.replay import footprint_of
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Block, Footprint, Model
 from tests.parity.compare import assert_same_training
 from tests.parity.models import CASES, Case, WithLoss, images
+from tests.parity.offloading import trace_of
 
 STATES = ("exp_avg", "exp_avg_sq")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -47,7 +47,7 @@ class Subject:
 def subject(name: str, dtype: torch.dtype) -> Subject:
     case = CASES[name]
     model = case.model(dtype)
-    need = footprint_of(capture(model, case.inputs(0, dtype)).trace)
+    need = footprint_of(trace_of(case, dtype))
     assert need.measured
     return Subject(case, dtype, find_blocks(model).model, need)
 

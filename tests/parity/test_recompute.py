@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,13 +55,14 @@ def test_any_blocks_may_be_recomputed(data: st.DataObject, name: str, dtype: tor
 
 
 def losses_and_gradients(
-    case: Case, dtype: torch.dtype, plan: forebay.Plan | None, autocast: bool = False, steps: int = 5
+    case: Case, dtype: torch.dtype, plan: forebay.Plan | None, autocast: bool = False, steps: int = 5, **prepare: Any
 ) -> list[torch.Tensor]:
     """Accumulations of two micro-batches after one seed: every mask of dropout depends on all draws before it."""
     model = case.model(dtype)
     optimizer = adamw(list(model.parameters()))
     if plan is not None:
-        model, optimizer = forebay.prepare(model, optimizer, plan=plan, device_memory=AMPLE, device="cpu")
+        given = {"plan": plan, "device_memory": AMPLE, "device": "cpu", **prepare}
+        model, optimizer = forebay.prepare(model, optimizer, **given)
     torch.manual_seed(7)
     seen = []
     for step in range(steps):

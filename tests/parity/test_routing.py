@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -55,6 +56,11 @@ ROUTES: dict[str, Picks] = {
 }
 
 
+@cache
+def traced(name: str) -> Trace:
+    return capture(built(name), batch()).trace
+
+
 def forced(model: nn.Module, picks: torch.Tensor) -> nn.Module:
     """Makes every router choose ``picks``."""
 
@@ -91,7 +97,7 @@ def planned(name: str, trace: Trace, *, recompute: bool) -> Plan:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
 def test_a_promise_holds_for_every_routing_and_is_near_the_worst(name: str, recompute: bool) -> None:
-    trace = capture(built(name), batch()).trace
+    trace = traced(name)
     plan = planned(name, trace, recompute=recompute)
     bound = device_bound(trace, plan)
     peaks = {key: measured(name, plan, picks()) for key, picks in ROUTES.items()}
@@ -102,7 +108,7 @@ def test_a_promise_holds_for_every_routing_and_is_near_the_worst(name: str, reco
 
 
 def test_the_checker_wants_the_promise_for_every_routing() -> None:
-    trace = capture(built("mixtral"), batch()).trace
+    trace = traced("mixtral")
     plan = planned("mixtral", trace, recompute=True)
     alone, most = device_bound(replace(trace, extremes=()), plan), device_bound(trace, plan)
     check(trace, nominal("cpu"), replace(plan, device=most))
@@ -132,9 +138,8 @@ def test_only_sizes_that_follow_from_routes_are_captured_again(name: str, kind: 
 
 
 def test_a_trace_with_extremes_is_the_same_every_time_and_goes_to_json() -> None:
-    model = built("mixtral")
-    trace = capture(model, batch()).trace
-    assert trace.extremes and capture(model, batch()).trace == trace
+    trace = traced("mixtral")
+    assert trace.extremes and capture(built("mixtral"), batch()).trace == trace
     assert Trace.from_json(trace.to_json()) == trace
 
 

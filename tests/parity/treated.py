@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import forebay
 from forebay.layout import MOVED_LEAST
 from forebay.memory import ALIGNMENT
 from forebay.plans import Fate, Plan, Selection, Treatment
 from forebay.trace import Phase, Segment, Trace
 from tests.parity.models import CASES, Case
-from tests.parity.offloading import larger
+from tests.parity.offloading import larger, trace_of
 from tests.parity.recomputing import DROPOUT, plan_of, recomputable
 
 __all__ = ["SUBJECTS", "Eligible", "eligible", "treated", "treated_plan"]
@@ -90,7 +89,7 @@ def treated_plan(
     case: Case, dtype: torch.dtype, fate: Fate | None, *, resident: bool, slots: int = 1, window: int = 0
 ) -> Plan:
     """Every block recomputes, and of all ops that may be named, all have ``fate`` (None: each other one KEEP)."""
-    trace = forebay.profile(case.model(dtype), case.inputs(0, dtype))
+    trace = trace_of(case, dtype)
     plan = plan_of(trace.model, recomputable(trace.model), resident=resident, slots=slots)
     fates = (Fate.KEEP, Fate.OFFLOAD) if fate is None else (fate,)
     return treated(plan, {one: fates[i % len(fates)] for i, one in enumerate(eligible(trace))}, window=window)

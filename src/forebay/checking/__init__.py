@@ -6,7 +6,9 @@ fitting     the plan is one for this trace; what stands in every tier has room
 order       which action is done before which, whatever the lanes' speeds
 treated     what the plan says of single ops is about ops that there are, and may be done
 computing   every op runs once in every pass, in order, on tensors that are in memory (``live``, ``step``)
-transfers   what is moved to the host gets there, once in every pass, and is back when it is read
+transfers   what is moved to the host or to disk, or made into codes, gets there, once in every pass, and is back when
+            it is read
+ring        what is on its way to disk, or from there, is not overwritten in the ring on the host
 residency   a parameter is read from a slot that holds its block, with the values of the step
 gradients   every gradient lands once in every pass, when it is complete
 updates     every trainable element is updated once in every step, after its gradient, with its states
@@ -28,8 +30,9 @@ from forebay.checking.gradients import landings
 from forebay.checking.live import Live
 from forebay.checking.order import Order
 from forebay.checking.residency import Residency
+from forebay.checking.ring import check_ring
 from forebay.checking.step import Step
-from forebay.checking.treated import Treated, check_host_room, check_treatments, treated_by
+from forebay.checking.treated import Treated, check_room, check_treatments, treated_by
 from forebay.checking.updates import Updates
 from forebay.layout import StateLayout
 from forebay.machine import Machine
@@ -58,7 +61,7 @@ def check(
     steps = [Step(one) for one in trace.routings]
     check_treatments(plan, steps)
     treated = [treated_by(step, plan, extreme=step is not steps[0]) for step in steps]
-    check_host_room(plan, steps, treated)
+    check_room(plan, steps, treated)
     passes = program.micro_batches if program is not None else micro_batches
     for step, what in zip(steps, treated, strict=True):
         # Other routes make other ops, so that the program of these is another. What stands is the same.
@@ -92,6 +95,7 @@ class _Proof:
         resident = {i for i, block in step.block_of.items() if placements[block].resident}
         live = Live(step, resident, plan.recompute, self.treated)
         passes = walk(step, live, program, order)
+        check_ring(step, self.treated, program, order, plan.streaming.disk_window)
         residency = Residency(step, program, order, placements)
         residency.check()
         landed = landings(step, program, order, placements, passes)

@@ -15,7 +15,7 @@ from forebay.checking.computing import Moment, Passes
 from forebay.checking.live import Live
 from forebay.checking.order import Order
 from forebay.checking.step import Step
-from forebay.checking.transit import Coming, most_in_transit
+from forebay.checking.transit import Coming, computes_around, most_in_transit
 from forebay.checking.words import fault
 from forebay.errors import DoesNotFit
 from forebay.layout import STATE_ITEMSIZE, StateLayout, needs_master
@@ -99,7 +99,7 @@ def check_account(program: Program, standing: Mapping[Tier, int]) -> None:
 
 
 def _needs(order: Order, passes: Passes, landed: Mapping[tuple[int, int], int], moments: list[Moment]) -> list[_Need]:
-    """Every moment of compute, and every wait for one, with the bytes that may be on their way in either direction."""
+    """Every moment, and every wait for one, with the bytes that may be on their way in either direction."""
     leaving = [(g.action, landed[g.parameter, g.number], g.nbytes) for g in passes.made]
     leaving += [(one.action, passes.offloads[one.root, one.number], one.nbytes) for one in passes.left]
     leaving.sort(key=lambda entry: entry[0])
@@ -111,12 +111,14 @@ def _needs(order: Order, passes: Passes, landed: Mapping[tuple[int, int], int], 
         while done < len(leaving) and leaving[done][0] < moment.action:
             under_way.append(leaving[done][1:])
             done += 1
-        between, during = coming.at(moment.action)
+        between, during = coming.at(moment.action, moment.then)
         if between:
             waiting = most_in_transit(order, under_way, between)
             needs.append(_Need(moment, moment.before, waiting, True))
-        under_way = [one for one in under_way if not order.before(one[0], moment.action)]
-        needs.append(_Need(moment, moment.nbytes, most_in_transit(order, under_way, during), False))
+        there = [one for one in under_way if not order.before(one[0], moment.action)]
+        needs.append(_Need(moment, moment.nbytes, most_in_transit(order, there, during), False))
+        if moment.then < 0:
+            under_way = there  # compute, or who comes after it
     return needs
 
 
@@ -136,9 +138,10 @@ def _updates(step: Step, live: Live, program: Program, layouts: Mapping[str, Sta
 
 
 class _Claims:
-    """What the program says of the device: the most that may be there while each compute action runs (``at``), and at
-    any time (``peak``). A reload takes its ``peak`` while it goes on, and leaves what it ``changes``; an offload frees
-    nothing before the ops that hold its tensor (``Action.ops``) have run."""
+    """What the program says of the device: the most that may be there while each action runs (``at``), and at any time
+    (``peak``). A reload takes its ``peak`` while it goes on, and leaves what it makes; what it says went before is gone
+    when it starts, if that is after the compute before it, and else when compute goes on. An offload frees nothing
+    before the ops that hold its tensor (``Action.ops``) have run, nor while what they make is encoded."""
 
     def __init__(self, program: Program, order: Order) -> None:
         self._claimed: dict[int, int] = {}
@@ -151,33 +154,60 @@ class _Claims:
         self._held: list[tuple[int, int, int]] = []
         self._reached = 0
         reloads = [(i, a) for i, a in enumerate(program.actions) if a.verb is Verb.RELOAD]
-        self._coming = Coming(order, [(i, max(a.peak, _change(a), 0)) for i, a in reloads])
-        self._arriving = [(i, _change(a)) for i, a in reloads]
+        self._coming = Coming(order, [(i, max(a.peak, _made(a))) for i, a in reloads])
+        self._arriving = [(i, _made(a)) for i, a in reloads]
+        around = computes_around(program)
         for index, action in enumerate(program.actions):
             change = _change(action)
             if action.lane is Lane.COMPUTE:
                 self._compute(index, action)
                 self._steady += change
-            elif change < 0 and action.verb is not Verb.RELOAD:
+            elif action.verb is Verb.RELOAD:
+                self._reload(index, action, *around[index])
+            elif change < 0:
                 self._held.append((index, -change, action.ops[1]))
-                self._let_go()
-            elif change > 0 and action.verb is not Verb.RELOAD:
+            elif change > 0:
                 raise fault(program, index, action.what, "only compute and reloads make bytes on the device")
 
     def _compute(self, index: int, action: Action) -> None:
+        if action.verb is not Verb.ENCODE:
+            self._let_go()
         between, during = self._coming.at(index)
         if between:
             self._note(index, self._steady_with(between))
-        done = [one for one in self._leaving if self._order.before(one[0], index)]
-        self._steady -= sum(nbytes for _, nbytes in done)
-        self._leaving = [one for one in self._leaving if not self._order.before(one[0], index)]
-        while self._arriving and self._order.before(self._arriving[0][0], index):
-            self._steady += self._arriving.pop(0)[1]
+        self._leave(index)
+        self._arrive(index)
         self._claimed[index] = self._steady_with(during) + max(action.peak, 0)
         self._note(index, self._claimed[index])
         if action.verb is Verb.COMPUTE and not action.recomputed:
             self._reached = action.ops[1]
-            self._let_go()
+
+    def _reload(self, index: int, action: Action, latest: int, then: int) -> None:
+        gone = _change(action) - _made(action)
+        if latest < 0 or then < 0 or not self._order.before(latest, index):
+            self._steady += gone
+            return
+        self._let_go()
+        between, during = self._coming.at(index, then)
+        if between:
+            self._note(index, self._steady_with(between))
+        self._arrive(index, then)
+        self._steady += gone
+        leaving, steady = self._leaving, self._steady
+        self._leave(index)
+        self._claimed[index] = self._steady_with(during)
+        self._note(index, self._claimed[index])
+        self._leaving, self._steady = leaving, steady  # the compute that comes next need not come after this
+
+    def _leave(self, index: int) -> None:
+        """What is away for certain when action ``index`` starts."""
+        self._steady -= sum(nbytes for done, nbytes in self._leaving if self._order.before(done, index))
+        self._leaving = [one for one in self._leaving if not self._order.before(one[0], index)]
+
+    def _arrive(self, *actions: int) -> None:
+        """What is back for certain when each of ``actions`` starts."""
+        while self._arriving and all(self._order.before(self._arriving[0][0], index) for index in actions):
+            self._steady += self._arriving.pop(0)[1]
 
     def _let_go(self) -> None:
         self._leaving += [(index, nbytes) for index, nbytes, until in self._held if until <= self._reached]
@@ -194,6 +224,10 @@ class _Claims:
 
     def at(self, action: int) -> int:
         return self._claimed[action]
+
+
+def _made(action: Action) -> int:
+    return sum(max(change.nbytes, 0) for change in action.changes)
 
 
 def _change(action: Action) -> int:

@@ -9,6 +9,7 @@ from forebay.checking.live import Gone, Live, Missing
 from forebay.checking.order import Order
 from forebay.checking.step import Step
 from forebay.checking.transfers import Transfers
+from forebay.checking.transit import computes_around
 from forebay.checking.words import fault
 from forebay.program import Action, Program, Verb
 from forebay.trace import Phase
@@ -38,16 +39,18 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The most that one compute action needs beside what stands: ``nbytes``, while ``op`` runs (-1: no op's).
+    """The most that one action needs beside what stands: ``nbytes``, while ``op`` runs (-1: no op's).
 
     Gradients that were complete before the action are not in it, nor moved roots that were on their way before it, in
-    either direction. ``before`` are the bytes when it waits to start.
+    either direction. ``before`` are the bytes when it waits to start. Of a reload, ``then`` is the compute that comes
+    next, and the reload itself is on its way.
     """
 
     action: int
     nbytes: int
     op: int
     before: int
+    then: int = -1
 
 
 @dataclass
@@ -95,6 +98,8 @@ class _Walker:
         self.step = step
         self.live = live
         self.program = program
+        self.order = order
+        self.around = computes_around(program)
         self.named = live.treated.named
         self.transfers = Transfers(step, live, program, order)
         self.passes = Passes(offloads=self.transfers.offloads, reloads=self.transfers.reloads)
@@ -102,6 +107,7 @@ class _Walker:
         self.largest: int | None = None
         self.next_op = 0
         self.number = 0
+        self.dropping = 0  # bytes that went with the last op
         # Of every visit that has run again in this pass, the op that comes next in it; the latest of them.
         self.again: dict[int, int] = {}
         self.rerun = -1
@@ -115,10 +121,12 @@ class _Walker:
     def act(self, index: int, action: Action) -> None:
         if action.verb is Verb.COMPUTE:
             self.run(index, action)
-        elif action.verb is Verb.OFFLOAD:
-            self.transfers.offload(index, action)
-        elif action.verb is Verb.RELOAD:
-            self.transfers.reload(index, action)
+        elif action.verb in (Verb.ENCODE, Verb.DECODE):
+            self._code(index, action)
+        elif action.verb in (Verb.OFFLOAD, Verb.RELOAD) or action.tensor >= 0:
+            if action.verb is Verb.RELOAD:
+                self._foresee(index, action)
+            self.transfers.act(index, action)
 
     def run(self, index: int, action: Action) -> None:
         start, stop = action.ops
@@ -134,9 +142,7 @@ class _Walker:
             )
         if self.next_op == 0 and not action.recomputed:
             self._begin_pass(index)
-        before = self.live.nbytes + self.live.kept + self._held(again=action.recomputed)
-        for root in self.transfers.arrived(index):
-            self.live.arrive(root)
+        before = self._arrive(self._held(again=action.recomputed), index)
         if not action.recomputed:
             self._end_rerun(index)
             if start != self.next_op:
@@ -149,6 +155,92 @@ class _Walker:
             self.passes.last.append(index)
             self.number += 1
             self.next_op = 0
+
+    def _arrive(self, held: int, *actions: int) -> int:
+        """Notes what is on the device again when each of ``actions`` starts. Returns the bytes before that."""
+        before = self.live.nbytes + self.live.kept + held
+        for root in self.transfers.arrived(*actions):
+            if self.live.treated.ways[root].codes is None:
+                self.live.arrive(root)
+            else:
+                self.live.encode(root)  # as codes
+        return before
+
+    def _code(self, index: int, action: Action) -> None:
+        """Codes are made of a root, or read."""
+        held, root = self._held(again=False), action.tensor
+        before = self._arrive(held, index)
+        self._give(self._passed_over(action.ops[0]))
+        self.transfers.act(index, action)
+        codes, live = self.live.treated.ways[root].codes, self.live
+        workspace = 0 if codes is None else codes.workspace
+        op = self.next_op
+        if action.verb is Verb.ENCODE:
+            live.encode(root)
+            op = self.step.birth[root]
+            # What the op has read is there until it returns, and it has not yet.
+            workspace += self.dropping if op == self.next_op - 1 else 0
+            made = live.nbytes + live.kept + workspace
+            if live.treated.ways[root].leaves:
+                live.give_away(root)
+                self.passes.left.append(Left(root, self.number, index, live.treated.ways[root].nbytes))
+        else:
+            made = live.nbytes + live.kept + self.step.nbytes[root] + workspace
+            live.arrive(root)
+        self.passes.moments.append(Moment(index, made + held, op, before))
+        if index == self.wanted[0]:
+            self.largest = live.largest()
+
+    def _foresee(self, index: int, action: Action) -> None:
+        """A reload that is issued before op ``action.ops`` of what runs again: ops before that which do not were given
+        what they have made, and what they drop is gone. That counts as far as it is certain when the reload starts, and
+        when compute goes on; the compute that comes next finds out whether the rest is there."""
+        latest, then = self.around[index]
+        passing = self._passed_over(action.ops[0])
+        if passing and latest >= 0 and then >= 0 and self.order.before(latest, index):
+            before = self._arrive(0, index, then)
+            self._give(passing)
+            live = self.live.nbytes + self.live.kept
+            self.passes.moments.append(Moment(index, live, action.ops[0], before, then))
+            if index == self.wanted[0]:
+                self.largest = self.live.largest()
+
+    def _passed_over(self, op: int) -> list[int]:
+        """The named ops that come, in what runs again, between what was run last and ``op``, which runs next."""
+        step = self.step
+        if not self.last_forward < self.next_op < len(step.ops) or not 0 < op < len(step.ops):
+            return []
+        visit, backward, passing = step.ops[op].visit, step.ops[self.next_op].visit, list[int]()
+        if self.rerun not in (-1, visit):
+            passing += self._to_come(self.rerun)
+        if backward in self.live.partners.get(visit, frozenset()):
+            passing += (n for n in self._to_come(visit) if n < op)
+        elif op != self.next_op:
+            return []
+        elif op == step.trace.visits[visit].first_op:
+            passing += (n for forward in self.spared.get(visit, ()) for n in self._to_come(forward))
+        return passing if self.named.issuperset(passing) else []
+
+    def _to_come(self, visit: int) -> range:
+        """The ops of a visit that runs again which come next in it."""
+        remade = self.step.remade(visit)
+        return range(self.again.get(visit, remade.start), remade.stop)
+
+    def _give(self, passing: Sequence[int]) -> None:
+        """Named ops are given what they have made, up to the first for which that is not there."""
+        try:
+            for op in passing:
+                self._pass_over(op)
+        except Missing:
+            return  # for the compute that comes next to find out
+
+    def _pass_over(self, op: int) -> None:
+        """A named op is given what it has made. Raises ``Missing`` where that is not there."""
+        visit = self.step.ops[op].visit
+        if visit not in self.again:
+            self.live.expect_inputs(visit)
+        self.live.pass_over(op)
+        self.again[visit], self.rerun = op + 1, visit
 
     def end(self) -> None:
         expected = self.program.steps * self.program.micro_batches
@@ -206,10 +298,10 @@ class _Walker:
         elif left_out is not None:
             text = f"op {left_out} ({self._op(left_out)}) is left out of what is run again before op {self.next_op}"
         else:
+            for number in range(expected, op):
+                self._pass_over(number)
             if visit not in self.again:
                 self.live.expect_inputs(visit)
-            for number in range(expected, op):
-                self.live.pass_over(number)
             self.again[visit], self.rerun = op + 1, visit
             return
         raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
@@ -227,18 +319,15 @@ class _Walker:
     def _end_rerun(self, index: int) -> None:
         """What was run again has to have come to the last saved tensor of its visit."""
         if self.rerun >= 0:
-            for op in range(self.again[self.rerun], self.step.remade(self.rerun).stop):
+            for op in self._to_come(self.rerun):
                 if op not in self.named:
                     text = f"op {op} ({self._op(op)}) is not run again, and a tensor of its block is saved after it"
                     raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
-                self._pass_over(index, op)
+                try:
+                    self._pass_over(op)
+                except Missing as missing:
+                    raise self._missing(index, missing) from None
         self.rerun = -1
-
-    def _pass_over(self, index: int, op: int) -> None:
-        try:
-            self.live.pass_over(op)
-        except Missing as missing:
-            raise self._missing(index, missing) from None
 
     def _ops(self, index: int, start: int, stop: int, again: bool, before: int) -> None:
         most, op = self.live.nbytes, start
@@ -251,10 +340,14 @@ class _Walker:
                 most, op = nbytes, number
             if (index, number) == self.wanted:
                 self.largest = self.live.largest()
-            left += self._leave(index, self.live.finish(number, again=again))
+            live = self.live.nbytes + self.live.kept
+            leaves = self._leave(index, self.live.finish(number, again=again))
+            left += leaves
+            self.dropping = live - self.live.nbytes - self.live.kept - leaves
             if number == self.last_forward and not again:
                 # A loss outside of the model, made of what forward leaves.
                 most = max(most, self.live.nbytes + left + self.step.trace.unseen_nbytes)
+                self.live.forward_is_over()
         self.passes.moments.append(Moment(index, most, op, before))
 
     def _start(self, index: int, number: int, again: bool) -> int:
@@ -265,8 +358,9 @@ class _Walker:
                 self._expect_rerun(index, number)
             elif number == self.step.trace.visits[visit].first_op:
                 for forward in self.spared.get(visit, ()):
-                    for spared in self.step.remade(forward):
-                        self.live.pass_over(spared)
+                    for spared in self._to_come(forward):
+                        self._pass_over(spared)
+                self.rerun = -1
             nbytes = self.live.start(number, again=again)
         except Missing as missing:
             raise self._missing(index, missing) from None
@@ -291,8 +385,9 @@ class _Walker:
         step, root = self.step, missing.root
         block = step.block(step.birth[root])
         subject, why = step.name(root), ""
-        if root in self.live.treated.moved:
-            why = "; it was moved to the host and may not be back by then"
+        if root in self.live.treated.ways:
+            moved = self.live.treated.ways[root].leaves
+            why = f"; it was {'moved off the device' if moved else 'made into codes'} and may not be back by then"
         elif block in self.live.recomputed:
             subject, why = block, f"; block {block} has to be recomputed before"
         asks = "is given" if missing.op in self.named else "reads"

@@ -117,7 +117,8 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             host += states
         if MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
             workspace = max((workspace, *(STATE_ITEMSIZE * c.elements for c in state[block.name].chunks)))
-    pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations
+    pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
+    disk += plan.streaming.disk_activations
     if any(p.parameters is Tier.DISK for _, p in pairs):
         pinned += sum(plan.streaming.host_slots)
     host += pinned + UPDATE_RING * ring + workspace + (DISK_BLOCK * DISK_BOUNCE if disk else 0)

@@ -11,9 +11,10 @@ Named ops (``treated``) of such a block do not run again. A record holds what th
 comes to where the op would run (or, where it never comes there, until the end of the forward). From then on it is held
 as if it had been remade, but it is the same root.
 
-Moved roots are on the device twice. First, while Python holds them, and until they are on the host: that is the
-program's to say (``transfers``). All other holders hold what stands for them on the host. Then again, from when they
-``arrive``, until none of those holders is left.
+Roots that are moved or encoded are on the device twice. First, while Python holds them, and (moved as they are) until
+they are on the host: that is the program's to say (``transfers``). All other holders hold what stands for them. Then
+again, from when they ``arrive``, until none of those holders is left. Codes are there from when they are made until the
+root arrives, but for those that are on the host in between; what nobody holds goes when forward is over.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Live:
         # Of moved roots: who holds what stands for them; those that are on the device again.
         self._away: dict[int, int] = {}
         self._back: set[int] = set()
+        self._codes: dict[int, int] = {}
+        self._forward_goes_on = True
         self._rerun_holds: dict[int, int] = {}
         self._held_by: dict[int, tuple[int, ...]] = {}
         # The visit that runs again, the bytes of buffers copied for it, what it was given in the place of named ops.
@@ -95,8 +98,11 @@ class Live:
         self.nbytes = 0
         self.kept = 0 if first_of_step else self.kept
         self._first_pass = first_of_step
-        for table in (self._first, self._remade, self._away, self._back, self._rerun_holds, self._held_by, self._given):
+        for table in (self._first, self._remade, self._away, self._back, self._codes):
             table.clear()
+        for holders in (self._rerun_holds, self._held_by, self._given):
+            holders.clear()
+        self._forward_goes_on = True
         self._running_again, self._copied = -1, 0
 
     def start(self, number: int, *, again: bool = False) -> int:
@@ -141,10 +147,11 @@ class Live:
         """A rerun comes to op ``number``, which is named: it is given what the op has made. Raises ``Missing`` for a
         moved root that is not on the device again."""
         step, op = self._step, self._step.ops[number]
-        self._turn(op.visit)
         for root in op.made:
             if root in self._away and root not in self._back:
                 raise Missing(number, root)
+        self._turn(op.visit)
+        for root in op.made:
             table = self._away if root in self._away else self._first
             held = PYTHON_AGAIN | (AUTOGRAD_AGAIN if step.saved[root] and root in self._own else 0)
             table[root] = table[root] & ~RECORD | held
@@ -161,8 +168,33 @@ class Live:
         """Whether somebody holds what stands for a moved root on the host."""
         return bool(self._away.get(root) or self._rerun_holds.get(root))
 
+    def forward_is_over(self) -> None:
+        """Codes that nobody holds are let go."""
+        self._forward_goes_on = False
+        for root in [root for root in self._codes if not self.is_wanted(root)]:
+            self.nbytes -= self._codes.pop(root)
+
+    def holds_first(self, root: int) -> bool:
+        """Whether Python still holds ``root`` as it was made."""
+        return root in self._first
+
+    def has_codes(self, root: int) -> bool:
+        """Whether the codes of ``root`` are on the device."""
+        return root in self._codes
+
+    def encode(self, root: int) -> None:
+        """The codes of ``root`` are on the device."""
+        self._codes[root] = self.treated.ways[root].nbytes
+        self.nbytes += self._codes[root]
+
+    def give_away(self, root: int) -> None:
+        """Only the way off the device keeps the codes of ``root`` there."""
+        self.nbytes -= self._codes.pop(root)
+
     def arrive(self, root: int) -> None:
-        """A moved root is on the device again; it is let go at once if nobody holds what stands for it."""
+        """A root is on the device again, in the place of its codes if it had any; it is let go at once if nobody holds
+        what stands for it."""
+        self.nbytes -= self._codes.pop(root, 0)
         if self.is_wanted(root):
             self._back.add(root)
             self.nbytes += self._step.nbytes[root]
@@ -176,7 +208,7 @@ class Live:
         drops = self._step.ops[number].visit in self.partners and root not in self._others
         others = AUTOGRAD if self._step.saved[root] and not drops else 0
         others |= RECORD if number in self.treated.named else 0
-        if root in self.treated.moved:
+        if root in self.treated.ways:
             self._away[root] = others
             others = 0
         self._first[root] = PYTHON | others
@@ -217,7 +249,8 @@ class Live:
             self._let_go(self._first, root, PYTHON)
         elif self._first.pop(root, None) is not None:
             self.nbytes -= self._step.nbytes[root]
-            gone.moved.append(root)
+            if self.treated.ways[root].codes is None:
+                gone.moved.append(root)
 
     def _let_saved_go(self, root: int) -> None:
         self._let_go(self._away if root in self._away else self._first, root, AUTOGRAD)
@@ -240,6 +273,8 @@ class Live:
             if root in self._back:
                 self._back.discard(root)
                 self.nbytes -= self._step.nbytes[root]
+            if not self._forward_goes_on:
+                self.nbytes -= self._codes.pop(root, 0)
         else:
             del table[root]
             self.nbytes -= self._step.nbytes[root]

@@ -12,6 +12,8 @@ __all__ = ["Order"]
 
 _LANES = {
     Verb.COMPUTE: (Lane.COMPUTE,),
+    Verb.ENCODE: (Lane.COMPUTE,),
+    Verb.DECODE: (Lane.COMPUTE,),
     Verb.FETCH: (Lane.H2D,),
     Verb.LAND: (Lane.D2H,),
     Verb.ACCUMULATE: (Lane.D2H,),

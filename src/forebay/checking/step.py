@@ -47,6 +47,7 @@ class Step:
         self.nbytes = [t.nbytes for t in tensors]
         self.saved = [t.saved for t in tensors]
         self.kinds = [t.kind for t in tensors]
+        self.dtypes = [t.dtype for t in tensors]
         self._root = [t.root for t in tensors]
         self.block_of: dict[int, str] = {}
         self.parameter: dict[int, Parameter] = {}

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import final
 
 from forebay.checking.order import Order
+from forebay.program import Program
+from forebay.timeline import Lane
 
-__all__ = ["Coming", "most_in_transit"]
+__all__ = ["Coming", "computes_around", "most_in_transit"]
 
 
 @final
@@ -21,16 +23,37 @@ class Coming:
         self._next = 0
         self._under_way: list[tuple[int, int]] = []
 
-    def at(self, action: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def at(self, action: int, then: int = -1) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """What may be under way before compute ``action`` starts but after the compute before it has, and what may be
-        while it runs. To be asked of all compute, in order."""
+        while it runs. To be asked of all compute, in order.
+
+        ``action`` may be one of those that come as well, if it starts after the compute before it: what has come by
+        then is no longer under way only if compute goes on, with action ``then``, after that."""
         # What one action must wait for, all later ones of its lane must: no more than one look at each.
         while self._next < len(self._coming) and not self._order.before(action, self._coming[self._next][0]):
             self._under_way.append(self._coming[self._next])
             self._next += 1
-        before = self._under_way
-        self._under_way = [one for one in before if not self._order.before(one[0], action)]
+        before = [one for one in self._under_way if one[0] != action]
+        until = action if then < 0 else then
+        self._under_way = [
+            one
+            for one in self._under_way
+            if not (self._order.before(one[0], action) and self._order.before(one[0], until))
+        ]
         return before, self._under_way
+
+
+def computes_around(program: Program) -> list[tuple[int, int]]:
+    """Of every action the last one of the compute lane that comes before it, and the next that is not (-1: none)."""
+    before, latest = [], -1
+    for index, action in enumerate(program.actions):
+        before.append(latest)
+        latest = index if action.lane is Lane.COMPUTE else latest
+    after, following = [], -1
+    for index in reversed(range(len(program.actions))):
+        following = index if program.actions[index].lane is Lane.COMPUTE else following
+        after.append(following)
+    return list(zip(before, reversed(after), strict=True))
 
 
 def most_in_transit(order: Order, leaving: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]]) -> int:

@@ -1,4 +1,10 @@
-"""Which ops of a trace a plan treats otherwise than their block, and whether it may. No torch."""
+"""Which ops of a trace a plan treats otherwise than their block, and whether it may. No torch.
+
+Codes may take the place of what an op has made where backward makes do with them: those that lose precision, of any
+floating-point numbers (the plan says that it changes the numbers); a mask, of what is true or false, and of what a ReLU
+has made where nobody but its own backward reads it again, which asks only what is above 0. An op that makes both, as
+dropout does on cuda, has masks made of what is true or false, and the rest stays where and as it is.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +13,45 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forebay.checking.step import Step
+from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError, PlanInvalid
-from forebay.layout import MOVED_LEAST
+from forebay.layout import MOVED_LEAST, PAGE
 from forebay.memory import ALIGNMENT
 from forebay.plans import Fate, Plan, Treatment
 from forebay.trace import NO_SAVES, Phase
 
-__all__ = ["NOTHING", "Treated", "check_host_room", "check_treatments", "treated_by"]
+__all__ = ["NOTHING", "Treated", "Way", "check_room", "check_treatments", "treated_by"]
+
+RELU, RELU_BACKWARD = "aten.relu.default", "aten.threshold_backward.default"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What becomes of a root between forward and backward: where it is, and as which codes (None: as it is)."""
+
+    fate: Fate
+    codes: Codes | None
+    nbytes: int
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it leaves the device."""
+        return self.fate is not Fate.KEEP
 
 
 @dataclass(frozen=True)
 class Treated:
-    """What a plan names in one trace: ``named`` ops of blocks that recompute, which do not run again, and ``moved``
-    roots (of any block), which are on the host between forward and backward."""
+    """What a plan names in one trace: ``named`` ops of blocks that recompute, which do not run again, and roots (of any
+    block) that are not on the device as they are between forward and backward, each with its way."""
 
     named: frozenset[int] = field(default_factory=frozenset)
-    moved: frozenset[int] = field(default_factory=frozenset)
+    ways: Mapping[int, Way] = field(default_factory=dict)
 
-    def host_nbytes(self, step: Step) -> int:
-        """Bytes that the moved roots of one pass take on the host, each from a multiple of ``ALIGNMENT``."""
-        return sum(-(-step.nbytes[root] // ALIGNMENT) * ALIGNMENT for root in self.moved)
+    def room(self, fate: Fate) -> int:
+        """Bytes that one pass takes on the host, or in the file on disk: each root, or its codes, begins at a multiple
+        of ``ALIGNMENT`` there, or of ``PAGE``."""
+        to = PAGE if fate is Fate.DISK else ALIGNMENT
+        return sum(-(-way.nbytes // to) * to for way in self.ways.values() if way.fate is fate)
 
 
 NOTHING = Treated()
@@ -34,7 +59,7 @@ NOTHING = Treated()
 
 def check_treatments(plan: Plan, steps: Sequence[Step]) -> None:
     """Raises where a treatment is not one for the model, whatever its traces (``steps``) are like: ``PlanInvalid`` for
-    a block that there is not, that is not one module or that never runs, ``ConfigError`` for compression."""
+    a block that there is not, that is not one module or that never runs."""
     blocks = {b.name: b for b in steps[0].trace.model.blocks}
     for block, treatment in _treatments(plan):
         if block not in blocks:
@@ -46,11 +71,6 @@ def check_treatments(plan: Plan, steps: Sequence[Step]) -> None:
             raise _invalid(block, treatment, text)
         if not any(_forward_visits(step, block) for step in steps):
             raise _invalid(block, treatment, "the block never runs; leave it out of the plan's activations")
-        if treatment.bits:
-            raise ConfigError(
-                f"block {block}, {_name(treatment)}: compressed activations ({treatment.bits} bits) are not supported "
-                f"yet; use 0 bits"
-            )
 
 
 def treated_by(step: Step, plan: Plan, *, extreme: bool = False) -> Treated:
@@ -59,7 +79,7 @@ def treated_by(step: Step, plan: Plan, *, extreme: bool = False) -> Treated:
     if not plan.activations:
         return NOTHING
     named: set[int] = set()
-    moved: set[int] = set()
+    ways: dict[int, Way] = {}
     writers = _writers(step)
     visits: dict[str, tuple[int, ...]] = {}
     ops: dict[int, Mapping[tuple[str, int], int]] = {}
@@ -76,32 +96,73 @@ def treated_by(step: Step, plan: Plan, *, extreme: bool = False) -> Treated:
                     text = f"op {op} changes what others have made in place, which has to happen again; leave it out"
                     raise _invalid(block, treatment, text)
                 named.add(op)
-            if treatment.fate is Fate.OFFLOAD:
-                large = [root for root in step.ops[op].made if step.nbytes[root] >= MOVED_LEAST]
-                for root in large if block not in plan.recompute else ():
-                    if not step.saved[root]:
-                        text = f"nobody saves its {step.name(root)} for backward, which would be moved for nothing"
-                        raise _invalid(block, treatment, f"{text}; leave the op out")
-                moved.update(large)
-    return Treated(frozenset(named), frozenset(moved))
+            if treatment.fate is not Fate.KEEP or treatment.bits:
+                ways.update(_ways(step, plan, block, treatment, op))
+    return Treated(frozenset(named), ways)
 
 
-def check_host_room(plan: Plan, steps: Sequence[Step], treated: Sequence[Treated]) -> None:
-    """Raises ``PlanInvalid`` if the arena of the plan does not hold what one pass moves, in the trace where that is
-    most."""
-    needed, step, what = max(
-        ((t.host_nbytes(s), s, t) for s, t in zip(steps, treated, strict=True)), key=lambda entry: entry[0]
-    )
-    room = plan.streaming.host_activations
-    if needed > room:
-        largest = max(what.moved, key=lambda root: (step.nbytes[root], -root))
-        raise PlanInvalid(
-            f"the plan moves {needed} bytes of activations to the host in one micro-batch and has room for {room} "
-            f"there (host_activations); the largest is {step.name(largest)}; make it {needed}, or move "
-            f"less",
-            action=-1,
-            subject="host_activations",
+def _ways(step: Step, plan: Plan, block: str, treatment: Treatment, op: int) -> dict[int, Way]:
+    """What becomes of the roots that ``op`` makes and that are large enough."""
+    found: dict[int, Way] = {}
+    made = step.ops[op].made
+    if treatment.bits == MASK_BITS:
+        made = tuple(r for r in made if step.dtypes[r] == "bool") or made
+    for root in (r for r in made if step.nbytes[r] >= MOVED_LEAST):
+        if block not in plan.recompute and not step.saved[root]:
+            text = f"nobody saves its {step.name(root)} for backward, which would be treated for nothing"
+            raise _invalid(block, treatment, f"{text}; leave the op out")
+        if treatment.bits == MASK_BITS and step.dtypes[root] != "bool":
+            _check_mask(step, plan, block, treatment, root)
+        found[root] = _way(step, block, treatment, root)
+    return found
+
+
+def _way(step: Step, block: str, treatment: Treatment, root: int) -> Way:
+    nbytes, codes = step.nbytes[root], None
+    if treatment.bits:
+        try:
+            codes = Codes.of(nbytes, step.dtypes[root], treatment.bits)
+        except ConfigError as error:
+            raise _invalid(block, treatment, f"it makes {step.name(root)}: {error}; leave the op out") from None
+        nbytes = codes.nbytes
+    return Way(treatment.fate, codes, nbytes)
+
+
+def _check_mask(step: Step, plan: Plan, block: str, treatment: Treatment, root: int) -> None:
+    """Raises ``PlanInvalid`` unless ``root`` is a ReLU's, of which nobody but its own backward reads the numbers again,
+    and that asks only what is above 0."""
+    if treatment.op != RELU:
+        text = f"1 bit holds what is true or false, or what a ReLU has made, and not its {step.name(root)}"
+        raise _invalid(block, treatment, f"{text}; give 0, 8, 4 or 2 bits")
+    for number, op in enumerate(step.ops):
+        if root in op.reads and not op.view and step.phase(number) is Phase.BACKWARD and op.name != RELU_BACKWARD:
+            text = f"op {number} ({op.name}) reads the numbers of its {step.name(root)} in backward, and 1 bit has none"
+            raise _invalid(block, treatment, f"{text}; give 0, 8, 4 or 2 bits")
+    for inputs, visit in zip(step.inputs, step.trace.visits, strict=True):
+        own = visit.first_op <= step.birth[root] < visit.first_op + len(step.trace.segments[visit.segment].ops)
+        if visit.block in plan.recompute and visit.phase is Phase.FORWARD and (own or root in inputs):
+            text = f"block {visit.block} runs again on the numbers of its {step.name(root)}, and 1 bit has none"
+            raise _invalid(block, treatment, f"{text}; give 0, 8, 4 or 2 bits")
+
+
+def check_room(plan: Plan, steps: Sequence[Step], treated: Sequence[Treated]) -> None:
+    """Raises ``PlanInvalid`` if the arena on the host, the file on disk or the ring on the way there does not hold what
+    the plan moves there in one pass, in the trace where that is most."""
+    for fate, where, name, room in (
+        (Fate.OFFLOAD, "the host", "host_activations", plan.streaming.host_activations),
+        (Fate.DISK, "disk", "disk_activations", plan.streaming.disk_activations),
+    ):
+        needed, step, what = max(
+            ((t.room(fate), s, t) for s, t in zip(steps, treated, strict=True)), key=lambda entry: entry[0]
         )
+        own = [root for root, way in what.ways.items() if way.fate is fate]
+        if needed > room:
+            largest = step.name(max(own, key=lambda root: (what.ways[root].nbytes, -root)))
+            text = (
+                f"the plan moves {needed} bytes of activations to {where} in one micro-batch and has room for {room} "
+                f"there ({name}); the largest is {largest}; make it {needed}, or move less"
+            )
+            raise PlanInvalid(text, action=-1, subject=name)
 
 
 def _treatments(plan: Plan) -> Iterator[tuple[str, Treatment]]:

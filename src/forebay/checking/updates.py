@@ -52,7 +52,7 @@ class Updates:
         self._moves: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._seen: dict[Verb, dict[Key, list[int]]] = {verb: defaultdict(list) for verb in Verb}
         for index, action in enumerate(program.actions):
-            if action.verb in (Verb.UPDATE, Verb.READ, Verb.WRITE):
+            if action.verb in (Verb.UPDATE, Verb.READ, Verb.WRITE) and action.tensor < 0:
                 self._note(index, action)
             elif action.verb in (Verb.LAND, Verb.ACCUMULATE):
                 self._moves[action.parameter, action.step].append(index)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from forebay.loss import Loss
     from forebay.reporting.run import RunReport
 
 __all__ = ["Engine"]
@@ -27,6 +28,8 @@ class Engine(Protocol):
         host_memory: int | None,
         disk: str | None,
         policy: str,
+        loss: Loss,
+        compress: int,
         device: str,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Puts model and optimizer under a plan."""

@@ -65,6 +65,13 @@ def train(
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")] = None,
     disk: Annotated[str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier.")] = None,
     policy: Annotated[str | None, typer.Option(help="The planner.")] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
+    ] = None,
+    compress: Annotated[
+        int | None,
+        typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
+    ] = None,
     run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
 ) -> None:
@@ -88,6 +95,8 @@ def train(
             "host_memory": host_memory,
             "disk": disk,
             "policy": policy,
+            "loss": loss,
+            "compress": compress,
             "run": run,
         }
         _train(config_file, flags, json)
@@ -145,6 +154,13 @@ def plan(
         str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="The planner.")] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
+    ] = None,
+    compress: Annotated[
+        int | None,
+        typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan there, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
 ) -> None:
@@ -161,6 +177,8 @@ def plan(
             "disk": disk,
             "machine": machine,
             "policy": policy,
+            "loss": loss,
+            "compress": compress,
         }
         if not _plan(flags, out, json):
             raise typer.Exit(EXIT_NO)

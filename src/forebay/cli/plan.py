@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from forebay.config import Size
+from forebay.config import Bits, Size
 from forebay.errors import ConfigError, ModelError, StorageError
+from forebay.loss import Cut, Loss
 from forebay.plans import Budget, DiskBudget
 from forebay.units import format_count, parse_disk
 
 if TYPE_CHECKING:
     from forebay.machine import Machine
     from forebay.profiler.capture import Captured
+    from forebay.recipes.tasks import Sample
     from forebay.reporting.forecast import PlanReport
 
 __all__ = ["PlanSettings", "make_settings", "plan", "write_plan"]
@@ -36,6 +39,8 @@ class PlanSettings(BaseModel):
     disk: str | None = None
     machine: str | None = None
     policy: str = "auto"
+    loss: Loss = "auto"
+    compress: Bits = 0
 
 
 def make_settings(*layers: Mapping[str, Any]) -> PlanSettings:
@@ -57,20 +62,38 @@ def make_settings(*layers: Mapping[str, Any]) -> PlanSettings:
 
 def plan(settings: PlanSettings) -> PlanReport:
     """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
+    import torch
+
     from forebay.planners import PLANNERS
-    from forebay.planning import assess
+    from forebay.planning import assess, choose_report
+    from forebay.profiler.loss import cut_for, forced_cut
+    from forebay.recipes.tasks import sample
 
     if settings.policy not in PLANNERS:
         raise ConfigError(f"--policy: there is no {settings.policy!r}; policies are {', '.join(sorted(PLANNERS))}")
     folder = _disk(settings)
     machine, notes = _machine(settings, folder)
     device = machine.device_capacity if settings.device_memory is None else settings.device_memory
-    captured, name = _capture(settings, machine)
-    if settings.machine is None:
-        machine, timed = _with_ops(captured, machine)
-        notes += timed
+    found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
     budget = Budget(device, settings.host_memory, None, folder)
-    return assess(name, captured.trace, machine, budget, settings.policy, notes)
+
+    def report(cut: Cut | None) -> PlanReport:
+        captured, name = _capture(settings, found, machine, cut)
+        on, timed = (machine, ()) if settings.machine is not None else _with_ops(captured, machine)
+        return assess(name, captured.trace, on, budget, settings.policy, (*notes, *timed), cut, settings.compress)
+
+    here = torch.device(machine.device_kind) if settings.machine is None else None
+    if settings.loss == "chunked":
+        return report(forced_cut(found.model, found.batch, device, here))
+    plain = report(None)
+    cut = cut_for(found.model, found.batch, device, here) if settings.loss == "auto" else ""
+    if isinstance(cut, str):
+        return plain
+    try:
+        return choose_report(plain, report(cut), cut)
+    except ModelError as error:
+        # The model itself is fine: it has been captured. Its loss is not one that can be cut.
+        return replace(plain, notes=(*plain.notes, str(error)))
 
 
 def write_plan(report: PlanReport, path: Path) -> None:
@@ -121,14 +144,13 @@ def _with_ops(captured: Captured, machine: Machine) -> tuple[Machine, tuple[str,
     return found.machine, (*remarks, *([found.note] if found.note else []))
 
 
-def _capture(settings: PlanSettings, machine: Machine) -> tuple[Captured, str]:
+def _capture(settings: PlanSettings, found: Sample, machine: Machine, cut: Cut | None) -> tuple[Captured, str]:
     """One step of the model, and what the report calls it."""
     from forebay.profiler.capture import capture
-    from forebay.recipes.tasks import sample
 
-    found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
+    piece = 0 if cut is None else cut.piece
     try:
-        captured = capture(found.model, found.batch, settings.optimizer, machine.device_kind)
+        captured = capture(found.model, found.batch, settings.optimizer, machine.device_kind, loss_piece=piece)
     except ModelError as error:
         raise ModelError(f"{settings.model}: {error}") from None
     parameters = format_count(sum(p.numel for b in captured.trace.model.blocks for p in b.parameters))

@@ -67,6 +67,8 @@ def train(config: TrainConfig, engine: Engine, view: View) -> TrainResult:
         host_memory=config.host_memory,
         disk=config.disk,
         policy=config.policy,
+        loss=config.loss,
+        compress=config.compress,
         device=device,
     )
     try:

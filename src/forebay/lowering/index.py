@@ -222,6 +222,11 @@ class TraceIndex:
         visit = self.trace.visits[place]
         return tuple(visit.first_tensor + made[0] for made in self._patterns[visit.segment].made if made[1] == op)
 
+    def dtype_of(self, root: int) -> str:
+        """The dtype of a root that the step makes."""
+        visit = self.trace.visits[self.roots[root].visit]
+        return self.trace.segments[visit.segment].tensors[root - visit.first_tensor].dtype
+
     @cached_property
     def asked(self) -> Mapping[int, int]:
         """Of every root that backward reads: the number of the op at which it may ask for it first. That is the first

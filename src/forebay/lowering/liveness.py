@@ -16,8 +16,8 @@ from forebay.layout import STATE_ITEMSIZE, align, needs_master
 from forebay.lowering.index import NEVER, TraceIndex
 from forebay.lowering.lives import Layout, Profile, positions
 from forebay.memory import ALIGNMENT, Kind
-from forebay.plans import Placement, Plan, Selection, Streaming
-from forebay.scheduling.activations import host_nbytes
+from forebay.plans import Fate, Placement, Plan, Selection, Streaming
+from forebay.scheduling.activations import disk_nbytes, host_nbytes
 from forebay.trace import Trace
 
 __all__ = ["Liveness", "device_bound", "input_nbytes", "updating_nbytes"]
@@ -46,10 +46,22 @@ class Liveness:
         return self._profiles[key]
 
     def host_activations(self, recompute: Iterable[str], activations: tuple[Selection, ...]) -> int:
-        """Bytes of the arena on the host that holds all that one micro-batch moves, whatever the routes."""
+        """Bytes of the arena on the host that holds all that one micro-batch moves there, whatever the routes."""
         moves = self.profile(recompute, activations).moves
         others = (one.host_activations(recompute, activations) for one in self.extremes)
-        return max((sum(host_nbytes(move.nbytes) for move in moves), *others))
+        return max((sum(host_nbytes(move.moved) for move in moves if move.fate is Fate.OFFLOAD), *others))
+
+    def disk_activations(self, recompute: Iterable[str], activations: tuple[Selection, ...]) -> int:
+        """Bytes of the file that holds all that one micro-batch moves to disk, whatever the routes."""
+        moves = self.profile(recompute, activations).moves
+        others = (one.disk_activations(recompute, activations) for one in self.extremes)
+        return max((sum(disk_nbytes(move.moved) for move in moves if move.fate is Fate.DISK), *others))
+
+    def disk_window(self, recompute: Iterable[str], activations: tuple[Selection, ...]) -> int:
+        """Bytes of the smallest ring through which all that goes to disk can pass, whatever the routes."""
+        moves = self.profile(recompute, activations).moves
+        others = (one.disk_window(recompute, activations) for one in self.extremes)
+        return max((0, *(disk_nbytes(move.moved) for move in moves if move.fate is Fate.DISK), *others))
 
     def saved_nbytes(self) -> dict[str, int]:
         """Bytes from forward to backward that recomputing each block would spare, by its name."""
@@ -120,10 +132,10 @@ def _with_moves(profile: Profile, streaming: Streaming) -> Sequence[int]:
     if not profile.moves:
         return profile.with_outputs
     gone, ahead = [0] * (len(profile.during) + 1), [0] * (len(profile.during) + 1)
-    for move in profile.moves:
-        gone[move.dropped + 1] += move.nbytes
+    for move in (one for one in profile.moves if one.leaves):
+        gone[move.until + 1] += move.moved
         if move.asked != NEVER:
-            ahead[move.asked] += move.nbytes
+            ahead[move.asked] += move.moved
     most, left, waiting = list(profile.with_outputs), 0, sum(ahead)
     for position, live in enumerate(profile.with_outputs):
         left, waiting = left + gone[position], waiting - ahead[position]

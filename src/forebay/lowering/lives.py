@@ -1,24 +1,27 @@
-"""The order of a step with recomputation and moved activations, and the lives of its roots in it. No torch.
+"""The order of a step with recomputation and treated activations, and the lives of its roots in it. No torch.
 
 The lives of a root, in positions of the step
     of a block that does not recompute   from the op that makes it until nobody holds it: Python, or autograd.
     of one that does                     the same but for autograd's hold on what is saved inside the block; and again
                                          from where the op runs again until backward has read what it saved of it.
     that is kept (``Fate.KEEP``)         both as one, without a gap: the op does not run again.
-    that is moved (``Fate.OFFLOAD``)     until Python lets go of it; and again from where backward first asks for it, or
-                                         the op would have run again, until its last holder is gone. The time that the
+    that is moved (``Fate.OFFLOAD``,     until Python lets go of it; and again from where backward first asks for it, or
+    ``Fate.DISK``), or made into codes   the op would have run again, until its last holder is gone. The time that the
                                          copies take comes on top of that (``liveness``).
+The codes of a root live from the op that makes it until they are on the host, or (``Fate.KEEP``) until they are decoded
+for whoever asks first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 from types import MappingProxyType
 from typing import final
 
+from forebay.compression import MASK_BITS, Codes
 from forebay.layout import MOVED_LEAST
 from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import Kind
@@ -51,12 +54,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A root that goes to the host after the op that makes it, and comes back.
+    """A root that is encoded after the op that makes it, or leaves the device, or both, and comes back.
 
     ``root`` is its id, ``what`` says in words what it is, ``visit`` of ``block`` makes it; ``ops`` are the numbers of
-    the op that does and of the one after the last during which Python holds it. It leaves after the op at position
-    ``made``; Python holds it until after the one at ``dropped``. ``asked`` is the position at which backward first asks
-    for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back.
+    the op that does and of the one after the last during which Python holds what is to leave. It is made at position
+    ``made`` and Python holds it until after the op at ``dropped``. ``asked`` is the position at which backward first
+    asks for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back. ``codes`` are what
+    takes its place (None: nothing does). They, or else the root, are on the device until after position ``until``, and
+    then for as long as their copy to the host takes, if their ``fate`` is to leave.
     """
 
     root: int
@@ -70,6 +75,19 @@ class Move:
     dropped: int
     asked: int
     gone: int
+    fate: Fate
+    codes: Codes | None
+    until: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes of what leaves, or of the codes that stay."""
+        return self.nbytes if self.codes is None else self.codes.nbytes
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it leaves the device, or else only becomes codes there."""
+        return self.fate is not Fate.KEEP
 
 
 @dataclass(frozen=True)
@@ -78,9 +96,10 @@ class Profile:
 
     ``during[p]`` are the bytes live while the op at p runs, ``levels[kind][p]`` those of a kind before it (one more
     entry than there are positions: the end). A gradient counts until it is complete. The first ``forward`` positions
-    are those of the forward pass. ``with_outputs`` is ``during`` and what the trace's own figures add in forward:
-    outputs of the pass before, a loss outside of the model. ``moves`` are in the order in which they leave; backward
-    has begun to ask for things when the op at ``asking`` runs.
+    are those of the forward pass. ``with_outputs`` is ``during`` and what the trace's own figures add in forward
+    (outputs of the pass before, a loss outside of the model), or what decoding takes before the op, or encoding after
+    it. ``moves`` are in the order in which they leave; backward has begun to ask for things when the op at ``asking``
+    runs.
     """
 
     recompute: frozenset[str]
@@ -122,6 +141,7 @@ class Layout:
             position += runs[-1].length
         self._runs = tuple(runs)
         self._end = position
+        self._forward = next((r.position for r in self._runs if _is_backward(index, r)), position)
         self._position = positions(self._runs, index.ops)
         self._held = self._inputs_of_recomputed()
         self._kept, self._moves = self._fates()
@@ -133,9 +153,7 @@ class Layout:
         moves = {move.root: move for move in self._moves}
         for number, root in index.roots.items():
             if number in moves:
-                lives.add(root.kind, moves[number].made, moves[number].dropped, root.nbytes)
-                if moves[number].asked != NEVER:
-                    lives.add(Kind.ACTIVATION, moves[number].asked, moves[number].gone, root.nbytes)
+                _add_move(lives, moves[number])
             elif number in self._kept:
                 spans = self._lives(number, root)
                 lives.add(Kind.ACTIVATION, spans[0][0], max(end for _, end in spans), root.nbytes)
@@ -151,11 +169,13 @@ class Layout:
     def _summed(self, lives: _Sums) -> Profile:
         trace = self._index.trace
         levels, during = lives.levels(), lives.during()
-        first = next((r.position for r in self._runs if _is_backward(self._index, r)), self._end)
+        first = self._forward
         whole = [n + trace.held_nbytes for n in during[:first]] + during[first:]
         if first:
             before = sum(level[first] for level in levels.values())
             whole[first - 1] = max(whole[first - 1], before + trace.held_nbytes + trace.unseen_nbytes)
+        for position, most in self._coding(levels, whole).items():
+            whole[position] = max(whole[position], most)
         asking = self._index.backward_asks
         asks = self._position[asking] if asking < self._index.ops else self._end
         return Profile(
@@ -168,6 +188,29 @@ class Layout:
             self._moves,
             min((asks, *(run.position for run in self._again.values()))),
         )
+
+    def _coding(self, levels: Mapping[Kind, tuple[int, ...]], whole: Sequence[int]) -> dict[int, int]:
+        """The most bytes while something is encoded after the op at a position, or decoded before it.
+
+        Encoding comes while all is there that the op has read and made. Decoding comes before the op; of what is asked
+        for at once, one after the other in any order, all may be back when the last is decoded.
+        """
+        found: dict[int, int] = {}
+        back: dict[int, int] = {}
+        most: dict[int, int] = {}
+        for move in self._moves:
+            if move.asked != NEVER:
+                back[move.asked] = back.get(move.asked, 0) + move.nbytes
+            if move.codes is not None:
+                found[move.made] = max(found.get(move.made, 0), whole[move.made] + move.codes.workspace)
+                if move.asked != NEVER:
+                    extra = move.codes.nbytes + move.codes.workspace
+                    most[move.asked] = max(most.get(move.asked, 0), extra)
+        copied = {run.position: self._index.copied_nbytes(place) for place, run in self._again.items()}
+        for position, extra in most.items():
+            before = sum(level[position] for level in levels.values()) + copied.get(position, 0)
+            found[position] = max(found.get(position, 0), before + back[position] + extra)
+        return found
 
     # Lives, with nothing treated.
 
@@ -219,22 +262,31 @@ class Layout:
     # Lives of what is treated.
 
     def _fates(self) -> tuple[frozenset[int], tuple[Move, ...]]:
-        """Which roots stay on the device because a recomputation does not make them, and which are moved."""
+        """Which roots stay on the device because a recomputation does not make them, and which are moved or encoded."""
         kept: set[int] = set()
         moves: list[Move] = []
         for place, ops in sorted(self._treated.items()):
             again = self._again.get(place)
             for op, treatment in sorted(ops.items()):
+                treats = self._treats(place, op, treatment)
                 for order, number in enumerate(self._index.made_by(place, op)):
                     root = self._index.roots[number]
-                    if treatment.fate is Fate.OFFLOAD and root.nbytes >= MOVED_LEAST:
+                    if number in treats and root.nbytes >= MOVED_LEAST:
                         what = described(self._block(place), treatment.op, treatment.occurrence, order)
-                        moves.append(self._move(number, root, what))
+                        moves.append(self._move(number, root, what, treatment))
                     elif again is not None and op < again.length:
                         kept.add(number)
         return frozenset(kept), tuple(moves)
 
-    def _move(self, number: int, root: Root, what: str) -> Move:
+    def _treats(self, place: int, op: int, treatment: Treatment) -> Collection[int]:
+        """The roots of an op that do not stay as they are, if they are large enough. Of an op that makes what is true
+        or false beside something else, a mask is of that alone."""
+        made = self._index.made_by(place, op)
+        if treatment.bits == MASK_BITS:
+            return [root for root in made if self._index.dtype_of(root) == "bool"] or made
+        return made if treatment.bits or treatment.fate is not Fate.KEEP else ()
+
+    def _move(self, number: int, root: Root, what: str, treatment: Treatment) -> Move:
         made = self._made_again(root)
         since, held = self._held.get(number, (NEVER, NEVER))
         # What is saved in a block that recomputes is what was made again, and that comes first.
@@ -245,18 +297,31 @@ class Layout:
         if saved != NEVER:
             # Nothing may read it, if a node wanted its shape alone; it was asked for all the same.
             wanted.append((self._position[min(self._index.asked.get(number, saved), saved)], self._position[saved]))
+        birth = self._position[root.birth]
+        dropped = max(birth, self._at(root.drop))
+        asked = min((start for start, _ in wanted), default=NEVER)
+        last = self._index.ops - 1 if root.drop == NEVER else max(root.birth, root.drop)
+        codes, until = None, dropped
+        if treatment.bits:
+            codes = Codes.of(root.nbytes, self._index.dtype_of(number), treatment.bits)
+            # What nobody asks for is let go when forward is over.
+            stay = (self._forward if asked == NEVER else asked) - 1
+            last, until = root.birth, max(birth, stay if treatment.fate is Fate.KEEP else birth)
         return Move(
             root=number,
             nbytes=root.nbytes,
             kind=root.kind,
             visit=root.visit,
-            block=self._index.trace.visits[root.visit].block,
+            block=self._block(root.visit),
             what=what,
-            ops=(root.birth, 1 + (self._index.ops - 1 if root.drop == NEVER else max(root.birth, root.drop))),
-            made=self._position[root.birth],
-            dropped=max(self._position[root.birth], self._at(root.drop)),
-            asked=min((start for start, _ in wanted), default=NEVER),
+            ops=(root.birth, 1 + last),
+            made=birth,
+            dropped=dropped,
+            asked=asked,
             gone=max((end for _, end in wanted), default=NEVER),
+            fate=treatment.fate,
+            codes=codes,
+            until=until,
         )
 
     def _block(self, place: int) -> str:
@@ -291,6 +356,15 @@ class _Sums:
         for kind, level in self.levels().items():
             total = list(map(add, map(add, level, self._made[kind]), total))
         return total
+
+
+def _add_move(lives: _Sums, move: Move) -> None:
+    """What there is of a treated root, copies under way left out."""
+    lives.add(move.kind, move.made, move.dropped, move.nbytes)
+    if move.codes is not None:
+        lives.add(Kind.ACTIVATION, move.made, move.until, move.codes.nbytes)
+    if move.asked != NEVER:
+        lives.add(Kind.ACTIVATION, move.asked, move.gone, move.nbytes)
 
 
 def positions(runs: Sequence[Run], ops: int) -> list[int]:

@@ -81,7 +81,7 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
         (Kind.PARAMETER, sizes.host_parameters),
         (Kind.GRADIENT, sizes.host_gradients),
         (Kind.ACTIVATION, sizes.host_activations),
-        (Kind.STAGING, sizes.gradient_staging + sizes.host_slots),
+        (Kind.STAGING, sizes.gradient_staging + sizes.host_slots + sizes.activation_ring),
     )
     for kind, nbytes in arenas_there if trace.device == "cuda" else ():
         if left is None or nbytes <= left:
@@ -106,7 +106,13 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
             }
         ),
         Tier.PINNED: _there(pinned),
-        Tier.DISK: _there({Kind.PARAMETER: sizes.disk_parameters, Kind.STATE: sizes.disk_states}),
+        Tier.DISK: _there(
+            {
+                Kind.PARAMETER: sizes.disk_parameters,
+                Kind.STATE: sizes.disk_states,
+                Kind.ACTIVATION: sizes.disk_activations,
+            }
+        ),
     }
 
 

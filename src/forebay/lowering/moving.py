@@ -1,17 +1,19 @@
-"""Activations that move, on paper: the order of copies and waits that ``runtime.stash`` keeps. No torch."""
+"""Activations that move or become codes, on paper: the order of copies and waits that ``runtime.stash`` and
+``runtime.depots`` keep. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import final
 
+from forebay.device.base import Completion
 from forebay.lowering.index import NEVER
 from forebay.lowering.lives import Move
 from forebay.lowering.recorder import Recorded, Recorder
 from forebay.memory import Kind
-from forebay.plans import Streaming
+from forebay.plans import Fate, Streaming
 from forebay.program import Change, Verb
-from forebay.scheduling.activations import OffloadWindow, Reloads
+from forebay.scheduling.activations import DiskRing, OffloadWindow, ReadAhead, Reloads, RingPlace, disk_nbytes
 from forebay.timeline import Lane
 
 __all__ = ["Moving"]
@@ -19,10 +21,11 @@ __all__ = ["Moving"]
 
 @final
 class Moving:
-    """Writes down the offloads and reloads of ``moves`` in every pass.
+    """Writes down what ``moves`` ask for in every pass: codes made and read, copies to the host and back, writes and
+    reads.
 
-    ``freed`` are changes since the last compute that was written down, for the next reload to come with, or else the
-    next compute.
+    ``freed`` are changes since the last compute that was written down, for the next of these actions to come with that
+    takes memory, or else the next compute.
     """
 
     def __init__(self, recorder: Recorder, moves: Iterable[Move], streaming: Streaming) -> None:
@@ -31,50 +34,162 @@ class Moving:
         self._unasked = [move for move in moves if move.asked == NEVER]
         self._window = OffloadWindow(recorder, streaming.offload_window)
         self._reloads = Reloads[Move](streaming.reload_window, self._reload)
+        self._reading = ReadAhead[Move](DiskRing(streaming.disk_window), self._read)
         self._offloaded: dict[Move, Recorded] = {}
+        # The latest offload of the pass. The window is empty before anything comes back: whoever issues a reload has
+        # waited for all offloads, and a fetch that comes before it must not be the only one to know.
+        self._latest: tuple[Recorded, ...] = ()
+        self._written: dict[Move, Recorded] = {}
         self._reloaded: dict[Move, Recorded] = {}
+        # What is there as codes, in this pass.
+        self._encoded: set[Move] = set()
+        self._asking = 0  # the number of the op before which things come back
 
-    def offload(self, move: Move) -> None:
-        """The op that makes ``move`` was issued."""
-        self._window.admit(move.nbytes)
+    def leave(self, move: Move, dropping: int) -> None:
+        """The op that makes ``move`` was issued. ``dropping`` bytes go after it that are there while it is encoded."""
+        if move.leaves:
+            self._window.admit(move.moved)  # before its codes are made, which are part of what the window bounds
+        if move.codes is not None:
+            self._encode(move, dropping)
+        if move.leaves:
+            self._offload(move)
+
+    def begin_backward(self, op: int) -> None:
+        """Backward begins, before op number ``op``; once more does nothing."""
+        self._asking = op
+        for move in self._unasked:
+            # Its last reference went with the forward.
+            self._reloads.forget(move)
+            self._reading.forget(move)
+            if move in self._encoded and not move.leaves:
+                self.freed.append(Change(Kind.ACTIVATION, -move.moved))
+            self._encoded.discard(move)
+        self._window.empty()
+        self._reloads.begin_backward()
+        self._reading.fill()
+
+    def ask(self, move: Move, op: int) -> None:
+        """The next op, number ``op``, reads ``move``, or has made it and does not run again."""
+        self._asking = op
+        if move.leaves:
+            self._reloads.demand(move)
+            self._recorder.hold_compute(self._reloaded[move])
+        if move in self._encoded:
+            self._encoded.remove(move)
+            self._decode(move)
+        self._reading.fill()
+
+    # On the device.
+
+    def _encode(self, move: Move, dropping: int) -> None:
+        if move.codes is not None:
+            self._encoded.add(move)
+            self._recorder.add(
+                Lane.COMPUTE,
+                Verb.ENCODE,
+                f"encode {move.what}",
+                nbytes=move.nbytes + move.moved,
+                block=move.block,
+                peak=dropping + move.moved + move.codes.workspace,
+                changes=(Change(Kind.ACTIVATION, move.moved),),
+                tensor=move.root,
+                bits=move.codes.bits,
+            )
+
+    def _decode(self, move: Move) -> None:
+        if move.codes is not None:
+            self._recorder.mark()  # what was computed before has taken what it frees
+            freed, self.freed = self.freed, []
+            gone = sum(change.nbytes for change in freed)
+            self._recorder.add(
+                Lane.COMPUTE,
+                Verb.DECODE,
+                f"decode {move.what}",
+                nbytes=move.nbytes + move.moved,
+                block=move.block,
+                peak=max(0, gone + move.nbytes + move.codes.workspace),
+                changes=(*_some(freed), Change(Kind.ACTIVATION, move.nbytes - move.moved)),
+                ops=(self._asking, self._asking),
+                tensor=move.root,
+                bits=move.codes.bits,
+            )
+
+    # Between device, host and disk.
+
+    def _offload(self, move: Move) -> None:
+        place: RingPlace | None = None
+        busy: tuple[Completion, ...] = ()
+        if move.fate is Fate.DISK:
+            place, busy = self._reading.take(move.moved)
         done = self._recorder.add(
             Lane.D2H,
             Verb.OFFLOAD,
             f"offload {move.what}",
-            after=(self._recorder.mark(),),
-            nbytes=move.nbytes,
+            after=(self._recorder.mark(), *busy),
+            nbytes=move.moved,
             block=move.block,
-            changes=(Change(move.kind, -move.nbytes),),
+            changes=(Change(move.kind if move.codes is None else Kind.ACTIVATION, -move.moved),),
             ops=move.ops,
             tensor=move.root,
+            ring=-1 if place is None else place.offset,
         )
         self._offloaded[move] = done
-        self._reloads.offloaded(move, move.nbytes)
-        self._window.sent(done, move.nbytes)
-
-    def begin_backward(self) -> None:
-        """Backward begins; once more does nothing."""
-        for move in self._unasked:
-            self._reloads.forget(move)  # its last reference went with the forward
-        self._window.empty()
-        self._reloads.begin_backward()
-
-    def ask(self, move: Move) -> None:
-        """The next op reads ``move``."""
-        self._reloads.demand(move)
-        self._recorder.hold_compute(self._reloaded[move])
+        self._latest = (done,)
+        if place is not None:
+            self._write(move, place, done)
+        self._reloads.offloaded(move, move.moved)
+        self._window.sent(done, move.moved)
 
     def _reload(self, move: Move) -> None:
-        after = self._offloaded[move], self._recorder.mark()
+        place: RingPlace | None = None
+        there: Completion = self._offloaded[move]
+        if move.fate is Fate.DISK:
+            place, there = self._reading.demand(move)
+        after = there, *self._latest, self._recorder.mark()
         freed, self.freed = self.freed, []
         self._reloaded[move] = self._recorder.add(
             Lane.H2D,
             Verb.RELOAD,
             f"reload {move.what}",
             after=after,
-            nbytes=move.nbytes,
+            nbytes=move.moved,
             block=move.block,
-            peak=move.nbytes,
-            changes=(*(change for change in freed if change.nbytes), Change(Kind.ACTIVATION, move.nbytes)),
+            peak=move.moved,
+            changes=(*_some(freed), Change(Kind.ACTIVATION, move.moved)),
+            ops=(self._asking, self._asking),
             tensor=move.root,
+            ring=-1 if place is None else place.offset,
         )
+        if place is not None:
+            self._reading.sent(move, self._reloaded[move])
+
+    def _write(self, move: Move, place: RingPlace, offloaded: Recorded) -> None:
+        written = self._recorder.add(
+            Lane.DISK_WRITE,
+            Verb.WRITE,
+            f"write {move.what}",
+            after=(offloaded,),
+            nbytes=disk_nbytes(move.moved),
+            block=move.block,
+            tensor=move.root,
+            ring=place.offset,
+        )
+        place.busy = (written,)
+        self._written[move] = written
+        self._reading.left(move, move.moved)
+
+    def _read(self, move: Move, place: RingPlace, after: tuple[Completion, ...]) -> Completion:
+        return self._recorder.add(
+            Lane.DISK_READ,
+            Verb.READ,
+            f"read {move.what}",
+            after=(self._written[move], *after),
+            nbytes=disk_nbytes(move.moved),
+            block=move.block,
+            tensor=move.root,
+            ring=place.offset,
+        )
+
+
+def _some(changes: Iterable[Change]) -> tuple[Change, ...]:
+    return tuple(change for change in changes if change.nbytes)

@@ -131,6 +131,8 @@ class Recorder:
         peak: int = 0,
         ops: tuple[int, int] = (0, 0),
         tensor: int = -1,
+        bits: int = 0,
+        ring: int = -1,
     ) -> Recorded:
         """Writes down an action, after what the caller names and after what its lane must wait for."""
         self.before()
@@ -161,6 +163,8 @@ class Recorder:
                 peak=peak,
                 ops=ops,
                 tensor=tensor,
+                bits=bits,
+                ring=ring,
             )
         )
 

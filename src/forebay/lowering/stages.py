@@ -75,7 +75,7 @@ class Stages:
         # By the position of the op before or after which compute is cut.
         self._made: dict[int, list[Move]] = defaultdict(list)
         self._asked: dict[int, list[Move]] = defaultdict(list)
-        self._dropped = {move.dropped for move in profile.moves}
+        self._dropped = {move.until for move in profile.moves if move.codes is None}
         for move in profile.moves:
             self._made[move.made].append(move)
             self._asked[move.asked].insert(0, move)  # backward asks in reverse order

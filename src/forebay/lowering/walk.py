@@ -93,7 +93,7 @@ class Walker:
         for stage in self._stages:
             self._write_compute()
             if stage.run.position >= self._profile.forward:
-                self._moving.begin_backward()
+                self._moving.begin_backward(stage.run.first_op)
             self._stage, self._cuts = stage, deque(stage.cuts)
             self._end = stage.run.position
             for block in [b for b in around if b not in stage.around]:
@@ -111,10 +111,10 @@ class Walker:
         for block in stage.around:
             if block not in around:
                 around[block] = self.pool.acquire(block)
-        self._ask(stage.given)
+        self._ask(stage, stage.run.position, stage.given)
         opened = {block: self.pool.acquire(block) for block in stage.opened}
         end, uses = stage.run.position + stage.run.length, {**around, **opened}
-        self._cut(end, uses)
+        self._cut(stage, end, uses)
         self._end, self._uses = end, dict(uses)
         self._write_compute()
         self._uses = {}  # if all that was left is skipped, nothing reads them
@@ -123,7 +123,7 @@ class Walker:
 
     def _backward(self, stage: Stage) -> None:
         for stop in stage.stops:
-            self._cut(stop.position, {})
+            self._cut(stage, stop.position, {})
             self._end = stop.position  # what comes before it is issued before its blocks are asked for
             slots = {block: self.pool.acquire(block) for block in stop.blocks}
             self._uses.update(slots)
@@ -139,27 +139,29 @@ class Walker:
                 self._kept += stop.kept
                 self._write_compute()  # what comes after has them beside it
         end = stage.run.position + stage.run.length
-        self._cut(end, {})
+        self._cut(stage, end, {})
         self._end = end
 
-    def _cut(self, until: int, uses: Mapping[str, Slot]) -> None:
+    def _cut(self, stage: Stage, until: int, uses: Mapping[str, Slot]) -> None:
         """Cuts compute at all positions up to ``until``; each part but the last reads the blocks ``uses``."""
         while self._cuts and self._cuts[0].position <= until:
             cut = self._cuts.popleft()
             self._end = cut.position
             self._uses.update(uses)
             self._write_compute()
+            dropping = max(0, self._during[cut.position - 1] - self._total[cut.position]) if cut.leaving else 0
             for move in cut.leaving:
-                self._moving.offload(move)
-            self._ask(cut.asked)
+                self._moving.leave(move, dropping)
+            self._ask(stage, cut.position, cut.asked)
 
-    def _ask(self, moves: Sequence[Move]) -> None:
-        """Asks for what the next op reads. What went with ops that were skipped is gone before that comes back."""
+    def _ask(self, stage: Stage, position: int, moves: Sequence[Move]) -> None:
+        """Asks for what the op at ``position`` reads, which is the next. What went with ops that were skipped is gone
+        before that comes back."""
         if moves and self._start < self._end:
             self._moving.freed.extend(self._changes(self._start, self._end))
             self._start = self._end
         for move in moves:
-            self._moving.ask(move)
+            self._moving.ask(move, stage.run.first_op + position - stage.run.position)
 
     def _land(self, landing: Landing) -> None:
         home, tasks = self.homes.blocks[landing.block], self._tasks[landing.block]
@@ -270,20 +272,30 @@ def _trained(liveness: Liveness) -> dict[str, set[int]]:
 
 
 def _of_compute(profile: Profile) -> tuple[Mapping[Kind, tuple[int, ...]], tuple[int, ...]]:
-    """``levels`` and ``during`` of what compute makes and frees: moved roots go with their offload, and what comes back
-    comes with its reload."""
+    """``levels`` and ``during`` of what compute makes and frees: moved roots go with their offload, what comes back
+    comes with its reload or is decoded, and codes are not its own."""
     if not profile.moves:
         return profile.levels, profile.during
     size = len(profile.during) + 1
     more: dict[Kind, list[int]] = {kind: [0] * size for kind in (*profile.levels, Kind.ACTIVATION)}
     taken = [0] * size
     for move in profile.moves:
-        more[move.kind][move.dropped + 1] += move.nbytes
+        activations = more[Kind.ACTIVATION]
+        if move.codes is None:
+            more[move.kind][move.until + 1] += move.moved
+        else:
+            _leave_out(activations, taken, move.made, move.moved)
+            activations[move.until + 1] += move.moved
         if move.asked != NEVER:
-            more[Kind.ACTIVATION][move.asked + 1] -= move.nbytes
-            taken[move.asked] -= move.nbytes
-            taken[move.asked + 1] += move.nbytes
+            _leave_out(activations, taken, move.asked, move.nbytes)
     nothing = (0,) * size
     levels = {k: tuple(map(add, profile.levels.get(k, nothing), accumulate(m))) for k, m in more.items()}
     beside = map(add, map(sum, zip(*(accumulate(m) for m in more.values()), strict=True)), accumulate(taken))
     return levels, tuple(map(add, profile.during, beside))
+
+
+def _leave_out(level: list[int], taken: list[int], position: int, nbytes: int) -> None:
+    """Others make what is there from ``position`` on."""
+    level[position + 1] -= nbytes
+    taken[position] -= nbytes
+    taken[position + 1] += nbytes

@@ -15,11 +15,12 @@ Without a batch nothing can be simulated: then what fits stays, in the same orde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from forebay.checking import check
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
-from forebay.planners.activations.choosing import drafted, leanest, seeds
+from forebay.planners.activations.choosing import drafted, leanest, narrow, seeds
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
@@ -68,10 +69,10 @@ def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, sing
     what the programme over all blocks proposes; without ``single_blocks`` that of the shapes alone. Raises
     ``DoesNotFit``."""
     lean = leanest(bench) if seeded else []
-    least = least_device(bench, [*among, *lean])
+    least = least_device(bench, [*among, *map(narrow, lean)])
     if not bench.fits_device(least):
         raise refused(bench, device_too_small(bench, least), least)
-    search = Search(bench, among, [*seeds(bench), *drafted(bench, lean)] if seeded else [])
+    search = Search(bench, among, chain(drafted(bench, lean), seeds(bench)) if seeded else ())
     best = search.run(single_blocks=single_blocks)
     if best is None:
         # The disk first: a host that is large enough is there already.

@@ -12,6 +12,7 @@ from forebay.lowering import lower
 from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
+from forebay.planners.activations.coding import changes
 from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.parts import Draft, recomputable, slot_options
@@ -140,6 +141,7 @@ class Bench:
             activations=draft.activations,
             fingerprint="" if trace is None else trace.fingerprint,
             reasons=reasons,
+            changes_numbers=changes(draft.activations),
         )
 
     def timed(self, plan: Plan) -> Plan:

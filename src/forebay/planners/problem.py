@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forebay.compression import CODE_BITS
 from forebay.errors import ConfigError
 from forebay.machine import Machine
 from forebay.memory import Tier
@@ -21,7 +22,8 @@ class Problem:
     batch was given) ``footprint`` stands for the step. ``host_limit`` and ``disk_limit`` are bytes: the budget, or
     what the machine has where the budget names none (``disk_limit`` 0: no disk). ``state_names`` are the optimizer's
     states per element. ``overlap_update`` says whether host updates may run beside compute: not where both share the
-    cores.
+    cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
+    is.
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -35,10 +37,13 @@ class Problem:
     overlap_update: bool
     trace: Trace | None = None
     machine: Machine | None = None
+    compress: int = 0
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):
             raise ConfigError("a trace and a machine go together: without one of them no step can be simulated")
+        if self.compress not in (0, *CODE_BITS):
+            raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress}")
         if self.trace is not None and self.trace.model != self.model:
             raise ConfigError("the trace is of another model; capture this one")
         if self.machine is not None and self.disk_limit and self.machine.disk is None:

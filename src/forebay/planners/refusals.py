@@ -69,8 +69,8 @@ def host_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
     return DoesNotFit(
         f"host memory: {needed} are needed and {allowed} are allowed: "
         f"{format_bytes(sizes.host_parameters)} parameters, {format_bytes(sizes.host_gradients)} gradients, "
-        f"{format_bytes(sizes.host_states)} optimizer states, {format_bytes(sizes.host_staging)} staging; raise "
-        f"host_memory{disk}",
+        f"{format_bytes(sizes.host_states)} optimizer states, {format_bytes(sizes.host_activations)} activations, "
+        f"{format_bytes(sizes.host_staging)} staging; raise host_memory{disk}",
         tier=Tier.HOST.value,
         needed=sizes.host,
         allowed=limit,

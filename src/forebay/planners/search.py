@@ -8,9 +8,10 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import final
 
 from forebay.errors import DoesNotFit
@@ -27,11 +28,16 @@ from forebay.planners.shapes import (
     usual_window,
     windows,
 )
+from forebay.plans import Fate, Selection, Treatment
 
-__all__ = ["Search"]
+__all__ = ["PLAIN", "TIE", "Search"]
 
 TIE = 0.002
 """Drafts whose steps differ by less than this share are equally fast: the simpler one is taken."""
+
+PLAIN = 0.05
+"""Where everything fits on the device as it is, that is taken unless another plan is faster by more than this share: a
+prediction is off by some percent itself, and the plain step needs nothing of host and link."""
 
 MOST_SLOTS = 4
 """Slots of the repeated size that are tried at most."""
@@ -53,7 +59,7 @@ class Search:
     ``best`` is what it has found; ``refusals`` are those of host and disk, each with the draft that it speaks of.
     """
 
-    def __init__(self, bench: Bench, levels: Sequence[Level], seeds: Sequence[Draft] = ()) -> None:
+    def __init__(self, bench: Bench, levels: Sequence[Level], seeds: Iterable[Draft] = ()) -> None:
         self.bench = bench
         self.best: Draft | None = None
         self.refusals: list[tuple[DoesNotFit, Draft]] = []
@@ -61,17 +67,29 @@ class Search:
         self._seeds = seeds
         self._seen: set[Draft] = set()
         self._spent = 0
+        self._fastest = inf
 
     def run(self, *, single_blocks: bool = True) -> Draft | None:
-        """The fastest draft found; None if the host or the disk has no room for any. ``single_blocks``: whether what
-        is left of the simulations goes to moves of single blocks."""
+        """The fastest draft found, but for ``TIE`` and ``PLAIN``; None if the host or the disk has no room for any.
+        ``single_blocks``: whether what is left of the simulations goes to moves of single blocks."""
         whole = fewest_recomputed(self.bench, lambda level: all_resident(self.bench.model, level), self._levels)
-        if whole is not None:
-            self.consider(all_resident(self.bench.model, whole))
-            if whole == KEPT:
-                return self.best  # nothing moves and nothing is made twice
+        plain = None if whole is None else all_resident(self.bench.model, whole)
+        if plain is not None:
+            self.consider(plain)
+        if plain is None or whole != KEPT:
+            self._explore(single_blocks)
+            return self.best
+        # Everything fits as it is: in plain PyTorch too.
+        if self.bench.seconds(plain) > self.bench.bound * (1 + PLAIN):
+            self._explore(single_blocks)
+        return plain if self.bench.seconds(plain) <= self._fastest * (1 + PLAIN) else self.best
+
+    def _explore(self, single_blocks: bool) -> None:
+        """Whatever is tried beside what fits as a whole."""
         for seed in self._seeds:
             self.consider(seed)
+            if self._over:
+                break  # drafting takes time too
         levels = self._useful_levels()
         for level in levels:
             self._shapes(level)
@@ -79,9 +97,9 @@ class Search:
         self._between_levels()
         for level in levels:
             self._lean(level)
+        self._less_on_host()
         if single_blocks:
             self._single_blocks()
-        return self.best
 
     def consider(self, draft: Draft) -> None:
         """Finds homes for what does not stay on the device, simulates, keeps the better."""
@@ -93,23 +111,23 @@ class Search:
         except DoesNotFit as refusal:
             self.refusals.append((refusal, draft))
             return
-        if self.best is None:
-            self.best = settled
-            self._spent += not self.bench.known(settled)
-            self.bench.seconds(settled)
-            return
-        known = self.bench.seconds(self.best)
-        if self.bench.at_least(settled) > known * (1 + TIE):
+        if self.bench.at_least(settled) > self._fastest * (1 + TIE):
             return
         self._spent += not self.bench.known(settled)
         seconds = self.bench.seconds(settled)
-        if seconds < known * (1 - TIE) or (seconds < known * (1 + TIE) and _cost(settled) < _cost(self.best)):
+        self._fastest = min(self._fastest, seconds)
+        # Beside the fastest, not beside the best: or else one tie after the other would lead far away from it.
+        tie = self._fastest * (1 + TIE)
+        worse = self.best is None or self.bench.seconds(self.best) > tie
+        if worse or (self.best is not None and seconds <= tie and _cost(settled) < _cost(self.best)):
             self.best = settled
 
     @property
     def _over(self) -> bool:
-        """Whether all simulations have been spent."""
-        return self._spent >= self.bench.simulations
+        """Whether all simulations have been spent, or no plan can be faster by more than a tie. The bound is infinite
+        where nothing fits: then what is tried says why."""
+        done = self.best is not None and self._fastest <= self.bench.bound * (1 + TIE)
+        return done or self._spent >= self.bench.simulations
 
     def _useful_levels(self) -> list[Level]:
         """The levels that were asked for and those that are just enough, by how many blocks recompute."""
@@ -187,6 +205,20 @@ class Search:
                     self._through(self._slots_of_best(), self.best.streaming.gradient_window, Level(able[:near]))
             step //= 2
 
+    def _less_on_host(self) -> None:
+        """Where the host has had no room for any draft: of the one that asks the least of it, less moves, as far as the
+        device has room."""
+        moving = [r for r in self.refusals if r[0].tier == Tier.HOST.value and r[1].activations]
+        if self.best is not None or not moving:
+            return
+        _, base = min(moving, key=lambda refusal: refusal[0].needed)
+        fewer: Draft | None = base
+        while fewer is not None and self.best is None:
+            base = fewer
+            fewer = next((draft for draft in self._staying(base) if self.bench.fits_device(draft)), None)
+            if fewer is not None:
+                self.consider(fewer)
+
     def _single_blocks(self) -> None:
         """Moves of single blocks, as long as they help and simulations are left."""
         improved = True
@@ -201,14 +233,15 @@ class Search:
 
     def _moves(self, base: Draft) -> Iterator[Draft]:
         """Drafts that differ from ``base`` in one block."""
+        yield from self._staying(base)
         for block in self.bench.model.blocks:
             old = next(p for p in base.placements if p.block == block.name)
             for home in (RESIDENT, DEDICATED, HOSTED):
                 if home == (old.parameters, old.gradients, old.states) or (block.held and home == HOSTED):
                     continue
-                moved = base.placed(block.name, home)
+                moved = self._with_a_window(base.placed(block.name, home))
                 ahead = sum(p.parameters is Tier.DEVICE and not p.resident for p in moved.placements)
-                streaming = fewer_slots(base.streaming, self.bench.streamed(moved), ahead)
+                streaming = fewer_slots(moved.streaming, self.bench.streamed(moved), ahead)
                 if home != HOSTED or max(base.streaming.slots, default=0) >= block.nbytes:
                     yield replace(moved, streaming=streaming)
         named = {block for selection in base.activations for block in selection.blocks}
@@ -217,11 +250,39 @@ class Search:
                 chosen = set(base.recompute) ^ {name}
                 yield replace(base, recompute=tuple(b for b in self.bench.recomputable if b in chosen))
 
+    def _staying(self, base: Draft) -> Iterator[Draft]:
+        """Drafts in which one op of one block, the last first, leaves on the device what it moves in ``base``."""
+        liveness, again = self.bench.liveness, frozenset(base.recompute)
+        if liveness is None:
+            return
+        treatments = {b: s.treatments for s in base.activations for b in s.blocks}
+        for block in reversed(treatments):
+            for one in treatments[block]:
+                if one.fate is Fate.OFFLOAD:
+                    stays = (replace(one, fate=Fate.KEEP),) if block in again else ()
+                    changed = {**treatments, block: (*(t for t in treatments[block] if t != one), *stays)}
+                    alike: dict[tuple[Treatment, ...], list[str]] = {}
+                    for name, named in changed.items():
+                        if named:
+                            alike.setdefault(named, []).append(name)
+                    chosen = tuple(Selection(tuple(names), named) for named, names in alike.items())
+                    moved = liveness.host_activations(base.recompute, chosen)
+                    how = replace(base.streaming, host_activations=moved)
+                    yield replace(base, activations=chosen, streaming=how)
+
+    def _with_a_window(self, draft: Draft) -> Draft:
+        """``draft`` with the usual window if it has none, but where all blocks stay, and there is room."""
+        if draft.streaming.gradient_window or len(draft.resident) == len(draft.placements):
+            return draft
+        wide = replace(draft, streaming=replace(draft.streaming, gradient_window=usual_window(self.bench)))
+        return wide if self.bench.fits_device(wide) else draft
+
 
 def _cost(draft: Draft) -> tuple[int, ...]:
     """How complicated a draft is: what is simpler goes before what is not."""
     streaming = draft.streaming
     return (
+        sum(t.lossy for selection in draft.activations for t in selection.treatments),
         sum((p.states is Tier.DISK) + (p.parameters is Tier.DISK) for p in draft.placements),
         streaming.host_activations,
         len(draft.recompute),

@@ -123,14 +123,15 @@ class Filling:
     dedicate: bool = True
 
 
-def filled(bench: Bench, draft: Draft, how: Filling) -> Draft:
-    """``draft`` with blocks made resident, then dedicated, as long as there is room."""
-    limit = bench.problem.limit(Tier.DEVICE)
+def filled(bench: Bench, draft: Draft, how: Filling, limit: int | None = None) -> Draft:
+    """``draft`` with blocks made resident, then dedicated, as long as there is room in ``limit`` bytes of the device
+    (None: in the budget)."""
+    limit = bench.problem.limit(Tier.DEVICE) if limit is None else limit
     for _ in range(ROUNDS):
         room = limit - bench.beside(draft)
         more = _fill(bench, draft, room, how)
         # The arenas were sized with the old draft's activations beside them; the new one's may be a little more.
-        while more != draft and not bench.fits_device(more):
+        while more != draft and bench.device(more) > limit:
             room -= max(1, 2 * (bench.device(more) - limit))
             more = _fill(bench, draft, room, how)
         if more == draft:

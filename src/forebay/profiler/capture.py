@@ -33,6 +33,7 @@ from forebay.profiler.routing import EXTREMES, Routing
 from forebay.profiler.values import Values
 from forebay.profiler.work import Call
 from forebay.runtime.blocks import BoundModel, find_blocks
+from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.trace import Trace
 
 __all__ = ["Captured", "capture"]
@@ -63,6 +64,7 @@ def capture(
     optimizer: str | torch.optim.Optimizer = "adamw",
     device: str | torch.device = "cpu",
     blocks: Sequence[str] | None = None,
+    loss_piece: int = 0,
 ) -> Captured:
     """Records one micro-batch of training, forward and backward, of ``model`` on ``batch``.
 
@@ -71,15 +73,19 @@ def capture(
     are taken as balanced, and where sizes follow from them, the step is captured again for ``Trace.extremes``.
     ``optimizer`` is one of ``STATES`` or an optimizer; ``blocks`` are as in
     ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are recorded with it, backward without.
+    ``loss_piece`` (0: not) is the most bytes of logits that the model's loss is computed from at a time
+    (``runtime/head.py``).
 
-    Raises ``ModelError`` for a batch without tensors, ``CaptureFailed`` for a model that cannot run so, naming the op
-    and the module; ``OptimizerError`` for an optimizer that is not known.
+    Raises ``ModelError`` for a batch without tensors and for a loss that cannot be computed in pieces,
+    ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
+    that is not known.
     """
     name, states = _optimizer(optimizer)
     args, kwargs = call_arguments(batch)
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
         raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
     bound = find_blocks(model, blocks)
+    head = _head(model) if loss_piece else None
     wanted = torch.device(device)
     notes: list[str] = []
     fakes = wanted
@@ -88,7 +94,7 @@ def capture(
         notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
 
     def run(routing: Routing) -> tuple[_Step, Trace]:
-        step = _Step(model, bound, fakes, routing)
+        step = _Step(model, bound, fakes, routing, lambda: None if head is None else ChunkedHead(head, loss_piece))
         step.run(args, kwargs)
         return step, finish(
             step.recorder,
@@ -113,6 +119,13 @@ def capture(
                 extremes.append(extreme)
     notes += _routing_notes(step.recorder.values, bool(extremes))
     return Captured(replace(trace, notes=tuple(notes), extremes=tuple(extremes)), step.recorder.works.calls)
+
+
+def _head(model: nn.Module) -> Recognised:
+    found = recognise(model)
+    if isinstance(found, str):
+        raise ModelError(f"the loss cannot be computed in pieces: {found}; {REMEDY}")
+    return found
 
 
 def _is_same(one: Trace, other: Trace) -> bool:
@@ -158,8 +171,16 @@ class _Whole(nn.Module):
 class _Step:
     """One run of a model's step under fake tensors."""
 
-    def __init__(self, model: nn.Module, bound: BoundModel, device: torch.device, routing: Routing) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        bound: BoundModel,
+        device: torch.device,
+        routing: Routing,
+        cut_loss: Callable[[], ChunkedHead | None],
+    ) -> None:
         self._model = model
+        self._cut_loss = cut_loss
         self._bound = bound
         self._device = device
         self.recorder = Recorder(device, routing)
@@ -174,16 +195,21 @@ class _Step:
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
             recorder.follow_modules(self._modules())
+            chunked = self._cut_loss()
             try:
                 with recorder, _quiet_torch():
                     whole = _Whole(self._model, lambda: self._forward_and_backward(inputs, keywords))
                     fakes = {f"model.{name}": tensor for name, tensor in state.items()}
                     functional_call(whole, fakes, (), tie_weights=True)
+                if chunked is not None and not chunked.losses:
+                    raise ModelError(f"the loss cannot be computed in pieces: the model computed none; {REMEDY}")
             except ForebayError:
                 raise
             except Exception as error:
                 raise CaptureFailed(self._why(error)) from error
             finally:
+                if chunked is not None:
+                    chunked.remove()
                 recorder.remove_hooks()
 
     def _forward_and_backward(self, args: Any, kwargs: Any) -> None:

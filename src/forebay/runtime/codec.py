@@ -32,12 +32,12 @@ from typing import final
 
 import torch
 
-from forebay.compression import CODE_BITS, DEFAULT, MASK_BITS, Compression, encoded_nbytes, groups_of
+from forebay.compression import CODE_BITS, CODE_DTYPES, DEFAULT, MASK_BITS, Compression, encoded_nbytes, groups_of
 from forebay.errors import ConfigError
 
 __all__ = ["DTYPES", "Encoded", "Mask", "decode", "decode_mask", "encode", "encode_mask"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = tuple(getattr(torch, name) for name in CODE_DTYPES)
 """What can be made into codes."""
 
 

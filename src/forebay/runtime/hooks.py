@@ -92,6 +92,7 @@ class Attachment:
         self.session = session
         self._root = weakref.ref(root)
         self._handles: list[RemovableHandle] = []
+        self._endings: list[Callable[[], None]] = []
         self._depth: dict[str, int] = {}
         self._recomputation = Recomputation(session.saved, session.recompute, session.watch, session.stash)
         self._offloading = Offloading(session.saved, session.stash)
@@ -193,7 +194,13 @@ class Attachment:
         if errors:
             raise errors[0]
 
+    def at_end(self, ending: Callable[[], None]) -> None:
+        """Has ``ending`` called when the hooks are taken off."""
+        self._endings.append(ending)
+
     def _remove_hooks(self) -> None:
+        while self._endings:
+            self._endings.pop()()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,9 +1,14 @@
-"""Blocks of which some ops' results go to the host as soon as they are made, and that do not recompute.
+"""Blocks of which some ops' results leave the device, or become codes, as soon as they are made, and that do not
+recompute.
 
 A dispatch mode is on while such a block's module runs in a training pass. It knows ops by name (``opnames.py``), hands
 what the named ones make to the stash, and leaves everything as it is: what autograd saves of it becomes a handle in
 ``saved.py``, and the device has its bytes again when forward has let go of them and the copy is done. The mode goes on
 with a forward pre-hook and comes off with a forward hook, inside those that expose and hide the parameters.
+
+ReLU saves its own result, and asks of it only where it is above 0, before any other op runs: what it makes may be a
+mask for that one save. Whoever saves it afterwards has the numbers themselves. So it is not masked where nothing is
+saved for it, or by other hooks than forebay's.
 """
 
 from __future__ import annotations
@@ -29,17 +34,17 @@ __all__ = ["Offloading"]
 
 @final
 class Offloading:
-    """The blocks of one model whose activations leave for the host while forward goes on."""
+    """The blocks of one model whose activations are treated while forward goes on."""
 
     def __init__(self, saved: SavedTensors, stash: Stash) -> None:
         self._saved = saved
         self._stash = stash
-        # Modules whose forward is running, innermost last, each with its mode (None: nothing is moved this time).
+        # Modules whose forward is running, innermost last, each with its mode (None: nothing is treated this time).
         self._open: list[tuple[nn.Module, _Mode | None]] = []
 
     def attach(self, block: str, module: nn.Module, treatments: Iterable[Treatment]) -> list[RemovableHandle]:
         """Puts the hooks on ``module``. To be followed by the pre-hook that exposes its parameters, prepended."""
-        mode = _Mode(block, treatments, self._stash)
+        mode = _Mode(block, treatments, self._stash, self._saved)
         return [
             module.register_forward_pre_hook(partial(self._before, mode), prepend=True),
             # always_call: an exception in forward must take the mode off too.
@@ -74,12 +79,13 @@ class Offloading:
 class _Mode(TorchDispatchMode):
     """Sees the ops of one block's forward."""
 
-    def __init__(self, block: str, treatments: Iterable[Treatment], stash: Stash) -> None:
+    def __init__(self, block: str, treatments: Iterable[Treatment], stash: Stash, saved: SavedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._block = block
-        self._leaving = {(t.op, t.occurrence) for t in treatments if t.fate is Fate.OFFLOAD}
+        self._treated = {(t.op, t.occurrence): t for t in treatments if t.fate is not Fate.KEEP or t.bits}
         self._counter = OpCounter()
         self._stash = stash
+        self._saved = saved
 
     def restart(self) -> None:
         """A forward of the block's module begins."""
@@ -88,10 +94,16 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
         name = self._counter.name(func)
-        if name in self._leaving:
+        treatment = self._treated.get(name)
+        if treatment is not None:
+            signs = func is torch.ops.aten.relu.default and self._saves(args[0])
             for number, tensor in enumerate(roots_made(result, args, kwargs)):
-                self._stash.offload(tensor, described(self._block, *name, number))
+                self._stash.treat(tensor, treatment, described(self._block, *name, number), signs=signs)
         return result
+
+    def _saves(self, read: torch.Tensor) -> bool:
+        """Whether the op that runs, and that read ``read``, will save what it needs by way of forebay's hooks."""
+        return read.requires_grad and torch.is_grad_enabled() and self._saved.innermost()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

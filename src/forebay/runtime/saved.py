@@ -1,5 +1,5 @@
 """Saved tensors: what autograd keeps for backward. A view of a slot is replaced by a reference to its block, a view of
-what was moved to the host by a reference to that."""
+what was treated (``stash.py``) by a reference to that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
 from forebay.runtime.stash import Stash, Ticket
 
-__all__ = ["Kept", "Moved", "SavedTensors", "SlotReference"]
+__all__ = ["Kept", "SavedTensors", "SlotReference", "Treated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """A saved view of a storage that was moved to the host; ``offset`` and ``stride`` in elements.
+class Treated:
+    """A saved view of a storage that was treated; ``offset`` and ``stride`` in elements.
 
     ``witness`` is a tensor without bytes that shares torch's count of in-place changes with the one saved.
     """
@@ -57,14 +57,14 @@ class Moved:
     user: str
 
 
-Packed = torch.Tensor | Kept | Moved | SlotReference
+Packed = torch.Tensor | Kept | Treated | SlotReference
 
 
 @final
 class SavedTensors:
     """The pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    ``stash`` knows what was moved to the host. ``measure`` says which block runs when a tensor is saved, and is told
+    ``stash`` knows what was treated. ``measure`` says which block runs when a tensor is saved, and is told
     that block when the tensor is asked for: backward has come to it. ``on_unpack`` is called before that.
     """
 
@@ -83,7 +83,7 @@ class SavedTensors:
         self._on_unpack = on_unpack
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """A reference for a view of a slot or of what was moved; any other tensor is kept. Both but the first are
+        """A reference for a view of a slot or of what was treated; any other tensor is kept. Both but the first are
         counted as activations."""
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
             return _without_graph(tensor)
@@ -93,9 +93,9 @@ class SavedTensors:
         if slot is None or slot.occupant is None:
             self._watch.attribute(tensor, Kind.ACTIVATION)
             ticket = self._stash.ticket_of(tensor)
-            if ticket is None or tensor.is_conj() or tensor.is_neg():
+            if ticket is None or tensor.is_conj() or tensor.is_neg() or not ticket.admits():
                 return Kept(_without_graph(tensor), tensor._version, self._measure.block)
-            return self._moved(ticket, tensor)
+            return self._treated(ticket, tensor)
         return SlotReference(
             slot.occupant,
             tensor.dtype,
@@ -105,15 +105,15 @@ class SavedTensors:
             self._measure.block,
         )
 
-    def _moved(self, ticket: Ticket, tensor: torch.Tensor) -> Moved:
+    def _treated(self, ticket: Ticket, tensor: torch.Tensor) -> Treated:
         witness = tensor.detach()
         # Only this lets go of the storage and goes on counting with the tensor; the handle must not hold the bytes.
         witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-        return Moved(ticket, tensor.dtype, *place, witness, self._measure.block)
+        return Treated(ticket, tensor.dtype, *place, witness, self._measure.block)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        """The tensor again; a block that has left the device is fetched, what was moved to the host is brought back.
+        """The tensor again; a block that has left the device is fetched, what was treated is brought back.
 
         Raises ``ModelError`` for a tensor that was changed in place since it was saved, as autograd does by itself
         where there are no hooks.
@@ -125,10 +125,10 @@ class SavedTensors:
         if isinstance(packed, Kept):
             _expect_unchanged(packed.tensor, packed.version, packed.tensor.shape, packed.user)
             return packed.tensor
-        if isinstance(packed, Moved):
+        if isinstance(packed, Treated):
             _expect_unchanged(packed.witness, packed.ticket.version, packed.shape, packed.user)
         since = self._measure.now()
-        if isinstance(packed, Moved):
+        if isinstance(packed, Treated):
             storage = packed.ticket.tensor().untyped_storage()
         else:
             storage = self._access.lease(packed.block)

@@ -5,8 +5,8 @@ A pair of dispatch modes around the two runs of the block's forward, in the mann
 
 named op     an op that the plan names, by overload and occurrence (``plans.Treatment``)
 record       what the named ops of one forward made. It lives as long as the graph that may ask for it.
-content      what one named op made: tensors, kept on the device or moved to the host (``stash.Stash``), and anything
-             else, kept as it is. It is given out once; then the op is one that runs again.
+content      what one named op made: tensors, kept on the device or treated by the stash (``stash.Stash``: moved, or
+             as codes), and anything else, kept as it is. It is given out once; then the op is one that runs again.
 trail        a hash over the calls so far of all overloads of which some occurrence is named, with the shapes and dtypes
              of their arguments. Equal trails mean that an occurrence is the same op in both runs.
 
@@ -48,7 +48,7 @@ __all__ = ["Choice", "Mover", "Record", "Replay", "Ticket", "not_the_same"]
 
 
 class Ticket(Protocol):
-    """Stands for the bytes of one storage that were moved (``stash.Ticket``)."""
+    """Stands for the bytes of one storage that was treated (``stash.Ticket``)."""
 
     def tensor(self) -> torch.Tensor:
         """The bytes on the device again, 1-D uint8."""
@@ -56,10 +56,10 @@ class Ticket(Protocol):
 
 
 class Mover(Protocol):
-    """Moves what named ops made to the host (``stash.Stash``)."""
+    """Moves what named ops made, or makes codes of it (``stash.Stash``)."""
 
-    def offload(self, tensor: torch.Tensor, what: str) -> Ticket | None:
-        """Begins to move the storage of ``tensor``; None: it stays on the device."""
+    def treat(self, tensor: torch.Tensor, treatment: Treatment, what: str) -> Ticket | None:
+        """Begins to do so with the storage of ``tensor``; None: it stays on the device as it is."""
         ...
 
 
@@ -88,8 +88,8 @@ class Choice:
 
     def __init__(self, block: str, treatments: Iterable[Treatment]) -> None:
         self.block = block
-        self.fates = {(t.op, t.occurrence): t.fate for t in treatments}
-        self._ops = {op for op, _ in self.fates}
+        self.named = {(t.op, t.occurrence): t for t in treatments}
+        self._ops = {op for op, _ in self.named}
         self._traits: dict[Any, _Traits] = {}
 
     def traits(self, func: Any) -> _Traits:
@@ -122,8 +122,8 @@ class _Kept:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Moved:
-    """A tensor whose storage was moved; ``offset`` and ``stride`` in elements."""
+class _Treated:
+    """A tensor whose storage was treated; ``offset`` and ``stride`` in elements."""
 
     ticket: Ticket
     dtype: torch.dtype
@@ -164,7 +164,7 @@ class _Generator:
 @final
 @dataclass(slots=True)
 class _Made:
-    """A named op of a forward, and its content: ``held`` is what it returned, with ``_Kept`` and ``_Moved`` in the
+    """A named op of a forward, and its content: ``held`` is what it returned, with ``_Kept`` and ``_Treated`` in the
     place of tensors. ``storages`` are those that the op made."""
 
     name: tuple[str, int]
@@ -196,7 +196,7 @@ class Record:
 
     def running(self) -> Generator[None, None, None]:
         """Forward runs between the two halves of this."""
-        yield from _under(_Mode(self._run) if self.choice.fates else None)
+        yield from _under(_Mode(self._run) if self.choice.named else None)
         for late in self.made[self.needed :]:
             late.forget()
 
@@ -215,9 +215,9 @@ class Record:
         if traits.counted:
             name = self._counter.name(func)
             self.trail = _follow(self.trail, func, args, kwargs)
-            fate = self.choice.fates.get(name)
-            if fate is not None:
-                self.made.append(self._note(name, fate, traits, args, kwargs, result))
+            treatment = self.choice.named.get(name)
+            if treatment is not None:
+                self.made.append(self._note(name, treatment, traits, args, kwargs, result))
         return result
 
     def _overwritten(self, written: Any) -> None:
@@ -228,16 +228,18 @@ class Record:
             if any(storage is not None and storage._cdata in keys for storage in storages):
                 made.forget()
 
-    def _note(self, name: tuple[str, int], fate: Fate, traits: _Traits, args: Any, kwargs: Any, result: Any) -> _Made:
+    def _note(
+        self, name: tuple[str, int], treatment: Treatment, traits: _Traits, args: Any, kwargs: Any, result: Any
+    ) -> _Made:
         roots = {root.untyped_storage()._cdata: root for root in roots_made(result, args, kwargs)}
         made = _Made(name, self.trail, None, None, [weakref.ref(r.untyped_storage()) for r in roots.values()])
         if traits.writes or any(t.untyped_storage()._cdata not in roots for t in plain_tensors(result)):
             made.forget()
             return made
         tickets: dict[int, Ticket] = {}
-        if fate is Fate.OFFLOAD and self._mover is not None:
+        if self._mover is not None and (treatment.fate is not Fate.KEEP or treatment.bits):
             for number, (key, root) in enumerate(roots.items()):
-                ticket = self._mover.offload(root, described(self.choice.block, *name, number))
+                ticket = self._mover.treat(root, treatment, described(self.choice.block, *name, number))
                 if ticket is not None:
                     tickets[key] = ticket
         made.held = tree_map(lambda leaf: self._hold(leaf, tickets), result)
@@ -252,7 +254,7 @@ class Record:
             ticket = tickets.get(leaf.untyped_storage()._cdata)
             if ticket is not None:
                 place = int(leaf.storage_offset()), tuple(leaf.shape), tuple(leaf.stride())
-                return _Moved(ticket, leaf.dtype, *place)
+                return _Treated(ticket, leaf.dtype, *place)
             self._watch.attribute(leaf, Kind.ACTIVATION)
         # Detached: autograd makes ``leaf`` itself the result of a node, which must not be held by what the node saves.
         return _Kept(_detach_helper(leaf), None if leaf.is_inference() else leaf._version)
@@ -272,7 +274,7 @@ class Replay:
 
     def running(self) -> Generator[None, None, None]:
         """The forward runs again between the two halves of this."""
-        return _under(_Mode(self._run) if self._record.choice.fates else None)
+        return _under(_Mode(self._run) if self._record.choice.named else None)
 
     def ended(self, *, early: bool) -> None:
         """It came to the last tensor that forward saved (``early``), or to its end. Raises ``ModelError`` if it did not
@@ -290,7 +292,7 @@ class Replay:
         if traits.counted:
             name = self._counter.name(func)
             self._trail = _follow(self._trail, func, args, kwargs)
-            if name in choice.fates:
+            if name in choice.named:
                 made = self._expected(name)
                 if made.present:
                     given, result = _give(made)
@@ -375,7 +377,7 @@ def _give(made: _Made) -> tuple[bool, Any]:
         if isinstance(leaf, _Kept):
             intact = intact and leaf.unchanged
             return leaf.tensor
-        return leaf.restored() if isinstance(leaf, _Moved) else leaf
+        return leaf.restored() if isinstance(leaf, _Treated) else leaf
 
     result = tree_map(give, held)
     if intact and generator is not None:

@@ -1,13 +1,15 @@
-"""Activations on the host: what forward puts there, and how it comes back for backward.
+"""Activations that leave the device in forward, or take fewer bytes there, and how they come back for backward.
 
-The copies of one storage that is moved
+The copies of one storage that is treated
     its *origin*    the storage that an op has made on the device. It goes when nobody holds it any more: autograd holds
-                    a handle in its place (``saved.py``), and the copy to the host holds it until it is done.
-    its *range*     bytes of the arena on the host, from ``offload`` until the last reference to its *ticket* is gone
-                    and no copy uses them any longer.
-    its *replica*   a fresh storage on the device, from its reload until the ticket is gone and nobody looks into it.
+                    a handle in its place (``saved.py``), and the copy off the device holds it until it is done.
+    its *codes*     of fewer bits an element, where the plan says so: they are what stays or leaves in its place.
+    its *range*     bytes of a depot (``depots.py``), on the host or on disk, from when it leaves until the last
+                    reference to its *ticket* is gone and no job uses them any longer.
+    its *arrival*   a device tensor that the range is copied back to. Without codes this is the replica.
+    its *replica*   a fresh storage on the device, until the ticket is gone and nobody looks into it.
 
-A ticket stands for all three: every saved tensor over the storage holds the same one, so that bytes move once however
+A ticket stands for all of them: every saved tensor over the storage holds the same one, so that bytes move once however
 many views of them are saved. It dies wherever its last reference does, in a lane's thread too; what it leaves is only
 noted then, and cleared away when the stash is asked for something the next time.
 """
@@ -16,108 +18,133 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
+from forebay.compression import MASK_BITS
 from forebay.device.base import Completion, Device, Watch
-from forebay.errors import SessionClosed
+from forebay.device.lanes import dependency_failure
+from forebay.errors import ForebayError, SessionClosed
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
-from forebay.plans import Streaming
-from forebay.scheduling.activations import HostRanges, OffloadWindow, Reloads
-from forebay.timeline import Lane
+from forebay.plans import Fate, Streaming, Treatment
+from forebay.runtime.codes import Coder, Form, decoded, is_codable
+from forebay.runtime.depots import Depot, Range
+from forebay.scheduling.activations import OffloadWindow, Reloads
 
 __all__ = ["Stash", "Ticket"]
 
 
 @final
-@dataclass(slots=True, eq=False)
-class _Moved:
-    """One storage that was moved: where in the arena it is, the copies, the replica. Holds nothing of its ticket."""
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Treated:
+    """One storage that was treated: where its bytes are, and in what form. Holds nothing of its ticket.
 
-    offset: int
-    nbytes: int
+    ``arrival`` are the bytes on the device as they were kept or came back; ``nbytes`` is how many those are. ``lost``
+    says in words why there are none any more.
+    """
+
     what: str
-    offloaded: Completion
+    nbytes: int
+    form: Form | None
+    range: Range | None = None
+    arrival: torch.Tensor | None = None
     reloaded: Completion | None = None
     replica: torch.Tensor | None = None
     demanded: bool = False
+    lost: str = ""
 
     @property
     def at_rest(self) -> bool:
-        """Whether no copy uses its range or its replica any longer."""
-        return self.offloaded.done() and (self.reloaded is None or self.reloaded.done())
+        """Whether no job uses its range or its arrival any longer."""
+        left = self.range is None or self.range.at_rest
+        return left and (self.reloaded is None or self.reloaded.done())
 
-    def settle(self) -> None:
-        """Waits until it is at rest."""
-        self.offloaded.wait()
-        if self.reloaded is not None:
-            self.reloaded.wait()
+    def failure(self) -> BaseException | None:
+        """Waits until it is at rest; what one of the jobs has raised, if one has."""
+        moved = None if self.range is None else self.range.failure()
+        back = None if self.reloaded is None else dependency_failure(self.reloaded)
+        return moved or back
+
+    def leave_device(self) -> None:
+        """Lets go of its bytes on the device."""
+        self.arrival = self.replica = None
 
 
 @final
 class Ticket:
-    """The bytes of one storage that were moved to the host; ``version`` is torch's count of in-place changes to it when
-    they were copied."""
+    """The bytes of one storage that was treated; ``version`` is torch's count of in-place changes to it until then."""
 
-    __slots__ = ("__weakref__", "_moved", "_stash", "version")
+    __slots__ = ("__weakref__", "_saves", "_stash", "_treated", "version")
 
-    def __init__(self, stash: Stash, moved: _Moved, version: int) -> None:
+    def __init__(self, stash: Stash, treated: _Treated, version: int, saves: int | None) -> None:
         self._stash = stash
-        self._moved = moved
+        self._treated = treated
+        self._saves = saves
         self.version = version
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the storage."""
-        return self._moved.nbytes
+    def admits(self) -> bool:
+        """Whether one more tensor may be saved as this ticket. Of numbers of which only signs are left, one may be."""
+        if self._saves is None:
+            return True
+        self._saves -= 1
+        return self._saves >= 0
 
     def tensor(self) -> torch.Tensor:
         """The bytes on the device, 1-D uint8, the same tensor every time. Compute issued from here on has them.
 
-        Raises what the copies raised, ``SessionClosed`` after the stash was closed, and ``DeviceOutOfMemory`` (cpu) or
+        Raises what the jobs raised, ``SessionClosed`` after the stash was closed, and ``DeviceOutOfMemory`` (cpu) or
         torch's error where the device has no room for them.
         """
-        return self._stash._demand(self._moved)
+        return self._stash._demand(self._treated)
 
     def __del__(self) -> None:
-        # Not weakref.finalize: its registry would hold what is moved for good once an error's frames hold the ticket.
-        self._stash._let_go(self._moved)
+        # Not weakref.finalize: its registry would hold what is treated for good once an error's frames hold the ticket.
+        self._stash._let_go(self._treated)
 
 
 @final
 class Stash:
-    """Everything of one session that is on the host, or on its way there or back.
+    """Everything of one session that was treated, and is still wanted.
 
-    ``arena`` (1-D uint8) is where, or None: there is no room for anything. ``kept`` counts what was to be moved and
-    found no room there. Used by one thread at a time; only tickets may be let go anywhere.
+    ``depots`` are where things go that leave the device, by fate; where there is none there is no room. ``kept`` counts
+    what was to leave and found no room there, and what could not be made into codes. Used by one thread at a time; only
+    tickets may be let go anywhere.
     """
 
     def __init__(
-        self, device: Device, watch: Watch, torch_device: torch.device, arena: torch.Tensor | None, streaming: Streaming
+        self,
+        device: Device,
+        watch: Watch,
+        torch_device: torch.device,
+        depots: Mapping[Fate, Depot],
+        streaming: Streaming,
     ) -> None:
         self._device = device
         self._watch = watch
         self._torch_device = torch_device
-        self._arena = arena
-        self._ranges = HostRanges(0 if arena is None else arena.numel())
+        self._depots = depots
+        self._coder = Coder(torch_device)
         self._window = OffloadWindow(device, streaming.offload_window)
-        self._reloads = Reloads[_Moved](streaming.reload_window, self._reload)
+        self._reloads = Reloads[_Treated](streaming.reload_window, self._reload)
         # By storage; the tickets of this forward, for as long as something may yet save what they stand for.
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], Ticket]] = {}
-        self._live: set[_Moved] = set()
-        # Of tickets that are gone: just so, and until the copies that use them are done.
-        self._dead: deque[_Moved] = deque()
-        self._leaving: list[_Moved] = []
+        # Weak: a job that failed holds its error, whose frames hold the ticket of whoever was told.
+        self._live: weakref.WeakSet[_Treated] = weakref.WeakSet()
+        # Of tickets that are gone: just so, and until the jobs that use them are done.
+        self._dead: deque[_Treated] = deque()
+        self._leaving: list[_Treated] = []
         self.kept = 0
 
     @property
     def taken(self) -> int:
-        """Bytes of the arena that are in use."""
+        """Bytes of the depots that are in use."""
         self._clear_away()
-        return self._ranges.taken
+        return sum(depot.taken for depot in self._depots.values())
 
     # Forward.
 
@@ -125,132 +152,198 @@ class Stash:
         """A pass begins."""
         self._made.clear()
         self._clear_away()
+        self._tidy()
 
     def end_forward(self) -> None:
-        """A pass is over: what was moved and that nobody has saved is let go."""
+        """A pass is over: what was treated and that nobody has saved is let go."""
         self._made.clear()
         self._clear_away()
+        self._tidy()
 
-    def offload(self, tensor: torch.Tensor, what: str) -> Ticket | None:
-        """Queues the copy to the host of the storage of ``tensor``, which compute was asked to make; ``what`` names it
-        in the events.
+    def treat(self, tensor: torch.Tensor, treatment: Treatment, what: str, *, signs: bool = False) -> Ticket | None:
+        """Does with the storage of ``tensor``, which compute was asked to make, what ``treatment`` says: makes its
+        codes, and queues the way off the device. ``what`` names it in the events. ``signs``: of the numbers in it only
+        whether they are 0 will be asked, by the tensor that is saved next.
 
-        None: it stays on the device, because it is small, or elsewhere, or because the arena has no room, which is
-        counted in ``kept``. A storage that was moved already is not moved again.
+        None: it stays on the device as it is, because it is small, or elsewhere, or because there is no room or there
+        are no such codes of it, which is counted in ``kept``. A storage that was treated already is not treated again.
         """
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if nbytes < MOVED_LEAST or tensor.device != self._torch_device or tensor.is_inference():
+        storage, bits = tensor.untyped_storage(), treatment.bits
+        if storage.nbytes() < MOVED_LEAST or tensor.device != self._torch_device or tensor.is_inference():
             return None
         known = self.ticket_of(tensor)
         if known is not None:
             return known
-        self._window.admit(nbytes)
-        offset = self._room(nbytes)
-        if offset is None or self._arena is None:
+        if bits and not is_codable(tensor, bits, signs=signs):
             self.kept += 1
             return None
-        # The copy's own look at the storage: it holds the bytes until they are on the host, whoever lets go before.
-        origin = _bytes_of(storage, self._torch_device)
-        target = self._arena[offset : offset + nbytes]
-        try:
-            # The mark: the copy must not start before the kernel that makes the bytes is done.
-            done = self._device.copy(Lane.D2H, target, origin, after=(self._device.mark(),), what=f"offload {what}")
-        except BaseException:
-            self._ranges.give_back(offset)  # no lane has taken it
-            raise
-        del origin
-        moved = _Moved(offset, nbytes, what, done)
-        ticket = Ticket(self, moved, tensor._version)
-        self._live.add(moved)
-        self._reloads.offloaded(moved, nbytes)
+        leaves = treatment.fate is not Fate.KEEP
+        if leaves:
+            # Before the codes are made: they are part of what the window bounds.
+            with self._told():
+                self._window.admit(self._coder.nbytes(tensor, bits))
+        # Without codes a look of the copy's own at the storage: it holds the bytes until they have left, whoever lets
+        # go before.
+        held, form = self._coder.encode(tensor, bits) if bits else (_bytes_of(storage, self._torch_device), None)
+        treated = _Treated(what, held.numel(), form)
+        if leaves:
+            treated.range = self._room(treatment.fate, held, what)
+        if treated.range is None:
+            self.kept += leaves
+            if form is None:
+                return None
+            treated.arrival = held
+            self._watch.count(held, Kind.ACTIVATION)
+        ticket = Ticket(self, treated, tensor._version, 1 if bits == MASK_BITS and signs else None)
+        del held
+        self._live.add(treated)
         self._made[storage._cdata] = weakref.ref(storage), ticket
-        self._window.sent(done, nbytes)
+        if treated.range is not None:
+            self._reloads.offloaded(treated, treated.nbytes)
+            with self._told():
+                self._window.sent(treated.range.left, treated.nbytes)
         return ticket
 
     def ticket_of(self, tensor: torch.Tensor) -> Ticket | None:
-        """The ticket of the storage of ``tensor``, if it was moved in this pass and not changed since."""
+        """The ticket of the storage of ``tensor``, if it was treated in this pass and not changed since."""
         storage = tensor.untyped_storage()
         known = self._made.get(storage._cdata)
-        # An address is used again when its storage is gone; and what was changed is not what is on the host.
+        # An address is used again when its storage is gone; and what was changed is not what was treated.
         if known is None or known[0]() is not storage or known[1].version != tensor._version:
             return None
         return known[1]
 
-    def _room(self, nbytes: int) -> int | None:
+    def _room(self, fate: Fate, held: torch.Tensor, what: str) -> Range | None:
+        depot = self._depots.get(fate)
+        if depot is None:
+            return None
         self._clear_away()
-        offset = self._ranges.take(nbytes)
-        if offset is None and self._leaving:
-            # Of graphs that are gone: their bytes are free as soon as the copies that use them are done.
-            for moved in self._leaving:
-                moved.settle()
+        found = depot.send(held, what)
+        if found is None and self._leaving:
+            # Of graphs that are gone: their bytes are free as soon as the jobs that use them are done.
+            for treated in self._leaving:
+                treated.failure()
             self._clear_away()
-            offset = self._ranges.take(nbytes)
-        return offset
+            found = depot.send(held, what)
+        return found
 
     # Backward.
 
     def begin_backward(self) -> None:
         """Backward begins: it has the device to itself and what is kept, and what it will ask for first comes back."""
         self._clear_away()
-        self._window.empty()
+        with self._told():
+            self._window.empty()
         self._reloads.begin_backward()
+        self._fill()
 
-    def _demand(self, moved: _Moved) -> torch.Tensor:
+    def _fill(self) -> None:
+        for depot in self._depots.values():
+            depot.fill()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Whoever waits in here may be told that a job has failed.
+
+        The error then has frames that hold a graph, and so tickets; and what tickets stand for holds the job and its
+        error. That circle leads through autograd's nodes, where the garbage collector does not look. So whatever failed
+        with an error that is told lets go of it, and of its bytes.
+        """
+        try:
+            yield
+        except BaseException as error:
+            for treated in list(self._live):
+                if treated.at_rest and treated.failure() is error:
+                    self._lose(treated, str(error))
+            self._tidy()
+            raise
+
+    def _lose(self, treated: _Treated, why: str) -> None:
+        self._forget(treated)
+        treated.leave_device()
+        if treated.range is not None:
+            treated.range.give_back()
+        treated.range = treated.reloaded = None
+        treated.lost = why
+
+    def _tidy(self) -> None:
+        for depot in self._depots.values():
+            depot.tidy()
+
+    def _demand(self, treated: _Treated) -> torch.Tensor:
         self._clear_away()
-        self._reloads.demand(moved)
-        replica, reloaded = moved.replica, moved.reloaded
-        if replica is None or reloaded is None:
-            raise SessionClosed(f"{moved.what} went when the model was closed, before its backward; prepare it again")
-        self._device.hold_compute(reloaded)
-        moved.demanded = True
+        if treated.lost:
+            raise ForebayError(f"{treated.what} was lost on its way off the device or back: {treated.lost}")
+        self._reloads.demand(treated)
+        if treated.reloaded is not None:
+            with self._told():
+                self._device.hold_compute(treated.reloaded)
+        if treated.replica is None:
+            treated.replica = self._replica(treated)
+            treated.arrival = None  # codes have served; the memory comes after the compute that has read them
+        treated.demanded = True
+        self._fill()
+        return treated.replica
+
+    def _replica(self, treated: _Treated) -> torch.Tensor:
+        if treated.arrival is None:
+            raise SessionClosed(f"{treated.what} went when the model was closed, before its backward; prepare it again")
+        if treated.form is None:
+            return treated.arrival
+        replica = decoded(treated.arrival, treated.form)
+        self._watch.count(replica, Kind.ACTIVATION)
         return replica
 
-    def _reload(self, moved: _Moved) -> None:
-        if self._arena is None:
+    def _reload(self, treated: _Treated) -> None:
+        if treated.range is None:
             return
-        replica = torch.empty(moved.nbytes, dtype=torch.uint8, device=self._torch_device)
-        self._watch.count(replica, Kind.ACTIVATION)
-        # The mark: the memory may have been given back by an op that compute has not come to yet. And the bytes must be
-        # on the host before they are read there.
-        after = (moved.offloaded, self._device.mark())
-        source = self._arena[moved.offset : moved.offset + moved.nbytes]
-        moved.reloaded = self._device.copy(Lane.H2D, replica, source, after=after, what=f"reload {moved.what}")
-        moved.replica = replica
+        arrival = torch.empty(treated.nbytes, dtype=torch.uint8, device=self._torch_device)
+        self._watch.count(arrival, Kind.ACTIVATION)
+        treated.reloaded = treated.range.back(arrival)
+        treated.arrival = arrival
 
     # What is over.
 
-    def _let_go(self, moved: _Moved) -> None:
+    def _let_go(self, treated: _Treated) -> None:
         """The last reference to a ticket is gone, in any thread, inside any call: nothing is waited for here."""
-        if moved.demanded or moved.reloaded is None or moved.reloaded.done():
+        if treated.demanded or treated.reloaded is None or treated.reloaded.done():
             # Demanded: compute is behind the copy, and so is whoever gets the memory next.
-            moved.replica = None
-        self._dead.append(moved)
+            treated.leave_device()
+        self._dead.append(treated)
 
     def _clear_away(self) -> None:
         while self._dead:
-            moved = self._dead.popleft()
-            self._reloads.forget(moved)
-            self._leaving.append(moved)
+            treated = self._dead.popleft()
+            if treated.reloaded is None:
+                self._forget(treated)
+            self._leaving.append(treated)
         leaving, self._leaving = self._leaving, []
-        for moved in leaving:
-            if not moved.at_rest:
-                self._leaving.append(moved)
+        for treated in leaving:
+            if not treated.at_rest:
+                self._leaving.append(treated)
                 continue
-            moved.replica = None
-            self._live.discard(moved)
-            self._ranges.give_back(moved.offset)
+            # Not before: what comes back for nobody takes its share of the reload window until the copy is done.
+            self._forget(treated)
+            treated.leave_device()
+            if treated.range is not None:
+                treated.range.give_back()
+
+    def _forget(self, treated: _Treated) -> None:
+        self._reloads.forget(treated)
+        if treated.range is not None:
+            treated.range.forget()
 
     def close(self) -> None:
-        """Lets go of the arena and of everything that came back. The caller has waited for all copies. A graph that is
+        """Lets go of the depots and of everything on the device. The caller has waited for all jobs. A graph that is
         still there can no longer be run backward."""
         self._made.clear()
-        self._arena = None
         self._clear_away()
-        for moved in self._live:
-            self._reloads.forget(moved)
-            moved.replica = None
+        for treated in self._live:
+            self._forget(treated)
+            treated.leave_device()
         self._live.clear()
+        for depot in self._depots.values():
+            depot.close()
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,8 @@ from forebay.device.base import Completion, Device
 from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, StateLayout, gradient_offsets, needs_master, state_layout
 from forebay.memory import Kind, Ledger, Tier
-from forebay.plans import Placement, Plan
+from forebay.plans import Fate, Placement, Plan, Streaming
+from forebay.runtime.depots import Depot, DiskDepot, HostDepot
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import DiskHome, Home, MemoryHome
 from forebay.runtime.tensors import alone, elements, shaped
@@ -111,8 +112,8 @@ class Store:
         self.notes: list[str] = []
         self.blocks: dict[str, BlockState] = {}
         self.workspace = self._staging = torch.empty(0, dtype=torch.uint8)
-        # Where activations go that leave the device; None: the plan moves none.
-        self.activations: torch.Tensor | None = None
+        # Where activations go that leave the device, by fate.
+        self.depots: dict[Fate, Depot] = {}
         self.sizes = arenas(model, plan.placements, plan.streaming, state_names)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
@@ -125,25 +126,21 @@ class Store:
         host_parameters = self._arena(sizes.host_parameters, Kind.PARAMETER, "parameters", pinned=True)
         host_gradients = self._arena(sizes.host_gradients, Kind.GRADIENT, "gradients", pinned=True)
         activations = self._arena(sizes.host_activations, Kind.ACTIVATION, "activations", pinned=True)
-        self.activations = None if activations is None else activations.memory
         host_states = self._arena(sizes.host_states, Kind.STATE, "optimizer states", pinned=False)
-        moving = self._arena(sizes.gradient_staging + sizes.host_slots, Kind.STAGING, "transfer staging", pinned=True)
+        files = self._files(plan, sizes)
+        slot_ring = self._open_staging(sizes, streaming, files)
         working = self._arena(sizes.update_workspace + sizes.update_ring, Kind.STAGING, "update staging", pinned=False)
-        # Aligned carves first: what follows them needs no padding.
-        slot_ring = StagingRing(
-            [moving.carve(n, PAGE) for n in streaming.host_slots] if moving is not None and sizes.host_slots else []
-        )
         largest = sizes.update_ring // UPDATE_RING
+        # Aligned carves first: what follows them needs no padding.
         chunk_ring = StagingRing(
             [working.carve(largest, PAGE) for _ in range(UPDATE_RING)] if working is not None and largest else []
         )
         empty = torch.empty(0, dtype=torch.uint8)
-        if moving is not None:
-            self._staging = alone(moving.carve(sizes.gradient_staging))
         if working is not None and sizes.update_workspace:
             self.workspace = alone(working.carve(sizes.update_workspace))
         self.landing = Landing(self._device, streaming.gradient_window, self._staging)
-        files = self._files(plan, sizes)
+        if activations is not None:
+            self.depots[Fate.OFFLOAD] = HostDepot(self._device, activations.memory)
         taken = {Tier.HOST: 0, Tier.DISK: 0}
         state_end = 0
         for placement in plan.placements:
@@ -174,6 +171,21 @@ class Store:
             gradients = {} if placement.resident else self._gradients(block, host_gradients)
             self.blocks[block.name] = BlockState(block, placement, layout, parameters, states, gradients)
 
+    def _open_staging(self, sizes: Arenas, streaming: Streaming, files: Mapping[str, DiskFile]) -> StagingRing:
+        """Opens what bytes pass through between the device and somewhere else; returns the slots on the host."""
+        nbytes = sizes.gradient_staging + sizes.host_slots + sizes.activation_ring
+        moving = self._arena(nbytes, Kind.STAGING, "transfer staging", pinned=True)
+        if moving is None:
+            return StagingRing([])
+        # Aligned carves first: what follows them needs no padding.
+        slots = StagingRing([moving.carve(n, PAGE) for n in streaming.host_slots if sizes.host_slots])
+        # Whole pages of the ring: only those can be read and written past the page cache.
+        ring = moving.carve(sizes.activation_ring // PAGE * PAGE, PAGE)
+        if ring.numel() and "activations" in files:
+            self.depots[Fate.DISK] = DiskDepot(self._device, ring, files["activations"])
+        self._staging = alone(moving.carve(sizes.gradient_staging))
+        return slots
+
     def _arena(self, nbytes: int, kind: Kind, what: str, *, pinned: bool) -> HostArena | None:
         if nbytes == 0:
             return None
@@ -194,7 +206,7 @@ class Store:
         if not sizes.disk:
             return {}
         if plan.budget.disk is None:
-            raise ConfigError("the plan puts blocks on disk and its budget names no disk; give disk=PATH:SIZE")
+            raise ConfigError("the plan puts something on disk and its budget names no disk; give disk=PATH:SIZE")
         folder = self._stack.enter_context(
             DiskFolder(
                 plan.budget.disk.path,
@@ -208,6 +220,7 @@ class Store:
         for name, nbytes, kind in (
             ("parameters", sizes.disk_parameters, Kind.PARAMETER),
             ("states", sizes.disk_states, Kind.STATE),
+            ("activations", sizes.disk_activations, Kind.ACTIVATION),
         ):
             if nbytes:
                 files[name] = folder.create(name, nbytes, kind)
@@ -304,7 +317,9 @@ class Store:
         # An arena is unmapped with the last tensor that looks into it. The user's optimizer goes on holding the
         # session; it must not go on holding the memory.
         self.blocks.clear()
-        self.activations = None
+        for depot in self.depots.values():
+            depot.close()
+        self.depots.clear()
         for buffer in (self._staging, self.workspace):
             buffer.set_(torch.UntypedStorage(0, device=buffer.device))
         self._stack.close()

@@ -74,23 +74,25 @@ class WithCompute:
 
     What is offloaded goes when it is on the host and compute has let go of it: ``holder`` is the compute action that
     lets go of an offload's tensor, if it comes after, and ``holds`` the same the other way round. What is reloaded
-    takes its bytes when it is issued, whenever the lane comes to it, and memory comes in the order of compute:
-    ``takes`` are the reloads that are issued behind a compute action, ``taken`` all of these.
+    takes its bytes when it is issued, whenever the lane comes to it: memory comes in the order of compute, and whoever
+    issues a reload has waited for the offloads that it names (``scheduling.activations``). ``behind`` are the actions
+    that must be done before a reload is issued, ``takes`` the same the other way round.
     """
 
     holder: Mapping[int, int]
     holds: Mapping[int, Sequence[int]]
+    behind: Mapping[int, Sequence[int]]
     takes: Mapping[int, Sequence[int]]
-    taken: frozenset[int]
 
 
 def with_compute(actions: Sequence[Action]) -> WithCompute:
     """Of the actions of a program."""
     holder: dict[int, int] = {}
     holds: dict[int, list[int]] = defaultdict(list)
+    behind: dict[int, Sequence[int]] = {}
     takes: dict[int, list[int]] = defaultdict(list)
     held: list[int] = []
-    reached = 0  # the number of ops that the pass has issued
+    reached, latest = 0, -1  # the number of ops that the pass has issued; the last compute action
     for index, action in enumerate(actions):
         if action.verb is Verb.COMPUTE and not action.recomputed:
             reached = action.ops[1]
@@ -98,13 +100,21 @@ def with_compute(actions: Sequence[Action]) -> WithCompute:
                 holder[offload] = index
                 holds[index].append(offload)
                 held.remove(offload)
+            latest = index
+        elif action.verb is Verb.ENCODE:
+            # The op that made what is encoded has not returned, and holds what it has read.
+            for offload in holds.pop(latest, ()):
+                holder[offload] = index
+                holds[index].append(offload)
+            latest = index
         elif action.verb is Verb.OFFLOAD and action.ops[1] > reached:
             held.append(index)
         elif action.verb is Verb.RELOAD:
-            behind = max((i for i in action.after if actions[i].lane is Lane.COMPUTE), default=-1)
-            if behind >= 0:
-                takes[behind].append(index)
-    return WithCompute(holder, holds, takes, frozenset(r for reloads in takes.values() for r in reloads))
+            # Not what its own lane waits for (a read from disk): the bytes are taken all the while.
+            behind[index] = [i for i in action.after if actions[i].lane in (Lane.COMPUTE, Lane.D2H)]
+            for earlier in behind[index]:
+                takes[earlier].append(index)
+    return WithCompute(holder, holds, behind, takes)
 
 
 def standing_usages(program: Program) -> tuple[TierUsage, ...]:

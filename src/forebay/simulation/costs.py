@@ -14,13 +14,14 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import final
 
+from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError
 from forebay.machine import Disk, Machine
 from forebay.program import Action, Verb
 from forebay.timeline import Lane
-from forebay.trace import Trace, Work
+from forebay.trace import Tensor, Trace, Work
 
-__all__ = ["ADD_TRAFFIC", "VIEW_SHARE", "Cost", "Costs", "Source"]
+__all__ = ["ADD_TRAFFIC", "VIEW_SHARE", "Cost", "Costs", "Source", "coding_signature"]
 
 VIEW_SHARE = 0.5
 """A view starts no kernel and moves no bytes; the host still dispatches it, which is about half of what the smallest
@@ -29,6 +30,11 @@ real op costs there (torch 2.13 on a CPU: a view 0.9 to 1.1 us, a multiplication
 
 ADD_TRAFFIC = 3
 """Bytes of host memory that adding a gradient's byte to what has landed before reads (two) and writes (one)."""
+
+_ENCODING = MappingProxyType({MASK_BITS: (8, 15), 2: (96, 26), 4: (96, 24), 8: (96, 23)})
+_DECODING = MappingProxyType({MASK_BITS: (13, 26), 2: (29, 22), 4: (29, 16), 8: (21, 11)})
+"""By bits: bytes an element that the kernels of ``runtime.codec`` read and write beside the tensor and its codes, and
+how many kernels work on a piece. Counted in its source, as the traffic of kernels that are not fused."""
 
 _SUBSTITUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -61,6 +67,11 @@ class Cost:
     seconds: float
     source: Source
     note: str = ""
+
+
+def coding_signature(codes: Codes, *, encode: bool) -> str:
+    """The name in ``Machine.op_seconds`` of making ``codes``, or of reading them."""
+    return f"forebay.{'encode' if encode else 'decode'}({codes.dtype}[{codes.numel}], {codes.bits})"
 
 
 @final
@@ -115,6 +126,10 @@ class Costs:
             case Verb.COMPUTE:
                 first, last = action.ops
                 return self._seconds.between(first, last) + (last - first) * machine.watch_seconds * watched
+            case Verb.ENCODE | Verb.DECODE:
+                tensor = self._tensor(action)
+                codes = Codes.of(tensor.nbytes, tensor.dtype, action.bits)
+                return self.coding(codes, encode=action.verb is Verb.ENCODE, watched=watched)
             case Verb.FETCH | Verb.RELOAD:
                 return machine.h2d.seconds(nbytes)
             case Verb.LAND | Verb.OFFLOAD:
@@ -130,6 +145,23 @@ class Costs:
                 return self._disk(action).read.seconds(nbytes)
             case Verb.WRITE:
                 return self._disk(action).write.seconds(nbytes)
+
+    def coding(self, codes: Codes, *, encode: bool, watched: bool = False) -> float:
+        """Seconds of making ``codes`` on the device (``encode``), or of reading them: as measured
+        (``coding_signature``), or from the bytes that are touched and the kernels that are started."""
+        traffic, kernels = (_ENCODING if encode else _DECODING)[codes.bits]
+        kernels *= codes.pieces
+        watching = kernels * self.machine.watch_seconds * watched
+        known = self.machine.op_seconds.get(coding_signature(codes, encode=encode))
+        if known is not None:
+            return known + watching
+        touched = codes.numel * (traffic + codes.itemsize) + codes.nbytes
+        return self._with_host(touched / self.machine.device_bandwidth, kernels) + watching
+
+    def _tensor(self, action: Action) -> Tensor:
+        visits = self.trace.visits
+        place = bisect_right(visits, action.tensor, key=lambda visit: visit.first_tensor) - 1
+        return self.trace.segments[visits[place].segment].tensors[action.tensor - visits[place].first_tensor]
 
     def _disk(self, action: Action) -> Disk:
         if self.machine.disk is None:
@@ -150,8 +182,8 @@ class Costs:
         seconds = max(work.flops / rate, work.nbytes / machine.device_bandwidth)
         return Cost(self._with_host(seconds), Source.ROOFLINE, note)
 
-    def _with_host(self, kernel: float) -> float:
-        host = self.machine.launch_seconds
+    def _with_host(self, kernel: float, launches: int = 1) -> float:
+        host = launches * self.machine.launch_seconds
         return host + kernel if self.machine.device_kind == "cpu" else max(host, kernel)
 
     def _rate(self, dtype: str) -> tuple[float, str]:

@@ -66,7 +66,8 @@ class _Clock:
         self.stalls: list[tuple[float, float]] = []
         self._actions = actions
         self._with = with_compute(actions)
-        moving = bool(program.slots) or any(a.recomputed or a.verb is Verb.OFFLOAD for a in actions)
+        treated = (Verb.OFFLOAD, Verb.ENCODE)
+        moving = bool(program.slots) or any(a.recomputed or a.verb in treated for a in actions)
         watched = costs.machine.device_kind == "cpu" and moving
         self._seconds = [costs.action(a, watched=watched) for a in actions]
         self._sharing = sharing
@@ -145,14 +146,15 @@ class _Clock:
     def _apply(self, index: int) -> None:
         """Action ``index`` has ended: its bytes are booked, and those of transfers that only waited for it."""
         apply, actions, bound = self.account.apply, self._actions, self._with
-        if index not in bound.taken and self.end[bound.holder.get(index, index)] < inf:
+        if not bound.behind.get(index) and self.end[bound.holder.get(index, index)] < inf:
             apply(actions[index].changes)
         for offload in bound.holds.get(index, ()):
             if self.end[offload] < inf:
                 apply(actions[offload].changes)
         for reload in bound.takes.get(index, ()):
-            apply(actions[reload].changes)
-            self.account.mark(None)  # with the next one, something may go
+            if max(self.end[earlier] for earlier in bound.behind[reload]) < inf:
+                apply(actions[reload].changes)
+                self.account.mark(None)  # with the next one, something may go
 
     def _reshare(self, now: float) -> None:
         """Gives every running lane the share that it has from ``now`` on, and so another end."""

@@ -14,9 +14,10 @@ the step of every plan that these choices can make: each of its rows is somethin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import inf
+from operator import attrgetter
 from typing import Any, final
 
 import numpy as np
@@ -51,6 +52,7 @@ the one that does less is taken, and lanes that are not full leave less to wait 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(Use))}
 DEVICE, RELOADS = _PLACES["device"], _PLACES["reloads"]
+_FIELDS = attrgetter(*_PLACES)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class Chain:
         self._certain = _certain(costs.machine)
         self._likely = _likely(costs.machine, problem.overlap_update)
         homes = [home for group in self.groups for home in group.homes if home.shared]
+        counts = [len(group.blocks) for group in self.groups]
+        places = [[home.use for home in group.homes] for group in self.groups]
+        self._menus = _Columns.of([*places, *(group.uses for group in self.groups)], counts)
+        self._least = _Columns.of([*places, *(group.least for group in self.groups)], counts)
         # Seconds of h2d that a byte of shared slots spares at most.
         self._spared = max((home.spared / home.shared for home in homes), default=0.0)
         self._byte = float(sum(max((h.shared for h in g.homes), default=0) * len(g.blocks) for g in self.groups)) or 1.0
@@ -92,13 +98,13 @@ class Chain:
 
     def bound(self) -> float:
         """Seconds below which no step is; infinite if nothing fits."""
-        found = self._solved([group.least for group in self.groups], self.limits[Tier.DEVICE], None, self._certain, 0.0)
+        found = self._solved(self._least, self.limits[Tier.DEVICE], None, self._certain, 0.0)
         return inf if found is None else found.seconds
 
     def shares(self, device: int, slots: int) -> Shares | None:
         """The best shares of the menus with ``device`` bytes of the device and ``slots`` bytes of them in shared slots;
         None if nothing fits."""
-        return self._solved([group.uses for group in self.groups], device, slots, self._likely, LEAN)
+        return self._solved(self._menus, device, slots, self._likely, LEAN)
 
     def whole(self, device: int, slots: int, *, nodes: int = NODES, gap: float = GAP) -> Shares | None:
         """The same for whole blocks, by branch and bound: after ``nodes`` nodes, or within ``gap`` of the best, what
@@ -106,35 +112,28 @@ class Chain:
 
         What rounding is held against. Planners round ``shares``, because the library writes to stdout now and then
         while it branches."""
-        uses = [group.uses for group in self.groups]
         limits = {"node_limit": nodes, "mip_rel_gap": gap}
-        found = self._solved(uses, device, slots, self._likely, LEAN, limits)
+        found = self._solved(self._menus, device, slots, self._likely, LEAN, limits)
         return self.shares(device, slots) if found is None else found
 
     def _solved(
         self,
-        options: Sequence[Sequence[Use]],
+        columns: _Columns,
         device: int,
         slots: int | None,
         lanes: Lanes,
         lean: float,
         whole: Mapping[str, float] | None = None,
     ) -> Shares | None:
-        choices = [*([home.use for home in group.homes] for group in self.groups), *options]
-        spans = [len(uses) for uses in choices]
-        table = np.array([astuple(use) for uses in choices for use in uses], dtype=float).T
+        table = columns.table
         limits = [device - (slots or 0), *(self.limits[tier] for tier in TIERS[1:])]
         upper, most = self._rows(table, limits, lanes, slots is None)
-        equal = np.zeros((len(spans), table.shape[1] + EXTRA))
-        for row, (start, span) in enumerate(zip(_starts(spans), spans, strict=True)):
-            equal[row, start : start + span] = 1.0
-        counts = np.array(2 * [len(group.blocks) for group in self.groups], dtype=float)
         target = np.r_[lean * table[:DEVICE].sum(axis=0) / self._second, 0.0, 1.0, 1.0]
         highest = np.r_[np.full(table.shape[1], inf), inf if slots is None else slots / self._byte, inf, inf]
-        x = _minimum(target, upper, most, equal, counts, highest, whole)
+        x = _minimum(target, upper, most, columns.equal, columns.counts, highest, whole)
         if x is None:
             return None
-        shares = [tuple(float(v) for v in x[start : start + n]) for start, n in zip(_starts(spans), spans, strict=True)]
+        shares = [tuple(x[start:stop].tolist()) for start, stop in columns.spans]
         half = len(self.groups)
         return Shares(float(x[-2] + x[-1]) * self._second, tuple(shares[:half]), tuple(shares[half:]))
 
@@ -146,7 +145,7 @@ class Chain:
         spare, the two halves. All in units that make the figures neither large nor small: solvers drop what is below
         1e-9."""
         second, byte = self._second, self._byte
-        base = np.array(astuple(self.base), dtype=float)
+        base = np.array(_FIELDS(self.base), dtype=float)
         spare = np.zeros(len(base))
         spare[RELOADS], spare[DEVICE] = -self._spared * byte, byte * slots_in_device
         time = np.c_[lanes.rows @ table / second, lanes.rows @ spare / second, -lanes.halves]
@@ -176,6 +175,33 @@ def standing_nbytes(liveness: Liveness, groups: Sequence[Group]) -> int:
     between = profile.with_outputs[start:stop]
     turning = sum(level[start] for level in profile.levels.values())
     return max((turning, *between)) + trace.model.buffer_nbytes + input_nbytes(trace)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The choices of a programme: the homes of every group, then the options of every group.
+
+    ``table`` has one column for each and the fields of ``Use`` as rows; ``spans`` are the first and the last column
+    (not included) of each list of choices. The sum over a list is the number of blocks of its group: ``equal @ x =
+    counts``.
+    """
+
+    table: NDArray[Any]
+    spans: tuple[tuple[int, int], ...]
+    equal: NDArray[Any]
+    counts: NDArray[Any]
+
+    @classmethod
+    def of(cls, choices: Iterable[Sequence[Use]], blocks: Sequence[int]) -> _Columns:
+        """From the homes of every group, then its options; ``blocks`` are the numbers of blocks of the groups."""
+        lists = list(choices)
+        table = np.array([_FIELDS(use) for uses in lists for use in uses], dtype=float).T
+        stops = np.cumsum([len(uses) for uses in lists]).tolist()
+        spans = tuple(zip([0, *stops], stops, strict=False))
+        equal = np.zeros((len(lists), table.shape[1] + EXTRA))
+        for row, (start, stop) in enumerate(spans):
+            equal[row, start:stop] = 1.0
+        return cls(table, spans, equal, np.array([*blocks, *blocks], dtype=float))
 
 
 @dataclass(frozen=True)
@@ -245,10 +271,6 @@ def _likely(machine: Machine, overlap_update: bool) -> Lanes:
 def _crossing(machine: Machine) -> float:
     """While both directions run, each keeps ``duplex`` of its rate: what the shorter one takes longer, both do."""
     return min(1.0, 1 / machine.duplex - 1)
-
-
-def _starts(spans: Sequence[int]) -> list[int]:
-    return [sum(spans[:place]) for place in range(len(spans))]
 
 
 def _minimum(

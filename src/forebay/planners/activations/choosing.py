@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
-from forebay.lowering.index import TraceIndex
+from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, Shares
 from forebay.planners.activations.groups import Group
 from forebay.planners.activations.menu import Option
-from forebay.planners.activations.named import moved_nbytes
 from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.bench import Bench
 from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, fewer_slots, streaming_through
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.plans import Fate, Placement, Selection, Treatment
-from forebay.scheduling.activations import host_nbytes
 
-__all__ = ["all_moved", "drafted", "leanest", "level_of", "seeds"]
+__all__ = ["all_moved", "drafted", "exact", "leanest", "level_of", "narrow", "seeds"]
 
 TRIES = 8
 """How often the room that the programme is given is corrected by what the bench says of its answer."""
@@ -26,23 +26,79 @@ TRIES = 8
 CLOSE = 0.01
 """A draft that leaves at most this share of the device unused is not corrected any further."""
 
+RUNGS = 4
+"""Budgets of the ladder in every doubling."""
+
+SIMULATIONS_A_RUNG = 10
+"""A rung of the ladder is tried for so many of the simulations that a search may take."""
+
+WIDER = (4, 2)
+"""Times the usual window that is taken where there is room for it."""
+
+NONE = 1e-6
+"""Blocks: a share of at most so much is none, but for rounding in the solver."""
+
 WINDOW = 2
 """Of the largest tensor that moves, so many fit into a window: one leaves while the next one is made."""
 
 
-def seeds(bench: Bench) -> list[Draft]:
-    """Drafts near the optimum of the programme, through the most slots and through the fewest, with the blocks that
-    are alike in either order."""
-    chain = bench.chain
-    if chain is None:
-        return []
-    found: list[Draft] = []
-    for slots in dict.fromkeys((options(bench)[0], options(bench)[-1])):
-        for order in (_early, _spread):
-            draft = _repaired(bench, chain, slots, order)
-            if draft is not None and draft not in found:
-                found.append(draft)
-    return found
+def seeds(bench: Bench) -> Iterator[Draft]:
+    """Drafts near the optimum of the programme, through the most slots and through the fewest, with the choices of
+    blocks that are alike in every order. Then those for smaller budgets, on a ladder that is the same whatever the
+    budget: what fits into less fits, and for whole tensors every budget is another knapsack, which may be a worse one.
+    """
+    limit = bench.problem.limit(Tier.DEVICE)
+    through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
+    yield from _seeds(bench, limit, list(product(through, (_early, _spread, _alike))))
+    for rung in _rungs(limit)[: max(1, bench.simulations // SIMULATIONS_A_RUNG)]:
+        yield from _seeds(bench, rung, list(product(options(bench)[:1], (_early, _alike))))
+
+
+def exact(bench: Bench) -> Iterator[Draft]:
+    """The drafts that the programme for whole blocks proposes, by branch and bound: what ``auto`` is held against on
+    problems that are small enough."""
+    chain, limit = bench.chain, bench.problem.limit(Tier.DEVICE)
+    if chain is not None:
+        ways = list(product(options(bench), (_early, _spread)))
+        yield from _seeds(bench, limit, ways, lambda room, slots: chain.whole(room, slots, nodes=10**6, gap=0.0))
+
+
+Solver = Callable[[int, int], Shares | None]
+
+
+def _seeds(
+    bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order]], solve: Solver | None = None
+) -> Iterator[Draft]:
+    """Drafts near the optimum with ``limit`` bytes of the device, for each of ``ways``: slots, and an order.
+    ``solve`` is ``Chain.shares`` or what stands for it."""
+    chain, found = bench.chain, set[Draft]()
+    for slots, order in ways:
+        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, solve or chain.shares)
+        if draft is None:
+            continue
+        # An update on the device takes time of compute: what is left need not go to more blocks that stay.
+        for how in (Filling(), Filling(most=len(draft.resident))):
+            full = _widened(bench, filled(bench, draft, how, limit), limit)
+            if full not in found:
+                found.add(full)
+                yield full
+
+
+def _widened(bench: Bench, draft: Draft, limit: int) -> Draft:
+    """``draft`` with larger windows for activations under way, as far as there is room: less waits for them."""
+    how = draft.streaming
+    for factor in WIDER:
+        window = factor * how.offload_window
+        wide = replace(draft, streaming=replace(how, offload_window=window, reload_window=window))
+        if window and bench.device(wide) <= limit:
+            return wide
+    return draft
+
+
+def _rungs(limit: int) -> list[int]:
+    """The budgets of the ladder below ``limit`` bytes, the largest first."""
+    highest = math.ceil(RUNGS * math.log2(limit)) - 1
+    return [int(2 ** (rung / RUNGS)) for rung in range(highest, max(0, highest - RUNGS), -1)]
 
 
 def leanest(bench: Bench) -> list[Level]:
@@ -56,7 +112,7 @@ def leanest(bench: Bench) -> list[Level]:
         for group in chain.groups:
             able = [o for o in group.options if moves or not o.moved]
             chosen.append([min(able, key=lambda o: (o.held + o.workspace, o.held))] * len(group.blocks))
-        found.append(level_of(bench.liveness.index, chain.groups, chosen))
+        found.append(level_of(bench.liveness, chain.groups, chosen))
     return list(dict.fromkeys(found))
 
 
@@ -67,22 +123,28 @@ def all_moved(bench: Bench) -> Level:
         return KEPT
     most = [max((o for o in group.options if not o.recompute), key=lambda o: o.moved) for group in chain.groups]
     chosen = [[option] * len(group.blocks) for group, option in zip(chain.groups, most, strict=True)]
-    return level_of(bench.liveness.index, chain.groups, chosen)
+    return level_of(bench.liveness, chain.groups, chosen)
+
+
+def narrow(level: Level) -> Level:
+    """``level`` with no window: one tensor after the other leaves and comes back, with the least on the device."""
+    return replace(level, window=0)
 
 
 def drafted(bench: Bench, levels: Sequence[Level]) -> list[Draft]:
-    """Everything streams at each of ``levels``, and what there is room for stays."""
+    """Everything streams at each of ``levels``, with no window where there is no room for one, and what there is room
+    for stays."""
     found = []
     for level in levels:
-        for slots in options(bench):
-            draft = streamed_through(bench, slots, usual_window(bench), level)
+        for one, slots in product(dict.fromkeys((level, narrow(level))), options(bench)):
+            draft = streamed_through(bench, slots, usual_window(bench), one)
             if bench.fits_device(draft):
                 found.append(filled(bench, draft, Filling()))
                 break
     return found
 
 
-def level_of(index: TraceIndex, groups: Sequence[Group], chosen: Sequence[Sequence[Option]]) -> Level:
+def level_of(liveness: Liveness, groups: Sequence[Group], chosen: Sequence[Sequence[Option]]) -> Level:
     """What a plan says where the blocks of each group have the options ``chosen``, one for each block."""
     option_of = {
         b: o for g, options in zip(groups, chosen, strict=True) for b, o in zip(g.blocks, options, strict=True)
@@ -95,19 +157,17 @@ def level_of(index: TraceIndex, groups: Sequence[Group], chosen: Sequence[Sequen
                 maker, op, occurrence = source
                 treatments[maker][op, occurrence] = Treatment(op, occurrence, Fate.OFFLOAD)
     alike: dict[tuple[Treatment, ...], list[str]] = {}
-    order = [visit.block for visit in index.trace.visits if visit.block in option_of]
+    order = [visit.block for visit in liveness.trace.visits if visit.block in option_of]
     blocks = list(dict.fromkeys([*order, *option_of]))
     for block in blocks:
         if treatments[block]:
             alike.setdefault(tuple(treatments[block].values()), []).append(block)
     selections = tuple(Selection(tuple(names), named) for named, names in alike.items())
-    moved = moved_nbytes(index, selections)
-    return Level(
-        recompute=tuple(block for block in blocks if option_of[block].recompute),
-        activations=selections,
-        window=WINDOW * max(moved, default=0),
-        moved=sum(map(host_nbytes, moved)),
-    )
+    recompute = tuple(block for block in blocks if option_of[block].recompute)
+    leaving = (move.moved for move in liveness.profile(recompute, selections).moves if move.leaves)
+    largest = max(leaving, default=0)
+    moved = liveness.host_activations(recompute, selections)
+    return Level(recompute, selections, window=WINDOW * largest, moved=moved)
 
 
 def _by_name(treatments: Sequence[Treatment]) -> Iterator[tuple[tuple[str, int], Treatment]]:
@@ -127,13 +187,21 @@ def _spread(shares: Sequence[float], count: int, options: Sequence[Option]) -> l
     return diffused(shares, count)
 
 
-def _repaired(bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order) -> Draft | None:
-    """The whole blocks nearest to the optimum that fit, by the bench's account, and fill the device; None if that does
-    not come about in a few tries."""
-    limit = bench.problem.limit(Tier.DEVICE)
+def _alike(shares: Sequence[float], count: int, options: Sequence[Option]) -> list[int]:
+    """All take what holds the least of the choices that any takes: there are few such drafts, so that many budgets have
+    the same, and no block is the one that others wait for."""
+    taken = [choice for choice, share in enumerate(shares) if share > NONE]
+    return [min(taken, key=lambda choice: options[choice].held)] * count
+
+
+def _repaired(
+    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, solve: Solver
+) -> Draft | None:
+    """The whole blocks nearest to the optimum that fit into ``limit`` bytes of the device, by the bench's account; None
+    if that does not come about in a few tries."""
     room, best, over, short, step = limit, None, limit, 0, 0
     for _ in range(TRIES):
-        found = chain.shares(room, sum(slots))
+        found = solve(room, sum(slots))
         if found is None:
             if not step:
                 break
@@ -143,8 +211,8 @@ def _repaired(bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order) 
         spare = limit - bench.device(draft)
         if spare >= 0:
             best = draft
-            if step or spare <= CLOSE * limit:
-                break
+            if step or spare <= CLOSE * limit or order is _alike:
+                break  # of blocks that are all alike, others take far more
             room += spare
         elif best is not None:
             break  # the room that was left is less than a whole tensor
@@ -153,7 +221,7 @@ def _repaired(bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order) 
             step = 2 * step if -spare == short else -spare
             over, short = room, -spare
             room -= step
-    return None if best is None else filled(bench, best, Filling())
+    return best
 
 
 def _draft(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], order: Order) -> Draft:
@@ -168,7 +236,7 @@ def _draft(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], o
         ranks = [RANKS.index(_on_host(home.tiers)) for home in group.homes]
         for block, place in zip(group.blocks, sorted_out(places, count, ranks), strict=True):
             homes[block] = _on_host(group.homes[place].tiers)
-    level = KEPT if live is None else level_of(live.index, chain.groups, chosen)
+    level = KEPT if live is None else level_of(live, chain.groups, chosen)
     placements = tuple(Placement(b.name, *homes[b.name]) for b in bench.model.blocks)
     streaming = level.through(streaming_through(bench.problem, slots, usual_window(bench)))
     draft = Draft(placements, streaming, level.recompute, level.activations)

@@ -6,6 +6,7 @@ The costs of a block are those of its home and those of its activations, added: 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import final
 
 from forebay.arenas import home_nbytes
@@ -82,6 +83,7 @@ class Group:
         """What each of the options costs."""
         return [
             Use(
+                forward=o.encode_seconds,
                 offloads=o.out_seconds,
                 backward=o.seconds,
                 reloads=o.back_seconds,
@@ -163,7 +165,15 @@ class _Grouping:
                 place, named, recomputes, arriving, moves = key
                 segment, costs = self._trace.segments[place], self._costs
                 names = dict(sorted(named, key=lambda pair: pair[1]))
-                items = items_of(costs, segment, names, recomputes=recomputes, arriving=arriving, arriving_moves=moves)
+                items = items_of(
+                    costs,
+                    segment,
+                    names,
+                    recomputes=recomputes,
+                    arriving=arriving,
+                    arriving_moves=moves,
+                    bits=self._problem.compress,
+                )
             self._items[key] = items, menu(items)
         return self._items[key]
 
@@ -242,18 +252,20 @@ def _least(items: Items, costs: Costs) -> tuple[Use, ...]:
 
     As ``menu.thresholds``, but every item can move, at the links' best rates and without latencies. Then the best
     choice, at any prices, keeps or moves exactly the items above some ratio of seconds to bytes: so the vertices here
-    are all there are, and no choice lies below their hull.
+    are all there are, and no choice lies below their hull. What may be
+    codes is taken as codes that cost nothing to make.
     """
     back, out = (1 / link.curve.best for link in (costs.machine.h2d, costs.machine.d2h))
     # Bytes that nothing can move, bytes that are kept or moved, seconds that run again.
-    found = [(items.kept_held, items.held - items.kept_held, 0.0)]
+    found = [(items.kept_held, sum(item.least for item in items.kept), 0.0)]
     if items.again is not None:
-        fixed = sum(item.held for item in items.again if not item.reruns)
-        rerun = sorted((item for item in items.again if item.reruns), key=lambda item: -item.worth)
+        fixed = sum(item.least for item in items.again if not item.reruns)
+        rerun = [item for item in items.again if item.reruns]
+        rerun.sort(key=lambda item: -item.seconds / item.least if item.least else -inf)
         seconds = items.again_seconds + sum(item.seconds for item in rerun)
         found.append((0, fixed, seconds))
         for item in rerun:
-            fixed, seconds = fixed + item.held, seconds - item.seconds
+            fixed, seconds = fixed + item.least, seconds - item.seconds
             found.append((0, fixed, seconds))
     uses = [Use(backward=seconds, device=stays + held) for stays, held, seconds in found]
     uses += [

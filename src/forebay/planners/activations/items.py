@@ -1,4 +1,5 @@
-"""What may be done with what each op of a block makes, and what that costs: kept, moved to the host, or made again.
+"""What may be done with what each op of a block makes, and what that costs: kept, moved to the host, made again, or,
+where the user allows it, kept or moved as codes of fewer bits.
 
 All blocks that are alike share a segment of the trace and so their items.
 """
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from forebay.layout import MOVED_LEAST
+from forebay.planners.activations.coding import Coded, codable
 from forebay.simulation import Costs
 from forebay.trace import NO_SAVES, Segment
 
@@ -26,7 +28,8 @@ class Item:
     ``seconds`` to run the op again, where it may (``reruns``). ``held``: bytes on the device if it is kept there from
     forward to backward. ``moved``: the same bytes if they can go to the host, else 0; ``out_seconds`` and
     ``back_seconds`` on the link if they do. ``saved`` bytes are on the device while backward runs through the block,
-    whatever is done. ``named`` says whether a plan has to name the op to keep what it makes.
+    whatever is done. ``named`` says whether a plan has to name the op to keep what it makes. ``codes``: the same as
+    codes; None where it may not be codes.
 
     Up to ``MOVED_LEAST`` bytes of an op that is moved stay on the device and are left out here: they are thousands
     among millions, and what a plan needs is counted exactly in any case (``Bench.device``).
@@ -42,11 +45,17 @@ class Item:
     back_seconds: float
     reruns: bool = False
     named: bool = False
+    codes: Coded | None = None
 
     @property
     def worth(self) -> float:
         """Seconds that a byte of it is worth: what cannot be made again has to be somewhere."""
         return self.seconds / self.held if self.reruns and self.held else inf
+
+    @property
+    def least(self) -> int:
+        """Bytes that are held or moved at least, where it does not run again."""
+        return self.held if self.codes is None else min(self.held, self.codes.held)
 
     @property
     def link_seconds(self) -> float:
@@ -82,14 +91,15 @@ def items_of(
     recomputes: bool,
     arriving: int = 0,
     arriving_moves: bool = False,
+    bits: int = 0,
 ) -> Items:
     """The items of a block whose forward is ``segment``; ``named`` are the places of the ops that a plan can name
     (``TraceIndex.named``).
 
     ``recomputes``: whether the block may. ``arriving`` bytes come in and would be gone without recomputation;
-    ``arriving_moves`` says whether they can go to the host.
+    ``arriving_moves`` says whether they can go to the host. ``bits``: of the codes that items may become; 0: of none.
     """
-    maker = _Maker(costs, segment, named)
+    maker = _Maker(costs, segment, named, bits)
     kept = tuple(item for index, name in maker.names.items() if (item := maker.kept(index, name)) is not None)
     if not recomputes or segment.saves_until == NO_SAVES:
         return Items(kept, maker.nameless)
@@ -104,9 +114,15 @@ def items_of(
 class _Maker:
     """Makes the items of one segment."""
 
-    def __init__(self, costs: Costs, segment: Segment, named: Mapping[tuple[str, int], int]) -> None:
+    def __init__(self, costs: Costs, segment: Segment, named: Mapping[tuple[str, int], int], bits: int) -> None:
         self._costs = costs
         self._segment = segment
+        self._bits = bits
+        # The roots that may be codes where the block does not run again, and where it does.
+        self._codable = dict.fromkeys((False, True), frozenset[int]())
+        if bits:
+            ops = [costs.trace.works[op.work].op for op in segment.ops]
+            self._codable = {again: codable(segment, ops, again=again) for again in (False, True)}
         self._watch = costs.machine.watch_seconds if costs.machine.device_kind == "cpu" else 0.0
         self._dropped = {root for op in segment.ops for root in op.dropped if root >= 0}
         self.names = {index: name for name, index in named.items()}
@@ -132,7 +148,9 @@ class _Maker:
         large = [r for r in roots if tensors[r].nbytes >= MOVED_LEAST]
         # The checker refuses to move what nobody saves: nobody would ask for it again.
         movable = all(tensors[r].saved for r in large)
-        return self._item(name, 0.0, sum(saved), [tensors[r].nbytes for r in large] if movable else [], sum(saved))
+        moved = [tensors[r].nbytes for r in large] if movable else []
+        codes = self._coded(large, sum(saved), again=False) if movable else None
+        return self._item(name, 0.0, sum(saved), moved, sum(saved), codes=codes)
 
     def again(self, index: int, name: tuple[str, int], reruns: bool) -> Item | None:
         """What the op makes, in a block that recomputes; None if nobody needs it for backward."""
@@ -149,7 +167,8 @@ class _Maker:
         held = sum(tensors[r].nbytes for r in roots)
         saved = sum(tensors[r].nbytes for r in roots if tensors[r].saved)
         seconds = self.seconds(self._segment.ops[index].work)
-        return self._item(name, seconds, held, moved, saved, reruns=True, named=True)
+        codes = self._coded([r for r in roots if tensors[r].nbytes >= MOVED_LEAST], held, again=True)
+        return self._item(name, seconds, held, moved, saved, reruns=True, named=True, codes=codes)
 
     def arriving(self, nbytes: int, moves: bool) -> Item:
         """What comes in."""
@@ -165,10 +184,20 @@ class _Maker:
         *,
         reruns: bool = False,
         named: bool = False,
+        codes: Coded | None = None,
     ) -> Item:
         machine = self._costs.machine
         out, back = (sum(link.seconds(n) for n in moved) for link in (machine.d2h, machine.h2d))
-        return Item(*name, seconds, held, held if moved else 0, saved, out, back, reruns, named)
+        return Item(*name, seconds, held, held if moved else 0, saved, out, back, reruns, named, codes)
+
+    def _coded(self, large: list[int], held: int, *, again: bool) -> Coded | None:
+        """What the roots ``large`` are as codes, of an op that holds ``held`` bytes; None where they may not be, or
+        gain nothing by it."""
+        if not large or not self._codable[again].issuperset(large):
+            return None
+        tensors = [self._segment.tensors[r] for r in large]
+        coded = Coded.of(self._costs, tensors, held, self._bits)
+        return coded if coded.held < held else None
 
     def _roots(self, index: int) -> list[int]:
         tensors = self._segment.tensors

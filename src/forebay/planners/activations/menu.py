@@ -1,9 +1,10 @@
 """The menu of a block: the choices for what it makes that no other choice beats in every respect.
 
-A multiple-choice knapsack: each op's output is kept, moved or, where the block recomputes, made again, and what the
-choices cost adds up. The frontier of the sums is built item by item, and what is dominated is dropped on the way: it
-would stay dominated whatever is added (Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation",
-Management Science 15(9), 1969). The axes are bytes held, seconds on the link, seconds of compute.
+A multiple-choice knapsack: each op's output is kept, moved or, where the block recomputes, made again, or kept or moved
+as codes where it may be, and what the choices cost adds up. The frontier of the sums is built item by item, and what is
+dominated is dropped on the way: it would stay dominated whatever is added (Nemhauser and Ullmann, "Discrete dynamic
+programming and capital allocation", Management Science 15(9), 1969). The axes are bytes held, seconds on the link,
+seconds of compute.
 
 Exact while the frontier has at most ``MOST`` points. A block with very many ops has more: then one point is kept in
 each cell of a grid of ``GRID`` by ``GRID`` over the first two axes, the fastest in it. So every choice that was dropped
@@ -13,7 +14,7 @@ the items so far can take. The vertices of the convex hull are always there: ``t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,11 @@ MOST = 400
 GRID = 20
 """Cells of the grid along an axis where there are more."""
 
-AGAIN, KEEP, MOVE = 0, 1, 2
+AGAIN, KEEP, MOVE, CODE, CODE_AND_MOVE = 0, 1, 2, 3, 4
 """What is done with an item."""
+
+INSTEAD = {CODE: KEEP, CODE_AND_MOVE: MOVE}
+"""What is done with an item that may not be codes; one that may not move either is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,9 @@ class Option:
     what comes into it is on the host, which the block before it has to say.
 
     ``held``: bytes on the device from its forward to its backward. ``moved``: bytes to the host and as many back, in
-    ``out_seconds`` and ``back_seconds``. ``seconds`` are those of what runs again. ``workspace``: bytes that come back
-    or are made again for its backward, beside ``held``.
+    ``out_seconds`` and ``back_seconds``. ``seconds`` of compute are those of what runs again and of reading codes,
+    ``encode_seconds`` those of making codes, in forward. ``workspace``: bytes that come back or are made again for its
+    backward, beside ``held``.
     """
 
     recompute: bool
@@ -56,11 +61,12 @@ class Option:
     out_seconds: float
     back_seconds: float
     workspace: int
+    encode_seconds: float = 0.0
 
     @property
     def axes(self) -> tuple[float, float, float]:
         """What is to be little of: bytes held, seconds on the link, seconds of compute."""
-        return self.held, self.out_seconds + self.back_seconds, self.seconds
+        return self.held, self.out_seconds + self.back_seconds, self.encode_seconds + self.seconds
 
 
 def menu(items: Items) -> tuple[Option, ...]:
@@ -83,12 +89,12 @@ def thresholds(items: Items) -> tuple[Option, ...]:
     bytes alike. (In proportion but for latencies and small transfers, and for items that cannot move: then the best
     choices are among the others of the menu, and these are near.)
     """
-    found = [_option(items, False, [code] * len(items.kept)) for code in (KEEP, MOVE)]
+    found = [_option(items, False, [code] * len(items.kept)) for code in _codes(items.kept)]
     again = items.again
     if again is None:
         return tuple(found)
     order = sorted(range(len(again)), key=lambda i: -again[i].worth)
-    for code in (KEEP, MOVE):
+    for code in _codes(again):
         codes = [AGAIN] * len(order)
         for place, index in enumerate([-1, *order]):
             if place:
@@ -98,9 +104,27 @@ def thresholds(items: Items) -> tuple[Option, ...]:
     return tuple(found)
 
 
+def _codes(items: Sequence[Item]) -> tuple[int, ...]:
+    """What may be done with those of ``items`` that do not run again."""
+    return (KEEP, MOVE, CODE, CODE_AND_MOVE) if any(item.codes for item in items) else (KEEP, MOVE)
+
+
 def _possible(item: Item) -> list[int]:
     codes = [AGAIN, KEEP] if item.reruns else [KEEP]
-    return [*codes, MOVE] if item.moved else codes
+    if item.moved:
+        codes.append(MOVE)
+    if item.codes:
+        codes += [CODE, CODE_AND_MOVE] if item.moved else [CODE]
+    return codes
+
+
+def _costs(item: Item) -> dict[int, tuple[float, float, float]]:
+    """Bytes held, seconds on the link and seconds of compute of what may be done with an item."""
+    costs = {AGAIN: (0.0, 0.0, item.seconds), KEEP: (item.held, 0.0, 0.0), MOVE: (0.0, item.link_seconds, 0.0)}
+    if item.codes:
+        costs[CODE] = item.codes.held, 0.0, item.codes.seconds
+        costs[CODE_AND_MOVE] = 0.0, item.codes.link_seconds, item.codes.seconds
+    return costs
 
 
 def _frontier(items: Sequence[Item]) -> list[list[int]]:
@@ -109,7 +133,7 @@ def _frontier(items: Sequence[Item]) -> list[list[int]]:
     codes: NDArray[Any] = np.zeros((1, 0), dtype=np.int8)
     for item in items:
         possible = _possible(item)
-        costs = {AGAIN: (0.0, 0.0, item.seconds), KEEP: (item.held, 0.0, 0.0), MOVE: (0.0, item.link_seconds, 0.0)}
+        costs = _costs(item)
         points = np.concatenate([points + np.array(costs[code]) for code in possible])
         codes = np.concatenate([np.c_[codes, np.full(len(codes), code, dtype=np.int8)] for code in possible])
         chosen = _undominated(points)
@@ -142,25 +166,39 @@ def _thinned(points: NDArray[Any]) -> NDArray[Any]:
 def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
     """The option that does with the items of a family what ``codes`` say."""
     family = (items.again or ()) if recompute else items.kept
-    done = [code if code in _possible(item) else KEEP for item, code in zip(family, codes, strict=True)]
-    pairs = list(zip(family, done, strict=True))
+    pairs = [(item, _done(item, code)) for item, code in zip(family, codes, strict=True)]
     moving = [item for item, code in pairs if code == MOVE]
-    named = [
-        Treatment(item.op, item.occurrence, Fate.OFFLOAD if code == MOVE else Fate.KEEP)
-        for item, code in pairs
-        if item.op != INPUT and (code == MOVE or (code == KEEP and item.named))
-    ]
-    held = sum(item.held for item, code in pairs if code == KEEP) + (0 if recompute else items.kept_held)
+    coded = [(item.codes, code) for item, code in pairs if item.codes and code in INSTEAD]
+    leaving = [codes for codes, code in coded if code == CODE_AND_MOVE]
+    held = sum(item.held for item, code in pairs if code == KEEP) + sum(c.held for c, code in coded if code == CODE)
     made = sum(item.saved for item, code in pairs if code != KEEP) + (items.kept_held if recompute else 0)
-    seconds = sum(item.seconds for item, code in pairs if code == AGAIN)
+    seconds = sum(item.seconds for item, code in pairs if code == AGAIN) + sum(c.decode_seconds for c, _ in coded)
     return Option(
         recompute=recompute,
-        treatments=tuple(named),
+        treatments=tuple(_treatments(pairs)),
         input_moves=any(item.op == INPUT for item in moving),
-        held=held,
-        moved=sum(item.moved for item in moving),
+        held=held + (0 if recompute else items.kept_held),
+        moved=sum(item.moved for item in moving) + sum(c.moved for c in leaving),
         seconds=seconds + (items.again_seconds if recompute else 0.0),
-        out_seconds=sum(item.out_seconds for item in moving),
-        back_seconds=sum(item.back_seconds for item in moving),
+        out_seconds=sum(item.out_seconds for item in moving) + sum(c.out_seconds for c in leaving),
+        back_seconds=sum(item.back_seconds for item in moving) + sum(c.back_seconds for c in leaving),
         workspace=made,
+        encode_seconds=sum(c.encode_seconds for c, _ in coded),
     )
+
+
+def _done(item: Item, code: int) -> int:
+    """``code``, or what is done in its place with an item that it is not for."""
+    possible = _possible(item)
+    if code not in possible:
+        code = INSTEAD.get(code, KEEP)
+    return code if code in possible else KEEP
+
+
+def _treatments(pairs: Sequence[tuple[Item, int]]) -> Iterator[Treatment]:
+    """What a plan has to name of a block."""
+    for item, code in pairs:
+        if item.op != INPUT and (code not in (AGAIN, KEEP) or (code == KEEP and item.named)):
+            fate = Fate.OFFLOAD if code in (MOVE, CODE_AND_MOVE) else Fate.KEEP
+            bits = item.codes.bits if item.codes and code in INSTEAD else 0
+            yield Treatment(item.op, item.occurrence, fate, bits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from forebay.compression import Codes
 from forebay.layout import MOVED_LEAST
 from forebay.lowering.index import TraceIndex
 from forebay.plans import Fate, Selection
@@ -14,14 +15,20 @@ __all__ = ["again_seconds", "moved_nbytes"]
 
 
 def moved_nbytes(index: TraceIndex, activations: Sequence[Selection]) -> list[int]:
-    """Bytes of every tensor that ``activations`` move in a micro-batch."""
+    """Bytes of every tensor that ``activations`` move in a micro-batch, or of its codes."""
     moved = []
     for place, selection in _selected(index, activations):
         names = index.named(place)
         for t in selection.treatments:
             if t.fate is Fate.OFFLOAD and (t.op, t.occurrence) in names:
-                moved += [index.roots[root].nbytes for root in index.made_by(place, names[t.op, t.occurrence])]
-    return [nbytes for nbytes in moved if nbytes >= MOVED_LEAST]
+                roots = index.made_by(place, names[t.op, t.occurrence])
+                moved += [_nbytes(index, r, t.bits) for r in roots if index.roots[r].nbytes >= MOVED_LEAST]
+    return moved
+
+
+def _nbytes(index: TraceIndex, root: int, bits: int) -> int:
+    nbytes = index.roots[root].nbytes
+    return Codes.of(nbytes, index.dtype_of(root), bits).nbytes if bits else nbytes
 
 
 def again_seconds(costs: Costs, index: TraceIndex, recompute: Sequence[str], activations: Sequence[Selection]) -> float:

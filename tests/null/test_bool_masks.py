@@ -1,0 +1,83 @@
+"""Masks of an op that makes what is true or false beside numbers, as dropout does on cuda: the numbers stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.checking import check
+from forebay.lowering import Liveness, device_bound, lower
+from forebay.memory import Kind, Tier
+from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.program import Verb
+from forebay.simulation import play
+from forebay.trace import Model, Phase, Trace
+from tests.null.strategies import RESIDENT, plan_for, roomy_machine
+from tests.null.synthetic import block
+from tests.null.tracing import TraceBuilder
+
+DROPOUT = "aten.native_dropout.default"
+NUMEL = 8192  # of fp32 numbers, of a mask of 1 byte an element, and of one of 1 bit
+OUT = 256
+MACHINE = roomy_machine()
+
+
+def dropouts() -> Trace:
+    """A block that drops some of its input, whose result and mask are saved, and makes a product of the rest."""
+    b = TraceBuilder(Model((block("a", ((4,), "float32", True)),), 0), {"input_ids": OUT})
+    x, weight = b.ids["input_ids"], b.ids["a.0"]
+    v = b.begin("a", Phase.FORWARD)
+    v.given = (x,)
+    kept = v.make(DROPOUT, [x], 4 * NUMEL, saved=True)
+    mask = v.make_beside(NUMEL, dtype="bool", saved=True)
+    v.save()
+    out = v.make("linear", [kept, weight], OUT)
+    v.save()
+    v.drop(kept, mask)
+    forward = b.end(v)
+    v = b.begin("", Phase.FORWARD)
+    loss = v.make("nll_loss", [out], 4)
+    v.drop(out)
+    b.end(v)
+    v = b.begin("", Phase.BACKWARD)
+    gradient = v.make("loss_backward", [loss], OUT, Kind.TEMPORARY)
+    v.drop(loss)
+    b.end(v)
+    v = b.begin("a", Phase.BACKWARD)
+    v.complete(weight, v.make("wgrad", [gradient, kept], 16, Kind.GRADIENT))
+    v.unsave(kept, own=True)
+    made = v.make("dropout_backward", [gradient, mask], OUT, Kind.TEMPORARY)
+    v.drop(gradient, made)
+    v.unsave(mask, own=True)
+    b.end(v)
+    b.let_go(forward)
+    return b.trace()
+
+
+def masked(trace: Trace, fate: Fate, recompute: tuple[str, ...]) -> Plan:
+    chosen = (Selection(("a",), (Treatment(DROPOUT, 0, fate, 1),)),)
+    liveness = Liveness(trace)
+    streaming = Streaming(
+        host_activations=liveness.host_activations(recompute, chosen),
+        disk_activations=liveness.disk_activations(recompute, chosen),
+        disk_window=liveness.disk_window(recompute, chosen),
+    )
+    return plan_for(trace, (Placement("a", *RESIDENT),), streaming, recompute, chosen, roomy=True)
+
+
+@pytest.mark.parametrize("recompute", [(), ("a",)])
+@pytest.mark.parametrize("fate", list(Fate))
+def test_only_what_is_true_or_false_becomes_a_mask(fate: Fate, recompute: tuple[str, ...]) -> None:
+    trace = dropouts()
+    plan = masked(trace, fate, recompute)
+    check(trace, MACHINE, plan)
+    assert plan.changes_numbers == ()
+    program = lower(trace, plan)
+    mask = len(trace.sources) + 1
+    assert {(a.tensor, a.bits) for a in program.actions if a.verb is Verb.ENCODE} == {(mask, 1)}
+    assert {a.tensor for a in program.actions if a.tensor >= 0} == {mask}
+    assert plan.streaming.host_activations == (NUMEL // 8 if fate is Fate.OFFLOAD else 0)
+    profile = Liveness(trace).profile(recompute, plan.activations)
+    between = sum(level[profile.forward] for level in profile.levels.values())
+    assert between == 4 * NUMEL + (NUMEL // 8 if fate is Fate.KEEP else 0) + 4
+    usage = next(u for u in play(program, trace, MACHINE).tiers if u.tier is Tier.DEVICE)
+    assert usage.peak <= device_bound(trace, plan)

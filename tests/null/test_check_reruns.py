@@ -1,0 +1,158 @@
+"""The checker on blocks that run again without their named ops: what those have made comes back one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.checking import check
+from forebay.errors import DoesNotFit, PlanInvalid
+from forebay.lowering import device_bound, lower
+from forebay.memory import Kind
+from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.program import Program, Verb
+from forebay.timeline import Lane
+from forebay.trace import Model, Phase, Trace
+from tests.null.corruptions import behind
+from tests.null.programs import device_standing
+from tests.null.strategies import RESIDENT, plan_for, roomy_machine
+from tests.null.synthetic import block
+from tests.null.tracing import TraceBuilder
+
+S, OUT = 8192, 256
+MACHINE = roomy_machine()
+TEMPORARIES = ("pow", "mul", "add", "tanh")
+BLOCKS = ("a", "b")
+
+
+def gelus(*, first: str = "pow") -> Trace:
+    """Two blocks: four ops in a row, each of which reads what the one before it has made, and nobody else does; then
+    one that saves its result, and one that hands on another."""
+    b = TraceBuilder(Model(tuple(block(n, ((4,), "float32", True)) for n in BLOCKS), 0), {"input_ids": OUT})
+    x, kept = b.ids["input_ids"], []
+    for name in BLOCKS:
+        v = b.begin(name, Phase.FORWARD)
+        v.given, current = (x,), x
+        for op in (first, *TEMPORARIES[1:]):
+            current, before = v.make(op, [current], S), current
+            if before != x:
+                v.drop(before)
+        saved = v.make("linear", [current, b.ids[f"{name}.0"]], S, saved=True)
+        v.drop(current)
+        v.save()
+        out = v.make("out", [saved], OUT, saved=True)
+        v.drop(saved, x)
+        kept.append((name, x, saved, b.end(v)))
+        x = out
+    v = b.begin("", Phase.FORWARD)
+    loss = v.make("nll_loss", [x], 4)
+    v.drop(x)
+    b.end(v)
+    v = b.begin("", Phase.BACKWARD)
+    gradient = v.make("loss_backward", [loss, x], OUT, Kind.TEMPORARY)
+    v.drop(loss)
+    v.unsave(x)
+    b.end(v)
+    for name, x, saved, place in reversed(kept):
+        v = b.begin(name, Phase.BACKWARD)
+        g = v.make("out_backward", [gradient, saved], OUT, Kind.TEMPORARY)
+        v.drop(gradient)
+        gradient = v.make("dgrad", [g], OUT, Kind.TEMPORARY) if x >= len(b.sources) else g
+        v.complete(b.ids[f"{name}.0"], v.make("wgrad", [g, saved], b.nbytes[b.ids[f"{name}.0"]], Kind.GRADIENT))
+        v.drop(g)
+        v.unsave(saved, own=True)
+        v.unsave(x)
+        b.end(v)
+        b.let_go(place)
+    return b.trace()
+
+
+def exact(trace: Trace, fate: Fate, bits: int = 0, window: int = 0, named: tuple[str, ...] = TEMPORARIES) -> Plan:
+    """Both blocks run again but for ``named`` ops; the device has what is promised, and no byte more."""
+    chosen = (Selection(BLOCKS, tuple(Treatment(op, 0, fate, bits) for op in named)),)
+    room = 1 << 20
+    streaming = Streaming(
+        reload_window=window,
+        host_activations=room if fate is Fate.OFFLOAD else 0,
+        disk_activations=room if fate is Fate.DISK else 0,
+        disk_window=room if fate is Fate.DISK else 0,
+    )
+    placements = tuple(Placement(name, *RESIDENT) for name in BLOCKS)
+    return tight(plan_for(trace, placements, streaming, BLOCKS, chosen, roomy=True), trace)
+
+
+def tight(plan: Plan, trace: Trace) -> Plan:
+    most = device_bound(trace, plan)
+    return replace(plan, device=most, budget=replace(plan.budget, device=most))
+
+
+@pytest.mark.parametrize("first", ["pow", "unnamed"])
+@pytest.mark.parametrize("window", [0, S, 3 * S])
+@pytest.mark.parametrize(
+    ("fate", "bits"), [(Fate.OFFLOAD, 0), (Fate.DISK, 0), (Fate.OFFLOAD, 8), (Fate.KEEP, 8), (Fate.KEEP, 0)]
+)
+def test_what_comes_back_takes_no_more_than_is_promised(fate: Fate, bits: int, window: int, first: str) -> None:
+    trace = gelus(first=first)
+    named = TEMPORARIES if first == "pow" else TEMPORARIES[1:]
+    check(trace, MACHINE, exact(trace, fate, bits, window, named))
+
+
+def needed(trace: Trace, plan: Plan, program: Program | None = None) -> int:
+    """The bytes that the checker finds at the peak, beside what stands."""
+    stands = device_standing(trace, plan, gradients=True)
+    small = replace(plan, device=stands, budget=replace(plan.budget, device=stands))
+    with pytest.raises(DoesNotFit) as caught:
+        check(trace, MACHINE, small, program)
+    return caught.value.needed - device_standing(trace, plan)
+
+
+def test_each_is_gone_before_the_next_but_one_comes() -> None:
+    """At b's rerun two of the four at once, what a hands on and the gradient of what b does. The promise counts the
+    gradients of parameters as well, which come later."""
+    trace = gelus()
+    plan = exact(trace, Fate.OFFLOAD)
+    assert needed(trace, plan) == 2 * S + 2 * OUT
+    assert plan.device == device_standing(trace, plan, gradients=True) + 2 * S + 2 * OUT
+
+
+def test_what_may_come_at_any_time_counts_all_at_once() -> None:
+    """Reloads that do not say before which op they are issued, or that compute so far need not be over for."""
+    trace = gelus()
+    plan = exact(trace, Fate.OFFLOAD)
+    program = lower(trace, plan, steps=1)
+    actions = program.actions
+    silent, early = list(actions), list(actions)
+    for index, action in enumerate(actions):
+        if action.verb is Verb.RELOAD:
+            silent[index] = replace(action, ops=(0, 0))
+            early[index] = replace(action, after=tuple(a for a in action.after if actions[a].lane is not Lane.COMPUTE))
+    assert needed(trace, plan, replace(program, actions=tuple(silent))) == 4 * S + 2 * OUT
+    # All eight while b's linear runs for the first time: with what that reads and makes, and what a hands on.
+    assert needed(trace, plan, replace(program, actions=tuple(early))) == (8 + 2) * S + OUT
+
+
+def test_what_comes_back_after_the_compute_behind_it_is_refused() -> None:
+    """Though nobody reads but the last of the four: the others take memory that compute does not know of."""
+    trace = gelus()
+    plan = exact(trace, Fate.OFFLOAD)
+    program = lower(trace, plan, steps=1)
+    check(trace, MACHINE, plan, program)
+    for index in [i for i, a in enumerate(program.actions) if a.verb is Verb.RELOAD]:
+        reader = next(i for i, a in enumerate(program.actions) if i > index and a.recomputed)
+        with pytest.raises(PlanInvalid, match=r"is given tensor .* may not be back by then"):
+            check(trace, MACHINE, plan, behind(program, index, reader))
+
+
+def test_what_compute_does_not_wait_for_is_refused() -> None:
+    trace = gelus()
+    plan = exact(trace, Fate.OFFLOAD)
+    program = lower(trace, plan, steps=1)
+    for index, action in enumerate(program.actions):
+        if action.recomputed:
+            less = tuple(a for a in action.after if program.actions[a].verb is not Verb.RELOAD)
+            assert less != action.after
+            wrong = replace(action, after=less)
+            actions = (*program.actions[:index], wrong, *program.actions[index + 1 :])
+            with pytest.raises(PlanInvalid, match=r"is given tensor .* may not be back by then"):
+                check(trace, MACHINE, plan, replace(program, actions=actions))

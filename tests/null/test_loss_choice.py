@@ -1,0 +1,93 @@
+"""Which of two plans is taken, the one with all logits at once or the one in pieces, and what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+import pytest
+
+from forebay.errors import ConfigError, DoesNotFit, ModelError
+from forebay.loss import Cut
+from forebay.planning import choose_plan, choose_report
+from forebay.plans import Plan
+from forebay.reporting.forecast import PlanReport
+from tests.null.test_plan_report import PLAN, STEP
+
+EXACT, OTHER = Cut(1024, 65536, exact=True), Cut(1024, 65536, exact=False)
+
+
+def taking(seconds: float) -> Callable[[], Plan]:
+    return lambda: replace(PLAN, step_seconds=seconds)
+
+
+def refused() -> NoReturn:
+    raise DoesNotFit("device memory: too little", tier="device", needed=9, allowed=5)
+
+
+def unfit() -> NoReturn:
+    raise ModelError("its loss cannot be cut")
+
+
+def never() -> NoReturn:
+    raise AssertionError("nobody should have asked")
+
+
+def report(seconds: float | None) -> PlanReport:
+    made = PlanReport("m", "here", "auto", {}, 1.0)
+    if seconds is None:
+        return made
+    step = replace(STEP, seconds=seconds, low=seconds, high=seconds)
+    return replace(made, plan=PLAN, step=step)
+
+
+@pytest.mark.parametrize(("chunked", "taken"), [(1.0, 1.0), (3.0, 2.0), (2.0, 2.0)])
+def test_the_faster_plan_is_taken_where_both_fit(chunked: float, taken: float) -> None:
+    assert choose_plan(taking(2.0), taking(chunked), EXACT).step_seconds == taken
+
+
+def test_pieces_are_taken_where_nothing_else_fits() -> None:
+    assert choose_plan(refused, taking(3.0), EXACT).step_seconds == 3.0
+    with pytest.raises(DoesNotFit, match="too little"):
+        choose_plan(refused, refused, EXACT)
+    with pytest.raises(DoesNotFit, match="too little"):
+        choose_plan(refused, unfit, EXACT)
+    assert choose_plan(taking(2.0), refused, EXACT).step_seconds == 2.0
+    assert choose_plan(taking(2.0), unfit, EXACT).step_seconds == 2.0
+
+
+def test_what_may_round_otherwise_is_named_and_not_taken() -> None:
+    assert choose_plan(taking(2.0), never, OTHER).step_seconds == 2.0
+    with pytest.raises(DoesNotFit, match=r"loss='chunked' takes 1.0 KiB of logits .* instead of 64.0 KiB") as error:
+        choose_plan(refused, never, OTHER)
+    assert (error.value.tier, error.value.needed, error.value.allowed) == ("device", 9, 5)
+
+
+def test_a_report_says_why_and_what_else_there_is() -> None:
+    assert choose_report(report(2.0), report(1.0), EXACT).step == report(1.0).step
+    assert "would be 2.00 s a step" in choose_report(report(2.0), report(1.0), EXACT).reasons[-1]
+    assert "nothing fits" in choose_report(report(None), report(1.0), EXACT).reasons[-1]
+    assert choose_report(report(1.0), report(2.0), EXACT).step == report(1.0).step
+    assert not choose_report(report(None), report(None), EXACT).fits
+    for plain in (report(2.0), report(None)):
+        left = choose_report(plain, report(1.0), OTHER)
+        assert left.step == plain.step
+        assert left.alternatives[0].step_seconds == 1.0
+        assert left.alternatives[0].words.startswith("--loss chunked: 1.00 s a step")
+    assert choose_report(report(2.0), report(1.0), EXACT).solve_seconds == 2.0
+
+
+def test_a_plan_in_pieces_says_so() -> None:
+    made = EXACT.of(PLAN)
+    assert made.loss_piece == 1024
+    assert made.changes_numbers == ()
+    assert "at most 1.0 KiB of logits: all at once they would be 64.0 KiB" in made.reasons[-1]
+    assert "no tokens" in made.notes[-1]
+    assert "round otherwise" in OTHER.of(PLAN).changes_numbers[0]
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_fewer_than_no_bytes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_piece must be 0 bytes or more"):
+        replace(PLAN, loss_piece=-1)
