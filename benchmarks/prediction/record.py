@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 from statistics import median
 
 from benchmarks.archive import Archive
 from benchmarks.host import Code, Hardware
 
-__all__ = ["ARCHIVE", "Comparison", "Figures", "Run"]
+__all__ = ["ARCHIVE", "STEADY", "Comparison", "Figures", "Run"]
 
 SCHEMA = 1
+
+STEADY = 0.05
+"""The machine is as it was while a step of plain PyTorch takes within this share of what it took then."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Figures:
 @dataclass(frozen=True)
 class Run:
     """One plan, foretold and run. ``budget`` is the device budget in bytes, ``level`` its name, ``promised`` the
-    bytes that the plan promises not to pass, ``seconds`` the raw steps."""
+    bytes that the plan promises not to pass, ``seconds`` the raw steps. ``drift`` is how much slower (or, below 0,
+    faster) plain PyTorch was around the run than when the rates were measured; None: not measured."""
 
     model: str
     kind: str
@@ -40,6 +45,12 @@ class Run:
     measured: Figures
     seconds: tuple[float, ...]
     measured_share: float
+    drift: float | None = None
+
+    @property
+    def steady(self) -> bool:
+        """Whether the run was made on the machine that was measured, as far as is known."""
+        return abs(self.drift or 0.0) <= STEADY
 
     @property
     def device_error(self) -> float:
@@ -78,10 +89,11 @@ class Comparison:
         """The runs of ``auto``: what a user gets."""
         return tuple(run for run in self.runs if run.policy == "auto")
 
-    def step_errors(self) -> tuple[float, float]:
-        """Median and worst absolute error of the step's seconds over the runs of ``auto``."""
-        errors = [abs(run.step_error) for run in self.planned()]
-        return median(errors), max(errors)
+    def step_errors(self, *, steady: bool = False) -> tuple[float, float]:
+        """Median and worst absolute error of the step's seconds over the runs of ``auto``; over those of a steady
+        machine only, if ``steady``. Infinite where there is none."""
+        errors = [abs(run.step_error) for run in self.planned() if run.steady or not steady]
+        return (median(errors), max(errors)) if errors else (inf, inf)
 
     def pairs(self, apart: float) -> tuple[int, int]:
         """Pairs of policies for one model and budget whose measured steps differ by more than ``apart`` (a share), and

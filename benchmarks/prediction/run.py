@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.case import BenchmarkError
 from benchmarks.host import ROOT, CpuMeter, code, hardware, versions
 from benchmarks.prediction.record import Comparison, Figures, Run
+from benchmarks.prediction.steady import Known, measure, plain_seconds
 from benchmarks.prediction.zoo import ZOO, Entry
 from forebay.machine import Machine
 from forebay.memory import Tier
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["compare", "main"]
 
 WARM_STEPS, STEPS = 2, 5
+ATTEMPTS = 3
+"""How often a plan of ``auto`` is foretold and run, each time from new measurements, until the machine was steady."""
+
 PLENTY = 8 << 30
 """Bytes: more than any model of the zoo takes."""
 
@@ -44,8 +46,6 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
     """Runs the models of the zoo called ``names`` (all, if empty). A model that fails is named in the result."""
     import torch
 
-    from forebay.profiler.probe import probe
-
     entries = [entry for entry in ZOO if not names or entry.name in names]
     unknown = set(names) - {entry.name for entry in ZOO}
     if unknown:
@@ -53,99 +53,114 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
     meter, date, before = CpuMeter(), datetime.now(UTC), code()
     runs: list[Run] = []
     failed: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="forebay-prediction-") as folder:
-        here = probe("cpu", refresh=True)
-        machine = Path(folder) / "machine.json"
-        machine.write_text(here.to_json())
-        for entry in entries:
-            say(f"{entry.name}:")
-            try:
-                made = _in_a_process(entry, machine)
-            except BenchmarkError as error:
-                failed.append(str(error))
-                say(f"  {error}")
-                continue
-            runs += made
-            for run in made:
-                say(
-                    f"  {run.level:8} {run.policy:16} step {run.predicted.step_seconds:.3f} for "
-                    f"{run.measured.step_seconds:.3f} s ({run.step_error:+.1%}), device {run.device_error:+.2%}, host "
-                    f"{run.host_error:+.2%}; {run.plan}"
-                )
+    for entry in entries:
+        say(f"{entry.name}:")
+        try:
+            made = _in_a_process(entry)
+        except BenchmarkError as error:
+            failed.append(str(error))
+            say(f"  {error}")
+            continue
+        runs += made
+        for run in made:
+            say(
+                f"  {run.level:8} {run.policy:16} step {run.predicted.step_seconds:.3f} for "
+                f"{run.measured.step_seconds:.3f} s ({run.step_error:+.1%}), drift {run.drift or 0:+.1%}, device "
+                f"{run.device_error:+.2%}, host {run.host_error:+.2%}; {run.plan}"
+            )
+    here = hardware(False)
     if code() != before:
         raise BenchmarkError("sources or commit changed during the run; run it again, in a checkout nobody edits")
     return Comparison(
         date=date,
         command="scripts/bench predict" + "".join(f" {name}" for name in names),
-        hardware=hardware(False),
+        hardware=here,
         versions=versions(),
         threads=torch.get_num_threads(),
         other_cores=meter.others(),
         code=before,
-        machine=here.name,
+        machine=f"{here.cpu}, {here.cores} cores",
         runs=tuple(runs),
         failed=tuple(failed),
     )
 
 
-def _in_a_process(entry: Entry, machine: Path) -> tuple[Run, ...]:
-    command = [sys.executable, "-m", "benchmarks.prediction.run", entry.name, str(machine)]
+def _in_a_process(entry: Entry) -> tuple[Run, ...]:
+    command = [sys.executable, "-m", "benchmarks.prediction.run", entry.name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BenchmarkError(f"{entry.name} failed: {done.stderr.strip().splitlines()[-1]}")
     return load(_Runs, done.stdout.strip().splitlines()[-1]).runs
 
 
-def main(name: str, machine_file: Path) -> None:
+def main(name: str) -> None:
     """All runs of one model; the last line of the output is their JSON."""
-    import torch
-
-    from forebay.profiler.capture import capture
-    from forebay.profiler.stopwatch import ColdStopwatch
-    from forebay.profiler.timing import TimingPolicy, time_ops
-
     entry = next(entry for entry in ZOO if entry.name == name)
+    print(json.dumps(json.loads(dump(_Runs(tuple(_runs(entry)))))))
+
+
+def _runs(entry: Entry) -> Iterator[Run]:
+    """``auto`` with plenty, half and the least of device memory, and with plenty, where all of them fit, the other
+    policies too if they give another plan."""
+    from forebay.profiler.capture import capture
+
     captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
-    machine = Machine.from_json(machine_file.read_text())
-    machine = time_ops(
-        captured.trace, captured.calls, machine, torch.device("cpu"), ColdStopwatch(), TimingPolicy(total=10)
-    )
-    runs = tuple(
-        _run(entry, captured.trace, machine, level, policy, plan)
-        for level, policy, plan in _plans(captured.trace, machine)
-    )
-    print(json.dumps(json.loads(dump(_Runs(runs)))))
+    trace, known = captured.trace, measure(entry, captured)
+    for level, nbytes in _levels(trace, known.machine):
+        seen = []
+        for policy in ("auto", *POLICIES) if level == "plenty" else ("auto",):
+            plan = _plan(trace, known.machine, nbytes, policy)
+            what = None if plan is None else (plan.placements, plan.streaming, plan.recompute, plan.activations)
+            if plan is None or what in seen:
+                continue
+            seen.append(what)
+            run = _steady(entry, trace, known, level, plan)
+            for _ in range(ATTEMPTS - 1):
+                # Of the other policies only the order is asked.
+                if policy != "auto" or run.steady:
+                    break
+                known = measure(entry, captured)
+                plan = _plan(trace, known.machine, nbytes, policy) or plan
+                again = _steady(entry, trace, known, level, plan)
+                run = min(run, again, key=lambda r: abs(r.drift or 0.0))
+            yield run
 
 
-def _plans(trace: Trace, machine: Machine) -> Iterator[tuple[str, str, Plan]]:
-    """What is run: ``auto`` with plenty, half and the least of device memory, and with plenty, where all of them fit,
-    the other policies too if they give another plan."""
+def _plan(trace: Trace, machine: Machine, nbytes: int, policy: str) -> Plan | None:
     from forebay.errors import DoesNotFit
     from forebay.planners import make_plan
     from forebay.planning import problem_of
 
-    def plan_for(nbytes: int, policy: str) -> Plan:
-        return make_plan(problem_of(trace, machine, Budget(nbytes)), policy)
-
-    plenty = plan_for(PLENTY, "resident").device
     try:
-        least = plan_for(1 << 16, "auto").device
+        return make_plan(problem_of(trace, machine, Budget(nbytes)), policy)
+    except DoesNotFit:
+        return None
+
+
+def _levels(trace: Trace, machine: Machine) -> Iterator[tuple[str, int]]:
+    """The device budgets."""
+    from forebay.errors import DoesNotFit
+    from forebay.planners import make_plan
+    from forebay.planning import problem_of
+
+    plenty = make_plan(problem_of(trace, machine, Budget(PLENTY)), "resident").device
+    try:
+        least = make_plan(problem_of(trace, machine, Budget(1 << 16)), "auto").device
     except DoesNotFit as refusal:
         least = next(remedy.needed for remedy in refusal.nearest if remedy.what == "device")
-    for level, nbytes in (("plenty", PLENTY), ("half", (plenty + least) // 2), ("least", int(least * 1.02))):
-        seen = []
-        for policy in ("auto", *POLICIES) if level == "plenty" else ("auto",):
-            try:
-                plan = plan_for(nbytes, policy)
-            except DoesNotFit:
-                continue
-            what = (plan.placements, plan.streaming, plan.recompute)
-            if what not in seen:
-                seen.append(what)
-                yield level, policy, plan
+    yield "plenty", PLENTY
+    yield "half", (plenty + least) // 2
+    yield "least", int(least * 1.02)
 
 
-def _run(entry: Entry, trace: Trace, machine: Machine, level: str, policy: str, plan: Plan) -> Run:
+def _steady(entry: Entry, trace: Trace, known: Known, level: str, plan: Plan) -> Run:
+    """A run, with how far the machine had drifted before or after it."""
+    before = plain_seconds(entry)
+    run = _run(entry, trace, known.machine, level, plan)
+    return replace(run, drift=known.drift(before, plain_seconds(entry)))
+
+
+def _run(entry: Entry, trace: Trace, machine: Machine, level: str, plan: Plan) -> Run:
     """Foretells ``plan``, runs it, and puts both beside each other."""
     import torch
 
@@ -174,7 +189,7 @@ def _run(entry: Entry, trace: Trace, machine: Machine, level: str, policy: str, 
         kind=entry.kind,
         level=level,
         budget=plan.budget.device,
-        policy=policy,
+        policy=plan.planner,
         plan=plan.reasons[0] if plan.reasons else "",
         promised=plan.device,
         predicted=Figures(peaks.get(Tier.DEVICE, 0), peaks.get(Tier.HOST, 0), forecast.step_seconds),
@@ -185,4 +200,4 @@ def _run(entry: Entry, trace: Trace, machine: Machine, level: str, policy: str, 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1])
