@@ -114,10 +114,12 @@ def _runs(entry: Entry) -> Iterator[Run]:
             if plan is None or what in seen:
                 continue
             seen.append(what)
+            if policy != "auto":  # of the others only the order is asked
+                yield _run(entry, trace, known.machine, level, plan)
+                continue
             run = _steady(entry, trace, known, level, plan)
             for _ in range(ATTEMPTS - 1):
-                # Of the other policies only the order is asked.
-                if policy != "auto" or run.steady:
+                if run.steady:
                     break
                 known = measure(entry, captured)
                 plan = _plan(trace, known.machine, nbytes, policy) or plan
