@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from math import inf
 from statistics import median
 
 from benchmarks.archive import Archive
 from benchmarks.host import Code, Hardware
 
-__all__ = ["ARCHIVE", "STEADY", "Comparison", "Figures", "Run"]
+__all__ = ["ARCHIVE", "Comparison", "Figures", "Run"]
 
 SCHEMA = 1
-
-STEADY = 0.05
-"""The machine is as it was while a step of plain PyTorch takes within this share of what it took then."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,6 @@ class Run:
     drift: float | None = None
 
     @property
-    def steady(self) -> bool:
-        """Whether the run was made on the machine that was measured, as far as is known."""
-        return abs(self.drift or 0.0) <= STEADY
-
-    @property
     def device_error(self) -> float:
         """Predicted over measured device peak, less 1: above 0 is too much."""
         return self.predicted.device / self.measured.device - 1
@@ -63,9 +54,14 @@ class Run:
         return self.predicted.host / self.measured.host - 1 if self.measured.host else float(self.predicted.host > 0)
 
     @property
+    def steady_seconds(self) -> float:
+        """Seconds of a step, had the machine been as it was when it was measured."""
+        return self.measured.step_seconds / (1 + (self.drift or 0.0))
+
+    @property
     def step_error(self) -> float:
-        """The same for the step."""
-        return self.predicted.step_seconds / self.measured.step_seconds - 1
+        """The same for the step, both in steps that plain PyTorch takes at the time."""
+        return self.predicted.step_seconds / self.steady_seconds - 1
 
 
 @dataclass(frozen=True)
@@ -89,11 +85,10 @@ class Comparison:
         """The runs of ``auto``: what a user gets."""
         return tuple(run for run in self.runs if run.policy == "auto")
 
-    def step_errors(self, *, steady: bool = False) -> tuple[float, float]:
-        """Median and worst absolute error of the step's seconds over the runs of ``auto``; over those of a steady
-        machine only, if ``steady``. Infinite where there is none."""
-        errors = [abs(run.step_error) for run in self.planned() if run.steady or not steady]
-        return (median(errors), max(errors)) if errors else (inf, inf)
+    def step_errors(self) -> tuple[float, float]:
+        """Median and worst absolute error of the step's seconds over the runs of ``auto``."""
+        errors = [abs(run.step_error) for run in self.planned()]
+        return median(errors), max(errors)
 
     def pairs(self, apart: float) -> tuple[int, int]:
         """Pairs of policies for one model and budget whose measured steps differ by more than ``apart`` (a share), and
@@ -103,7 +98,7 @@ class Comparison:
             for other in self.runs[index + 1 :]:
                 if (one.model, one.level) != (other.model, other.level):
                     continue
-                ratio = one.measured.step_seconds / other.measured.step_seconds
+                ratio = one.steady_seconds / other.steady_seconds
                 if max(ratio, 1 / ratio) <= 1 + apart:
                     continue
                 total += 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from benchmarks.case import BenchmarkError
 from benchmarks.host import ROOT, CpuMeter, code, hardware, versions
 from benchmarks.prediction.record import Comparison, Figures, Run
-from benchmarks.prediction.steady import Known, measure, plain_seconds
+from benchmarks.prediction.steady import measure, plain_seconds
 from benchmarks.prediction.zoo import ZOO, Entry
 from forebay.machine import Machine
 from forebay.memory import Tier
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["compare", "main"]
 
 WARM_STEPS, STEPS = 2, 5
-ATTEMPTS = 3
-"""How often a plan of ``auto`` is foretold and run, each time from new measurements, until the machine was steady."""
-
 PLENTY = 8 << 30
 """Bytes: more than any model of the zoo takes."""
 
@@ -65,7 +62,7 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
         for run in made:
             say(
                 f"  {run.level:8} {run.policy:16} step {run.predicted.step_seconds:.3f} for "
-                f"{run.measured.step_seconds:.3f} s ({run.step_error:+.1%}), drift {run.drift or 0:+.1%}, device "
+                f"{run.measured.step_seconds:.3f} s ({run.step_error:+.1%}), plain {run.drift or 0:+.1%}, device "
                 f"{run.device_error:+.2%}, host {run.host_error:+.2%}; {run.plan}"
             )
     here = hardware(False)
@@ -106,6 +103,7 @@ def _runs(entry: Entry) -> Iterator[Run]:
 
     captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
     trace, known = captured.trace, measure(entry, captured)
+    before = known.after
     for level, nbytes in _levels(trace, known.machine):
         seen = []
         for policy in ("auto", *POLICIES) if level == "plenty" else ("auto",):
@@ -114,18 +112,10 @@ def _runs(entry: Entry) -> Iterator[Run]:
             if plan is None or what in seen:
                 continue
             seen.append(what)
-            if policy != "auto":  # of the others only the order is asked
-                yield _run(entry, trace, known.machine, level, plan)
-                continue
-            run = _steady(entry, trace, known, level, plan)
-            for _ in range(ATTEMPTS - 1):
-                if run.steady:
-                    break
-                known = measure(entry, captured)
-                plan = _plan(trace, known.machine, nbytes, policy) or plan
-                again = _steady(entry, trace, known, level, plan)
-                run = min(run, again, key=lambda r: abs(r.drift or 0.0))
-            yield run
+            run = _run(entry, trace, known.machine, level, plan)
+            after = plain_seconds(entry)
+            yield replace(run, drift=known.drift((before + after) / 2))
+            before = after
 
 
 def _plan(trace: Trace, machine: Machine, nbytes: int, policy: str) -> Plan | None:
@@ -153,13 +143,6 @@ def _levels(trace: Trace, machine: Machine) -> Iterator[tuple[str, int]]:
     yield "plenty", PLENTY
     yield "half", (plenty + least) // 2
     yield "least", int(least * 1.02)
-
-
-def _steady(entry: Entry, trace: Trace, known: Known, level: str, plan: Plan) -> Run:
-    """A run, with how far the machine had drifted before or after it."""
-    before = plain_seconds(entry)
-    run = _run(entry, trace, known.machine, level, plan)
-    return replace(run, drift=known.drift(before, plain_seconds(entry)))
 
 
 def _run(entry: Entry, trace: Trace, machine: Machine, level: str, plan: Plan) -> Run:

@@ -1,8 +1,9 @@
-"""Whether the machine is still the one that was measured.
+"""How far the machine has drifted from the one that was measured.
 
 A shared host can become half as fast from one minute to the next. A prediction made of rates that were measured before
-is then wrong for a reason that is not its own. So plain PyTorch takes steps beside: when the rates are measured, and
-before and after each run. Its steps are no part of what is predicted or run.
+is then wrong for a reason that is not its own. So plain PyTorch takes steps beside, when the rates are measured and
+before and after each run, and steps are compared in units of its own. Nothing of it is in what is predicted or
+run.
 """
 
 from __future__ import annotations
@@ -33,11 +34,9 @@ class Known:
     before: float
     after: float
 
-    def drift(self, *seconds: float) -> float:
-        """The change of the machine that is furthest from none: what plain PyTorch took at some time (``seconds``)
-        over what it took when the rates were measured, less 1."""
-        then = (self.before + self.after) / 2
-        return max((s / then - 1 for s in (self.before, self.after, *seconds)), key=abs)
+    def drift(self, seconds: float) -> float:
+        """How much slower plain PyTorch has become that takes ``seconds`` now; below 0: faster."""
+        return seconds / ((self.before + self.after) / 2) - 1
 
 
 def measure(entry: Entry, captured: Captured) -> Known:
