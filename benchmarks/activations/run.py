@@ -39,7 +39,7 @@ class Settings:
     (0 to 1) of ``torch.compile``, which costs minutes; ``batches`` rows of a step by model; ``timing`` seconds of
     op timing before plans are made; ``kept`` says that the figures are to be kept, so that no source may change."""
 
-    shares: tuple[int, ...] = (20, 30, 40, 50, 60, 70, 80, 90)
+    shares: tuple[int, ...] = (20, 35, 50, 70, 90)
     compiled: tuple[float, ...] = ()
     batches: tuple[tuple[str, int], ...] = tuple(BATCHES.items())
     rounds: int = 3
