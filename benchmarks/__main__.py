@@ -4,6 +4,7 @@ scripts/bench list
 scripts/bench run resident-cpu streamed-cpu
 scripts/bench predict
 scripts/bench activations gpt2-14m
+scripts/bench update
 scripts/bench table
 scripts/bench keep FOLDER/results.jsonl
 """
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "run": _run,
             "predict": _predict,
             "activations": _activations,
+            "update": _update,
             "table": _table,
             "keep": _keep,
         }[options.command]
@@ -58,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     activations.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes")
     activations.add_argument("--quick", action="store_true", help="small batches, one round: whether it works")
+    update = commands.add_parser("update", help="hold the host's update kernels against torch's and DeepSpeed's")
+    update.add_argument("--quick", action="store_true", help="few parameters, two rounds: whether it works")
     commands.add_parser("table", help="write the tables into benchmarks/README.md")
     keep = commands.add_parser("keep", help="take the results of scripts/gpu in")
     keep.add_argument("file", type=Path)
@@ -113,15 +117,27 @@ def _activations(options: argparse.Namespace) -> None:
         print(f"kept as {ARCHIVE.save(comparison).name}")
 
 
+def _update(options: argparse.Namespace) -> None:
+    from benchmarks.updates.record import ARCHIVE
+    from benchmarks.updates.run import ELEMENTS, QUICK, compare
+    from benchmarks.updates.table import render
+
+    elements = QUICK if options.quick else ELEMENTS
+    comparison = compare(elements, "scripts/bench update", say=lambda line: print(line, flush=True))
+    print(render([comparison]) if options.quick else f"kept as {ARCHIVE.save(comparison).name}")
+
+
 def _table(options: argparse.Namespace) -> None:
     from benchmarks.activations import table as activations
     from benchmarks.prediction import table as predictions
     from benchmarks.result import load_all
     from benchmarks.table import write
+    from benchmarks.updates import table as updates
 
     write(load_all())
     predictions.write()
     activations.write()
+    updates.write()
 
 
 def _keep(options: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ def adopt_plan(
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
     _check_blocks(plan, bound)
     _check_fingerprint(plan, batch, bound, rule)
-    sizes = arenas(bound.model, plan.placements, plan.streaming, rule.state_names)
+    sizes = arenas(bound.model, plan.placements, plan.streaming, rule.state_names, plan.speculate)
     if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
         raise ConfigError(
             f"the plan was made for another model or optimizer: it has {format_bytes(plan.device)} on the device, "
@@ -84,6 +84,9 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
                 f"the plan {does} block {name}, which is not one module: its parameters are used in several "
                 f"places, or while other blocks run; take it out of {field}"
             )
+    for name in plan.speculate:
+        if not blocks[name].gradient_nbytes:
+            raise ConfigError(f"the plan speculates on block {name}, which trains nothing; take it out of speculate")
     if len(set(plan.recompute)) < len(plan.recompute):
         twice = max(plan.recompute, key=plan.recompute.count)
         raise ConfigError(f"the plan names block {twice} twice in recompute; make the plan again")

@@ -229,8 +229,7 @@ def plan(trace: Trace, machine: Machine, budget: Budget, policy: str = "auto", c
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
     It says what it is predicted to need of every tier (bytes) and for a step (seconds). ``compress``: see ``prepare``.
-    Raises ``DoesNotFit`` when no
-    plan meets the budget, ``ConfigError`` for an unknown policy.
+    Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy or other bits.
     """
     return with_figures(trace, machine, make_plan(problem_of(trace, machine, budget, compress), policy))
 
@@ -304,6 +303,7 @@ def close(model: nn.Module) -> None:
         return
     try:
         attachment.session.synchronize()
+        attachment.session.store.come_home()
     finally:
         try:
             attachment.detach()

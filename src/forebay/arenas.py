@@ -5,7 +5,7 @@ The runtime allocates these figures and the planner predicts with them, so the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -43,7 +43,8 @@ DISK_BOUNCE = 1
 
 @dataclass(frozen=True)
 class Arenas:
-    """Bytes of every arena. ``device_*`` without activations; ``states`` includes fp32 master copies."""
+    """Bytes of every arena. ``device_*`` without activations; ``states`` includes fp32 master copies. Parameters and
+    states of blocks that speculate are there twice."""
 
     device_resident: int
     device_gradients: int
@@ -111,8 +112,9 @@ class Sizer:
         """Bytes of the optimizer state of ``block``, fp32 masters included."""
         return self._states[block].nbytes
 
-    def arenas(self, placements: Iterable[Placement], streaming: Streaming) -> Arenas:
-        """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own."""
+    def arenas(self, placements: Iterable[Placement], streaming: Streaming, speculate: Collection[str] = ()) -> Arenas:
+        """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own. ``speculate`` names
+        the blocks with two copies at home of their parameters and states (``Plan.speculate``)."""
         if streaming.update_chunk != self.update_chunk:
             raise ConfigError(f"sizes for chunks of {self.update_chunk} elements, asked for {streaming.update_chunk}")
         pairs = [(self._blocks[p.block], p) for p in placements]
@@ -122,6 +124,12 @@ class Sizer:
         def states(tier: Tier) -> list[_StateSizes]:
             return [self._states[b.name] for b, p in pairs if p.states is tier]
 
+        def state_copies(tier: Tier) -> int:
+            return sum(self._states[b.name].nbytes * copies(b) for b, p in pairs if p.states is tier)
+
+        def copies(block: Block) -> int:
+            return 2 if block.name in speculate else 1
+
         on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
         writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
         largest_gradient = max((p.nbytes for b in trained for p in b.parameters if p.trainable), default=0)
@@ -129,9 +137,9 @@ class Sizer:
             device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
             device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
             device_slots=sum(streaming.slots) + sum(b.nbytes for b, p in hosted if p.parameters is Tier.DEVICE),
-            host_parameters=sum(b.nbytes for b, p in hosted if home_tier(p) is Tier.HOST),
+            host_parameters=sum(b.nbytes * copies(b) for b, p in hosted if home_tier(p) is Tier.HOST),
             host_gradients=sum(gradient_offsets(b)[1] for b, _ in hosted),
-            host_states=sum(s.nbytes for s in states(Tier.HOST)),
+            host_states=state_copies(Tier.HOST),
             host_activations=streaming.host_activations,
             gradient_staging=min(GRADIENT_STAGING, largest_gradient),
             update_workspace=max((self._states[b.name].widened for b in trained), default=0),
@@ -139,8 +147,8 @@ class Sizer:
             host_slots=sum(streaming.host_slots) if on_disk else 0,
             activation_ring=streaming.disk_window,
             disk_bounce=DISK_BLOCK * DISK_BOUNCE if writes else 0,
-            disk_parameters=sum(home_nbytes(b) for b in on_disk),
-            disk_states=sum(s.nbytes for s in states(Tier.DISK)),
+            disk_parameters=sum(home_nbytes(b) * copies(b) for b in on_disk),
+            disk_states=state_copies(Tier.DISK),
             disk_activations=streaming.disk_activations,
         )
 
@@ -159,6 +167,12 @@ class _StateSizes:
         return cls(layout.nbytes, layout.largest_chunk, elements * STATE_ITEMSIZE)
 
 
-def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:
+def arenas(
+    model: Model,
+    placements: Iterable[Placement],
+    streaming: Streaming,
+    state_names: tuple[str, ...],
+    speculate: Collection[str] = (),
+) -> Arenas:
     """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
-    return Sizer(model, state_names, streaming.update_chunk).arenas(placements, streaming)
+    return Sizer(model, state_names, streaming.update_chunk).arenas(placements, streaming, speculate)

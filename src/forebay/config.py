@@ -20,7 +20,7 @@ Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 """Bytes, written ``24GiB`` or as a number of bytes."""
 
 Bits = Literal[0, 2, 4, 8]
-"""The fewest bits that an activation may be kept as; 0: as it is."""
+"""The bits that an activation may be kept as; 0: as it is."""
 
 
 class TrainConfig(BaseModel):

@@ -10,6 +10,7 @@ from torch import nn
 from forebay.device.base import Device, NoWatch, Watch
 from forebay.device.ledger import StorageLedger
 from forebay.errors import DoesNotFit, ModelError
+from forebay.kernels.team import Team, cores
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import StreamedOptimizer
@@ -78,7 +79,7 @@ def open_session(
     for buffer in (*store.resident_buffers, *(slot.buffer for slot in pool.slots)):
         watch.adopt(buffer.untyped_storage())
     stash = Stash(device, watch, torch.device(device.name), store.depots, plan.streaming)
-    resources = Resources(device, watch, ledgers, store, pool, stash, owns_device=owns_device)
+    resources = Resources(device, watch, ledgers, store, pool, stash, Team(cores()), owns_device=owns_device)
     session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)
     try:
         attachment = _take_over(session, model, bound, head)

@@ -252,8 +252,8 @@ def _less_than_allowed(budget: Budget, machine: Machine) -> tuple[str, ...]:
 def _source(machine: Machine, forecast: Forecast) -> tuple[str, ...]:
     rates = "measured here" if machine.source == "measured" else "from the catalogue, not measured"
     share = forecast.measured_share
-    ops = f"{100 * share:.0f} % of the op seconds are measured, the rest" if share else "op seconds"
-    return (f"{ops} come from a roofline; rates of {machine.name} are {rates}",)
+    ops = f"{100 * share:.0f} % of the op seconds are measured, the rest" if share else "seconds of ops"
+    return (f"{ops} are estimated from their arithmetic and bytes (a roofline); rates of {machine.name} are {rates}",)
 
 
 def _passing(beside: int) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ __all__ = [
     "Treatment",
 ]
 
-PLAN_SCHEMA = 4
+PLAN_SCHEMA = 5
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,10 @@ class Plan:
     of a step of one micro-batch, ``micro_batch_seconds`` what each further micro-batch of a step adds (None: not
     simulated); ``notes`` say in words where these figures come from. ``recompute`` names the blocks whose activations
     are dropped in forward and made again in backward; ``activations`` says which ops are treated otherwise than their
-    block (``Selection``). ``loss_piece`` (0: all at once) are the most bytes of logits at a time from which the loss
-    of a language model is computed. ``fingerprint`` is that of the trace that the plan was made for ("": none).
+    block (``Selection``). ``speculate`` names blocks whose update runs while backward still does: out of the current
+    copy of their parameters and states into a second one at home, which becomes the current one if the step turns out
+    to ask for just that. ``loss_piece`` (0: all at once) are the most bytes of logits at a time from which the loss of
+    a language model is computed. ``fingerprint`` is that of the trace that the plan was made for ("": none).
     ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ from plain
     PyTorch; the latter is empty for a lossless plan.
     """
@@ -209,6 +211,7 @@ class Plan:
     pinned: int = 0
     recompute: tuple[str, ...] = ()
     activations: tuple[Selection, ...] = ()
+    speculate: tuple[str, ...] = ()
     loss_piece: int = 0
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
@@ -226,6 +229,7 @@ class Plan:
 
         if self.loss_piece < 0:
             raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
+        self._check_speculate()
         chosen = [block for selection in self.activations for block in selection.blocks]
         if len(set(chosen)) != len(chosen):
             raise ConfigError(f"two selections name block {max(chosen, key=chosen.count)}; a block is in one of them")
@@ -237,6 +241,17 @@ class Plan:
             for block in selection.blocks:
                 if block not in recomputed and any(t.fate is Fate.KEEP and not t.bits for t in selection.treatments):
                     raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
+
+    def _check_speculate(self) -> None:
+        resident = {p.block: p.resident for p in self.placements}
+        for block in self.speculate:
+            if block not in resident:
+                raise ConfigError(f"speculate names block {block}, which the plan does not place; take it out")
+            if resident[block]:
+                raise ConfigError(f"block {block} is resident: its update runs on the device; take it out of speculate")
+        if len(set(self.speculate)) < len(self.speculate):
+            twice = max(self.speculate, key=self.speculate.count)
+            raise ConfigError(f"speculate names block {twice} twice; name it once")
 
     def treatments(self, block: str) -> tuple[Treatment, ...]:
         """What is treated otherwise than ``block`` as a whole."""

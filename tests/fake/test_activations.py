@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from forebay.device.fake import FakeBuffer, FakeDevice
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.scheduling.activations import OffloadWindow, Ranges, Reloads, host_nbytes
+from forebay.scheduling.activations import Ranges, Reloads, host_nbytes
+from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -119,7 +120,7 @@ def test_everything_comes_back_once_and_the_window_holds(sizes: list[int], windo
 def test_offloads_are_held_by_the_window_and_done_when_backward_begins() -> None:
     """At 1 byte a second: the third waits for the first, and emptying the window waits for the last."""
     device = FakeDevice(None, {Lane.D2H: 1.0})
-    window = OffloadWindow(device, 20)
+    window = TransferWindow(device, 20)
     for _ in range(3):
         window.admit(10)
         window.sent(device.copy(Lane.D2H, FakeBuffer(10), FakeBuffer(10)), 10)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from forebay.machine import Curve, Disk, Link, Machine
-from forebay.planners import Problem
+from forebay.planners import Bench, Problem
+from forebay.planners.activations.chain import EXTRA, Chain, Shares
+from forebay.planners.activations.choosing import early, rounded, spread
+from forebay.planners.parts import Draft
+from forebay.planners.shapes import Filling, filled, options
 from forebay.plans import Budget, DiskBudget
 from forebay.trace import Block, Footprint, Trace
 from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace
 
-__all__ = ["ENOUGH", "asked", "chain", "machine"]
+__all__ = ["ENOUGH", "asked", "chain", "machine", "whole", "whole_drafts"]
 
 ENOUGH = 1 << 50
 
@@ -79,3 +87,30 @@ def asked(
         trace=trace,
         machine=on,
     )
+
+
+def whole(programme: Chain, device: int, slots: int, *, gap: float = 0.0) -> Shares | None:
+    """The best numbers of whole blocks (to within a share of ``gap``) with ``device`` bytes of the device and ``slots``
+    bytes of them in shared slots, by branch and bound; None if nothing fits."""
+    p = programme.programme(device, slots)
+    kinds = np.r_[np.ones(len(p.target) - EXTRA), np.zeros(EXTRA)]
+    rows = [LinearConstraint(p.upper, ub=p.most), LinearConstraint(p.equal, p.counts, p.counts)]
+    bounds = Bounds(np.zeros(len(p.target)), p.highest)
+    found = milp(p.target, integrality=kinds, bounds=bounds, constraints=rows, options={"mip_rel_gap": gap})
+    return None if found.x is None else programme.read(np.asarray(found.x))
+
+
+def whole_drafts(bench: Bench) -> Iterator[Draft]:
+    """Drafts that fit, each from the best numbers of whole blocks for the most room with which it does, through any
+    number of slots, and with blocks that stay in what room is left."""
+    limit = bench.problem.budget.device
+    for slots, order in product(options(bench), (early, spread)):
+        room = limit
+        while bench.chain is not None and (found := whole(bench.chain, room, sum(slots))) is not None:
+            draft = rounded(bench, bench.chain, found, slots, order)
+            over = bench.device(draft) - limit
+            if over <= 0:
+                yield draft
+                yield filled(bench, draft, Filling())
+                break
+            room -= over

@@ -17,7 +17,7 @@ from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.parts import Draft
 from forebay.plans import Budget, DiskBudget
 from forebay.trace import Footprint
-from tests.null.planning import ENOUGH, asked, chain, machine
+from tests.null.planning import ENOUGH, asked, chain, machine, whole
 from tests.null.strategies import Case, cases
 
 MACHINES = {
@@ -73,8 +73,8 @@ def test_whole_blocks_are_within_one_percent_of_the_best_of_all(on: str, part: f
             spared = per_byte * min(slot, streams)
             forward = max(base.forward, fetches, out, update)
             best = min(best, forward + max(base.backward + again, back - spared, gradients))
-    found = made.whole(room, slot)
-    exact = made.whole(room, slot, nodes=10**6, gap=0.0)
+    found = whole(made, room, slot, gap=1e-3)
+    exact = whole(made, room, slot)
     assert found is not None and exact is not None and best < inf
     assert exact.seconds == pytest.approx(best, rel=0.01)  # it has an eye on the other lanes too, but not much
     assert found.seconds <= 1.01 * best
@@ -92,7 +92,7 @@ def test_more_room_lowers_the_bound() -> None:
 
 def test_nothing_fits() -> None:
     made = programme(asked(chain(2), machine(), device=1))
-    assert made.bound() == inf and made.shares(1, 0) is None and made.whole(1, 0) is None
+    assert made.bound() == inf and made.shares(1, 0) is None and whole(made, 1, 0) is None
 
 
 def limited(case: Case) -> Problem:

@@ -171,6 +171,55 @@ def test_a_gradient_is_there_until_its_landing_is_certain() -> None:
     assert caught.value.action == waits
 
 
+def test_a_gradient_is_there_until_the_action_that_makes_it_is_over() -> None:
+    """Backward in one action: at its last op both gradients of the block are there, 4096 bytes each, with the gradient
+    of what it saved and that itself, 2048 each. In the slot are both parameters; the input has 256 bytes."""
+    trace = chain_trace([block("a", *[((32, 32), "float32", True)] * 2)], [Layer("a", (2048,), 0, 1024)])
+    plan = roomy(trace, slots=1)
+    program = by_hand(trace, plan)
+    fetch, forward, backward, first, update = program.actions
+    second = replace(first, what="gradient a.1", parameter="a.1")
+    moves = replace(fetch, nbytes=2 * 4096), forward, backward, first, second
+    program = replace(program, actions=(*moves, replace(update, after=(3, 4))))
+    check(trace, MACHINE, plan, program)
+    most = 2 * 4096 + 256 + 2 * 4096 + 2 * 2048
+    short = replace(plan, device=most - 1, budget=replace(plan.budget, device=most - 1))
+    with pytest.raises(DoesNotFit, match="wgrad of block a") as caught:
+        check(trace, MACHINE, short, program)
+    assert caught.value.needed == most
+
+
+def test_outputs_of_the_pass_before_are_there_until_forward_is_over() -> None:
+    """Of two passes the second has them beside it, where forward takes the most: 640 bytes more; backward has none."""
+    for temporary, more in ((1 << 16, 640), (0, 0)):
+        layers = [Layer(b.name, (2048,), temporary, 1024) for b in BLOCKS]
+        found = []
+        for held in (0, 640):
+            trace = chain_trace(BLOCKS, layers, held_nbytes=held)
+            plan = plan_for(trace, tuple(Placement(b.name, *RESIDENT) for b in BLOCKS), Streaming(), roomy=True)
+            stands = device_standing(trace, plan, gradients=True)
+            small = replace(plan, device=stands, budget=Budget(stands))
+            with pytest.raises(DoesNotFit, match="are tensors of the step") as caught:
+                check(trace, MACHINE, small, micro_batches=2)
+            found.append(caught.value.needed)
+        assert found[1] - found[0] == more
+
+
+def test_a_program_has_the_passes_and_steps_that_it_says() -> None:
+    plan = roomy(CHAIN)
+    program = plain_program(CHAIN, plan, 2, 1)
+    check(CHAIN, MACHINE, plan, program)
+    actions = list(program.actions)
+    last = max(i for i, a in enumerate(actions) if a.verb is Verb.COMPUTE and a.ops[0] == 0)
+    wrong = [replace(a, step=0) if i == last else a for i, a in enumerate(actions)]
+    with pytest.raises(PlanInvalid, match="it says step 0 in pass 1 of the program") as caught:
+        check(CHAIN, MACHINE, plan, replace(program, actions=tuple(wrong)))
+    assert caught.value.action == last
+    with pytest.raises(PlanInvalid, match="it computes after the last pass of the last step") as caught:
+        check(CHAIN, MACHINE, plan, replace(program, actions=(*actions, replace(actions[last], after=()))))
+    assert caught.value.action == len(actions)
+
+
 def test_recomputation_spares_what_only_the_block_saves() -> None:
     """Two blocks that save 64 KiB each: at the loss, one of them recomputed, 64 KiB less are there."""
     kib64 = 64 * 1024
@@ -206,6 +255,13 @@ def test_host_bytes_have_a_closed_form() -> None:
     assert (caught.value.tier, caught.value.needed, caught.value.allowed) == ("host", host, host - 1)
     with pytest.raises(PlanInvalid, match=f"host peak of {host - 1} bytes"):
         check(CHAIN, MACHINE, replace(plan, host=host - 1))
+
+
+def test_updates_ahead_of_their_step_are_refused() -> None:
+    """Whether they read what they should is not proven: nothing is promised then."""
+    with pytest.raises(PlanInvalid, match="block b1 is updated ahead of its step, which has no proof yet") as caught:
+        check(CHAIN, MACHINE, replace(roomy(CHAIN), speculate=("b1",)))
+    assert caught.value.subject == "b1"
 
 
 def test_disk_bytes_have_a_closed_form() -> None:

@@ -50,7 +50,7 @@ def most(trace: Trace, plan: Plan, program: Program | None = None) -> int:
     """The bytes that the checker finds at the peak, beside what stands."""
     stands = device_standing(trace, plan, gradients=True)
     small = replace(plan, device=stands, budget=replace(plan.budget, device=stands))
-    with pytest.raises(DoesNotFit) as caught:
+    with pytest.raises(DoesNotFit, match="are tensors of the step") as caught:
         check(trace, MACHINE, small, program or treated_program(trace, plan, 1))
     assert caught.value.tier == "device"
     return caught.value.needed - device_standing(trace, plan)
@@ -95,6 +95,17 @@ def test_what_leaves_counts_until_it_is_on_the_host() -> None:
     waits = most(trace, plan, program)
     assert waits == 4 * KIB64 + 1024 + 2 * 512  # mix, saved and both outputs of the layers
     assert most(trace, plan, rewired(program, Verb.OFFLOAD, reader=True, without=Verb.OFFLOAD)) == waits + KIB64
+
+
+def test_codes_that_leave_count_until_they_are_on_the_host() -> None:
+    """The same for codes of 8 bits, and two numbers for each 256 of them. Encoding takes less than forward of b."""
+    trace = chain(Layer("a", (KIB64,), 0, 512), Layer("b", (1024,), 16 * KIB64, 512))
+    plan = plan_with(trace, Selection(("a",), (Treatment("linear", 0, Fate.OFFLOAD, 8),)))
+    program = treated_program(trace, plan, 1)
+    waits = most(trace, plan, program)
+    assert waits == 16 * KIB64 + 1024 + 2 * 512
+    codes = KIB64 // 4 + 2 * 4 * (KIB64 // 4 // 256)
+    assert most(trace, plan, rewired(program, Verb.OFFLOAD, reader=True, without=Verb.OFFLOAD)) == waits + codes
 
 
 def test_what_is_kept_of_a_recomputation_stays() -> None:

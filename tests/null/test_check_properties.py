@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forebay.checking import check
 from forebay.errors import DeviceOutOfMemory, DoesNotFit, PlanInvalid
-from forebay.lowering import lower
+from forebay.lowering import device_bound, lower
 from forebay.memory import Tier
 from forebay.plans import Fate, Placement, Selection, Streaming, Treatment
 from forebay.program import Program
@@ -81,8 +81,11 @@ def test_plain_programs_are_accepted(case: Case, steps: int, micro_batches: int)
 
 @given(case=cases(activations=True), micro_batches=st.integers(1, 3))
 def test_what_is_lowered_is_accepted_within_the_peaks_of_its_plan(case: Case, micro_batches: int) -> None:
+    """With no byte more on the device than Liveness promises: planners give that for the peak, and the budget."""
     program = lowered(case, micro_batches)
-    check(case.trace, case.machine, case.plan, program)
+    most = device_bound(case.trace, case.plan)
+    plan = replace(case.plan, device=most, budget=replace(case.plan.budget, device=most))
+    check(case.trace, case.machine, plan, program)
 
 
 @given(case=cases(activations=True))

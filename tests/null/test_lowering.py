@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.checking import check
 from forebay.errors import ConfigError, DeviceOutOfMemory
 from forebay.lowering import device_bound, lower
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan
 from forebay.program import Action, Change, Program, Verb
-from forebay.simulation import play
+from forebay.simulation import play, simulate
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.simulating import MACHINE
-from tests.null.strategies import RESIDENT, Case, cases, plan_for, roomy
+from tests.null.strategies import RESIDENT, Case, cases, plan_for, roomy, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import chain_trace
 
@@ -234,3 +235,14 @@ def test_actions_wait_for_earlier_ones_on_other_lanes(case: Case, micro_batches:
         assert action.peak >= 0
     ops = sum(a.ops[1] - a.ops[0] for a in program.actions if a.verb is Verb.COMPUTE and not a.recomputed)
     assert ops == program.steps * micro_batches * sum(1 for _ in case.trace.ops())
+
+
+def test_states_on_disk_are_read_while_others_are_written() -> None:
+    # 16 chunks of one block, reads and writes as fast as each other, an update that takes no time: from the first write
+    # of a step to the last one the disk writes all the time, and what comes next has been read meanwhile.
+    trace = chain_trace([block("0", ((16 * 1024,), "float32", True))])
+    plan = planned(trace, (Tier.HOST, Tier.HOST, Tier.DISK), update_chunk=1024)
+    machine = replace(roomy_machine(), update_rate=1e15, host_bandwidth=1e15)
+    check(trace, machine, plan)
+    writes = [e for e in simulate(trace, machine, plan).events if e.lane is Lane.DISK_WRITE][-16:]
+    assert writes[-1].end - writes[0].start == pytest.approx(sum(e.end - e.start for e in writes))

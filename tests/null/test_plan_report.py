@@ -175,3 +175,18 @@ def test_a_record_that_contradicts_itself() -> None:
         replace(STEP, low=3.0)
     with pytest.raises(ConfigError, match="one that does not has none"):
         replace(REPORT, step=None)
+
+
+def test_what_computes_moves_nothing_and_a_lane_that_is_half_idle_is_not_all() -> None:
+    """Bytes that ops touch on the device are no traffic; and a lane that binds may still be idle most of the time."""
+    touched = {Lane.COMPUTE: 6 * GiB, Lane.DISK_WRITE: 400 * 10**6}
+    shown = show(replace(REPORT, step=replace(STEP, moved=touched, busy={Lane.COMPUTE: 0.5, Lane.DISK_WRITE: 0.8})))
+    assert row(shown, "compute") == "compute 500 ms 25 % 400 ms - -"
+    assert row(shown, "binding") == "binding disk_write (40 % busy); no lane is full, they take turns"
+
+
+def test_words_of_the_tables_are_explained() -> None:
+    assert "update: on the host; at least: at full rate" in show(REPORT)
+    assert "page-locked" not in show(REPORT)
+    pinned = TierUsage(Tier.PINNED, None, 0, MiB, {Kind.GRADIENT: MiB})
+    assert "pinned: the page-locked part of host" in show(replace(REPORT, tiers=(*REPORT.tiers[:2], pinned)))

@@ -121,7 +121,7 @@ def test_the_leanest_levels_are_drafted_where_they_fit() -> None:
     assert [(one.recompute, one.moved > 0) for one in levels] == [(bench.recomputable, False), ((), True)]
     assert [draft.level for draft in drafted(bench, levels)] == levels
     small, _ = opened(1)
-    assert drafted(small, levels) == []
+    assert list(drafted(small, levels)) == []
 
 
 def test_the_bound_is_below_and_near_the_step() -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from forebay.errors import DoesNotFit
 from forebay.planners import Bench, Problem, make_plan
-from forebay.planners.activations.choosing import exact
 from forebay.planners.homes import at_home
 from forebay.planners.search import TIE
-from forebay.plans import Plan
-from tests.null.planning import asked, chain, machine
+from forebay.plans import DiskBudget, Plan
+from forebay.units import MiB
+from tests.null.planning import asked, chain, machine, whole_drafts
 from tests.null.test_planner_properties import problems
 
 
@@ -40,6 +40,27 @@ def test_more_device_memory_is_not_slower(problem: Problem, first: int, second: 
         assert more is not None and more <= less * (1 + TIE)
 
 
+@settings(max_examples=12)
+@given(problems(), st.integers(0, 32), st.integers(0, 32), st.sampled_from(["host", "disk"]))
+def test_more_host_memory_or_disk_is_not_slower(problem: Problem, first: int, second: int, tier: str) -> None:
+    """From nothing to what all parameters, gradients and states take, and the buffers on the way to disk."""
+    low, high = (with_room(problem, tier, part) for part in sorted((first, second)))
+    less, more = seconds(low), seconds(high)
+    if less is not None:
+        assert more is not None and more <= less * (1 + TIE)
+
+
+def with_room(problem: Problem, tier: str, part: int) -> Problem:
+    """``problem`` with so many parts in 32 of its parameters, gradients and states on the host or on disk; what the
+    other one has stays."""
+    whole = sum(b.nbytes + b.gradient_nbytes + 4 * 3 * b.trainable_numel for b in problem.model.blocks)
+    room = part * whole // 32 + 1
+    if tier == "disk" and problem.disk_limit:
+        return replace(problem, disk_limit=room, budget=replace(problem.budget, disk=DiskBudget("folder", room)))
+    room += 5 * MiB if problem.disk_limit else 0
+    return replace(problem, host_limit=room, budget=replace(problem.budget, host=room))
+
+
 MACHINES = {
     "link-bound": machine(compute=1e11),
     "compute-bound": machine(compute=2e7),
@@ -60,5 +81,5 @@ def test_auto_is_within_one_percent_of_the_whole_programme(on: str, blocks: int)
         problem = asked(trace, MACHINES[on], device=round(part * standing))
         bench = Bench(problem)
         plan = make_plan(problem, "auto", bench)
-        best = min(bench.exact(at_home(bench, draft)).step_seconds for draft in exact(bench))
+        best = min(bench.exact(at_home(bench, draft)).step_seconds for draft in whole_drafts(bench))
         assert plan.step_seconds is not None and plan.step_seconds <= 1.01 * best

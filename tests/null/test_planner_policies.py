@@ -13,7 +13,7 @@ from forebay.lowering.liveness import device_bound
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import PLANNERS, alternatives, make_plan
-from forebay.planners.bench import SIMULATIONS, Bench
+from forebay.planners.bench import SIMULATIONS, SIMULATIONS_LEAST, Bench
 from forebay.planners.parts import KEPT, recomputable
 from forebay.planners.search import Search
 from forebay.planners.shapes import least_device, levels
@@ -165,7 +165,19 @@ def test_a_search_ends_after_so_many_simulations(blocks: int) -> None:
     need = make_plan(asked(trace, machine(), device=ENOUGH), "stream").device
     bench = Bench(asked(trace, machine(), device=need))
     Search(bench, levels(bench)).run()
-    assert 1 < bench.simulated <= bench.simulations <= SIMULATIONS
+    assert 1 < bench.simulated <= SIMULATIONS
+
+
+@pytest.mark.parametrize("most", [1, 4000])
+def test_a_search_ends_after_so_many_actions(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not before it has simulated a few drafts; the last one may go over."""
+    monkeypatch.setattr("forebay.planners.bench.ACTIONS", most)
+    trace = chain(40)
+    need = make_plan(asked(trace, machine(), device=ENOUGH), "stream").device
+    bench = Bench(asked(trace, machine(), device=need))
+    Search(bench, levels(bench)).run()
+    each = bench.actions / bench.simulated
+    assert SIMULATIONS_LEAST <= bench.simulated <= max(SIMULATIONS_LEAST, 1 + most / each * 2)
 
 
 @pytest.mark.parametrize(

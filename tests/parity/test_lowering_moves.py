@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import forebay
+from forebay.checking import check
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
 from forebay.plans import Fate, Plan
@@ -169,3 +171,44 @@ def test_the_promise_is_near(name: str, kind: str) -> None:
     plan = planned(name, kind, False, SMALL)
     timeline, _ = ran(subject(name, kind), plan)
     assert peak(timeline) <= device_bound(traced(name, kind), plan) <= 1.03 * peak(timeline)
+
+
+class Tail(nn.Module):
+    """A product, and after the last tensor that it saves a row of large ones that nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.linear(x).repeat(1, 8)
+        return (-(wide + 1) - 2).view(-1, 8, 64).sum(1)
+
+
+class Tails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Tail() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+def test_what_is_named_after_the_last_save_is_there_until_forward_is_over() -> None:
+    """Its block's forward does not know yet that no more will be saved. Four results of 64 KiB each, beside what the
+    block makes of them (8 KiB), in the place of three at a time."""
+    case = Case(Tails, lambda step: {"x": torch.randn(32, 64, generator=torch.Generator().manual_seed(step))})
+    trace = forebay.profile(case.model(torch.float32), case.inputs(0, torch.float32))
+    plan = plan_of(trace.model, recomputable(trace.model), resident=True)
+    late = [one for one in eligible(trace) if not one.again and max(one.nbytes) == 65_536]
+    assert len(late) == 2 * 4
+    peaks = []
+    for named in ([], late):
+        chosen = treated(plan, dict.fromkeys(named, Fate.KEEP))
+        timeline, _ = ran(case, chosen)
+        peaks.append(peak(timeline))
+        assert peak(play(lower(trace, chosen), trace, roomy_machine("cpu"))) == peaks[-1] <= device_bound(trace, chosen)
+        check(trace, roomy_machine("cpu"), replace(chosen, device=device_bound(trace, chosen)))
+    assert peaks[1] - peaks[0] == 65_536 + 8_192

@@ -17,12 +17,12 @@ from forebay.arenas import arenas, home_nbytes
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
-from forebay.profiler.replay import footprint_of
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Block, Footprint, Model
 from tests.parity.compare import assert_same_training
 from tests.parity.models import CASES, Case, WithLoss, images
 from tests.parity.offloading import trace_of
+from tests.parity.replay import footprint_of
 
 STATES = ("exp_avg", "exp_avg_sq")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])

@@ -201,8 +201,10 @@ class _Claims:
 
     def _leave(self, index: int) -> None:
         """What is away for certain when action ``index`` starts."""
-        self._steady -= sum(nbytes for done, nbytes in self._leaving if self._order.before(done, index))
-        self._leaving = [one for one in self._leaving if not self._order.before(one[0], index)]
+        there = [one for one in self._leaving if not self._order.before(one[0], index)]
+        if len(there) < len(self._leaving):
+            self._steady -= sum(nbytes for _, nbytes in self._leaving) - sum(nbytes for _, nbytes in there)
+            self._leaving = there
 
     def _arrive(self, *actions: int) -> None:
         """What is back for certain when each of ``actions`` starts."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from forebay.checking.live import Gone, Live, Missing
 from forebay.checking.order import Order
+from forebay.checking.reruns import Reruns
 from forebay.checking.step import Step
 from forebay.checking.transfers import Transfers
 from forebay.checking.transit import computes_around
@@ -102,21 +103,14 @@ class _Walker:
         self.around = computes_around(program)
         self.named = live.treated.named
         self.transfers = Transfers(step, live, program, order)
+        self.reruns = Reruns(step, live, program)
         self.passes = Passes(offloads=self.transfers.offloads, reloads=self.transfers.reloads)
         self.wanted = wanted
         self.largest: int | None = None
         self.next_op = 0
         self.number = 0
         self.dropping = 0  # bytes that went with the last op
-        # Of every visit that has run again in this pass, the op that comes next in it; the latest of them.
-        self.again: dict[int, int] = {}
-        self.rerun = -1
         self.last_forward = max((n for n in range(len(step.ops)) if step.phase(n) is Phase.FORWARD), default=-1)
-        # Of every backward visit the forward visits that do not run again for it because all of their ops are named.
-        self.spared: dict[int, list[int]] = {}
-        for forward, partners in live.partners.items():
-            if step.remade(forward) and self.named.issuperset(step.remade(forward)):
-                self.spared.setdefault(min(partners, default=-1), []).append(forward)
 
     def act(self, index: int, action: Action) -> None:
         if action.verb is Verb.COMPUTE:
@@ -151,7 +145,7 @@ class _Walker:
         if not action.recomputed:
             self.next_op = stop
         if self.next_op == len(self.step.ops):
-            self._expect_all_rerun(index)
+            self.reruns.expect_all(index, self.number)
             self.passes.last.append(index)
             self.number += 1
             self.next_op = 0
@@ -170,7 +164,7 @@ class _Walker:
         """Codes are made of a root, or read."""
         held, root = self._held(again=False), action.tensor
         before = self._arrive(held, index)
-        self._give(self._passed_over(action.ops[0]))
+        self.reruns.pass_over(self.reruns.before(action.ops[0], self.next_op))
         self.transfers.act(index, action)
         codes, live = self.live.treated.ways[root].codes, self.live
         workspace = 0 if codes is None else codes.workspace
@@ -179,7 +173,7 @@ class _Walker:
             live.encode(root)
             op = self.step.birth[root]
             # What the op has read is there until it returns, and it has not yet.
-            workspace += self.dropping if op == self.next_op - 1 else 0
+            workspace += self.dropping if live.is_returning(op) else 0
             made = live.nbytes + live.kept + workspace
             if live.treated.ways[root].leaves:
                 live.give_away(root)
@@ -192,55 +186,25 @@ class _Walker:
             self.largest = live.largest()
 
     def _foresee(self, index: int, action: Action) -> None:
-        """A reload that is issued before op ``action.ops`` of what runs again: ops before that which do not were given
-        what they have made, and what they drop is gone. That counts as far as it is certain when the reload starts, and
-        when compute goes on; the compute that comes next finds out whether the rest is there."""
+        """A reload that says before which op it is issued: named ops before that were passed over (``reruns``), and
+        what they drop is gone, though no compute has gone on since.
+
+        Why this promises nothing that may not be so. The bytes are gone when the reload starts: the host has let go of
+        them before it issued the reload, the compute that may have read them is over (``order`` says so, or nothing is
+        counted here), and so are the reloads that brought them. The compute that comes next may start before the reload
+        does: what is counted as back is what is back for certain by either, and all else is on its way at both
+        (``transit.Coming.at``). Until the reload starts there is all that was before; that is ``before``. What is not
+        back in time stays uncounted and not passed over, for the compute that comes next to find missing.
+        """
         latest, then = self.around[index]
-        passing = self._passed_over(action.ops[0])
+        passing = self.reruns.before(action.ops[0], self.next_op)
         if passing and latest >= 0 and then >= 0 and self.order.before(latest, index):
             before = self._arrive(0, index, then)
-            self._give(passing)
+            self.reruns.pass_over(passing)
             live = self.live.nbytes + self.live.kept
             self.passes.moments.append(Moment(index, live, action.ops[0], before, then))
             if index == self.wanted[0]:
                 self.largest = self.live.largest()
-
-    def _passed_over(self, op: int) -> list[int]:
-        """The named ops that come, in what runs again, between what was run last and ``op``, which runs next."""
-        step = self.step
-        if not self.last_forward < self.next_op < len(step.ops) or not 0 < op < len(step.ops):
-            return []
-        visit, backward, passing = step.ops[op].visit, step.ops[self.next_op].visit, list[int]()
-        if self.rerun not in (-1, visit):
-            passing += self._to_come(self.rerun)
-        if backward in self.live.partners.get(visit, frozenset()):
-            passing += (n for n in self._to_come(visit) if n < op)
-        elif op != self.next_op:
-            return []
-        elif op == step.trace.visits[visit].first_op:
-            passing += (n for forward in self.spared.get(visit, ()) for n in self._to_come(forward))
-        return passing if self.named.issuperset(passing) else []
-
-    def _to_come(self, visit: int) -> range:
-        """The ops of a visit that runs again which come next in it."""
-        remade = self.step.remade(visit)
-        return range(self.again.get(visit, remade.start), remade.stop)
-
-    def _give(self, passing: Sequence[int]) -> None:
-        """Named ops are given what they have made, up to the first for which that is not there."""
-        try:
-            for op in passing:
-                self._pass_over(op)
-        except Missing:
-            return  # for the compute that comes next to find out
-
-    def _pass_over(self, op: int) -> None:
-        """A named op is given what it has made. Raises ``Missing`` where that is not there."""
-        visit = self.step.ops[op].visit
-        if visit not in self.again:
-            self.live.expect_inputs(visit)
-        self.live.pass_over(op)
-        self.again[visit], self.rerun = op + 1, visit
 
     def end(self) -> None:
         expected = self.program.steps * self.program.micro_batches
@@ -250,7 +214,7 @@ class _Walker:
 
     def _unfinished(self, index: int) -> Exception:
         op, passes = self.next_op, self.program.steps * self.program.micro_batches
-        text = f"op {op} ({self._op(op)}) is not run in pass {self.number} of {passes}"
+        text = f"op {op} ({self.step.op_name(op)}) is not run in pass {self.number} of {passes}"
         return fault(self.program, index, self.step.ops[op].name, text)
 
     def _begin_pass(self, index: int) -> None:
@@ -260,8 +224,7 @@ class _Walker:
             self.transfers.begin(self.number)
             self.passes.first.append(index)
             self.live.begin(first_of_step=self.number % self.program.micro_batches == 0)
-            self.again.clear()
-            self.rerun = -1
+            self.reruns.begin()
 
     def _held(self, *, again: bool) -> int:
         """Bytes of the outputs of the pass before that are there before an op runs."""
@@ -269,65 +232,19 @@ class _Walker:
         return self.step.trace.held_nbytes if self.number and forward else 0
 
     def _out_of_order(self, index: int, start: int) -> Exception:
-        expected = self.next_op
+        expected, name = self.next_op, self.step.op_name
         if start > expected:
-            text = f"op {expected} ({self._op(expected)}) is left out: the action begins with op {start}"
+            text = f"op {expected} ({name(expected)}) is left out: the action begins with op {start}"
         else:
-            text = f"op {start} ({self._op(start)}) is run again; the next one is op {expected} ({self._op(expected)})"
+            text = f"op {start} ({name(start)}) is run again; the next one is op {expected} ({name(expected)})"
         at_fault = expected if start > expected else start
         return fault(self.program, index, self.step.ops[at_fault].name, text)
 
-    def _expect_rerun(self, index: int, op: int) -> None:
-        """Recomputation belongs to the backward visit that begins next or is under way, and is that of a whole visit
-        up to its last saved tensor, but for named ops: torch ends it there, and no earlier."""
-        backward = self.step.ops[self.next_op].visit if self.next_op < len(self.step.ops) else -1
-        visit = self.step.ops[op].visit
-        if visit != self.rerun:
-            self._end_rerun(index)
-        remade = self.step.remade(visit)
-        expected = self.again.get(visit, remade.start)
-        left_out = next((n for n in range(expected, op) if n not in self.named), None)
-        if backward not in self.live.partners.get(visit, frozenset()):
-            text = f"op {op} ({self._op(op)}) is run again before op {self.next_op}, which is not its backward"
-        elif op < expected:
-            text = f"op {op} ({self._op(op)}) is recomputed twice in one pass"
-        elif op in self.named:
-            text = f"op {op} ({self._op(op)}) is run again, and the plan keeps or moves what it has made"
-        elif op not in remade:
-            text = f"op {op} ({self._op(op)}) is run again, and the last tensor of its block is saved before it"
-        elif left_out is not None:
-            text = f"op {left_out} ({self._op(left_out)}) is left out of what is run again before op {self.next_op}"
-        else:
-            for number in range(expected, op):
-                self._pass_over(number)
-            if visit not in self.again:
-                self.live.expect_inputs(visit)
-            self.again[visit], self.rerun = op + 1, visit
-            return
-        raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
-
-    def _expect_all_rerun(self, index: int) -> None:
-        """A pass is over: every recomputed visit that backward asks for something has been run again."""
-        for visit in self.live.partners:
-            op = next((n for n in self.step.remade(visit) if n not in self.named), None)
-            if op is not None and visit not in self.again:
-                text = (
-                    f"op {op} ({self._op(op)}) is not run again in pass {self.number}, and backward needs what it saves"
-                )
-                raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
-
     def _end_rerun(self, index: int) -> None:
-        """What was run again has to have come to the last saved tensor of its visit."""
-        if self.rerun >= 0:
-            for op in self._to_come(self.rerun):
-                if op not in self.named:
-                    text = f"op {op} ({self._op(op)}) is not run again, and a tensor of its block is saved after it"
-                    raise fault(self.program, index, self.step.block(op) or self.step.ops[op].name, text)
-                try:
-                    self._pass_over(op)
-                except Missing as missing:
-                    raise self._missing(index, missing) from None
-        self.rerun = -1
+        try:
+            self.reruns.end(index)
+        except Missing as missing:
+            raise self._missing(index, missing) from None
 
     def _ops(self, index: int, start: int, stop: int, again: bool, before: int) -> None:
         most, op = self.live.nbytes, start
@@ -345,9 +262,9 @@ class _Walker:
             left += leaves
             self.dropping = live - self.live.nbytes - self.live.kept - leaves
             if number == self.last_forward and not again:
+                self.live.forward_is_over()
                 # A loss outside of the model, made of what forward leaves.
                 most = max(most, self.live.nbytes + left + self.step.trace.unseen_nbytes)
-                self.live.forward_is_over()
         self.passes.moments.append(Moment(index, most, op, before))
 
     def _start(self, index: int, number: int, again: bool) -> int:
@@ -355,12 +272,9 @@ class _Walker:
         visit = self.step.ops[number].visit
         try:
             if again:
-                self._expect_rerun(index, number)
+                self.reruns.run(index, number, self.next_op)
             elif number == self.step.trace.visits[visit].first_op:
-                for forward in self.spared.get(visit, ()):
-                    for spared in self._to_come(forward):
-                        self._pass_over(spared)
-                self.rerun = -1
+                self.reruns.pass_over_spared(visit)
             nbytes = self.live.start(number, again=again)
         except Missing as missing:
             raise self._missing(index, missing) from None
@@ -391,9 +305,7 @@ class _Walker:
         elif block in self.live.recomputed:
             subject, why = block, f"; block {block} has to be recomputed before"
         asks = "is given" if missing.op in self.named else "reads"
-        text = f"op {missing.op} ({self._op(missing.op)}) {asks} {step.name(root)}, which is not in memory{why}"
+        text = (
+            f"op {missing.op} ({self.step.op_name(missing.op)}) {asks} {step.name(root)}, which is not in memory{why}"
+        )
         return fault(self.program, index, subject, text)
-
-    def _op(self, number: int) -> str:
-        block = self.step.block(number)
-        return f"{self.step.ops[number].name} of block {block}" if block else self.step.ops[number].name

@@ -41,6 +41,11 @@ def check_names(trace: Trace, plan: Plan) -> None:
         raise _invalid((unknown or missing)[0], f"this plan was made for another model: {what}; make the plan again")
     if twice:
         raise _invalid(twice[0], f"the plan places block {listed(twice)} more than once; keep one placement")
+    if plan.speculate:
+        ahead = listed(plan.speculate)
+        raise _invalid(
+            plan.speculate[0], f"block {ahead} is updated ahead of its step, which has no proof yet; take it out"
+        )
     for name in plan.recompute:
         if name not in blocks:
             raise _invalid(

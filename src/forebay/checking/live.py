@@ -86,6 +86,7 @@ class Live:
         self._back: set[int] = set()
         self._codes: dict[int, int] = {}
         self._forward_goes_on = True
+        self._latest = -1  # the op that ran last
         self._rerun_holds: dict[int, int] = {}
         self._held_by: dict[int, tuple[int, ...]] = {}
         # The visit that runs again, the bytes of buffers copied for it, what it was given in the place of named ops.
@@ -103,6 +104,7 @@ class Live:
         for holders in (self._rerun_holds, self._held_by, self._given):
             holders.clear()
         self._forward_goes_on = True
+        self._latest = -1
         self._running_again, self._copied = -1, 0
 
     def start(self, number: int, *, again: bool = False) -> int:
@@ -111,6 +113,7 @@ class Live:
         Raises ``Missing`` if it reads what is not there.
         """
         step, op = self._step, self._step.ops[number]
+        self._latest = number
         self._turn(op.visit if again else -1)
         if not again and number == step.trace.visits[op.visit].first_op and op.visit in self.partners:
             self._hold_inputs(op.visit)
@@ -175,8 +178,14 @@ class Live:
             self.nbytes -= self._codes.pop(root)
 
     def holds_first(self, root: int) -> bool:
-        """Whether Python still holds ``root`` as it was made."""
-        return root in self._first
+        """Whether ``root`` is there as it was made: Python holds it, or the op that makes it was the last to run and
+        has not returned, so that nobody else had it yet (what a dropout saves for itself alone)."""
+        return root in self._first or self.is_returning(self._step.birth[root])
+
+    def is_returning(self, number: int) -> bool:
+        """Whether op ``number`` was the last to run: what goes with it is there until it returns, and what is encoded
+        is encoded before that. (What is encoded is made by ops that never run again.)"""
+        return number == self._latest
 
     def has_codes(self, root: int) -> bool:
         """Whether the codes of ``root`` are on the device."""

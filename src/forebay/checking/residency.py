@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import final
@@ -108,7 +109,8 @@ class Residency:
     def _check_use(self, index: int, use: Use) -> None:
         fetches = self._fetches.get(use.slot, [])
         actions, order = self._program.actions, self._order
-        last = next((place for place in reversed(range(len(fetches))) if order.before(fetches[place], index)), -1)
+        # All on one lane, in order: whoever comes after one of them comes after those before it.
+        last = bisect_left(fetches, True, key=lambda fetch: not order.before(fetch, index)) - 1
         holds = actions[fetches[last]].block if last >= 0 else "nothing"
         if holds != use.block:
             text = f"it reads block {use.block} from slot {use.slot}, which holds {holds} by then"

@@ -19,7 +19,7 @@ def check_ring(step: Step, treated: Treated, program: Program, order: Order, win
     write or read, or that the ring does not have."""
     # Who has had which bytes last: first byte, end, the tensor, the last action that uses them there.
     taken: list[tuple[int, int, int, int]] = []
-    last = _last_uses(program)
+    last = _last_uses(program, treated)
     for index, action in enumerate(program.actions):
         if index not in last:
             continue
@@ -45,7 +45,7 @@ def check_ring(step: Step, treated: Treated, program: Program, order: Order, win
         taken = [*left, (start, end, action.tensor, last[index])]
 
 
-def _last_uses(program: Program) -> dict[int, int]:
+def _last_uses(program: Program, treated: Treated) -> dict[int, int]:
     """Of every action that fills bytes of the ring the last that uses what it puts there: the write to disk, or the
     copy to the device; itself, if what it reads is read again or by nobody."""
     last: dict[int, int] = {}
@@ -53,7 +53,9 @@ def _last_uses(program: Program) -> dict[int, int]:
     for index, action in enumerate(program.actions):
         if action.tensor < 0:
             continue
-        if action.verb is Verb.READ or (action.verb is Verb.OFFLOAD and action.ring >= 0):
+        way = treated.ways.get(action.tensor)
+        to_disk = action.ring >= 0 or (way is not None and way.fate is Fate.DISK)
+        if action.verb is Verb.READ or (action.verb is Verb.OFFLOAD and to_disk):
             filled[action.verb, action.tensor] = last[index] = index
         user = {Verb.WRITE: Verb.OFFLOAD, Verb.RELOAD: Verb.READ}.get(action.verb)
         if user is not None:

@@ -130,6 +130,11 @@ class Step:
         """The phase of op number ``op``."""
         return self.trace.visits[self.ops[op].visit].phase
 
+    def op_name(self, op: int) -> str:
+        """Op number ``op`` in words."""
+        block, name = self.block(op), self.ops[op].name
+        return f"{name} of block {block}" if block else name
+
     def name(self, tensor: int) -> str:
         """A tensor in words: its name, or which op made it."""
         if tensor < self.sources:

@@ -48,7 +48,6 @@ class Transfers:
         self._made.clear()
         for table in self._done.values():
             table.clear()
-        self._coming.clear()
 
     def end(self, index: int) -> None:
         """The pass is over at action ``index``. Raises ``PlanInvalid`` for a root that was not treated in it as the
@@ -117,7 +116,6 @@ class Transfers:
     def _decode(self, index: int, action: Action, way: Way) -> None:
         root = action.tensor
         self._expect_codes(index, action, way)
-        self._expect_first(Verb.DECODE, "is decoded", index, root)
         if not self._live.has_codes(root):
             raise self._fault(index, root, "may not be on the device as codes when it is decoded")
         if not self._live.is_wanted(root):

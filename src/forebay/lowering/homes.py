@@ -45,17 +45,18 @@ class BlockHome:
         self.on_disk = home_tier(placement) is Tier.DISK
         self.states_on_disk = placement.states is Tier.DISK and any(chunk.nbytes for chunk in chunks)
         self.written: Completion | None = None
-        self.states_written: Completion | None = None
+        self.states_written: dict[int, Completion] = {}  # by chunk
         self.fetched: Completion | None = None
         self.arrived: dict[int, Completion] = {}  # by the place of the parameter in the block
         self.read_by: dict[int, Completion] = {}
 
     def settle(self) -> None:
         """Waits until the home holds what the last update made."""
-        for completion in (self.written, self.states_written):
+        for completion in (self.written, *self.states_written.values()):
             if completion is not None:
                 completion.wait()
-        self.written = self.states_written = None
+        self.written = None
+        self.states_written.clear()
 
 
 @final
@@ -132,7 +133,8 @@ class Homes:
     def _update_chunk(self, home: BlockHome, number: int, chunk: _Chunk, after: tuple[Completion, ...]) -> Recorded:
         name = home.block.name
         what = f"states of {name} at {chunk.offset}"
-        states = () if home.states_written is None else (home.states_written,)
+        # Only of the same chunk: the next one is read while this one is written.
+        states = () if number not in home.states_written else (home.states_written[number],)
         if home.states_on_disk:
             staging, busy = self._chunk_ring.take(chunk.nbytes)
             states = (self._read(home, f"read {what}", chunk.nbytes, number, (*busy, *states)),)
@@ -145,9 +147,9 @@ class Homes:
             block=name,
             chunk=number,
         )
-        home.states_written = done
+        home.states_written[number] = done
         if home.states_on_disk:
-            home.states_written = staging.busy = self._write(home, f"write {what}", chunk.nbytes, number, done)
+            home.states_written[number] = staging.busy = self._write(home, f"write {what}", chunk.nbytes, number, done)
         return done
 
     def update_resident(self, home: BlockHome, tasks: frozenset[int], changes: tuple[Change, ...] = ()) -> None:

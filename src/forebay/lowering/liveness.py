@@ -9,6 +9,8 @@ both cheap to work out for many plans: keep one ``Liveness`` for a trace and ask
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice, repeat
+from operator import add
 from typing import final
 
 from forebay.arenas import arenas
@@ -82,7 +84,7 @@ class Liveness:
         """The most bytes on the device beside arenas, buffers and inputs, whatever the timing and the routes.
 
         ``hosted`` are the blocks whose gradients go to the host; at most ``streaming.gradient_window`` bytes of those
-        are under way while an op runs (``scheduling.gradients``), no more than the pass has made so far, and none of
+        are under way while an op runs (``scheduling.window``), no more than the pass has made so far, and none of
         the pass before. Of activations that move, ``offload_window`` and ``reload_window`` bytes are there beside those
         that somebody holds (``scheduling.activations``).
         """
@@ -131,18 +133,19 @@ def _with_moves(profile: Profile, streaming: Streaming) -> Sequence[int]:
     """
     if not profile.moves:
         return profile.with_outputs
-    gone, ahead = [0] * (len(profile.during) + 1), [0] * (len(profile.during) + 1)
+    end = len(profile.with_outputs)
+    gone, asked = [0] * (end + 1), [0] * (end + 1)
     for move in (one for one in profile.moves if one.leaves):
         gone[move.until + 1] += move.moved
         if move.asked != NEVER:
-            ahead[move.asked] += move.moved
-    most, left, waiting = list(profile.with_outputs), 0, sum(ahead)
-    for position, live in enumerate(profile.with_outputs):
-        left, waiting = left + gone[position], waiting - ahead[position]
-        leaving = min(left, streaming.offload_window) if position <= profile.asking else 0
-        coming = min(waiting, streaming.reload_window) if position >= profile.forward else 0
-        most[position] = live + max(leaving, coming)
-    return most
+            asked[move.asked] -= move.moved
+    # Of each position: the bytes that forward has let go, those that backward has not asked for.
+    let_go, waiting = accumulate(gone), accumulate(asked, initial=-sum(asked))
+    leaving = list(map(min, islice(let_go, profile.asking + 1), repeat(streaming.offload_window)))
+    coming = list(map(min, islice(waiting, profile.forward + 1, None), repeat(streaming.reload_window)))
+    leaving += [0] * (end - len(leaving))
+    coming = [0] * profile.forward + coming
+    return list(map(add, profile.with_outputs, map(max, leaving, coming)))
 
 
 def input_nbytes(trace: Trace) -> int:

@@ -4,7 +4,8 @@ The lives of a root, in positions of the step
     of a block that does not recompute   from the op that makes it until nobody holds it: Python, or autograd.
     of one that does                     the same but for autograd's hold on what is saved inside the block; and again
                                          from where the op runs again until backward has read what it saved of it.
-    that is kept (``Fate.KEEP``)         both as one, without a gap: the op does not run again.
+    that is kept (``Fate.KEEP``)         both as one, without a gap: the op does not run again; where it would not run
+                                         again anyway, the first, until the block's forward is over at least.
     that is moved (``Fate.OFFLOAD``,     until Python lets go of it; and again from where backward first asks for it, or
     ``Fate.DISK``), or made into codes   the op would have run again, until its last holder is gone. The time that the
                                          copies take comes on top of that (``liveness``).
@@ -31,8 +32,6 @@ from forebay.trace import NO_SAVES, Phase
 
 __all__ = ["Layout", "Move", "Profile", "Run", "positions"]
 
-NOTHING: frozenset[int] = frozenset()
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -49,12 +48,13 @@ class Run:
     length: int
     position: int
     again: bool
-    skipped: frozenset[int] = NOTHING
+    skipped: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """A root that is encoded after the op that makes it, or leaves the device, or both, and comes back.
+    """A root that is encoded after the op that makes it, or leaves the device, or both, and comes back. Each is equal
+    to itself alone: it is looked up often.
 
     ``root`` is its id, ``what`` says in words what it is, ``visit`` of ``block`` makes it; ``ops`` are the numbers of
     the op that does and of the one after the last during which Python holds what is to leave. It is made at position
@@ -144,7 +144,7 @@ class Layout:
         self._forward = next((r.position for r in self._runs if _is_backward(index, r)), position)
         self._position = positions(self._runs, index.ops)
         self._held = self._inputs_of_recomputed()
-        self._kept, self._moves = self._fates()
+        self._kept, self._late, self._moves = self._fates()
 
     def profile(self) -> Profile:
         """Adds up the lives."""
@@ -159,7 +159,7 @@ class Layout:
                 lives.add(Kind.ACTIVATION, spans[0][0], max(end for _, end in spans), root.nbytes)
             else:
                 for start, end in self._lives(number, root):
-                    lives.add(root.kind, start, end, root.nbytes)
+                    lives.add(root.kind, start, max(end, self._late.get(number, end)), root.nbytes)
         for place, run in self._again.items():
             nbytes = index.copied_nbytes(place)
             if nbytes:
@@ -168,7 +168,8 @@ class Layout:
 
     def _summed(self, lives: _Sums) -> Profile:
         trace = self._index.trace
-        levels, during = lives.levels(), lives.during()
+        levels = lives.levels()
+        during = lives.during(levels)
         first = self._forward
         whole = [n + trace.held_nbytes for n in during[:first]] + during[first:]
         if first:
@@ -240,7 +241,7 @@ class Layout:
         return root.birth + shift, max(gone, kept)
 
     def _at(self, op: int) -> int:
-        """The position of an op; that of the last one for what is never over."""
+        """The position of an op; the last for what is never over."""
         return self._end - 1 if op == NEVER else self._position[op]
 
     def _inputs_of_recomputed(self) -> dict[int, tuple[int, int]]:
@@ -261,9 +262,11 @@ class Layout:
 
     # Lives of what is treated.
 
-    def _fates(self) -> tuple[frozenset[int], tuple[Move, ...]]:
-        """Which roots stay on the device because a recomputation does not make them, and which are moved or encoded."""
+    def _fates(self) -> tuple[frozenset[int], Mapping[int, int], tuple[Move, ...]]:
+        """Which roots stay on the device because a recomputation does not make them, until when those that it would not
+        come to, and which are moved or encoded."""
         kept: set[int] = set()
+        late: dict[int, int] = {}
         moves: list[Move] = []
         for place, ops in sorted(self._treated.items()):
             again = self._again.get(place)
@@ -276,7 +279,10 @@ class Layout:
                         moves.append(self._move(number, root, what, treatment))
                     elif again is not None and op < again.length:
                         kept.add(number)
-        return frozenset(kept), tuple(moves)
+                    elif self._block(place) in self._recompute:
+                        # Nobody knew in forward that no more would be saved: it was held until that was over.
+                        late[number] = self._position[self._index.last_op(place)]
+        return frozenset(kept), late, tuple(moves)
 
     def _treats(self, place: int, op: int, treatment: Treatment) -> Collection[int]:
         """The roots of an op that do not stay as they are, if they are large enough. Of an op that makes what is true
@@ -350,10 +356,10 @@ class _Sums:
         shifted = {kind: [0, *made[:-1]] for kind, made in self._made.items()}
         return {kind: tuple(accumulate(map(int.__sub__, shifted[kind], self._gone[kind]))) for kind in self._made}
 
-    def during(self) -> list[int]:
-        """The bytes of all kinds at each position."""
+    def during(self, levels: Mapping[Kind, tuple[int, ...]]) -> list[int]:
+        """The bytes of all kinds at each position; ``levels`` are those before it."""
         total = [0] * self._end
-        for kind, level in self.levels().items():
+        for kind, level in levels.items():
             total = list(map(add, map(add, level, self._made[kind]), total))
         return total
 

@@ -38,7 +38,7 @@ def lower(
     if micro_batches < 1 or (steps is not None and steps < 1):
         raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
     _refuse_other_model(trace, plan)
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
+    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate)
     recorder = Recorder(in_step_with_compute=trace.device == "cpu")
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
     done, before, after = 0, None, walker.state()

@@ -13,7 +13,8 @@ from forebay.lowering.recorder import Recorded, Recorder
 from forebay.memory import Kind
 from forebay.plans import Fate, Streaming
 from forebay.program import Change, Verb
-from forebay.scheduling.activations import DiskRing, OffloadWindow, ReadAhead, Reloads, RingPlace, disk_nbytes
+from forebay.scheduling.activations import DiskRing, ReadAhead, Reloads, RingPlace, disk_nbytes
+from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
 
 __all__ = ["Moving"]
@@ -32,7 +33,7 @@ class Moving:
         self.freed: list[Change] = []
         self._recorder = recorder
         self._unasked = [move for move in moves if move.asked == NEVER]
-        self._window = OffloadWindow(recorder, streaming.offload_window)
+        self._window = TransferWindow(recorder, streaming.offload_window)
         self._reloads = Reloads[Move](streaming.reload_window, self._reload)
         self._reading = ReadAhead[Move](DiskRing(streaming.disk_window), self._read)
         self._offloaded: dict[Move, Recorded] = {}
@@ -54,16 +55,20 @@ class Moving:
         if move.leaves:
             self._offload(move)
 
-    def begin_backward(self, op: int) -> None:
-        """Backward begins, before op number ``op``; once more does nothing."""
-        self._asking = op
+    def end_forward(self) -> None:
+        """The last op of forward was issued: codes that nobody will ask for go, whose last reference it was."""
         for move in self._unasked:
-            # Its last reference went with the forward.
-            self._reloads.forget(move)
-            self._reading.forget(move)
             if move in self._encoded and not move.leaves:
                 self.freed.append(Change(Kind.ACTIVATION, -move.moved))
             self._encoded.discard(move)
+
+    def begin_backward(self, op: int) -> None:
+        """Backward begins, before op number ``op``; once more does nothing."""
+        self._asking = op
+        self.end_forward()  # what that op itself has made was encoded after it
+        for move in self._unasked:
+            self._reloads.forget(move)
+            self._reading.forget(move)
         self._window.empty()
         self._reloads.begin_backward()
         self._reading.fill()

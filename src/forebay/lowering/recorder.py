@@ -49,7 +49,7 @@ class Recorded(Completion):
 @final
 class Recorder:
     """Writes down actions; stands for a device wherever decisions are shared (``slots.SlotDevice``,
-    ``gradients.ComputeOrder``).
+    ``window.ComputeOrder``).
 
     ``before`` is called before anything is written down or waited for: whoever gathers compute writes it down then.
     ``in_step_with_compute`` says that whoever issues computes too (``cpu``): what is issued then comes after all

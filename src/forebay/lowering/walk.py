@@ -24,8 +24,8 @@ from forebay.lowering.stages import Cut, Landing, Stage, Stages
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan
 from forebay.program import Change, Use, Verb
-from forebay.scheduling.gradients import GradientWindow
 from forebay.scheduling.slots import Slot, SlotPool
+from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
 from forebay.trace import Trace
 
@@ -58,7 +58,7 @@ class Walker:
         )
         self.homes.number_slots(self.pool)
         self._numbers = {id(slot): number for number, slot in enumerate(self.pool.slots)}
-        self._window = GradientWindow(recorder, streaming.gradient_window)
+        self._window = TransferWindow(recorder, streaming.gradient_window)
         self._tasks: dict[str, set[int]] = defaultdict(set)
         self._trained = _trained(liveness)
         self._moving = Moving(recorder, self._profile.moves, streaming)
@@ -210,8 +210,8 @@ class Walker:
     def _write_compute(self) -> None:
         """Writes down the compute that was issued since the last time."""
         start, end, stage = self._start, self._end, self._stage
-        if stage is None:
-            return
+        if stage is None or end <= start:
+            return  # asked for at every turn: mostly there is nothing
         base, run = self._total[start], stage.run
         begin = max(start, run.position)
         while begin - run.position in run.skipped:
@@ -219,6 +219,8 @@ class Walker:
         if end <= begin:
             return  # what goes with what was skipped goes with what runs next
         self._start = end  # first: writing down asks for this again
+        if end == self._profile.forward:
+            self._moving.end_forward()
         changes: dict[Kind, int] = defaultdict(int)
         for change in (*self._changes(start, end), *self._leaving, *self._moving.freed):
             changes[change.kind] += change.nbytes

@@ -2,7 +2,7 @@
 
 A rule is read from the user's ``torch.optim`` optimizer and applied to pieces of parameters. The arithmetic is that
 of torch's fused kernels (``aten/src/ATen/native/cpu/FusedAdamKernel.cpp`` and its siblings), which the optimizers of
-``torch.optim`` call with ``fused=True``.
+``torch.optim`` call with ``fused=True``. ``arithmetic`` puts forebay's own kernels in their place on the host.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class AdamRule(UpdateRule):
     """Adam (Kingma and Ba, 2015, algorithm 1) and AdamW (Loshchilov and Hutter, 2019, algorithm 2)."""
 
     def __init__(self, *, decoupled: bool, amsgrad: bool) -> None:
+        self.decoupled = decoupled
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        self._amsgrad = amsgrad
         self.state_names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
 
     def update(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn, Protocol, SupportsIndex, final
 
 import torch
@@ -18,6 +18,9 @@ class StateHost(Protocol):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The optimizer's states per element."""
+
+    def follow(self, hyperparameters: Callable[[Collection[str]], Mapping[str, Mapping[str, object]]]) -> None:
+        """Told once by whom the hyperparameters of parameters, by name, can be asked for at any time."""
 
     def step(self, groups: Mapping[str, Mapping[str, object]]) -> None:
         """One step for the parameters named in ``groups`` that have a gradient."""
@@ -37,7 +40,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def __init__(self, source: torch.optim.Optimizer, host: StateHost, names: Mapping[int, str]) -> None:
         self._host = host
         self._names = names
+        self._group_of: dict[str, Mapping[str, Any]] = {}
         super().__init__(source.param_groups, source.defaults)
+        host.follow(self.hyperparameters)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise OptimizerError("a prepared optimizer cannot be copied or pickled; save its state_dict()")
@@ -51,6 +56,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "add_param_group: a parameter is not one of the prepared model's; add all groups before prepare()"
             )
         super().add_param_group(param_group)
+        self._group_of.update((self._names[id(p)], param_group) for p in param_group["params"])
+
+    def hyperparameters(self, names: Collection[str]) -> dict[str, Mapping[str, object]]:
+        """What a step would take now for the parameters in ``names`` that are in a group: one copy for each group."""
+        groups = {name: self._group_of[name] for name in names if name in self._group_of}
+        frozen = {id(group): _frozen(group) for group in groups.values()}
+        return {name: frozen[id(group)] for name, group in groups.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -65,13 +77,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         groups: dict[str, Mapping[str, object]] = {}
         for group in self.param_groups:
-            # A copy: a scheduler may change the group while the update is still queued, and a learning rate that is
-            # a tensor is changed in place.
-            frozen = {
-                key: value.item() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
+            frozen = _frozen(group)
             groups.update((self._names[id(p)], frozen) for p in group["params"])
         self._host.step(groups)
         return loss
@@ -114,6 +120,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._host.write_states(states)
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+
+
+def _frozen(group: Mapping[str, Any]) -> dict[str, object]:
+    """A copy of a group's hyperparameters: a scheduler may change the group while the update is still queued, and a
+    learning rate that is a tensor is changed in place."""
+
+    def plain(value: Any) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.item()
+        return tuple(map(plain, value)) if isinstance(value, tuple | list) else value
+
+    return {key: plain(value) for key, value in group.items() if key != "params"}
 
 
 def _check_shapes(name: str, parameter: torch.Tensor, entry: Mapping[str, Any], required: Iterable[str]) -> None:

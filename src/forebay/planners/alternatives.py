@@ -37,9 +37,9 @@ def alternatives(problem: Problem, plan: Plan, bench: Bench | None = None) -> tu
     """The three fastest plans of another kind than ``plan``, the fastest first; fewer where fewer fit.
 
     Kinds differ in what recomputes (nothing, something, everything that may), in whether blocks stay on the device,
-    in whether something is on disk, and in whether activations go to the host. ``bench`` is that on which ``plan`` was
-    made, if the caller has it: its sizes and simulations are used again. Raises ``ConfigError`` for a problem
-    without a trace.
+    in whether something is on disk, and in whether activations leave the device. ``bench`` is that on which
+    ``plan`` was made, if the caller has it: its sizes and simulations are used again. Raises ``ConfigError`` for a
+    problem without a trace.
     """
     if problem.trace is None:
         raise ConfigError("plans are compared by their simulated step; give a batch")
@@ -84,7 +84,7 @@ def _kind(bench: Bench, draft: Draft) -> tuple[object, ...]:
         "all" if resident == len(draft.placements) else "some" if resident else "none",
         "all" if draft.recompute and len(draft.recompute) == able else "some" if draft.recompute else "none",
         bench.arenas(draft).disk > 0,
-        draft.streaming.host_activations > 0,
+        draft.streaming.host_activations + draft.streaming.disk_activations > 0,
     )
 
 

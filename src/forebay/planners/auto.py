@@ -8,6 +8,7 @@ Choices
     the device for blocks that are resident and on the host for all others.
     Which ops of a block are kept, run again or moved to the host comes from the programme over all blocks
     (``activations``); the search goes on around its answers.
+    What the host has no room for goes to disk: states, activations that move, parameters (``homes``).
 
 Without a batch nothing can be simulated: then what fits stays, in the same order, and nothing recomputes.
 """
@@ -15,6 +16,7 @@ Without a batch nothing can be simulated: then what fits stays, in the same orde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from forebay.checking import check
@@ -25,7 +27,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
-from forebay.planners.reasons import explained, kept, unknown_activations
+from forebay.planners.reasons import bought_by_codes, explained, kept, unknown_activations
 from forebay.planners.refusals import device_too_small, with_remedies
 from forebay.planners.search import Search
 from forebay.planners.shapes import Filling, filled, least_device, levels, options, streamed_through, usual_window
@@ -43,10 +45,39 @@ def auto(problem: Problem, bench: Bench | None = None) -> Plan:
     bench = bench or Bench(problem)
     if problem.trace is None:
         return without_a_trace(bench, "auto")
+    if not problem.compress:
+        best = _fastest(bench)
+        return bench.timed(bench.plan("auto", best, reasons=explained(bench, best)))
+    best, gained = _gaining(bench)
+    return bench.timed(bench.plan("auto", best, reasons=(*explained(bench, best), gained)))
+
+
+def _fastest(bench: Bench) -> Draft:
+    """The fastest draft found that the checker accepts."""
     best = searched(bench, levels(bench), seeded=True)
     if best.activations and not _proven(bench, best):
         best = searched(bench, levels(bench))
-    return bench.timed(bench.plan("auto", best, reasons=explained(bench, best)))
+    return best
+
+
+def _gaining(bench: Bench) -> tuple[Draft, str]:
+    """The fastest draft with codes of fewer bits, and what it gains by them in words; the fastest without where it
+    gains nothing: numbers change for a gain or not at all."""
+    plain = Bench(replace(bench.problem, compress=0))
+    exact: Draft | DoesNotFit
+    try:
+        exact = _fastest(plain)
+    except DoesNotFit as refusal:
+        exact = refusal
+    try:
+        best = _fastest(bench)
+    except DoesNotFit:
+        if isinstance(exact, DoesNotFit):
+            raise
+        best = exact
+    if isinstance(exact, Draft) and bench.exact(best).step_seconds >= plain.exact(exact).step_seconds:
+        best = exact
+    return best, bought_by_codes(bench, best, exact)
 
 
 def _proven(bench: Bench, draft: Draft) -> bool:
@@ -72,7 +103,7 @@ def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, sing
     least = least_device(bench, [*among, *map(narrow, lean)])
     if not bench.fits_device(least):
         raise refused(bench, device_too_small(bench, least), least)
-    search = Search(bench, among, chain(drafted(bench, lean), seeds(bench)) if seeded else ())
+    search = Search(bench, among, chain(seeds(bench), drafted(bench, lean)) if seeded else ())
     best = search.run(single_blocks=single_blocks)
     if best is None:
         # The disk first: a host that is large enough is there already.

@@ -17,7 +17,7 @@ from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.parts import Draft, recomputable, slot_options
 from forebay.planners.problem import Problem
-from forebay.plans import Plan
+from forebay.plans import Fate, Plan
 from forebay.program import Program
 from forebay.simulation import Costs, Forecast, play, summarise
 from forebay.timeline import Timeline
@@ -25,14 +25,19 @@ from forebay.trace import Block
 
 __all__ = ["Bench"]
 
-SIMULATIONS = 30
-"""Simulations that one search may take at most: what a search costs is counted in steps, not in seconds."""
+SIMULATIONS = 40
+"""Simulations that one search may take at most: what a search costs is counted, not timed, so that the same problem
+always gives the same plan."""
 
-VISITS = 1600
-"""Of a long trace fewer: simulations times visits stay below this ..."""
+ACTIONS = 40_000
+"""Of long programs fewer: a search ends when those that it simulated have so many actions together. An action costs
+some 25 microseconds, so this bounds the time too."""
 
-SIMULATIONS_LEAST = 8
-"""... but for so many."""
+IN_WORDS = ACTIONS // 8
+"""Where programs have more actions than that, none is simulated only to say in words what a choice is worth."""
+
+SIMULATIONS_LEAST = 3
+"""But so many it may take."""
 
 CHUNKS = 500
 """Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
@@ -47,6 +52,7 @@ class Bench:
         self.model = problem.model
         self.recomputable: tuple[str, ...] = () if problem.trace is None else recomputable(problem.trace)
         self.simulated = 0
+        self.actions = 0
         self._elements = sum(b.trainable_numel for b in self.model.blocks)
         self._sizers: dict[int, Sizer] = {}
         self._arenas: dict[Draft, Arenas] = {}
@@ -61,11 +67,12 @@ class Bench:
         self._bound: float | None = None
         self._slots: dict[int, list[tuple[int, ...]]] = {}
 
-    @property
-    def simulations(self) -> int:
-        """Simulations that a search over this problem may take."""
-        visits = 0 if self.problem.trace is None else len(self.problem.trace.visits)
-        return max(SIMULATIONS_LEAST, min(SIMULATIONS, VISITS // max(1, visits)))
+    def spent(self, simulated: int, actions: int, share: float = 1.0) -> bool:
+        """Whether a search that began with the counts of ``simulated`` and ``actions`` has used up ``share`` of what it
+        may simulate."""
+        simulated, actions = self.simulated - simulated, self.actions - actions
+        enough = simulated >= share * SIMULATIONS_LEAST and actions >= share * ACTIONS
+        return enough or simulated >= share * SIMULATIONS
 
     def sizer(self, update_chunk: int) -> Sizer:
         """The sizer for chunks of ``update_chunk`` elements."""
@@ -172,6 +179,7 @@ class Bench:
             streaming = replace(draft.streaming, update_chunk=self._chunk(draft))
             coarse = replace(self.plan("", draft), streaming=streaming)
             program, timeline = self._play(coarse)
+            self.actions += len(program.actions)
             self._forecasts[draft] = summarise(timeline, program, self.costs)
         return self._forecasts[draft]
 
@@ -192,9 +200,9 @@ class Bench:
         """Elements of an update job in simulations that only compare."""
         return max(draft.streaming.update_chunk, self._elements // CHUNKS)
 
-    def known(self, draft: Draft) -> bool:
-        """Whether ``draft`` has been simulated."""
-        return draft in self._forecasts
+    def may_compare(self, draft: Draft) -> bool:
+        """Whether ``draft`` may be simulated after the search, to say in words what a choice is worth."""
+        return draft in self._forecasts or self.actions <= self.simulated * IN_WORDS
 
     def seconds(self, draft: Draft) -> float:
         """Seconds of a step that is like all that follow."""
@@ -221,7 +229,10 @@ class Bench:
             2 * states / machine.update_rate,
         ]
         if machine.disk is not None:
-            lanes += [sizes.disk_states / link.curve.best for link in (machine.disk.read, machine.disk.write)]
+            written = sizes.disk_states
+            if self.liveness is not None:
+                written += sum(moved_nbytes(self.liveness.index, draft.activations, (Fate.DISK,)))
+            lanes += [written / link.curve.best for link in (machine.disk.read, machine.disk.write)]
         return max(lanes)
 
     def _compute_seconds(self, draft: Draft) -> float:
@@ -270,5 +281,5 @@ def _pinnable(sizes: Arenas) -> tuple[int, ...]:
         sizes.host_parameters,
         sizes.host_gradients,
         sizes.host_activations,
-        sizes.gradient_staging + sizes.host_slots,
+        sizes.gradient_staging + sizes.host_slots + sizes.activation_ring,
     )

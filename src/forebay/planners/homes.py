@@ -2,25 +2,32 @@
 
 States go to disk before parameters: they cross the disk's link once a step in each direction, parameters twice in
 one. The last blocks go first: the next forward asks for them last, so that their updates have the most time.
+
+Activations that move cross the disk's link once in each direction too, as states do. Those of the blocks that run
+first go first: backward asks for them last. Whether they go before the states or after them is for the caller to try.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import chain, islice
+from math import inf
 
 from forebay.arenas import home_nbytes
 from forebay.layout import STATE_ITEMSIZE
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.parts import Draft
+from forebay.planners.parts import Draft, selected
 from forebay.planners.problem import Problem
 from forebay.planners.refusals import disk_too_small, host_too_small
-from forebay.plans import Placement, Streaming
+from forebay.plans import Fate, Placement, Streaming
 from forebay.remedies import Remedy
+from forebay.scheduling.activations import host_nbytes
 from forebay.units import format_bytes
 
-__all__ = ["at_home", "with_a_disk"]
+__all__ = ["Tenant", "at_home", "on_host", "with_a_disk"]
 
 DISK_RING_SHARE = 1 / 16
 """Share of the host budget that the buffers for states on disk may take."""
@@ -28,21 +35,41 @@ DISK_RING_SHARE = 1 / 16
 SMALLEST_CHUNK = 64 * 1024
 """Elements: the least that one update job handles."""
 
+STRIDE = 8
+"""Of choices with more and more on disk, every so many are looked at until one fits."""
 
-def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False) -> Draft:
-    """``draft`` with as much on disk as the host has no room for. Raises ``DoesNotFit`` for the host or the disk;
-    ``whatever_device`` leaves the device's own limit out."""
+ACTIVATION_RING = 4
+"""Of the largest tensor that goes to disk, so many fit into the ring on the host: one comes, one is written, and as
+many wait."""
+
+
+class Tenant(StrEnum):
+    """What may live on disk."""
+
+    STATES = "states"
+    ACTIVATIONS = "activations"
+    PARAMETERS = "parameters"
+
+
+def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False, first: Tenant = Tenant.STATES) -> Draft:
+    """``draft``, of which nothing is on disk, with as much there as the host has no room for; ``first`` is what goes
+    first. Raises ``DoesNotFit`` for the host or the disk; ``whatever_device`` leaves the device's own limit out."""
     problem = bench.problem
-    allowed = {tier: problem.limit(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
-    beside = bench.beside(draft)
+    allowed = {tier: problem.limit(tier) for tier in (Tier.HOST, Tier.DISK)}
+    # Smaller chunks may take a page more for the states of resident blocks.
+    room = inf if whatever_device else problem.limit(Tier.DEVICE) - bench.beside(draft)
     tried = []
-    for choice in _homes(bench, draft):
-        sizes = bench.arenas(choice)
-        if sizes.device + beside > allowed[Tier.DEVICE] and not whatever_device:
-            continue  # smaller chunks may take a page more for the states of resident blocks
-        if sizes.host <= allowed[Tier.HOST] and sizes.disk <= allowed[Tier.DISK]:
-            return choice
-        tried.append(sizes)
+    for stride in (STRIDE, 1):
+        for choices in _passes(bench, draft, first):
+            while some := list(islice(choices, stride)):
+                if stride > 1 and bench.arenas(some[-1]).host > allowed[Tier.HOST]:
+                    continue  # then mostly those before it too, of which less is on disk
+                for choice in some:
+                    sizes = bench.arenas(choice)
+                    if sizes.device <= room and sizes.host <= allowed[Tier.HOST] and sizes.disk <= allowed[Tier.DISK]:
+                        return choice
+                    if stride == 1 and sizes.device <= room:
+                        tried.append(sizes)
     enough_host = [s for s in tried if s.host <= allowed[Tier.HOST]]
     if enough_host:
         raise disk_too_small(bench, min(enough_host, key=lambda s: s.disk))
@@ -51,7 +78,7 @@ def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False) -> Dra
 
 def with_a_disk(bench: Bench, draft: Draft) -> Remedy | None:
     """The disk with which ``draft`` fits on the host; None if no disk is large enough."""
-    for choice in _homes(bench, draft, any_disk=True):
+    for choice in chain.from_iterable(_passes(bench, draft, Tenant.STATES, any_disk=True)):
         sizes = bench.arenas(choice)
         if sizes.disk and sizes.host <= bench.problem.limit(Tier.HOST):
             return Remedy(
@@ -60,33 +87,133 @@ def with_a_disk(bench: Bench, draft: Draft) -> Remedy | None:
     return None
 
 
-def _homes(bench: Bench, draft: Draft, *, any_disk: bool = False) -> Iterator[Draft]:
-    """What may live where beside the device, the fastest first: everything on the host, then more and more on disk,
-    from the last block on; then once more with the smallest staging."""
-    yield draft
-    if not bench.problem.limit(Tier.DISK) and not any_disk:
-        return
-    for chunk in dict.fromkeys((_disk_chunk(bench.problem), SMALLEST_CHUNK)):
-        sizer = bench.sizer(chunk)
-        homes = {p.block: p for p in draft.placements}
-        how = replace(draft.streaming, update_chunk=chunk)
-        for block in reversed(bench.model.blocks):
-            old = homes[block.name]
-            if not old.resident and sizer.state_nbytes(block.name):
-                homes[block.name] = replace(old, states=Tier.DISK)
-                yield _moved(draft, homes, how)
-        largest = 0
-        for block in reversed(bench.model.blocks):
-            old = homes[block.name]
-            if old.parameters is Tier.HOST:
-                homes[block.name] = replace(old, parameters=Tier.DISK)
-                largest = max(largest, home_nbytes(block))
-                how = replace(how, host_slots=(largest, largest))
-                yield _moved(draft, homes, how)
+def on_host(bench: Bench, draft: Draft) -> Draft:
+    """``draft`` before anything went to disk."""
+    placements = tuple(
+        replace(
+            p,
+            parameters=Tier.HOST if p.parameters is Tier.DISK else p.parameters,
+            states=Tier.HOST if p.states is Tier.DISK else p.states,
+        )
+        for p in draft.placements
+    )
+    streaming = replace(draft.streaming, host_slots=(), update_chunk=Streaming().update_chunk)
+    there = replace(draft, placements=placements, streaming=streaming)
+    return _activations_on_disk(bench, there, (), ring=0) if streaming.disk_activations else there
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """What passes through the host on its way to disk: elements of an update job; of activations, how many tensors of
+    the largest size fit into the ring."""
+
+    chunk: int
+    ring: int
+
+
+def _passes(bench: Bench, draft: Draft, first: Tenant, *, any_disk: bool = False) -> Iterator[Iterator[Draft]]:
+    """What may live where beside the device, the fastest first: everything on the host, then more and more on disk;
+    then that once more with the smallest staging."""
+    yield iter((draft,))
+    if bench.problem.limit(Tier.DISK) or any_disk:
+        for staging in (_Staging(_disk_chunk(bench.problem), ACTIVATION_RING), _Staging(SMALLEST_CHUNK, 1)):
+            yield _pass(bench, draft, first, staging)
+
+
+def _pass(bench: Bench, draft: Draft, first: Tenant, staging: _Staging) -> Iterator[Draft]:
+    """More and more on disk."""
+    order = sorted((Tenant.STATES, Tenant.ACTIVATIONS), key=lambda tenant: tenant is not first)
+    for tenant in (*order, Tenant.PARAMETERS):
+        for more in _MORE[tenant](bench, draft, staging):
+            yield more
+            draft = more
+
+
+def _states(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft]:
+    """The states of more and more blocks on disk."""
+    sizer = bench.sizer(staging.chunk)
+    homes = {p.block: p for p in draft.placements}
+    how = replace(draft.streaming, update_chunk=staging.chunk)
+    for block in reversed(bench.model.blocks):
+        old = homes[block.name]
+        if not old.resident and sizer.state_nbytes(block.name):
+            homes[block.name] = replace(old, states=Tier.DISK)
+            yield _moved(draft, homes, how)
+
+
+def _parameters(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft]:
+    """The parameters of more and more blocks on disk."""
+    homes = {p.block: p for p in draft.placements}
+    how = replace(draft.streaming, update_chunk=staging.chunk)
+    largest = 0
+    for block in reversed(bench.model.blocks):
+        old = homes[block.name]
+        if old.parameters is Tier.HOST:
+            homes[block.name] = replace(old, parameters=Tier.DISK)
+            largest = max(largest, home_nbytes(block))
+            how = replace(how, host_slots=(largest, largest))
+            yield _moved(draft, homes, how)
 
 
 def _moved(draft: Draft, homes: dict[str, Placement], how: Streaming) -> Draft:
     return replace(draft, placements=tuple(homes.values()), streaming=how)
+
+
+def _activations(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft]:
+    """The activations of as many blocks on disk as it takes, if that is enough; of all that move any."""
+    if not draft.streaming.host_activations or bench.liveness is None:
+        return
+    routings = [_nbytes_by_block(bench, draft, routing) for routing in range(1 + len(bench.liveness.extremes))]
+    blocks = list(dict.fromkeys(block for nbytes in routings for block in nbytes))
+    everything = _activations_on_disk(bench, draft, blocks, staging.ring)
+    room = bench.problem.limit(Tier.HOST) - bench.arenas(everything).host
+    for count in range(1, len(blocks)):
+        if max(sum(nbytes.get(block, 0) for block in blocks[count:]) for nbytes in routings) <= room:
+            yield _activations_on_disk(bench, draft, blocks[:count], staging.ring)
+            break
+    yield everything
+
+
+def _nbytes_by_block(bench: Bench, draft: Draft, routing: int) -> dict[str, int]:
+    """Bytes on the host of what each block moves there, in the order of the forward; ``routing`` 0: of the trace."""
+    found: dict[str, int] = {}
+    if bench.liveness is not None:
+        liveness = (bench.liveness, *bench.liveness.extremes)[routing]
+        for move in liveness.profile(draft.recompute, draft.activations).moves:
+            if move.fate is Fate.OFFLOAD:
+                found[move.block] = found.get(move.block, 0) + host_nbytes(move.moved)
+    return found
+
+
+def _activations_on_disk(bench: Bench, draft: Draft, blocks: Collection[str], ring: int) -> Draft:
+    """``draft`` with the activations that ``blocks`` move on disk, and all others that move on the host. ``ring``: how
+    many of the largest fit into the ring."""
+    liveness, away = bench.liveness, frozenset(blocks)
+    if liveness is None or not draft.activations:
+        return draft
+    treatments = {
+        block: tuple(
+            one if one.fate is Fate.KEEP else replace(one, fate=Fate.DISK if block in away else Fate.OFFLOAD)
+            for one in selection.treatments
+        )
+        for selection in draft.activations
+        for block in selection.blocks
+    }
+    chosen = selected(liveness.trace, treatments)
+    streaming = replace(
+        draft.streaming,
+        host_activations=liveness.host_activations(draft.recompute, chosen),
+        disk_activations=liveness.disk_activations(draft.recompute, chosen),
+        disk_window=ring * liveness.disk_window(draft.recompute, chosen),
+    )
+    return replace(draft, activations=chosen, streaming=streaming)
+
+
+_MORE: dict[Tenant, Callable[[Bench, Draft, _Staging], Iterator[Draft]]] = {
+    Tenant.STATES: _states,
+    Tenant.ACTIVATIONS: _activations,
+    Tenant.PARAMETERS: _parameters,
+}
 
 
 def _disk_chunk(problem: Problem) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
-from forebay.plans import Placement, Plan, Selection, Streaming
+from forebay.plans import Placement, Plan, Selection, Streaming, Treatment
 from forebay.trace import Block, Model, Phase, Trace, Visit
 
 __all__ = [
@@ -23,9 +23,9 @@ __all__ = [
     "all_streamed",
     "fewer_slots",
     "keep_order",
-    "on_host",
     "recomputable",
     "repeated_size",
+    "selected",
     "sizes_at_once",
     "slot_options",
     "streaming_through",
@@ -54,8 +54,10 @@ class Level:
     moved: int = 0
 
     def through(self, streaming: Streaming) -> Streaming:
-        """``streaming`` with the windows and the arena on the host that the level needs."""
-        return replace(streaming, offload_window=self.window, reload_window=self.window, host_activations=self.moved)
+        """``streaming`` with the windows and the arena on the host that the level needs, and nothing on disk."""
+        window, moved = self.window, self.moved
+        moving = replace(streaming, offload_window=window, reload_window=window, host_activations=moved)
+        return replace(moving, disk_activations=0, disk_window=0)
 
 
 KEPT = Level()
@@ -78,7 +80,7 @@ class Draft:
 
     @property
     def level(self) -> Level:
-        """What happens to activations."""
+        """What happens to activations, where nothing that moves goes to disk."""
         how = self.streaming
         return Level(self.recompute, self.activations, how.offload_window, how.host_activations)
 
@@ -105,18 +107,14 @@ def all_streamed(model: Model, streaming: Streaming, level: Level = KEPT) -> Dra
     return Draft(homes, level.through(streaming), level.recompute, level.activations)
 
 
-def on_host(draft: Draft) -> Draft:
-    """``draft`` before anything went to disk."""
-    placements = tuple(
-        replace(
-            p,
-            parameters=Tier.HOST if p.parameters is Tier.DISK else p.parameters,
-            states=Tier.HOST if p.states is Tier.DISK else p.states,
-        )
-        for p in draft.placements
-    )
-    streaming = replace(draft.streaming, host_slots=(), update_chunk=Streaming().update_chunk)
-    return replace(draft, placements=placements, streaming=streaming)
+def selected(trace: Trace, treatments: Mapping[str, Sequence[Treatment]]) -> tuple[Selection, ...]:
+    """What a plan says where each block has the ``treatments`` given: those that are alike share a selection, in the
+    order of the forward."""
+    alike: dict[tuple[Treatment, ...], list[str]] = {}
+    for block in dict.fromkeys(visit.block for visit in trace.visits):
+        if treatments.get(block):
+            alike.setdefault(tuple(treatments[block]), []).append(block)
+    return tuple(Selection(tuple(names), named) for named, names in alike.items())
 
 
 def slot_options(shared: Sequence[Block], most: int = SHARED_SLOTS) -> list[tuple[int, ...]]:

@@ -13,7 +13,8 @@
 ``keep``              Every activation that autograd saves stays on the device; parameters are placed as ``auto`` does.
 ``chen``              Every repeated block is run again (Chen et al., 2016); parameters are placed as ``auto`` does. Its
                       sqrt(n) segments of several blocks cannot be said in a plan: a segment is one block.
-``offload-all``       Every saved activation of 4 KiB or more goes to the host in forward and comes back in backward:
+``offload-all``       Every saved activation of 4 KiB or more (and of a thousandth of what its block saves) goes to the
+                      host in forward and comes back in backward:
                       vDNN-all (Rhu et al., MICRO 2016), PyTorch's ``save_on_cpu``; parameters are placed as ``auto``
                       does. Ours departs from both in that the way back begins before backward asks.
 

@@ -10,17 +10,18 @@ from math import inf
 from forebay.arenas import home_tier
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
+from forebay.planners.activations.coding import lossy
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_home
-from forebay.planners.parts import KEPT, Draft, on_host, slot_options
+from forebay.planners.homes import at_home, on_host
+from forebay.planners.parts import KEPT, Draft, slot_options
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.plans import Fate
 from forebay.timeline import Lane
 from forebay.units import format_bytes, format_seconds
 
-__all__ = ["LANES_IN_WORDS", "explained", "kept", "recomputed", "unknown_activations"]
+__all__ = ["LANES_IN_WORDS", "bought_by_codes", "explained", "kept", "recomputed", "unknown_activations"]
 
 SAME = 0.005
 """Steps that differ by less than this share are not worth a figure."""
@@ -50,16 +51,32 @@ def kept(draft: Draft) -> tuple[str, ...]:
     states = sum(p.states is Tier.DISK for p in placements)
     homes = sum(home_tier(p) is Tier.DISK for p in placements)
     if states or homes:
-        words.append(f"states of {states} blocks and parameters of {homes} are on disk: the host has no room")
+        words.append(f"{_on_disk(states, homes)} on disk: the host has no room for all of them")
     return tuple(words)
+
+
+def _on_disk(states: int, homes: int) -> str:
+    """Of how many blocks what is there."""
+    if not homes:
+        return f"the states of {_blocks(states)} are"
+    if not states:
+        return f"the parameters of {_blocks(homes)} are"
+    if states == homes:
+        return f"the states and the parameters of {_blocks(states)} are"
+    return f"the states of {_blocks(states)} and the parameters of {homes} are"
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' * (count != 1)}"
 
 
 def recomputed(draft: Draft) -> tuple[str, ...]:
     """How many blocks recompute, and what is treated otherwise."""
     words = [f"{len(draft.recompute)} blocks recompute their activations"] if draft.recompute else []
-    moves = draft.streaming.host_activations
-    if moves:
-        words.append(f"{format_bytes(moves)} of activations go to the host in forward and come back in backward")
+    how = draft.streaming
+    for nbytes, where in ((how.host_activations, "the host"), (how.disk_activations, "disk")):
+        if nbytes:
+            words.append(f"{format_bytes(nbytes)} of activations go to {where} in forward and come back in backward")
     return tuple(words)
 
 
@@ -85,6 +102,17 @@ def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
     )
 
 
+def bought_by_codes(bench: Bench, draft: Draft, other: Draft | DoesNotFit) -> str:
+    """What ``draft`` gains by codes of fewer bits: ``other`` is what there is without them."""
+    bits = bench.problem.compress
+    if not lossy(draft.activations):
+        return f"activations may be kept as {bits} bits, and nothing would be gained by it"
+    what = f"keeping activations as {bits} bits"
+    if isinstance(other, DoesNotFit):
+        return f"{what} is what makes it fit: without, {format_bytes(other.needed)} of {other.tier} would be needed"
+    return f"{what} {against(bench, draft, other, 'without')}"
+
+
 def _binding(bench: Bench, draft: Draft) -> str:
     """Which lane the step waits for."""
     forecast = bench.exact(draft)
@@ -106,13 +134,13 @@ def _bought_by_residents(bench: Bench, draft: Draft) -> Iterator[str]:
     """The same slots and recomputation with every block streaming."""
     if not draft.resident:
         return
-    streamed = streamed_through(bench, options(bench)[0], usual_window(bench), draft.level)
+    streamed = streamed_through(bench, options(bench)[0], usual_window(bench), on_host(bench, draft).level)
     other = _settled(bench, streamed)
-    how_many = "all blocks" if len(draft.resident) == len(draft.placements) else f"{len(draft.resident)} blocks"
+    how_many = "all blocks" if len(draft.resident) == len(draft.placements) else _blocks(len(draft.resident))
     if other is None:
         yield f"keeping {how_many} on the device is what makes the rest fit"
-    else:
-        yield f"keeping {how_many} on the device {_against(bench, draft, other, 'when every block streams')}"
+    elif bench.may_compare(other):
+        yield f"keeping {how_many} on the device {against(bench, draft, other, 'when every block streams')}"
 
 
 def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
@@ -128,14 +156,16 @@ def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
             words = "runs again" if one else "run again"
         else:
             words = "keeps what it saves" if one else "keep what they save"
-        for fate, verb in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "but on the host")):
-            ops = [t.op.removeprefix("aten.").split(".")[0] for t in selection.treatments if t.fate is fate]
-            if ops:
-                counted = (f"{n} {op}" if n > 1 else op for op, n in Counter(ops).items())
-                words += f", {verb}: {', '.join(counted)}"
+        for fate, verb in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "but on the host"), (Fate.DISK, "but on disk")):
+            for bits in sorted({t.bits for t in selection.treatments if t.fate is fate}):
+                named = [t for t in selection.treatments if (t.fate, t.bits) == (fate, bits)]
+                ops = Counter(t.op.removeprefix("aten.").split(".")[0] for t in named)
+                counted = (f"{n} {op}" if n > 1 else op for op, n in ops.items())
+                words += f", {verb}{f' as {bits} bits' if bits else ''}: {', '.join(counted)}"
         moved = sum(moved_nbytes(bench.liveness.index, (replace(selection, blocks=here[:1]),)))
         size = f" ({format_bytes(moved)} a block)" if moved else ""
-        where = f"block {here[0]}" if one else f"{len(here)} blocks ({here[0]} to {here[-1]})"
+        ends = f"{here[0]} {'and' if len(here) == 2 else 'to'} {here[-1]}"
+        where = f"block {here[0]}" if one else f"{len(here)} blocks ({ends})"
         yield f"{where} {words}{size}"
     spent = again_seconds(bench.costs, bench.liveness.index, draft.recompute, draft.activations)
     if spent:
@@ -158,16 +188,19 @@ def _bought_by_recomputation(bench: Bench, draft: Draft) -> Iterator[str]:
         return
     all_kept = replace(draft, streaming=KEPT.through(draft.streaming), recompute=(), activations=())
     freed = bench.beside(all_kept) - bench.beside(draft)
-    what = f"recomputing {len(draft.recompute)} blocks" if draft.recompute else ""
-    if draft.streaming.host_activations:
-        what += (" and " if what else "") + f"moving {format_bytes(draft.streaming.host_activations)}"
-    line = f"{what} frees {format_bytes(max(0, freed))} of the device"
+    what = [f"recomputing {_blocks(len(draft.recompute))}"] if draft.recompute else []
+    moved = draft.streaming.host_activations + draft.streaming.disk_activations
+    if moved:
+        what.append(f"moving {format_bytes(moved)}")
+    if lossy(draft.activations):
+        what.append(f"keeping activations as {bench.problem.compress} bits")
+    line = f"{' and '.join(what)} frees {format_bytes(max(0, freed))} of the device"
     for slots in options(bench):
         plain = streamed_through(bench, slots, usual_window(bench))
         if bench.fits_device(plain):
             other = _settled(bench, filled(bench, plain, Filling()))
-            if other is not None:
-                line += f" and {_against(bench, draft, other, 'when none does')}"
+            if other is not None and bench.may_compare(other):
+                line += f" and {against(bench, draft, other, 'when none does')}"
             break
     else:
         line += f"; without it at least {format_bytes(bench.device(plain))} would be needed there"
@@ -180,12 +213,12 @@ def _bought_by_slots(bench: Bench, draft: Draft) -> Iterator[str]:
     fewest = slot_options(bench.streamed(draft), most=1)[-1]
     if len(slots) <= len(fewest):
         return
-    base = on_host(draft)
+    base = on_host(bench, draft)
     one = replace(base.streaming, slots=fewest, prefetch_distance=0)
     other = _settled(bench, replace(base, streaming=one))
-    if other is not None:
+    if other is not None and bench.may_compare(other):
         otherwise = "through a single slot" if len(fewest) == 1 else f"through {len(fewest)}"
-        yield f"having {len(slots)} slots and fetching ahead {_against(bench, draft, other, otherwise)}"
+        yield f"having {len(slots)} slots and fetching ahead {against(bench, draft, other, otherwise)}"
 
 
 def _pinning(bench: Bench, draft: Draft) -> Iterator[str]:
@@ -208,9 +241,11 @@ def _settled(bench: Bench, draft: Draft) -> Draft | None:
         return None
 
 
-def _against(bench: Bench, draft: Draft, other: Draft, otherwise: str) -> str:
+def against(bench: Bench, draft: Draft, other: Draft, otherwise: str) -> str:
     """What ``draft`` saves beside ``other``, which is what there is ``otherwise``."""
-    mine, theirs = bench.seconds(draft), bench.seconds(other)
+    # Of a large model both are compared in coarse steps, and the exact one is what the other reasons speak of.
+    mine, coarse = bench.exact(draft).step_seconds, bench.seconds(draft)
+    theirs = mine * bench.seconds(other) / coarse if coarse else 0.0
     if abs(mine - theirs) < SAME * theirs:
         return f"changes little ({format_seconds(theirs)} a step {otherwise})"
     word = "saves" if mine < theirs else "costs"

@@ -3,12 +3,14 @@
 How much of the model recomputes decides the room for everything else, so it comes first; then slots, gradient window
 and prefetch distance around the best; then, on small models, single blocks. A draft is not simulated when its links
 alone take longer than the best so far. Everything here is counted, nothing is timed: the same problem gives the same
-plan.
+plan. There is an answer from the first draft on that fits, and the search is over when it has simulated so many drafts,
+or drafts of so many actions (``bench``); what it does beside that grows with the blocks times the drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -17,8 +19,8 @@ from typing import final
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_home
-from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident, fewer_slots, on_host
+from forebay.planners.homes import Tenant, at_home, on_host
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident, fewer_slots, selected
 from forebay.planners.shapes import (
     Filling,
     fewest_recomputed,
@@ -28,7 +30,7 @@ from forebay.planners.shapes import (
     usual_window,
     windows,
 )
-from forebay.plans import Fate, Selection, Treatment
+from forebay.plans import Fate
 
 __all__ = ["PLAIN", "TIE", "Search"]
 
@@ -44,6 +46,9 @@ MOST_SLOTS = 4
 
 WINDOWS = (0.5, 2.0)
 """Windows of activations under way that are tried, in parts of the usual one."""
+
+SEEDED = 0.75
+"""Share of the simulations that may go to seeds: what they do not think of has to be tried as well."""
 
 USUAL = Filling()
 
@@ -66,7 +71,8 @@ class Search:
         self._levels = levels
         self._seeds = seeds
         self._seen: set[Draft] = set()
-        self._spent = 0
+        self._settled: set[Draft] = set()
+        self._began = bench.simulated, bench.actions
         self._fastest = inf
 
     def run(self, *, single_blocks: bool = True) -> Draft | None:
@@ -88,7 +94,7 @@ class Search:
         """Whatever is tried beside what fits as a whole."""
         for seed in self._seeds:
             self.consider(seed)
-            if self._over:
+            if self._over or (self.best is not None and self.bench.spent(*self._began, SEEDED)):
                 break  # drafting takes time too
         levels = self._useful_levels()
         for level in levels:
@@ -111,9 +117,19 @@ class Search:
         except DoesNotFit as refusal:
             self.refusals.append((refusal, draft))
             return
+        self._compare(settled)
+        if settled.streaming.disk_activations or (draft.activations and self.bench.arenas(settled).disk):
+            # Which of the two had better go to disk, states or activations, is a matter of speed.
+            with suppress(DoesNotFit):
+                self._compare(at_home(self.bench, draft, first=Tenant.ACTIVATIONS))
+
+    def _compare(self, settled: Draft) -> None:
+        """Simulates a draft that fits, unless it cannot be faster, and keeps the better."""
+        if self._over or settled in self._settled:
+            return
+        self._settled.add(settled)
         if self.bench.at_least(settled) > self._fastest * (1 + TIE):
             return
-        self._spent += not self.bench.known(settled)
         seconds = self.bench.seconds(settled)
         self._fastest = min(self._fastest, seconds)
         # Beside the fastest, not beside the best: or else one tie after the other would lead far away from it.
@@ -127,7 +143,7 @@ class Search:
         """Whether all simulations have been spent, or no plan can be faster by more than a tie. The bound is infinite
         where nothing fits: then what is tried says why."""
         done = self.best is not None and self._fastest <= self.bench.bound * (1 + TIE)
-        return done or self._spent >= self.bench.simulations
+        return done or self.bench.spent(*self._began)
 
     def _useful_levels(self) -> list[Level]:
         """The levels that were asked for and those that are just enough, by how many blocks recompute."""
@@ -162,22 +178,23 @@ class Search:
         """Other slots, windows, distances and ways to fill the device at the recomputation of the best."""
         if self.best is None:
             return
+        level = on_host(self.bench, self.best).level
         for slots in options(self.bench, MOST_SLOTS):
-            self._through(slots, usual_window(self.bench), self.best.level)
+            self._through(slots, usual_window(self.bench), level)
         kept = len(self.best.resident)
         for how in (Filling(dedicate=False), Filling(last_first=True), Filling(most=kept // 2), Filling(most=0)):
-            self._through(self._slots_of_best(), self.best.streaming.gradient_window, self.best.level, how)
+            self._through(self._slots_of_best(), self.best.streaming.gradient_window, level, how)
         if self.best.streaming.slots:
             for window in windows(self.bench):
-                self._through(self._slots_of_best(), window, self.best.level)
+                self._through(self._slots_of_best(), window, level)
         for factor in WINDOWS if self.best.activations else ():
-            base = on_host(self.best)
+            base = on_host(self.bench, self.best)
             window = round(factor * base.streaming.offload_window)
             other = replace(base, streaming=replace(base.streaming, offload_window=window, reload_window=window))
             if self.bench.fits_device(other):
                 self.consider(other)
         for distance in range(1, 1 + min(MOST_SLOTS, len(self.best.placements) - len(self.best.resident))):
-            base = on_host(self.best)
+            base = on_host(self.bench, self.best)
             self.consider(replace(base, streaming=replace(base.streaming, prefetch_distance=distance)))
 
     def _lean(self, level: Level) -> None:
@@ -224,7 +241,7 @@ class Search:
         improved = True
         while improved and self.best is not None:
             before = self.best
-            for draft in self._moves(on_host(before)):
+            for draft in self._moves(on_host(self.bench, before)):
                 if self._over:
                     return
                 if draft not in self._seen and self.bench.fits_device(draft):
@@ -261,11 +278,7 @@ class Search:
                 if one.fate is Fate.OFFLOAD:
                     stays = (replace(one, fate=Fate.KEEP),) if block in again else ()
                     changed = {**treatments, block: (*(t for t in treatments[block] if t != one), *stays)}
-                    alike: dict[tuple[Treatment, ...], list[str]] = {}
-                    for name, named in changed.items():
-                        if named:
-                            alike.setdefault(named, []).append(name)
-                    chosen = tuple(Selection(tuple(names), named) for named, names in alike.items())
+                    chosen = selected(liveness.trace, changed)
                     moved = liveness.host_activations(base.recompute, chosen)
                     how = replace(base.streaming, host_activations=moved)
                     yield replace(base, activations=chosen, streaming=how)
@@ -284,6 +297,7 @@ def _cost(draft: Draft) -> tuple[int, ...]:
     return (
         sum(t.lossy for selection in draft.activations for t in selection.treatments),
         sum((p.states is Tier.DISK) + (p.parameters is Tier.DISK) for p in draft.placements),
+        streaming.disk_activations,
         streaming.host_activations,
         len(draft.recompute),
         sum(len(selection.treatments) for selection in draft.activations),

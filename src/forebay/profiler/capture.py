@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from forebay.collector import collector_paused
+from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
 from forebay.memory import Kind
 from forebay.optim.rules import read_optimizer
@@ -190,7 +191,7 @@ class _Step:
     def run(self, args: Any, kwargs: Any) -> None:
         """Forward, loss and backward. Raises ``CaptureFailed`` when the model cannot run so."""
         recorder = self.recorder
-        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        with as_written(), torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
             torch.default_generator.manual_seed(0)  # made-up values are the same every time
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 
 from forebay.device.base import Completion, Device
+from forebay.kernels.team import Team, cores
 from forebay.layout import STATE_ITEMSIZE, align, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.optim.rules import AdamRule
@@ -66,8 +67,11 @@ class UpdateTrial:
             MemoryHome(device, states, block.name),
             {_NAME: GradientBuffer(parameter, landed, landing)},
         )
-        self._updater = Updater(device, rule, work)
+        self._team = Team(cores())
+        self._updater = Updater(device, rule, work, self._team)
         self._steps = 0
+        # The first update of a process loads the kernels, or makes them: not what a step costs.
+        self.step()
 
     def __enter__(self) -> UpdateTrial:
         return self
@@ -76,6 +80,7 @@ class UpdateTrial:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._device.synchronize()
+        self._team.close()
         self._arena.close()
 
     def submit(self) -> Completion:

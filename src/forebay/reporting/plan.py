@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_table"]
 
+FULL = 0.75
+"""A lane that is busy for less of a step than this share is not what the step waits for all the time."""
+
 _MOVING = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
 
 
@@ -46,7 +49,7 @@ def _headline(report: PlanReport, step: StepForecast) -> list[RenderableType]:
         "step": f"{format_seconds(step.seconds)} ({format_seconds(step.low)} to {format_seconds(step.high)})",
         "tokens/s": format_count(step.tokens_per_second),
         "physical limit": f"{format_seconds(step.limit_seconds)}, {100 * step.limit_share:.0f} % of the step",
-        "binding": f"{step.binding.value} ({_percent(step.busy.get(step.binding, 0.0), step.seconds)} busy)",
+        "binding": _binding(step),
         "written to disk": f"{written * 1000 / 1e12:.3g} TB in 1,000 steps" if written else "nothing",
         "numbers": exact,
     }
@@ -57,7 +60,13 @@ def _headline(report: PlanReport, step: StepForecast) -> list[RenderableType]:
     return [Text(f"{report.model} fits on {report.machine} (policy {report.policy})", style="bold"), grid]
 
 
-def _memory(report: PlanReport) -> Table:
+def _binding(step: StepForecast) -> str:
+    busy = step.busy.get(step.binding, 0.0)
+    waiting = "" if busy >= FULL * step.seconds else "; no lane is full, they take turns"
+    return f"{step.binding.value} ({_percent(busy, step.seconds)} busy){waiting}"
+
+
+def _memory(report: PlanReport) -> RenderableType:
     tiers = [usage for usage in report.tiers if usage.peak > 0 or usage.tier in (Tier.DEVICE, Tier.HOST)]
     table = kinds_at_peak("Bytes at each tier's peak in a step", tiers)
     budgets = [report.budgets.get(usage.tier) for usage in tiers]
@@ -66,7 +75,10 @@ def _memory(report: PlanReport) -> Table:
         "headroom",
         *(size(None if b is None else b - u.peak) for u, b in zip(tiers, budgets, strict=True)),
     )
-    return table
+    said = "temporary: what ops need for a moment"
+    if any(usage.tier is Tier.PINNED for usage in tiers):
+        said += "; pinned: the page-locked part of host"
+    return Group(table, _said(said))
 
 
 def _phases(report: PlanReport) -> RenderableType:
@@ -80,19 +92,26 @@ def _phases(report: PlanReport) -> RenderableType:
     if not beside:
         return table
     said = "beside: host memory that bytes pass through for a moment and that no budget counts"
-    return Group(table, Padding(Text(said), (0, 0, 1, 2)))
+    return Group(table, _said(said))
 
 
-def _lanes(step: StepForecast) -> Table:
+def _said(words: str) -> Padding:
+    """What the words of a table mean, below it."""
+    return Padding(Text(words), (0, 0, 1, 2))
+
+
+def _lanes(step: StepForecast) -> RenderableType:
     table = figure_table("Lanes in a step", "lane", ["busy", "share", "at least", "moved", "rate while busy"])
     for lane in (Lane.COMPUTE, *_MOVING):
-        busy, moved = step.busy.get(lane, 0.0), step.moved.get(lane, 0)
+        # What compute touches is no traffic.
+        busy, moved = step.busy.get(lane, 0.0), 0 if lane is Lane.COMPUTE else step.moved.get(lane, 0)
         if busy <= 0 and not moved:
             continue
-        rate = rate_while_busy(0 if lane is Lane.COMPUTE else moved, busy)
+        rate = rate_while_busy(moved, busy)
         least = format_seconds(step.limits[lane]) if lane in step.limits else NONE
         table.add_row(lane.value, format_seconds(busy), _percent(busy, step.seconds), least, size(moved or None), rate)
-    return table
+    said = "h2d: host to device; d2h: back; update: on the host; at least: at full rate"
+    return Group(table, _said(said))
 
 
 def _rest(report: PlanReport) -> list[RenderableType]:

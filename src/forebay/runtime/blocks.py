@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
+from forebay.device.compiling import refuse_compiled_root
 from forebay.errors import ModelError
 from forebay.layout import align
 from forebay.trace import Block, Model, Parameter
@@ -35,8 +36,10 @@ def find_blocks(root: nn.Module, override: Sequence[str] | None = None) -> Bound
     Every child of a repeated ``ModuleList`` or ``Sequential`` is a block; so is every module named in ``override``,
     where given, instead of the repeated lists. Modules outside of them are merged with their neighbours up to a
     balanced size. A tied parameter belongs to the block of its first owner, and every owner's forward asks for that
-    block. Raises ``ModelError`` for a name in ``override`` that is no module, and for parameters that cannot move.
+    block. Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, and for
+    a root that was compiled in place.
     """
+    refuse_compiled_root(root)
     parameters = dict(root.named_parameters())
     names = _names(root)
     for name, parameter in parameters.items():

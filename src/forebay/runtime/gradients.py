@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from forebay.device.base import Completion, Device
+from forebay.device.lanes import dependency_failure
 from forebay.errors import ForebayError
 from forebay.runtime.tensors import flat, shaped
-from forebay.scheduling.gradients import GradientWindow
+from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
 from forebay.trace import Parameter
 
@@ -36,7 +37,7 @@ class Landing:
 
     def __init__(self, device: Device, window: int, staging: torch.Tensor) -> None:
         self.device = device
-        self.window = GradientWindow(device, window)
+        self.window = TransferWindow(device, window)
         self._staging = staging
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Completion:
@@ -90,6 +91,8 @@ class GradientBuffer:
 
     ``arrived`` is the last job that writes the bytes, ``read_by`` the update that reads them. ``generation`` counts
     the gradients that have landed here: a wrapper that somebody kept must not pass the next one off as its own.
+    ``version`` is raised by whatever may change the bytes: who has read them at one version knows them until the next.
+    ``landings`` counts what has landed since the buffer was empty, or zeroed, or an optimizer step took what was there.
     """
 
     def __init__(self, parameter: Parameter, host: torch.Tensor, landing: Landing) -> None:
@@ -98,17 +101,21 @@ class GradientBuffer:
         self.arrived: Completion | None = None
         self.read_by: Completion | None = None
         self.generation = 0
+        self.version = 0
+        self.landings = 0
         self._landing = landing
 
     def land(self, gradient: torch.Tensor) -> None:
         """Replaces the landed bytes by ``gradient``."""
         self._before_write()
         self.generation += 1
+        self.landings = 1
         self.arrived = self._landing.copy(self.host, flat(gradient, self.parameter), self.parameter.name)
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Adds ``gradient`` to the landed bytes, in the parameter's dtype as autograd would on the device."""
         self._before_write()
+        self.landings += 1
         source = flat(gradient, self.parameter)
         self.arrived = self._landing.accumulate(self.host, source, self.parameter.name)
 
@@ -124,9 +131,11 @@ class GradientBuffer:
         self.settle()
 
     def _before_write(self) -> None:
-        # The update of the last step may not have read these bytes yet.
+        self.version += 1
+        # An update, that of the last step or one ahead of the next, may not have read these bytes yet. One that failed
+        # reads nothing more: its error is for whoever needs what it should have made, not for a gradient that lands.
         if self.read_by is not None:
-            self.read_by.wait()
+            dependency_failure(self.read_by)
             self.read_by = None
 
 
@@ -209,10 +218,11 @@ class LandedGradient(torch.Tensor):
                 return _view(func, first, args[1:], kwargs)
             if func is aten.zero_.default:
                 first.writable().zero_()
+                if first.stands_for(first.buffer):
+                    first.buffer.landings = 0
                 return first
             if func in _IN_PLACE_SCALE:
-                func(first.writable(), _to_host(args[1]))
-                return first
+                return _scale(func, first, args[1])
             if func in _NORMS:
                 return func(first.value(), *args[1:], **kwargs).to(first.device)
         if func in (aten._foreach_zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
@@ -248,8 +258,20 @@ def _can_accumulate(gradient: LandedGradient, value: Any) -> bool:
     )
 
 
-def _to_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def _scale(func: Any, gradient: LandedGradient, factor: Any) -> LandedGradient:
+    """Multiplies or divides in place. By exactly 1, which clipping does where there is nothing to clip, changes no bit
+    of a real number: then nothing is written, and an update that has read the gradient has read the right one."""
+    if isinstance(factor, torch.Tensor):
+        factor = factor.cpu()
+    if gradient.is_floating_point() and _is_one(factor):
+        gradient._expect_current()  # one that is out of date is refused all the same
+    else:
+        func(gradient.writable(), factor)
+    return gradient
+
+
+def _is_one(factor: Any) -> bool:
+    return bool(factor == 1) if not isinstance(factor, torch.Tensor) else factor.dim() == 0 and bool(factor == 1)
 
 
 def _one_by_one(func: Any, args: Any) -> None:
@@ -277,8 +299,20 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
 
     plain_args, plain_kwargs = tree_map_only(LandedGradient, materialise, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    if func._schema.is_mutable:
-        for gradient, copy in copies:
+    changed = _changed(func, args, kwargs)
+    for gradient, copy in copies:
+        if id(gradient) in changed:
             gradient.writable().copy_(copy)
     # An op that returns what it was given returns the gradient itself, not the copy.
     return tree_map_only(torch.Tensor, lambda t: next((g for g, c in copies if c is t), t), result)
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> set[int]:
+    """The ``id`` of every landed gradient that ``func`` writes to; one that is only read has not changed."""
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default and _is_one(args[2]):
+        return set()  # a scale of exactly 1, as in ``_scale``; the check has been made
+    parameters = func._schema.arguments
+    given = [*zip((p for p in parameters if not p.kwarg_only), args, strict=False)]
+    given += [(p, kwargs[p.name]) for p in parameters if p.name in kwargs]
+    written = [value for p, value in given if p.alias_info is not None and p.alias_info.is_write]
+    return {id(leaf) for leaf in tree_leaves(written) if isinstance(leaf, LandedGradient)}

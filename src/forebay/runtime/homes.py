@@ -3,18 +3,23 @@
 Every home answers the same two questions, whatever tier it is on: *check out* some bytes for an update (the buffer,
 and what to wait for before touching it) and *check in* what the update made of them. On the host both are views and
 cost nothing; on disk the bytes pass through a staging ring.
+
+Where the update of a block runs ahead of its step (``speculation.py``) there are two homes of it: an update checks
+bytes out of the current one ``into`` the other, and checks them in there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import Self, final
 
+import numpy as np
 import torch
 
 from forebay.device.base import Completion, Device
-from forebay.layout import PAGE, align
+from forebay.kernels.team import Team
+from forebay.layout import PAGE, STATE_ITEMSIZE, align
 from forebay.scheduling.staging import StagingBuffer, StagingRing
 from forebay.tiers.disk import DiskFile
 from forebay.timeline import Lane
@@ -24,12 +29,34 @@ __all__ = ["Checkout", "DiskHome", "Home", "MemoryHome"]
 
 @final
 class Checkout:
-    """Bytes on loan from a home: the ``buffer``, and ``ready``, after which they may be read and written."""
+    """Bytes on loan from a home: the ``buffer``, and ``ready``, after which they may be read and written. ``source``:
+    where they still have to be brought from, by whoever is ready to change them (None: they are in the buffer)."""
 
-    def __init__(self, buffer: torch.Tensor, ready: tuple[Completion, ...], staging: StagingBuffer | None) -> None:
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        ready: tuple[Completion, ...],
+        staging: StagingBuffer | None = None,
+        source: torch.Tensor | None = None,
+    ) -> None:
         self.buffer = buffer
         self.ready = ready
         self.staging = staging
+        self.source = source
+
+    def bring(self, team: Team) -> None:
+        """Has the bytes in the buffer, copied by ``team``. For a job that waits for ``ready``."""
+        if self.source is None:
+            return
+        target, source = self.buffer.numpy(), self.source.numpy()
+
+        def copy(share: int, shares: int) -> float:
+            start, stop = (target.size * at // shares for at in (share, share + 1))
+            # numpy and not copy_: torch would start a team of its own for this lane.
+            np.copyto(target[start:stop], source[start:stop])
+            return 0.0
+
+        team.run(copy, target.size // STATE_ITEMSIZE)
 
 
 class Home(ABC):
@@ -44,8 +71,9 @@ class Home(ABC):
         """Queues the copy of all bytes into the device buffer ``target``."""
 
     @abstractmethod
-    def check_out(self, offset: int, nbytes: int, what: str) -> Checkout:
-        """Asks for ``nbytes`` from ``offset`` for an update."""
+    def check_out(self, offset: int, nbytes: int, what: str, into: Self) -> Checkout:
+        """Asks for ``nbytes`` from ``offset`` for an update that checks in at ``into``: this home, or the other one of
+        its block."""
 
     @abstractmethod
     def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
@@ -91,11 +119,16 @@ class MemoryHome(Home):
         )
         return self._read_by
 
-    def check_out(self, offset: int, nbytes: int, what: str) -> Checkout:
-        # The last fetch may still be reading: a block can be read again after its gradients have landed (where only
-        # some of its parameters are trained), and nothing else makes an update wait for that.
-        reader = () if self._read_by is None else (self._read_by,)
-        return Checkout(self._buffer[offset : offset + nbytes], (*self._pending(), *reader), None)
+    def check_out(self, offset: int, nbytes: int, what: str, into: Self) -> Checkout:
+        # The last fetch may still be reading what is written to: a block can be read again after its gradients have
+        # landed (where only some of its parameters are trained), and nothing else makes an update wait for that. An
+        # update that still writes there comes before this one on its lane.
+        reader = () if into._read_by is None else (into._read_by,)
+        ready = (*self._pending(), *reader)
+        own = self._buffer[offset : offset + nbytes]
+        if into is self:
+            return Checkout(own, ready)
+        return Checkout(into._buffer[offset : offset + nbytes], ready, source=own)
 
     def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
         self.written = after
@@ -117,7 +150,11 @@ class MemoryHome(Home):
 
 @final
 class DiskHome(Home):
-    """A range of a file, ``offset`` and length multiples of the file's alignment; moves through ``ring``."""
+    """A range of a file, ``offset`` and length multiples of the file's alignment; moves through ``ring``.
+
+    What is checked out is always one of the same parts of it, which do not overlap: a part waits for its own last
+    writer, so that the next one is read while this one is written.
+    """
 
     def __init__(self, device: Device, file: DiskFile, offset: int, nbytes: int, ring: StagingRing, what: str) -> None:
         super().__init__(nbytes)
@@ -126,9 +163,10 @@ class DiskHome(Home):
         self._offset = offset
         self._ring = ring
         self._what = what
+        self._part_written: dict[int, Completion] = {}  # by offset
 
     def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
-        loan = self.check_out(0, self.nbytes, f"read {self._what}")
+        loan = self.check_out(0, self.nbytes, f"read {self._what}", self)
         source = loan.buffer[: target.numel()]
         copied = self._device.copy(
             Lane.H2D, target[: self.nbytes], source, after=(*after, *loan.ready), what=f"fetch {self._what}"
@@ -136,15 +174,18 @@ class DiskHome(Home):
         self._release(loan, copied)
         return copied
 
-    def check_out(self, offset: int, nbytes: int, what: str) -> Checkout:
+    def check_out(self, offset: int, nbytes: int, what: str, into: Self) -> Checkout:
+        # The same whichever range it is checked in at: all reads are on one lane, so that by the time this one is
+        # done, nobody reads what was asked of the other range before.
         staging, after = self._ring.take(nbytes)
         buffer, start = staging.view(nbytes), self._offset + offset
         file = self._file
-        # The file is read after the last write of this range, and into a buffer that nobody reads any more.
+        written = self._part_written.get(offset)
+        # The file is read after the last write of this part, and into a buffer that nobody reads any more.
         read = self._device.submit(
             Lane.DISK_READ,
             lambda: file.read(start, buffer),
-            after=(*after, *self._pending()),
+            after=after if written is None else (*after, written),
             nbytes=nbytes,
             what=what,
         )
@@ -158,8 +199,12 @@ class DiskHome(Home):
             Lane.DISK_WRITE, lambda: file.write(start, buffer), after=(after,), nbytes=buffer.numel(), what=what
         )
         self._release(loan, written)
-        self.written = written
+        self.written = self._part_written[offset] = written
         return written
+
+    def settle(self) -> None:
+        super().settle()
+        self._part_written.clear()
 
     def read(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
         self.settle()

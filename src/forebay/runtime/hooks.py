@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, SupportsIndex, final
@@ -22,7 +24,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from forebay.device.base import NoWatch
+from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
 from forebay.errors import ForebayError, UsageError
+from forebay.plans import Plan
 from forebay.runtime.gradients import host_copy
 from forebay.runtime.offloading import Offloading
 from forebay.runtime.recompute import Recomputation
@@ -94,7 +99,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._endings: list[Callable[[], None]] = []
         self._depth: dict[str, int] = {}
-        self._recomputation = Recomputation(session.saved, session.recompute, session.watch, session.stash)
+        self._recomputation = Recomputation(session.saved, self._recompute, session.watch, session.stash)
         self._offloading = Offloading(session.saved, session.stash)
         # Of parameters with several names: the tensor that the last state_dict() was given.
         self._exports: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -102,6 +107,10 @@ class Attachment:
         self._running: list[tuple[nn.Module, Sequence[Block]]] = []
         self._scopes = contextlib.ExitStack()
         self._training = False
+        plan = session.plan
+        self._as_written = not isinstance(session.watch, NoWatch) or bool(plan.activations or plan.recompute)
+        self._compiled = compiled_modules(root)
+        self._hooked: list[nn.Module] = []
         streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
         self._streamed = {b.name for b in streamed}
         # Read by their owners' state_dict hooks; resident parameters are ordinary tensors.
@@ -111,6 +120,8 @@ class Attachment:
         except BaseException:
             self._remove_hooks()
             raise
+        if self._compiled and self._as_written:
+            warnings.warn(_not_compiled(self._compiled, session.torch_device, plan), stacklevel=4)
 
     # Attaching and detaching.
 
@@ -126,9 +137,13 @@ class Attachment:
                 self._handles += self._offloading.attach(block.name, module, treatments)
         for name, blocks in self._asked(streamed).items():
             # Before the user's own hooks, and before those of a recomputation: both may read the parameters.
-            keep(modules[name].register_forward_pre_hook(self._before_module(tuple(blocks)), prepend=True))
+            before, after = self._before_module(tuple(blocks)), self._after_module
+            if self._compiled:
+                before, after = outside_of_graphs(before), outside_of_graphs(after)
+            self._hooked.append(modules[name])
+            keep(modules[name].register_forward_pre_hook(before, prepend=True))
             # always_call: an exception inside forward must close the block too, so that the next step works.
-            keep(modules[name].register_forward_hook(self._after_module, always_call=True))
+            keep(modules[name].register_forward_hook(after, always_call=True))
         # Last and in front of all: a pass begins before its first block is asked for.
         keep(root.register_forward_pre_hook(RootHook(self), prepend=True, with_kwargs=True))
         keep(root.register_forward_hook(self._after_root, always_call=True))
@@ -224,12 +239,28 @@ class Attachment:
             self._abandon()
         self._running.clear()
         self._training = torch.is_grad_enabled()
-        if not self.session.begin_forward(lambda: batch_shape(args, kwargs), training=self._training):
+        seen = self.session.begin_forward(lambda: batch_shape(args, kwargs), training=self._training)
+        self._scopes.enter_context(self._standing_back())
+        if not seen:
             return  # nothing streams, and what such a pass saves has been seen
         # Only here, and never around a single block: hooks that a checkpoint sets inside the root's forward, and
         # again in its recomputation, must stay the innermost ones.
         saved = self.session.saved
         self._scopes.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
+
+    def _standing_back(self) -> AbstractContextManager[Any]:
+        """Has compiled modules run as they are written, where they have to. Also in passes that the watch does not look
+        at: else one step would have other numbers than the next."""
+        if self._as_written:
+            return as_written()
+        if not self._compiled:
+            refuse_compiled_since(self._hooked)
+        return nullcontext()
+
+    def _recompute(self, block: str, again: Callable[[], None]) -> None:
+        """Runs ``again``, the forward of ``block`` in backward, as it ran the first time."""
+        with self._standing_back():
+            self.session.recompute(block, again)
 
     def _is_recursive(self) -> bool:
         """Whether the call of the root that begins is one inside another.
@@ -350,3 +381,13 @@ class Attachment:
                 self._hide(full)
         if written:
             self.session.write(written)
+
+
+def _not_compiled(names: Sequence[str], device: torch.device, plan: Plan) -> str:
+    """What a user is told whose compiled modules run as they are written."""
+    why = "bytes are counted op by op" if device.type == "cpu" else f"the plan of policy {plan.planner} recomputes"
+    which = f"{names[0]!r}" + (f" and {len(names) - 1} other compiled modules" if len(names) > 1 else "")
+    return (
+        f"{which} will run as written, not compiled: on {device.type} {why}, which compiled code does not allow; the "
+        f"numbers are those of the model without torch.compile"
+    )

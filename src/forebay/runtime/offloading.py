@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.device.ledger import take_off
 from forebay.plans import Fate, Treatment
-from forebay.runtime.opnames import OpCounter, roots_made
+from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
 from forebay.scheduling.activations import described
@@ -97,7 +97,7 @@ class _Mode(TorchDispatchMode):
         treatment = self._treated.get(name)
         if treatment is not None:
             signs = func is torch.ops.aten.relu.default and self._saves(args[0])
-            for number, tensor in enumerate(roots_made(result, args, kwargs)):
+            for number, tensor in roots_treated(roots_made(result, args, kwargs), treatment):
                 self._stash.treat(tensor, treatment, described(self._block, *name, number), signs=signs)
         return result
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
 
+from forebay.compression import MASK_BITS
 from forebay.device.ledger import plain_tensors
+from forebay.plans import Treatment
 
-__all__ = ["OpCounter", "roots_made"]
+__all__ = ["OpCounter", "roots_made", "roots_treated"]
 
 
 @final
@@ -43,3 +46,12 @@ def roots_made(result: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for tensor in plain_tensors(result):
         made.setdefault(tensor.untyped_storage()._cdata, tensor)
     return [tensor for key, tensor in made.items() if key not in known]
+
+
+def roots_treated(roots: Iterable[torch.Tensor], treatment: Treatment) -> list[tuple[int, torch.Tensor]]:
+    """Of what an op has made (``roots_made``), what ``treatment`` is about, each with its place. Of an op that makes
+    what is true or false beside numbers, as dropout does on cuda, a mask of 1 bit is of that alone."""
+    every = list(enumerate(roots))
+    if treatment.bits != MASK_BITS:
+        return every
+    return [one for one in every if one[1].dtype is torch.bool] or every

@@ -18,10 +18,8 @@ Generators. The recomputation begins with the generators as the forward did. A n
 draw again, so its record holds the generator's state after it (5,056 bytes on the host for that of ``cpu``, 16 for one
 of CUDA), which is set in its place.
 
-torch.compile. A compiled module inside a block keeps the numbers that it has compiled, but what the compiler has fused
-never passes as an op: it is not met, and it runs again. On ``cpu``, where the byte ledger is a dispatch mode too,
-``aot_eager`` gives the numbers of the compiled model; ``inductor`` was seen to give others under a dispatch mode,
-whether anything recomputes or not (torch 2.13).
+torch.compile. Compiled code has no ops to be named, and PyTorch compiles nothing under a dispatch mode: the compiled
+modules of a block run as they are written, in forward and again (``device/compiling.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from forebay.device.ledger import plain_tensors, take_off
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.plans import Fate, Treatment
-from forebay.runtime.opnames import OpCounter, roots_made
+from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
 from forebay.scheduling.activations import described
 
 __all__ = ["Choice", "Mover", "Record", "Replay", "Ticket", "not_the_same"]
@@ -238,10 +236,10 @@ class Record:
             return made
         tickets: dict[int, Ticket] = {}
         if self._mover is not None and (treatment.fate is not Fate.KEEP or treatment.bits):
-            for number, (key, root) in enumerate(roots.items()):
+            for number, root in roots_treated(roots.values(), treatment):
                 ticket = self._mover.treat(root, treatment, described(self.choice.block, *name, number))
                 if ticket is not None:
-                    tickets[key] = ticket
+                    tickets[root.untyped_storage()._cdata] = ticket
         made.held = tree_map(lambda leaf: self._hold(leaf, tickets), result)
         if traits.draws and kwargs.get("generator") is None:
             made.generator = _Generator.after(result)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import final
 
 import torch
 from torch import nn
 
 from forebay.device.base import Device, Watch
-from forebay.errors import ForebayError, ModelError, SessionClosed
+from forebay.errors import ForebayError, SessionClosed
+from forebay.kernels.team import Team
 from forebay.layout import MASTER
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess, stand_in
-from forebay.runtime.gradients import GradientBuffer, LandedGradient, host_copy
+from forebay.runtime.gradients import LandedGradient, host_copy
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
+from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
 from forebay.runtime.store import BlockState, Ledgers, Store
 from forebay.runtime.tensors import alone, flat, shaped
-from forebay.runtime.updates import Task, Updater
+from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
 from forebay.scheduling.slots import SlotPool
 from forebay.timeline import Timeline
@@ -46,6 +48,7 @@ class Resources:
         store: Store,
         pool: SlotPool,
         stash: Stash,
+        team: Team,
         *,
         owns_device: bool,
     ) -> None:
@@ -55,6 +58,7 @@ class Resources:
         self.store = store
         self.pool = pool
         self.stash = stash
+        self.team = team
         self._owns_device = owns_device
         self._closed = False
 
@@ -71,6 +75,7 @@ class Resources:
             self.pool.close()
             self.stash.close()
             self.store.close()
+            self.team.close()
             if self._owns_device:
                 self.device.close()
 
@@ -113,7 +118,8 @@ class Session:
         }
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
-        self._updater = Updater(self.device, rule, self.store.workspace)
+        updater = Updater(self.device, rule, self.store.workspace, resources.team)
+        self.stepping = Stepping(self.store, self.pool, updater, parameters, self.measure, self.torch_device)
         # Where parameters come and go, the watch also refuses a stray use of one: it never rests. Nor where activations
         # do: what a pass saves must go through the hooks that are set only in one that is seen.
         self.vigil = None if self._stand_ins or plan.recompute or plan.activations else Vigil(VigilPolicy())
@@ -202,48 +208,34 @@ class Session:
     def gradient_made(self, name: str, parameter: nn.Parameter) -> None:
         """autograd has accumulated into ``param.grad``: a gradient that does not stay here goes to the host."""
         self.enter_backward()
-        gradient = parameter.grad
-        if gradient is None or isinstance(gradient, LandedGradient):
-            return  # LandedGradient: autograd's own accumulation has landed it
-        if gradient.layout is not torch.strided:
-            raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
-        self.watch.attribute(gradient, Kind.GRADIENT)
-        buffer = self._state(name).gradients.get(name)
-        if buffer is not None:
-            self._land(parameter, gradient, buffer)
+        gradient, state = parameter.grad, self._state(name)
+        if gradient is None:
+            return
+        if not isinstance(gradient, LandedGradient):  # else autograd's own accumulation has landed it
+            if gradient.layout is not torch.strided:
+                raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
+            self.watch.attribute(gradient, Kind.GRADIENT)
+            buffer = state.gradients.get(name)
+            if buffer is None:
+                return
+            self.stepping.land(parameter, gradient, buffer)
+        self.stepping.landed(state)
 
-    def _land(self, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
-        since = self.device.now()
-        buffer.land(gradient)
-        self.measure.waited(since)
-        parameter.grad = LandedGradient(buffer, self.torch_device)
+    def follow(self, hyperparameters: Hyperparameters) -> None:
+        """Has the optimizer asked, at any time, for the hyperparameters that a step would have if it came then."""
+        self.stepping.hyperparameters = hyperparameters
 
-    def step(self, groups: Mapping[str, Mapping[str, object]]) -> None:
+    def step(self, groups: Groups) -> None:
         """One optimizer step for the parameters named in ``groups`` (name to hyperparameters) that have a gradient.
 
         Updates of blocks on the host or on disk are queued in the order in which the next forward will want the
-        blocks, and each fetch waits for its own; with ``overlap_update`` off they are waited for here.
+        blocks (unless they were made ahead, see ``speculation``), and each fetch waits for its own; with
+        ``overlap_update`` off they are waited for here.
         """
         self.expect_open()
-        self._refuse_thawed(groups)
+        self.stepping.expect_possible(groups)
         self.watch.activate(False)
-        for state in self._in_order_of_use():
-            tasks = {
-                p.name: Task(state.steps[p.name] + 1, groups[p.name])
-                for p in state.block.parameters
-                if p.name in groups and self.parameters[p.name].grad is not None
-            }
-            if not tasks:
-                continue
-            if state.placement.resident:
-                gradients = {n: g for n in tasks if (g := self.parameters[n].grad) is not None}
-                self._updater.run_resident(state, tasks, gradients)
-            else:
-                self._land_replaced(state, tasks)
-                self.pool.invalidate(state.block.name)
-                self._updater.submit(state, tasks)
-            for name in tasks:
-                state.steps[name] += 1
+        self.stepping.step(groups)
         if not self.plan.streaming.overlap_update:
             self.store.settle()
         # The next pass begins where the record begins: its first blocks are fetched as soon as they are updated.
@@ -252,31 +244,6 @@ class Session:
         self.measure.end_step()
         if self.vigil is not None:
             self.vigil.step_ended()
-
-    def _refuse_thawed(self, groups: Mapping[str, object]) -> None:
-        """Raises ``ModelError`` for a gradient that the plan has no room and no state for."""
-        for name, spec in self.spec_of.items():
-            if not spec.trainable and name in groups and self.parameters[name].grad is not None:
-                raise ModelError(
-                    f"parameter {name} was frozen when the model was prepared and has a gradient now; forebay.close() "
-                    f"the model and prepare it anew to train it, or set requires_grad=False again and its grad to None"
-                )
-
-    def _land_replaced(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
-        """Lands gradients that the user put in the place of landed ones (``p.grad = p.grad * 2``)."""
-        for name in tasks:
-            parameter, buffer = self.parameters[name], state.gradients[name]
-            gradient = parameter.grad
-            if isinstance(gradient, LandedGradient):
-                if gradient.stands_for(buffer):
-                    continue
-                # Another parameter's, or a view: a copy, since landing it must not overwrite what is being read.
-                gradient = gradient.value().to(self.torch_device, copy=True)
-            if gradient is not None:
-                self._land(parameter, gradient.detach(), buffer)
-
-    def _in_order_of_use(self) -> Iterator[BlockState]:
-        return (self.store.blocks[name] for name in self.pool.order.in_order_of_use(self.store.blocks))
 
     def _state(self, name: str) -> BlockState:
         return self.store.blocks[self.block_of[name]]
@@ -317,6 +284,7 @@ class Session:
         self.synchronize()
         for block in dict.fromkeys(self.block_of[name] for name in values):
             self.pool.invalidate(block)
+            self.stepping.speculation.drop(self.store.blocks[block])
             self.store.fill(block, lambda p: values.get(p.name))
         self.unwritten -= set(values)
 
@@ -342,6 +310,7 @@ class Session:
         self.synchronize()
         for block in dict.fromkeys(self.block_of[name] for name in states):
             state = self.store.blocks[block]
+            self.stepping.speculation.drop(state)
             with self.store.edit_states(state) as content:
                 for spec in state.block.parameters:
                     if spec.trainable and spec.name in states:
@@ -368,6 +337,9 @@ class Session:
             "fetches ahead": self.pool.prefetched,
             "deviations from the recorded order": self.pool.order.deviations,
             "activations_kept": self.stash.kept,
+            "speculated": self.stepping.speculation.speculated,
+            "committed": self.stepping.speculation.committed,
+            "redone": self.stepping.speculation.redone,
         }
         used: tuple[TierUsage, ...] = tuple(t for t in tiers if t.peak or t.tier is not Tier.PINNED)
         return Timeline(self.measure.collect(), used, tuple(self.measure.step_seconds), counters)

@@ -34,7 +34,8 @@ from forebay.memory import Kind
 from forebay.plans import Fate, Streaming, Treatment
 from forebay.runtime.codes import Coder, Form, decoded, is_codable
 from forebay.runtime.depots import Depot, Range
-from forebay.scheduling.activations import OffloadWindow, Reloads
+from forebay.scheduling.activations import Reloads
+from forebay.scheduling.window import TransferWindow
 
 __all__ = ["Stash", "Ticket"]
 
@@ -129,7 +130,7 @@ class Stash:
         self._torch_device = torch_device
         self._depots = depots
         self._coder = Coder(torch_device)
-        self._window = OffloadWindow(device, streaming.offload_window)
+        self._window = TransferWindow(device, streaming.offload_window)
         self._reloads = Reloads[_Treated](streaming.reload_window, self._reload)
         # By storage; the tickets of this forward, for as long as something may yet save what they stand for.
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], Ticket]] = {}

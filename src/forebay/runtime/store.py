@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
-from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, UPDATE_RING, Arenas, arenas, home_nbytes, home_tier
+from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, UPDATE_RING, Arenas, arenas, home_tier
 from forebay.device.base import Completion, Device
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, ForebayError
 from forebay.layout import MASTER, PAGE, StateLayout, gradient_offsets, needs_master, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.plans import Fate, Placement, Plan, Streaming
 from forebay.runtime.depots import Depot, DiskDepot, HostDepot
 from forebay.runtime.gradients import GradientBuffer, Landing
-from forebay.runtime.homes import DiskHome, Home, MemoryHome
+from forebay.runtime.homes import Home
+from forebay.runtime.places import Places
 from forebay.runtime.tensors import alone, elements, shaped
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
 from forebay.tiers.disk import DiskFile, DiskFolder, DiskPolicy
 from forebay.trace import Block, Model, Parameter
 
-__all__ = ["BlockState", "Ledgers", "Store"]
+__all__ = ["BlockCopy", "BlockState", "Ledgers", "Store"]
 
 
 @final
@@ -36,9 +38,21 @@ class Ledgers:
         self.disk = disk
 
 
+@dataclass(frozen=True)
+class BlockCopy:
+    """A block's parameters and optimizer states at home: what an update reads, or what it makes."""
+
+    parameters: Home
+    states: Home
+
+
 @final
 class BlockState:
-    """One block at run time: its homes, its landed gradients, and how many steps each parameter has taken."""
+    """One block at run time: its homes, its landed gradients, and how many steps each parameter has taken.
+
+    ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
+    the next step may be made before the step is asked for.
+    """
 
     def __init__(
         self,
@@ -48,14 +62,38 @@ class BlockState:
         parameters: Home,
         states: Home,
         gradients: Mapping[str, GradientBuffer],
+        spare: BlockCopy | None = None,
     ) -> None:
         self.block = block
         self.placement = placement
         self.layout = layout
-        self.parameters = parameters
-        self.states = states
+        self.current = self._first = BlockCopy(parameters, states)
+        self.spare = spare
         self.gradients = gradients
         self.steps = {p.name: 0 for p in block.parameters if p.trainable}
+
+    @property
+    def parameters(self) -> Home:
+        """The current copy of the parameters."""
+        return self.current.parameters
+
+    @property
+    def states(self) -> Home:
+        """The current copy of the optimizer states."""
+        return self.current.states
+
+    def exchange(self) -> None:
+        """The spare copy becomes the current one, and the current one the spare."""
+        if self.spare is None:
+            raise ForebayError(f"block {self.block.name} has one copy at home, the plan does not speculate on it")
+        self.current, self.spare = self.spare, self.current
+
+    def come_home(self) -> None:
+        """Has the parameters in the copy that was the current one at first. Only for a session that ends: the states do
+        not come with them. The caller has waited for all jobs."""
+        if self.current is not self._first:
+            self._first.parameters.write(self.parameters.read())
+            self.current = self._first
 
     def settle(self) -> None:
         """Waits until every update of this block has been written to its homes."""
@@ -114,7 +152,7 @@ class Store:
         self.workspace = self._staging = torch.empty(0, dtype=torch.uint8)
         # Where activations go that leave the device, by fate.
         self.depots: dict[Fate, Depot] = {}
-        self.sizes = arenas(model, plan.placements, plan.streaming, state_names)
+        self.sizes = arenas(model, plan.placements, plan.streaming, state_names, plan.speculate)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
             opened.callback(self.close)
@@ -123,53 +161,43 @@ class Store:
 
     def _open(self, model: Model, plan: Plan, state_names: tuple[str, ...]) -> None:
         sizes, streaming = self.sizes, plan.streaming
-        host_parameters = self._arena(sizes.host_parameters, Kind.PARAMETER, "parameters", pinned=True)
+        first = arenas(model, plan.placements, streaming, state_names).host_parameters
+        host_parameters = self._arena(first, Kind.PARAMETER, "parameters", pinned=True)
+        # An arena of their own: when the session ends, parameters stay where they are, and these go.
+        second = self._arena(sizes.host_parameters - first, Kind.PARAMETER, "second copies of parameters", pinned=True)
         host_gradients = self._arena(sizes.host_gradients, Kind.GRADIENT, "gradients", pinned=True)
         activations = self._arena(sizes.host_activations, Kind.ACTIVATION, "activations", pinned=True)
         host_states = self._arena(sizes.host_states, Kind.STATE, "optimizer states", pinned=False)
         files = self._files(plan, sizes)
         slot_ring = self._open_staging(sizes, streaming, files)
-        working = self._arena(sizes.update_workspace + sizes.update_ring, Kind.STAGING, "update staging", pinned=False)
-        largest = sizes.update_ring // UPDATE_RING
-        # Aligned carves first: what follows them needs no padding.
-        chunk_ring = StagingRing(
-            [working.carve(largest, PAGE) for _ in range(UPDATE_RING)] if working is not None and largest else []
-        )
-        empty = torch.empty(0, dtype=torch.uint8)
-        if working is not None and sizes.update_workspace:
-            self.workspace = alone(working.carve(sizes.update_workspace))
+        chunk_ring = self._open_update_staging(sizes)
         self.landing = Landing(self._device, streaming.gradient_window, self._staging)
         if activations is not None:
             self.depots[Fate.OFFLOAD] = HostDepot(self._device, activations.memory)
-        taken = {Tier.HOST: 0, Tier.DISK: 0}
-        state_end = 0
+        places = Places(self._device, self._on_device, host_states, files, slot_ring, chunk_ring)
         for placement in plan.placements:
             block = model.block(placement.block)
             layout = state_layout(block, state_names, streaming.update_chunk)
-            tier = home_tier(placement)
-            if tier is Tier.DEVICE:
-                buffer = self._on_device(block.nbytes, Kind.PARAMETER, f"block {block.name}")
-                parameters: Home = MemoryHome(self._device, buffer, block.name)
-            elif tier is Tier.HOST and host_parameters is not None:
-                parameters = MemoryHome(self._device, host_parameters.carve(block.nbytes), block.name)
-            else:
-                parameters = DiskHome(
-                    self._device, files["parameters"], taken[Tier.DISK], home_nbytes(block), slot_ring, block.name
-                )
-                taken[Tier.DISK] += home_nbytes(block)
-            if placement.states is Tier.DEVICE:
-                buffer = self._on_device(layout.nbytes, Kind.STATE, f"states of block {block.name}")
-                states: Home = MemoryHome(self._device, buffer.zero_(), f"states of {block.name}")
-            elif placement.states is Tier.DISK and layout.nbytes:
-                states = DiskHome(
-                    self._device, files["states"], state_end, layout.nbytes, chunk_ring, f"states of {block.name}"
-                )
-                state_end += layout.nbytes
-            else:
-                view = host_states.carve(layout.nbytes) if host_states is not None and layout.nbytes else empty
-                states = MemoryHome(self._device, view, f"states of {block.name}")
+            parameters = places.parameters(block, placement, host_parameters)
+            states = places.states(block, placement, layout.nbytes)
+            spare = None
+            if block.name in plan.speculate:
+                again = places.parameters(block, placement, second)
+                spare = BlockCopy(again, places.states(block, placement, layout.nbytes))
             gradients = {} if placement.resident else self._gradients(block, host_gradients)
-            self.blocks[block.name] = BlockState(block, placement, layout, parameters, states, gradients)
+            self.blocks[block.name] = BlockState(block, placement, layout, parameters, states, gradients, spare)
+
+    def _open_update_staging(self, sizes: Arenas) -> StagingRing:
+        """Opens what updates need beside gradients and states; returns the ring through which states on disk pass."""
+        working = self._arena(sizes.update_workspace + sizes.update_ring, Kind.STAGING, "update staging", pinned=False)
+        if working is None:
+            return StagingRing([])
+        largest = sizes.update_ring // UPDATE_RING
+        # Aligned carves first: what follows them needs no padding.
+        ring = StagingRing([working.carve(largest, PAGE) for _ in range(UPDATE_RING)] if largest else [])
+        if sizes.update_workspace:
+            self.workspace = alone(working.carve(sizes.update_workspace))
+        return ring
 
     def _open_staging(self, sizes: Arenas, streaming: Streaming, files: Mapping[str, DiskFile]) -> StagingRing:
         """Opens what bytes pass through between the device and somewhere else; returns the slots on the host."""
@@ -309,6 +337,12 @@ class Store:
         """Waits until every update of every block is at home."""
         for state in self.blocks.values():
             state.settle()
+
+    def come_home(self) -> None:
+        """Before the end, when all jobs are done: parameters on the host leave the arena of second copies."""
+        for state in self.blocks.values():
+            if home_tier(state.placement) is Tier.HOST:
+                state.come_home()
 
     def close(self) -> None:
         """Frees arenas, files and device buffers. The caller has waited for all transfers."""

@@ -1,7 +1,7 @@
 """When activations leave for the host or for disk and come back, and where they lie there. No torch.
 
-The runtime and the lowering ask the same things: ``OffloadWindow`` how many bytes may be on their way off the device,
-``Reloads`` what is brought back to it and when, ``Ranges`` which bytes of the arena, or of the file, are whose.
+The runtime and the lowering ask the same things: ``Reloads`` what is brought back to the device and when, ``Ranges``
+which bytes of the arena, or of the file, are whose (how many may be on their way off the device: ``window``).
 ``DiskRing`` gives out the bytes on the host through which everything on its way to disk, or from there, passes, and
 ``ReadAhead`` says what is read into them before it is asked for.
 """
@@ -16,11 +16,9 @@ from forebay.device.base import Completion
 from forebay.errors import ConfigError
 from forebay.layout import PAGE, align
 from forebay.memory import ALIGNMENT
-from forebay.scheduling.gradients import GradientWindow
 
 __all__ = [
     "DiskRing",
-    "OffloadWindow",
     "Ranges",
     "ReadAhead",
     "Reloads",
@@ -29,10 +27,6 @@ __all__ = [
     "disk_nbytes",
     "host_nbytes",
 ]
-
-OffloadWindow = GradientWindow
-"""At most ``window`` bytes of activations are under way to the host, under the rules of gradients: ``admit`` before a
-copy is queued, ``sent`` after, ``empty`` when backward begins."""
 
 Item = TypeVar("Item")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import final
 
@@ -91,15 +92,15 @@ def with_compute(actions: Sequence[Action]) -> WithCompute:
     holds: dict[int, list[int]] = defaultdict(list)
     behind: dict[int, Sequence[int]] = {}
     takes: dict[int, list[int]] = defaultdict(list)
-    held: list[int] = []
+    held: list[tuple[int, int]] = []  # a heap: the number of the op by which compute has let go, and the offload
     reached, latest = 0, -1  # the number of ops that the pass has issued; the last compute action
     for index, action in enumerate(actions):
         if action.verb is Verb.COMPUTE and not action.recomputed:
             reached = action.ops[1]
-            for offload in [o for o in held if actions[o].ops[1] <= reached]:
+            while held and held[0][0] <= reached:
+                offload = heappop(held)[1]
                 holder[offload] = index
                 holds[index].append(offload)
-                held.remove(offload)
             latest = index
         elif action.verb is Verb.ENCODE:
             # The op that made what is encoded has not returned, and holds what it has read.
@@ -108,7 +109,7 @@ def with_compute(actions: Sequence[Action]) -> WithCompute:
                 holds[index].append(offload)
             latest = index
         elif action.verb is Verb.OFFLOAD and action.ops[1] > reached:
-            held.append(index)
+            heappush(held, (action.ops[1], index))
         elif action.verb is Verb.RELOAD:
             # Not what its own lane waits for (a read from disk): the bytes are taken all the while.
             behind[index] = [i for i in action.after if actions[i].lane in (Lane.COMPUTE, Lane.D2H)]

@@ -25,7 +25,7 @@ from forebay.trace import Trace
 
 __all__ = ["play"]
 
-COMPUTE = LANES.index(Lane.COMPUTE)
+COMPUTE, UPDATE = LANES.index(Lane.COMPUTE), LANES.index(Lane.UPDATE)
 
 
 def play(
@@ -70,6 +70,8 @@ class _Clock:
         moving = bool(program.slots) or any(a.recomputed or a.verb in treated for a in actions)
         watched = costs.machine.device_kind == "cpu" and moving
         self._seconds = [costs.action(a, watched=watched) for a in actions]
+        # Bytes/s of each action alone; the last is that of a lane that runs none.
+        self._rates = [a.nbytes / s if s else 0.0 for a, s in zip(actions, self._seconds, strict=True)] + [0.0]
         self._sharing = sharing
         # Reversed, so that the next action of a lane is popped off its end.
         self._queues: list[list[int]] = [[] for _ in LANES]
@@ -77,10 +79,9 @@ class _Clock:
         for index in range(len(actions) - 1, -1, -1):
             self._queues[place[actions[index].lane]].append(index)
         fastest = [0.0] * len(LANES)
-        for action, seconds in zip(actions, self._seconds, strict=True):
-            if seconds:
-                lane = place[action.lane]
-                fastest[lane] = max(fastest[lane], action.nbytes / seconds)
+        for action, rate in zip(actions, self._rates, strict=False):
+            lane = place[action.lane]
+            fastest[lane] = max(fastest[lane], rate)
         self._crowds = sharing.may_crowd(fastest)
         # Of each lane: the action that it runs (-1: none), when that will end if nothing changes, its share.
         self._running = [-1] * len(LANES)
@@ -158,8 +159,9 @@ class _Clock:
 
     def _reshare(self, now: float) -> None:
         """Gives every running lane the share that it has from ``now`` on, and so another end."""
-        if self._crowds:
-            shares = self._sharing.crowded(self._busy, [self._rate(index) for index in self._running])
+        if self._crowds and self._running[UPDATE] >= 0:
+            rates = self._rates
+            shares = self._sharing.crowded(self._busy, [rates[index] for index in self._running])
         else:
             shares = self._sharing.shares(self._busy)
         old, finish = self._share, self._finish
@@ -168,11 +170,6 @@ class _Clock:
             if index >= 0 and share != old[lane]:
                 finish[lane] = now + (finish[lane] - now) * old[lane] / share
                 old[lane] = share
-
-    def _rate(self, index: int) -> float:
-        """Bytes/s of an action alone."""
-        seconds = self._seconds[index] if index >= 0 else 0.0
-        return self._actions[index].nbytes / seconds if seconds else 0.0
 
     def events(self) -> tuple[Event, ...]:
         """The actions and the stalls, in order of their start."""

@@ -4,8 +4,8 @@ The least sum of the two halves of a step, forward and backward, such that each 
 that runs again; as each direction of the link with parameters, gradients and activations on it; as both together where
 they slow each other (``Machine.duplex``); as compute and host lanes together where they share cores
 (``Machine.shared_cores``); as the updates on the host; as both directions of the disk; and such that every tier has
-room. What is on the device at the turning point, when forward is
-over and no block has gone backward, is counted in full.
+room. Of the activations that move, as many bytes as needed go on to disk. What is on the device at the turning point,
+when forward is over and no block has gone backward, is counted in full.
 
 With the choices at the vertices of the hull (``Group.least``) and shares instead of whole blocks, the optimum is below
 the step of every plan that these choices can make: each of its rows is something that no step can avoid. That is the
@@ -22,7 +22,7 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import linprog
 
 from forebay.lowering.liveness import Liveness, input_nbytes
 from forebay.machine import Machine
@@ -33,25 +33,20 @@ from forebay.simulation.costs import Costs
 from forebay.simulation.sharing import Sharing
 from forebay.trace import Phase
 
-__all__ = ["Chain", "Shares", "standing_nbytes"]
+__all__ = ["EXTRA", "Chain", "Programme", "Shares", "standing_nbytes"]
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
-NODES = 200
-"""Nodes of the tree that a search for whole blocks visits at most."""
-
-GAP = 1e-3
-"""Share by which the whole blocks that it ends with may take longer than the best."""
-
-EXTRA = 3
-"""Variables beside the shares: bytes in slots that spare a fetch, and the two halves."""
+EXTRA = 4
+"""Variables beside the shares: bytes in slots that spare a fetch, bytes of activations on disk, and the two halves."""
 
 LEAN = 0.01
 """Seconds of a step that a second of work on any lane is worth where it binds nothing: of plans that are equally fast
 the one that does less is taken, and lanes that are not full leave less to wait for."""
 
 _PLACES = {field.name: place for place, field in enumerate(fields(Use))}
-DEVICE, RELOADS = _PLACES["device"], _PLACES["reloads"]
+DEVICE, RELOADS, HOST, DISK = (_PLACES[name] for name in ("device", "reloads", "host", "disk"))
+DISK_READ, DISK_WRITE = _PLACES["disk_read"], _PLACES["disk_write"]
 _FIELDS = attrgetter(*_PLACES)
 
 
@@ -63,6 +58,25 @@ class Shares:
     seconds: float
     homes: tuple[tuple[float, ...], ...]
     options: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Programme:
+    """Least ``target @ x`` with ``upper @ x <= most``, ``equal @ x = counts`` and 0 <= x <= ``highest``. All variables
+    but the last ``EXTRA`` are numbers of blocks."""
+
+    target: NDArray[Any]
+    upper: NDArray[Any]
+    most: NDArray[Any]
+    equal: NDArray[Any]
+    counts: NDArray[Any]
+    highest: NDArray[Any]
+
+    def solution(self) -> NDArray[Any] | None:
+        """The best, in shares of blocks; None if there is none."""
+        limits = np.c_[np.zeros(len(self.target)), self.highest]
+        found = linprog(self.target, self.upper, self.most, self.equal, self.counts, limits, method="highs")
+        return None if found.x is None else np.asarray(found.x)
 
 
 @final
@@ -93,69 +107,85 @@ class Chain:
         self._least = _Columns.of([*places, *(group.least for group in self.groups)], counts)
         # Seconds of h2d that a byte of shared slots spares at most.
         self._spared = max((home.spared / home.shared for home in homes), default=0.0)
+        self._disk = costs.machine.disk if self.limits[Tier.DISK] else None
         self._byte = float(sum(max((h.shared for h in g.homes), default=0) * len(g.blocks) for g in self.groups)) or 1.0
+        self._moving = sum(max(u.host for u in (*g.uses, *g.least)) * len(g.blocks) for g in self.groups) or 1.0
         self._second = halves[Phase.FORWARD] + halves[Phase.BACKWARD] or 1.0
 
     def bound(self) -> float:
         """Seconds below which no step is; infinite if nothing fits."""
-        found = self._solved(self._least, self.limits[Tier.DEVICE], None, self._certain, 0.0)
-        return inf if found is None else found.seconds
+        x = self._programme(self._least, self.limits[Tier.DEVICE], None, self._certain, 0.0).solution()
+        return inf if x is None else self._read(self._least, x).seconds
 
-    def shares(self, device: int, slots: int) -> Shares | None:
+    def shares(self, device: int, slots: int, host: int | None = None) -> Shares | None:
         """The best shares of the menus with ``device`` bytes of the device and ``slots`` bytes of them in shared slots;
-        None if nothing fits."""
-        return self._solved(self._menus, device, slots, self._likely, LEAN)
+        None if nothing fits. ``host``: bytes there, if less than allowed."""
+        x = self.programme(device, slots, host).solution()
+        return None if x is None else self.read(x)
 
-    def whole(self, device: int, slots: int, *, nodes: int = NODES, gap: float = GAP) -> Shares | None:
-        """The same for whole blocks, by branch and bound: after ``nodes`` nodes, or within ``gap`` of the best, what
-        has been found by then. Shares, which may not fit, where that is nothing.
+    def programme(self, device: int, slots: int, host: int | None = None) -> Programme:
+        """The programme that ``shares`` solves. With whole blocks it takes branch and bound, for which the library
+        writes to stdout now and then; and rounding comes as near (``tests/null/test_chain.py``)."""
+        return self._programme(self._menus, device, slots, self._likely, LEAN, host)
 
-        What rounding is held against. Planners round ``shares``, because the library writes to stdout now and then
-        while it branches."""
-        limits = {"node_limit": nodes, "mip_rel_gap": gap}
-        found = self._solved(self._menus, device, slots, self._likely, LEAN, limits)
-        return self.shares(device, slots) if found is None else found
+    def read(self, x: NDArray[Any]) -> Shares:
+        """What a solution of ``programme`` says."""
+        return self._read(self._menus, x)
 
-    def _solved(
-        self,
-        columns: _Columns,
-        device: int,
-        slots: int | None,
-        lanes: Lanes,
-        lean: float,
-        whole: Mapping[str, float] | None = None,
-    ) -> Shares | None:
-        table = columns.table
-        limits = [device - (slots or 0), *(self.limits[tier] for tier in TIERS[1:])]
-        upper, most = self._rows(table, limits, lanes, slots is None)
-        target = np.r_[lean * table[:DEVICE].sum(axis=0) / self._second, 0.0, 1.0, 1.0]
-        highest = np.r_[np.full(table.shape[1], inf), inf if slots is None else slots / self._byte, inf, inf]
-        x = _minimum(target, upper, most, columns.equal, columns.counts, highest, whole)
-        if x is None:
-            return None
+    def _programme(
+        self, columns: _Columns, device: int, slots: int | None, lanes: Lanes, lean: float, host: int | None = None
+    ) -> Programme:
+        table, allowed = columns.table, self.limits[Tier.HOST]
+        limits = [device - (slots or 0), allowed if host is None else min(host, allowed), self.limits[Tier.DISK]]
+        spare, away = self._spare(slots is None), self._away()
+        upper, most = self._rows(columns, limits, lanes, spare, away)
+        work = np.r_[table[:DEVICE].sum(axis=0), 0.0, away[:DEVICE].sum()]
+        target = np.r_[lean * work / self._second, 1.0, 1.0]
+        in_slots = inf if slots is None else slots / self._byte
+        on_disk = 0.0 if self._disk is None else inf
+        highest = np.r_[np.full(table.shape[1], inf), in_slots, on_disk, inf, inf]
+        return Programme(target, upper, most, columns.equal, columns.counts, highest)
+
+    def _read(self, columns: _Columns, x: NDArray[Any]) -> Shares:
         shares = [tuple(x[start:stop].tolist()) for start, stop in columns.spans]
         half = len(self.groups)
         return Shares(float(x[-2] + x[-1]) * self._second, tuple(shares[:half]), tuple(shares[half:]))
 
+    def _spare(self, in_device: bool) -> NDArray[Any]:
+        """What ``_byte`` bytes in slots that spare a fetch change; ``in_device``: whether they take room there."""
+        spare = np.zeros(len(_PLACES))
+        spare[RELOADS], spare[DEVICE] = -self._spared * self._byte, self._byte * in_device
+        return spare
+
+    def _away(self) -> NDArray[Any]:
+        """What ``_moving`` bytes of activations change that go on to disk from the host."""
+        away = np.zeros(len(_PLACES))
+        if self._disk is not None:
+            away[HOST], away[DISK] = -self._moving, self._moving
+            away[DISK_READ] = self._moving / self._disk.read.curve.best
+            away[DISK_WRITE] = self._moving / self._disk.write.curve.best
+        return away
+
     def _rows(
-        self, table: NDArray[Any], limits: Sequence[float], lanes: Lanes, slots_in_device: bool
+        self, columns: _Columns, limits: Sequence[float], lanes: Lanes, spare: NDArray[Any], away: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """What is at most what: seconds of the lanes below those of their half of the step, bytes below the room of
-        every tier, bytes in slots that spare a fetch below those that stream. Variables: the shares, the bytes that
-        spare, the two halves. All in units that make the figures neither large nor small: solvers drop what is below
-        1e-9."""
-        second, byte = self._second, self._byte
+        every tier, bytes in slots that spare a fetch below those that stream, bytes of activations on disk below those
+        that move. Variables: the shares, what is in slots, what is on disk, the two halves. All in units that make the
+        figures neither large nor small: solvers drop what is below 1e-9."""
+        second, table = self._second, columns.table
         base = np.array(_FIELDS(self.base), dtype=float)
-        spare = np.zeros(len(base))
-        spare[RELOADS], spare[DEVICE] = -self._spared * byte, byte * slots_in_device
-        time = np.c_[lanes.rows @ table / second, lanes.rows @ spare / second, -lanes.halves]
-        room = np.c_[table[DEVICE:], spare[DEVICE:], np.zeros((len(TIERS), 2))]
+        both = np.c_[table, spare, away]
+        time = np.c_[lanes.rows @ both / second, -lanes.halves]
+        room = np.c_[both[DEVICE:], np.zeros((len(TIERS), 2))]
         left = np.array(limits, dtype=float) - base[DEVICE:]
         unit = np.maximum(np.abs(room).max(axis=1), 1.0)
         shared = np.array([home.shared for group in self.groups for home in group.homes], dtype=float)
-        through = np.r_[-shared / byte, np.zeros(table.shape[1] - len(shared)), 1.0, 0.0, 0.0]
-        upper = np.vstack([time, room / unit[:, None], through])
-        return upper, np.r_[-(lanes.rows @ base) / second, left / unit, 0.0]
+        options = columns.spans[len(self.groups)][0] if self.groups else 0
+        through = np.r_[-shared / self._byte, np.zeros(table.shape[1] - options), 1.0, 0.0, 0.0, 0.0]
+        moved = np.r_[np.zeros(options), -table[HOST, options:] / self._moving, 0.0, 1.0, 0.0, 0.0]
+        upper = np.vstack([time, room / unit[:, None], through, moved])
+        return upper, np.r_[-(lanes.rows @ base) / second, left / unit, 0.0, 0.0]
 
 
 def standing_nbytes(liveness: Liveness, groups: Sequence[Group]) -> int:
@@ -271,25 +301,3 @@ def _likely(machine: Machine, overlap_update: bool) -> Lanes:
 def _crossing(machine: Machine) -> float:
     """While both directions run, each keeps ``duplex`` of its rate: what the shorter one takes longer, both do."""
     return min(1.0, 1 / machine.duplex - 1)
-
-
-def _minimum(
-    target: NDArray[Any],
-    upper: NDArray[Any],
-    most: NDArray[Any],
-    equal: NDArray[Any],
-    counts: NDArray[Any],
-    highest: NDArray[Any],
-    whole: Mapping[str, float] | None,
-) -> NDArray[Any] | None:
-    """Least ``target @ x`` with ``upper @ x <= most``, ``equal @ x = counts`` and 0 <= x <= ``highest``; with
-    ``whole``, the options of the solver, all but the last ``EXTRA`` variables are whole numbers. None if there is none
-    or none is found."""
-    least = np.zeros(len(target))
-    if whole is not None:
-        kinds = np.r_[np.ones(len(target) - EXTRA), np.zeros(EXTRA)]
-        rows = [LinearConstraint(upper, ub=most), LinearConstraint(equal, counts, counts)]
-        found = milp(target, integrality=kinds, bounds=Bounds(least, highest), constraints=rows, options=dict(whole))
-    else:
-        found = linprog(target, upper, most, equal, counts, np.c_[least, highest], method="highs")
-    return None if found.x is None else np.asarray(found.x)

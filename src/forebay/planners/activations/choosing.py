@@ -14,11 +14,21 @@ from forebay.planners.activations.groups import Group
 from forebay.planners.activations.menu import Option
 from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.bench import Bench
-from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, fewer_slots, streaming_through
+from forebay.planners.parts import (
+    DEDICATED,
+    HOSTED,
+    KEPT,
+    RESIDENT,
+    Draft,
+    Level,
+    fewer_slots,
+    selected,
+    streaming_through,
+)
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
-from forebay.plans import Fate, Placement, Selection, Treatment
+from forebay.plans import Fate, Placement, Treatment
 
-__all__ = ["all_moved", "drafted", "exact", "leanest", "level_of", "narrow", "seeds"]
+__all__ = ["all_moved", "drafted", "early", "leanest", "level_of", "narrow", "rounded", "seeds", "spread"]
 
 TRIES = 8
 """How often the room that the programme is given is corrected by what the bench says of its answer."""
@@ -29,8 +39,11 @@ CLOSE = 0.01
 RUNGS = 4
 """Budgets of the ladder in every doubling."""
 
-SIMULATIONS_A_RUNG = 10
-"""A rung of the ladder is tried for so many of the simulations that a search may take."""
+MOST_RUNGS = 3
+"""Rungs of the ladder that are tried at most ..."""
+
+RUNG_VISITS = 160
+"""... and of a long trace so many as its visits go into this, but one in any case."""
 
 WIDER = (4, 2)
 """Times the usual window that is taken where there is room for it."""
@@ -44,40 +57,35 @@ WINDOW = 2
 
 def seeds(bench: Bench) -> Iterator[Draft]:
     """Drafts near the optimum of the programme, through the most slots and through the fewest, with the choices of
-    blocks that are alike in every order. Then those for smaller budgets, on a ladder that is the same whatever the
-    budget: what fits into less fits, and for whole tensors every budget is another knapsack, which may be a worse one.
+    blocks that are alike in every order. Then those for smaller budgets of device and host, on a ladder that is the
+    same whatever the budget: what fits into less fits, and for whole tensors every budget is another knapsack, which
+    may be a worse one.
     """
     limit = bench.problem.limit(Tier.DEVICE)
     through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
-    yield from _seeds(bench, limit, list(product(through, (_early, _spread, _alike))))
-    for rung in _rungs(limit)[: max(1, bench.simulations // SIMULATIONS_A_RUNG)]:
-        yield from _seeds(bench, rung, list(product(options(bench)[:1], (_early, _alike))))
-
-
-def exact(bench: Bench) -> Iterator[Draft]:
-    """The drafts that the programme for whole blocks proposes, by branch and bound: what ``auto`` is held against on
-    problems that are small enough."""
-    chain, limit = bench.chain, bench.problem.limit(Tier.DEVICE)
-    if chain is not None:
-        ways = list(product(options(bench), (_early, _spread)))
-        yield from _seeds(bench, limit, ways, lambda room, slots: chain.whole(room, slots, nodes=10**6, gap=0.0))
-
-
-Solver = Callable[[int, int], Shares | None]
+    yield from _seeds(bench, limit, list(product(through, (_alike, early, spread))))
+    for rung in _rungs(limit)[: _rungs_tried(bench)]:
+        yield from _seeds(bench, rung, list(product(options(bench)[:1], (early, _alike))))
+    lower = _rungs(bench.problem.limit(Tier.HOST))[: MOST_RUNGS - 1]
+    # Nothing on the host is a budget too.
+    for rung in (0, *lower) if _rungs_tried(bench) == MOST_RUNGS else ():
+        yield from _seeds(bench, limit, list(product(options(bench)[:1], (early, _alike))), host=rung)
 
 
 def _seeds(
-    bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order]], solve: Solver | None = None
+    bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order]], host: int | None = None
 ) -> Iterator[Draft]:
-    """Drafts near the optimum with ``limit`` bytes of the device, for each of ``ways``: slots, and an order.
-    ``solve`` is ``Chain.shares`` or what stands for it."""
+    """Drafts near the optimum with ``limit`` bytes of the device, and ``host`` bytes on the host if that is less than
+    allowed, for each of ``ways``: slots, and an order."""
     chain, found = bench.chain, set[Draft]()
     for slots, order in ways:
-        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, solve or chain.shares)
+        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, host)
         if draft is None:
             continue
-        # An update on the device takes time of compute: what is left need not go to more blocks that stay.
-        for how in (Filling(), Filling(most=len(draft.resident))):
+        # An update on the device takes time of compute: what is left need not go to more blocks that stay. With many
+        # blocks one more or less makes no difference.
+        fillings = [Filling(), Filling(most=len(draft.resident))]
+        for how in fillings if _rungs_tried(bench) == MOST_RUNGS else fillings[:1]:
             full = _widened(bench, filled(bench, draft, how, limit), limit)
             if full not in found:
                 found.add(full)
@@ -93,6 +101,12 @@ def _widened(bench: Bench, draft: Draft, limit: int) -> Draft:
         if window and bench.device(wide) <= limit:
             return wide
     return draft
+
+
+def _rungs_tried(bench: Bench) -> int:
+    """How many rungs of the ladder there is time for."""
+    visits = 0 if bench.problem.trace is None else len(bench.problem.trace.visits)
+    return max(1, min(MOST_RUNGS, RUNG_VISITS // max(1, visits)))
 
 
 def _rungs(limit: int) -> list[int]:
@@ -131,17 +145,15 @@ def narrow(level: Level) -> Level:
     return replace(level, window=0)
 
 
-def drafted(bench: Bench, levels: Sequence[Level]) -> list[Draft]:
+def drafted(bench: Bench, levels: Sequence[Level]) -> Iterator[Draft]:
     """Everything streams at each of ``levels``, with no window where there is no room for one, and what there is room
     for stays."""
-    found = []
     for level in levels:
         for one, slots in product(dict.fromkeys((level, narrow(level))), options(bench)):
             draft = streamed_through(bench, slots, usual_window(bench), one)
             if bench.fits_device(draft):
-                found.append(filled(bench, draft, Filling()))
+                yield filled(bench, draft, Filling())
                 break
-    return found
 
 
 def level_of(liveness: Liveness, groups: Sequence[Group], chosen: Sequence[Sequence[Option]]) -> Level:
@@ -156,14 +168,9 @@ def level_of(liveness: Liveness, groups: Sequence[Group], chosen: Sequence[Seque
             if option_of[block].input_moves and source is not None and option_of[source[0]].recompute:
                 maker, op, occurrence = source
                 treatments[maker][op, occurrence] = Treatment(op, occurrence, Fate.OFFLOAD)
-    alike: dict[tuple[Treatment, ...], list[str]] = {}
-    order = [visit.block for visit in liveness.trace.visits if visit.block in option_of]
-    blocks = list(dict.fromkeys([*order, *option_of]))
-    for block in blocks:
-        if treatments[block]:
-            alike.setdefault(tuple(treatments[block].values()), []).append(block)
-    selections = tuple(Selection(tuple(names), named) for named, names in alike.items())
-    recompute = tuple(block for block in blocks if option_of[block].recompute)
+    selections = selected(liveness.trace, {block: list(named.values()) for block, named in treatments.items()})
+    order = dict.fromkeys(visit.block for visit in liveness.trace.visits if visit.block in option_of)
+    recompute = tuple(block for block in order if option_of[block].recompute)
     leaving = (move.moved for move in liveness.profile(recompute, selections).moves if move.leaves)
     largest = max(leaving, default=0)
     moved = liveness.host_activations(recompute, selections)
@@ -177,12 +184,12 @@ def _by_name(treatments: Sequence[Treatment]) -> Iterator[tuple[tuple[str, int],
 Order = Callable[[Sequence[float], int, Sequence[Option]], list[int]]
 
 
-def _early(shares: Sequence[float], count: int, options: Sequence[Option]) -> list[int]:
+def early(shares: Sequence[float], count: int, options: Sequence[Option]) -> list[int]:
     """What holds the least comes first."""
     return sorted_out(shares, count, [option.held for option in options])
 
 
-def _spread(shares: Sequence[float], count: int, options: Sequence[Option]) -> list[int]:
+def spread(shares: Sequence[float], count: int, options: Sequence[Option]) -> list[int]:
     """The choices alternate."""
     return diffused(shares, count)
 
@@ -195,19 +202,19 @@ def _alike(shares: Sequence[float], count: int, options: Sequence[Option]) -> li
 
 
 def _repaired(
-    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, solve: Solver
+    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, host: int | None
 ) -> Draft | None:
     """The whole blocks nearest to the optimum that fit into ``limit`` bytes of the device, by the bench's account; None
     if that does not come about in a few tries."""
     room, best, over, short, step = limit, None, limit, 0, 0
     for _ in range(TRIES):
-        found = solve(room, sum(slots))
+        found = chain.shares(room, sum(slots), host)
         if found is None:
             if not step:
                 break
             room = (room + over) // 2  # the last step was too long
             continue
-        draft = _draft(bench, chain, found, slots, order)
+        draft = rounded(bench, chain, found, slots, order)
         spare = limit - bench.device(draft)
         if spare >= 0:
             best = draft
@@ -224,8 +231,9 @@ def _repaired(
     return best
 
 
-def _draft(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], order: Order) -> Draft:
-    """The draft that ``shares`` stand for."""
+def rounded(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], order: Order) -> Draft:
+    """The draft that ``shares`` stand for, through ``slots``; ``order`` says which of the blocks that are alike take
+    which choice. Whether it fits is for the caller to ask."""
     live = bench.liveness
     chosen: list[list[Option]] = []
     homes: dict[str, tuple[Tier, Tier, Tier]] = {}

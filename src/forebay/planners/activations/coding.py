@@ -2,14 +2,16 @@
 et al., ICML 2022).
 
 Only what a user has allowed, because backward then reads other numbers than forward made. And only where errors stay
-what they are, unbiased noise of the gradient:
+what they are, noise of the gradient without a bias (of its first order):
 
 *   nothing that attention in one piece saves, or makes. It saves queries, keys, values and a logarithm, and takes an
     exponential of them again in backward: with codes of one and not of the other that is no probability any more;
-*   no result of a softmax, no statistics (a mean, a reciprocal deviation): small, or sums in which errors add up;
+*   no result of a softmax; no statistics (a mean, a reciprocal deviation), nor what is computed from them alone: small,
+    or sums in which errors add up;
+*   nothing that is divided by or that a logarithm is taken of: near zero a small error is a large one there;
 *   nothing that leaves its block: who reads it is not the block's to say;
-*   in a block that runs again, nothing that leads to attention in one piece or to whole numbers (which expert takes a
-    token, say): backward would see others than forward.
+*   in a block that runs again, nothing that leads to attention, a softmax or whole numbers (which expert takes a token,
+    say): backward would see others than forward.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ from forebay.plans import Selection
 from forebay.simulation import Costs
 from forebay.trace import Segment, Tensor
 
-__all__ = ["Coded", "changes", "codable"]
+__all__ = ["Coded", "changes", "codable", "lossy"]
 
 ATTENTION = "_scaled_dot_product"
 """What the names of ops have in common that are attention in one piece."""
 
-NEVER_CODES = frozenset(
-    ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "mean", "var", "var_mean", "std", "std_mean", "rsqrt")
-)
-"""Ops whose results are never codes, without namespace and overload."""
+SOFTMAX = frozenset(("_softmax", "_log_softmax", "_safe_softmax", "logsumexp"))
+"""Ops that take exponentials and add them up, without namespace and overload."""
+
+STATISTICS = frozenset(("mean", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm", "rsqrt", "sqrt"))
+"""Ops that make statistics, and roots, which norms are made of."""
+
+DIVISORS = frozenset((("div", 1), ("div_", 1), ("log", 0), ("log_", 0), ("log2", 0), ("log10", 0), ("log1p", 0)))
+"""Ops and the places of the inputs that backward divides by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,32 +87,51 @@ def codable(segment: Segment, ops: Sequence[str], *, again: bool) -> frozenset[i
     runs again, where what is computed from codes is computed from other numbers."""
     tensors = segment.tensors
     internal = {root for op in segment.ops for root in op.dropped if root >= 0}
-    found = set()
+    found: set[int] = set()
     refused: set[int] = set()
-    for op, name in zip(segment.ops, ops, strict=True):
-        plain = name.split(".")[1] if name.count(".") > 1 else name.split(".")[0]
-        made = [r for r in op.outputs if r >= 0 and tensors[r].root == r]
-        if plain.startswith(ATTENTION):
-            refused.update(made, (tensors[r].root for r in op.inputs if r >= 0))
-        elif plain not in NEVER_CODES:
+    statistics: set[int] = set()
+    for op, name in zip(segment.ops, map(_plain, ops), strict=True):
+        made = {r for r in op.outputs if r >= 0 and tensors[r].root == r}
+        read = [_root(segment, r) for r in op.inputs]
+        refused.update(root for place, root in enumerate(read) if (name, place) in DIVISORS)
+        if name.startswith(ATTENTION):
+            refused.update(made, read)
+        elif name in STATISTICS or (read and statistics.issuperset(read)):
+            statistics |= made
+        elif name not in SOFTMAX:
             large = [r for r in made if tensors[r].nbytes >= MOVED_LEAST]
             if len(large) == 1 and tensors[large[0]].dtype in CODE_DTYPES:
                 found.add(large[0])
     if again:
         refused |= _leading_to_choices(segment, ops)
-    return frozenset((found & internal) - refused)
+    return frozenset((found & internal) - refused - statistics)
 
 
 def _leading_to_choices(segment: Segment, ops: Sequence[str]) -> set[int]:
-    """The roots from which attention in one piece is computed, or whole numbers."""
-    tensors = segment.tensors
+    """The roots from which attention, a softmax or whole numbers are computed."""
     leading: set[int] = set()
-    for op, name in zip(reversed(segment.ops), reversed(ops), strict=True):
-        results = {tensors[r].root for r in op.outputs if r >= 0}
-        whole = any("float" not in tensors[r].dtype for r in results) and "dropout" not in name
-        if whole or ATTENTION in name or results & leading:
-            leading.update(results, (tensors[r].root for r in op.inputs if r >= 0))
+    for op, name in zip(reversed(segment.ops), map(_plain, reversed(ops)), strict=True):
+        results = {_root(segment, r) for r in op.outputs}
+        whole = any(r >= 0 and "float" not in segment.tensors[r].dtype for r in op.outputs) and "dropout" not in name
+        if whole or name in SOFTMAX or name.startswith(ATTENTION) or results & leading:
+            leading.update(results, (_root(segment, r) for r in op.inputs))
     return leading
+
+
+def _root(segment: Segment, tensor: int) -> int:
+    """The root of what an op reads or makes; what comes from outside (below 0) stands for itself."""
+    return segment.tensors[tensor].root if tensor >= 0 else tensor
+
+
+def _plain(op: str) -> str:
+    """The name of an op without namespace and overload."""
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 else parts[0]
+
+
+def lossy(activations: Sequence[Selection]) -> bool:
+    """Whether any of ``activations`` is kept as codes that lose precision."""
+    return any(t.lossy for selection in activations for t in selection.treatments)
 
 
 def changes(activations: Sequence[Selection]) -> tuple[str, ...]:
@@ -118,7 +143,7 @@ def _changes(activations: Sequence[Selection]) -> Iterator[str]:
     for bits in sorted({t.bits for s in activations for t in s.treatments if t.lossy}, reverse=True):
         chosen = [s for s in activations if any(t.bits == bits for t in s.treatments)]
         blocks = [block for s in chosen for block in s.blocks]
-        ops = sorted({t.op.removeprefix("aten.").split(".")[0] for s in chosen for t in s.treatments if t.bits == bits})
+        ops = sorted({_plain(t.op) for s in chosen for t in s.treatments if t.bits == bits})
         where = f"block {blocks[0]}" if len(blocks) == 1 else f"{len(blocks)} blocks ({blocks[0]} to {blocks[-1]})"
         yield (
             f"backward reads activations that were kept as {bits} bits an element, stochastically rounded: results of "

@@ -252,8 +252,8 @@ def _least(items: Items, costs: Costs) -> tuple[Use, ...]:
 
     As ``menu.thresholds``, but every item can move, at the links' best rates and without latencies. Then the best
     choice, at any prices, keeps or moves exactly the items above some ratio of seconds to bytes: so the vertices here
-    are all there are, and no choice lies below their hull. What may be
-    codes is taken as codes that cost nothing to make.
+    are all there are, and no choice lies below their hull. What may be codes is taken as codes that cost nothing to
+    make.
     """
     back, out = (1 / link.curve.best for link in (costs.machine.h2d, costs.machine.d2h))
     # Bytes that nothing can move, bytes that are kept or moved, seconds that run again.

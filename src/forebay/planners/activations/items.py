@@ -17,6 +17,10 @@ from forebay.trace import NO_SAVES, Segment
 
 __all__ = ["INPUT", "Item", "Items", "items_of"]
 
+TINY = 1e-3
+"""Share of the bytes that a block saves: what is less is not moved. It would free next to nothing, and every tensor
+that moves costs the host time on its way out and on its way back."""
+
 INPUT = ""
 """In the place of an op's name: what comes into a block that recomputes, which has to be there when it runs again."""
 
@@ -55,7 +59,7 @@ class Item:
     @property
     def least(self) -> int:
         """Bytes that are held or moved at least, where it does not run again."""
-        return self.held if self.codes is None else min(self.held, self.codes.held)
+        return self.held if self.codes is None else min(self.held, self.codes.moved)
 
     @property
     def link_seconds(self) -> float:
@@ -123,6 +127,7 @@ class _Maker:
         if bits:
             ops = [costs.trace.works[op.work].op for op in segment.ops]
             self._codable = {again: codable(segment, ops, again=again) for again in (False, True)}
+        self._saved = sum(t.nbytes for r, t in enumerate(segment.tensors) if t.saved and t.root == r)
         self._watch = costs.machine.watch_seconds if costs.machine.device_kind == "cpu" else 0.0
         self._dropped = {root for op in segment.ops for root in op.dropped if root >= 0}
         self.names = {index: name for name, index in named.items()}
@@ -186,6 +191,8 @@ class _Maker:
         named: bool = False,
         codes: Coded | None = None,
     ) -> Item:
+        if sum(moved) < TINY * self._saved:
+            moved = []
         machine = self._costs.machine
         out, back = (sum(link.seconds(n) for n in moved) for link in (machine.d2h, machine.h2d))
         return Item(*name, seconds, held, held if moved else 0, saved, out, back, reruns, named, codes)

@@ -86,8 +86,8 @@ def thresholds(items: Items) -> tuple[Option, ...]:
 
     At any prices an item is kept or moved if that costs less than its seconds; which of the two is the same for all
     items, as both cost in proportion to its bytes. So the best choice treats all items above some ratio of seconds to
-    bytes alike. (In proportion but for latencies and small transfers, and for items that cannot move: then the best
-    choices are among the others of the menu, and these are near.)
+    bytes alike. (In proportion but for latencies and small transfers, for items that cannot move, and for those
+    that may be codes: then the best choices are among the others of the menu, and these are near.)
     """
     found = [_option(items, False, [code] * len(items.kept)) for code in _codes(items.kept)]
     again = items.again

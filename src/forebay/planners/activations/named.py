@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from forebay.compression import Codes
 from forebay.layout import MOVED_LEAST
@@ -14,13 +14,15 @@ from forebay.trace import Phase
 __all__ = ["again_seconds", "moved_nbytes"]
 
 
-def moved_nbytes(index: TraceIndex, activations: Sequence[Selection]) -> list[int]:
-    """Bytes of every tensor that ``activations`` move in a micro-batch, or of its codes."""
+def moved_nbytes(
+    index: TraceIndex, activations: Sequence[Selection], fates: Collection[Fate] = (Fate.OFFLOAD, Fate.DISK)
+) -> list[int]:
+    """Bytes of every tensor that ``activations`` move in a micro-batch, to where ``fates`` say, or of its codes."""
     moved = []
     for place, selection in _selected(index, activations):
         names = index.named(place)
         for t in selection.treatments:
-            if t.fate is Fate.OFFLOAD and (t.op, t.occurrence) in names:
+            if t.fate in fates and (t.op, t.occurrence) in names:
                 roots = index.made_by(place, names[t.op, t.occurrence])
                 moved += [_nbytes(index, r, t.bits) for r in roots if index.roots[r].nbytes >= MOVED_LEAST]
     return moved

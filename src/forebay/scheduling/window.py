@@ -1,4 +1,4 @@
-"""How many bytes of gradients may be on their way to the host. No torch."""
+"""How many bytes may be on their way off the device: of gradients, or of activations. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, final
 
 from forebay.device.base import Completion
 
-__all__ = ["ComputeOrder", "GradientWindow"]
+__all__ = ["ComputeOrder", "TransferWindow"]
 
 
 class ComputeOrder(Protocol):
@@ -18,8 +18,9 @@ class ComputeOrder(Protocol):
 
 
 @final
-class GradientWindow:
-    """At most ``window`` bytes of gradients are under way at any time; first in, first out."""
+class TransferWindow:
+    """At most ``window`` bytes are under way at any time; first in, first out. ``admit`` before a copy is queued,
+    ``sent`` after, ``empty`` before a pass begins, or backward does."""
 
     def __init__(self, compute: ComputeOrder, window: int) -> None:
         self._compute = compute
@@ -30,14 +31,14 @@ class GradientWindow:
     def admit(self, nbytes: int) -> None:
         """Waits until ``nbytes`` more may leave the device.
 
-        The wait is what bounds device memory: a gradient is freed when its copy is done, and without it a backward
-        that is faster than the link would pile them up.
+        The wait is what bounds device memory: what leaves is freed when its copy is done, and without it compute that
+        is faster than the link would pile it up.
         """
         while self._under_way and (self._under_way[0][0].done() or self._bytes + nbytes > self._window):
             self._await_oldest()
 
     def empty(self) -> None:
-        """Compute goes on when nothing is under way: a pass begins so, and what it makes has the device to itself."""
+        """Compute goes on when nothing is under way: what it makes then has the device to itself."""
         while self._under_way:
             self._await_oldest()
 
@@ -51,11 +52,11 @@ class GradientWindow:
         """``nbytes`` are under way until ``completion``."""
         self._under_way.append((completion, nbytes))
         self._bytes += nbytes
-        # A gradient larger than the window is waited for at once: the window holds for it too.
+        # What is larger than the window is waited for at once: the window holds for it too.
         self.admit(0)
 
     def drain(self) -> None:
-        """Waits for every gradient that is under way."""
+        """Waits for all that is under way."""
         while self._under_way:
             completion, size = self._under_way.popleft()
             self._bytes -= size

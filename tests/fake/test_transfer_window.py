@@ -1,11 +1,11 @@
-"""How many bytes of gradients are under way: never more than the window, over any sequence of sizes."""
+"""How many bytes are under way off the device: never more than the window, over any sequence of sizes."""
 
 from __future__ import annotations
 
 import pytest
 
 from forebay.device.fake import FakeBuffer, FakeDevice
-from forebay.scheduling.gradients import GradientWindow
+from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
 
 
@@ -16,25 +16,25 @@ def under_way(ends: list[tuple[float, int]], now: float) -> int:
 @pytest.mark.parametrize("window", [0, 5, 10, 25, 1000])
 def test_never_more_than_the_window(window: int) -> None:
     device = FakeDevice(None, {Lane.D2H: 1.0})
-    gradients = GradientWindow(device, window)
+    leaving = TransferWindow(device, window)
     ends: list[tuple[float, int]] = []
     for nbytes in (10, 3, 30, 1, 1, 10, 7):
-        gradients.admit(nbytes)
+        leaving.admit(nbytes)
         sent = device.copy(Lane.D2H, FakeBuffer(nbytes), FakeBuffer(nbytes))
-        gradients.sent(sent, nbytes)
+        leaving.sent(sent, nbytes)
         ends.append((sent.end, nbytes))
         assert under_way(ends, device.now()) <= window
         device.compute(2.0)
-    gradients.drain()
+    leaving.drain()
     assert under_way(ends, device.now()) == 0
 
 
 def test_waits_no_longer_than_it_must() -> None:
     device = FakeDevice(None, {Lane.D2H: 1.0})
-    gradients = GradientWindow(device, 20)
+    leaving = TransferWindow(device, 20)
     for _ in range(2):
-        gradients.admit(10)
-        gradients.sent(device.copy(Lane.D2H, FakeBuffer(10), FakeBuffer(10)), 10)
+        leaving.admit(10)
+        leaving.sent(device.copy(Lane.D2H, FakeBuffer(10), FakeBuffer(10)), 10)
     assert device.now() == 0.0  # both fit
-    gradients.admit(10)
+    leaving.admit(10)
     assert device.now() == 10.0  # the first one has landed, the second is still under way

@@ -1,0 +1,136 @@
+"""Adam and AdamW with moments in fp32 or bf16: gradient, parameter, master and moments in one pass.
+
+Kingma and Ba (2015), algorithm 1; Loshchilov and Hutter (2019), algorithm 2; the largest second moment of Reddi et al.
+(2018), algorithm 2. The operations and their order are those of torch's fused kernel
+(``aten/src/ATen/native/cpu/FusedAdamKernel.cpp``), with the contractions that its compiler chose where the processor
+has a fused multiply-add: elements are handled in vectors, and the last ``count % 8`` of a row one by one, where the
+second moment is contracted the other way round. With torch 2.13 on x86-64 with AVX2 or AVX-512 the results are
+torch's to the last bit.
+
+Moments in bf16 are rounded up or down by chance (Gupta et al., 2015, "Deep learning with limited numerical precision",
+section 3): rounded to nearest, a second moment whose steps are below half of its last place would stand still.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.kernels.jit import compiled
+from forebay.kernels.native import Form, fma, load, loose_add, store, store_drawn
+from forebay.kernels.shares import BLOCK, begin_of
+from forebay.kernels.stamp import STAMP
+
+__all__ = ["COLUMNS", "adam_kernel", "adam_scalars"]
+
+COLUMNS: Final = ("count", "gradient", "parameter", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "place")
+"""Columns of the table of rows. Without a master, or without a largest second moment, the column is not looked at.
+``place`` tells the row's first element from all others of the model: what chance decides hangs on it and on the seed,
+and not on how elements are cut into rows."""
+
+VECTOR: Final = 8
+"""Elements: what torch handles at once at the least; see above."""
+
+_SPREAD: Final = 0x9E3779B97F4A7C15 - 2**64
+"""The golden ratio in 64 bits, as a signed number: neighbouring seeds become salts that have nothing in common."""
+
+Kernel = Callable[[npt.NDArray[np.int64], int, int, npt.NDArray[np.float32], int], float]
+
+
+def adam_scalars(
+    step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, *, coupled: bool, maximize: bool
+) -> npt.NDArray[np.float32]:
+    """The numbers of a step, counted from 1, computed in double precision and rounded once, as torch does.
+
+    ``coupled`` is what the kernel was made with.
+    """
+    decay = weight_decay if coupled else 1 - lr * weight_decay
+    rise = np.float32(1 - beta1)
+    # torch's lerp: from the end that is nearer.
+    near = abs(rise) < 0.5
+    return np.array(
+        [
+            decay,
+            rise if near else rise - np.float32(1),
+            float(near),
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**step),
+            eps,
+            -(lr / (1 - beta1**step)),
+            -1.0 if maximize else 1.0,
+        ],
+        dtype=np.float32,
+    )
+
+
+@cache
+def adam_kernel(parameter: Form, gradient: Form, *, coupled: bool, amsgrad: bool, state: Form = Form.FP32) -> Kernel:
+    """The kernel for these forms; a parameter that is not fp32 has an fp32 master.
+
+    ``coupled``: a weight decay that is part of the gradient (Adam), and not 0. ``state``, fp32 or bf16, is the form of
+    the moments. Call it with the table of rows, the share, the number of shares, ``adam_scalars`` and the seed of the
+    step; it returns the sum of the squares of the share's gradients, inf where one is too large for fp32. Raises
+    ``ValueError`` for moments in fp16, whose range a second moment leaves.
+    """
+    if state is Form.FP16:
+        raise ValueError("moments are fp32 or bf16, not fp16")
+    own, given, held, fp32, stamp = int(parameter), int(gradient), int(state), int(Form.FP32), STAMP
+    narrow, drawn = parameter is not Form.FP32, state is Form.BF16
+
+    @compiled
+    def kernel(rows: Any, share: Any, shares: Any, scalars: Any, seed: Any) -> Any:
+        decay, rate, near, beta2 = scalars[0], scalars[1], scalars[2] != 0, scalars[3]
+        rest2, bias2, eps, pace, sign = scalars[4], scalars[5], scalars[6], scalars[7], scalars[8]
+        squares = np.float64(stamp - stamp)
+        for row in range(rows.shape[0]):
+            count, g_at, own_at, wide_at = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3]
+            m_at, v_at, top_at = rows[row, 4], rows[row, 5], rows[row, 6]
+            # The hash takes the lower half of a salt; the upper one is the second moment's.
+            salt = seed * _SPREAD + rows[row, 7]
+            other, third = (seed * _SPREAD >> 32) + rows[row, 7], (seed * _SPREAD >> 16) + rows[row, 7]
+            target_at = wide_at if narrow else own_at
+            begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
+            last = min(end, count - count % VECTOR)
+            for block in range(begin, end, BLOCK):
+                part = np.float32(0)
+                for whole in (True, False):
+                    first = block if whole else max(block, last)
+                    stop = min(block + BLOCK, last if whole else end)
+                    for i in range(first, stop):
+                        g = load(g_at, i, given, 0)
+                        part = loose_add(part, g * g)
+                        p, m, v = load(target_at, i, fp32, 1), load(m_at, i, held, 2), load(v_at, i, held, 3)
+                        g = g * sign
+                        if coupled:
+                            g = fma(p, decay, g)
+                        else:
+                            p = p * decay
+                        m = fma(rate, g - m, m if near else g)
+                        v = fma(rest2 * g, g, v * beta2) if whole else fma(v, beta2, rest2 * g * g)
+                        if drawn:
+                            store_drawn(m_at, i, m, salt, 2)
+                            store_drawn(v_at, i, v, other, 3)
+                        else:
+                            store(m_at, i, m, fp32, 2)
+                            store(v_at, i, v, fp32, 3)
+                        if amsgrad:
+                            top = load(top_at, i, held, 4)
+                            v = top if top >= v else v
+                            if drawn:
+                                store_drawn(top_at, i, v, third, 4)
+                            else:
+                                store(top_at, i, v, fp32, 4)
+                        p = p + pace * m / (math.sqrt(v) / bias2 + eps)
+                        store(target_at, i, p, fp32, 1)
+                        if narrow:
+                            store(own_at, i, p, own, 5)
+                squares += part
+        return squares
+
+    return kernel

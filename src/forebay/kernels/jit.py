@@ -1,0 +1,33 @@
+"""How kernels are compiled: without the interpreter's lock, in IEEE arithmetic, and kept on disk where that is
+possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+
+__all__ = ["compiled", "part"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """``function``, compiled at its first call, or read from beside its source or from the user's cache.
+
+    A division by 0 gives what IEEE 754 says.
+    """
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        made: Function = numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        # numba finds no folder that it may write to: every process compiles for itself.
+        made = numba.njit(**options)(function)
+    return made
+
+
+def part(function: Function) -> Function:
+    """``function``, for kernels to call, which have it in their own code: it is kept nowhere by itself."""
+    made: Function = numba.njit(error_model="numpy")(function)
+    return made

@@ -1,0 +1,66 @@
+"""Lion with an fp32 momentum, in one pass: Chen et al. (2023), "Symbolic discovery of optimization algorithms",
+algorithm 2. Each operation is rounded by itself, in the order of the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.kernels.jit import compiled
+from forebay.kernels.native import Form, load, loose_add, store
+from forebay.kernels.shares import BLOCK, begin_of
+from forebay.kernels.stamp import STAMP
+
+__all__ = ["COLUMNS", "lion_kernel", "lion_scalars"]
+
+COLUMNS: Final = ("count", "gradient", "parameter", "master", "exp_avg")
+"""Columns of the table of rows. Without a master the column is not looked at."""
+
+Kernel = Callable[[npt.NDArray[np.int64], int, int, npt.NDArray[np.float32]], float]
+
+
+def lion_scalars(lr: float, beta1: float, beta2: float, weight_decay: float) -> npt.NDArray[np.float32]:
+    """The numbers of a step; the decay is decoupled, ``parameter *= 1 - lr * weight_decay``."""
+    return np.array([1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr], dtype=np.float32)
+
+
+@cache
+def lion_kernel(parameter: Form, gradient: Form) -> Kernel:
+    """The kernel for these forms; called like ``adam_kernel``'s, and returns the same sum of squares.
+
+    A parameter whose direction is exactly 0 decays and moves no further; one whose direction is NaN becomes NaN.
+    """
+    own, given, fp32, stamp = int(parameter), int(gradient), int(Form.FP32), STAMP
+    narrow = parameter is not Form.FP32
+
+    @compiled
+    def kernel(rows: Any, share: Any, shares: Any, scalars: Any) -> Any:
+        decay, beta1, rest1, beta2, rest2, lr = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5]
+        zero = np.float32(0)
+        squares = np.float64(stamp - stamp)
+        for row in range(rows.shape[0]):
+            count, g_at, own_at, wide_at, m_at = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+            target_at = wide_at if narrow else own_at
+            begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
+            for block in range(begin, end, BLOCK):
+                part = np.float32(0)
+                for i in range(block, min(block + BLOCK, end)):
+                    g, p, m = load(g_at, i, given, 0), load(target_at, i, fp32, 1), load(m_at, i, fp32, 2)
+                    part = loose_add(part, g * g)
+                    c = m * beta1 + g * rest1
+                    # The last case is 0, or NaN as it is.
+                    move = lr if c > zero else (-lr if c < zero else c)
+                    p = p * decay - move
+                    store(target_at, i, p, fp32, 1)
+                    store(m_at, i, m * beta2 + g * rest2, fp32, 2)
+                    if narrow:
+                        store(own_at, i, p, own, 5)
+                squares += part
+        return squares
+
+    return kernel

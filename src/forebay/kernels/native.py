@@ -1,0 +1,255 @@
+"""What the kernels say to the compiler: typed access to memory, and arithmetic that is rounded as it is written.
+
+Addresses are integers, so that a tensor of any dtype costs nothing to hand over. Every access names its *stream*:
+accesses of different streams never touch the same bytes in one call, which lets the compiler put the loop in vectors
+without a test. Nothing is contracted or reordered but what ``fma`` and ``loose_add`` ask for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = [
+    "STREAMS",
+    "Form",
+    "as_float",
+    "fma",
+    "greater",
+    "load",
+    "load_byte",
+    "loose_add",
+    "magnitude",
+    "plus",
+    "rounded_down",
+    "store",
+    "store_byte",
+    "store_drawn",
+]
+
+STREAMS: Final = 8
+"""How many streams a kernel may have."""
+
+
+class Form(IntEnum):
+    """How a value lies in memory."""
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is Form.FP32 else 2
+
+
+_FLOAT: Final = ir.FloatType()
+_HALF: Final = ir.HalfType()
+_I8: Final = ir.IntType(8)
+_I16: Final = ir.IntType(16)
+_I32: Final = ir.IntType(32)
+_QUIET_NAN: Final = 0x7FC0
+
+
+def _tag(builder: Any, access: Any, stream: int) -> Any:
+    """Says that ``access`` shares no byte with accesses of other streams (LLVM's ``alias.scope`` and ``noalias``)."""
+    module = builder.module
+    domain = module.add_metadata(["forebay"])
+    scopes = [module.add_metadata([f"forebay stream {number}", domain]) for number in range(STREAMS)]
+    access.set_metadata("alias.scope", module.add_metadata([scopes[stream]]))
+    access.set_metadata("noalias", module.add_metadata([s for n, s in enumerate(scopes) if n != stream]))
+    return access
+
+
+def _pointer(builder: Any, address: Any, index: Any, element: Any) -> Any:
+    return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+
+
+def _access(form: Any, stream: Any) -> tuple[Form, int] | None:
+    if not isinstance(form, types.IntegerLiteral) or not isinstance(stream, types.IntegerLiteral):
+        return None
+    return Form(form.literal_value), stream.literal_value
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def load(context: Any, address: Any, index: Any, form: Any, stream: Any) -> Any:
+    """The value at ``index`` of what begins at ``address``, widened to fp32. ``form`` and ``stream``: constants."""
+    found = _access(form, stream)
+    if found is None:
+        return None
+    kind, number = found
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, at = arguments[0], arguments[1]
+        if kind is Form.FP32:
+            return _tag(builder, builder.load(_pointer(builder, where, at, _FLOAT), align=4), number)
+        raw = _tag(builder, builder.load(_pointer(builder, where, at, _I16), align=2), number)
+        if kind is Form.FP16:
+            return builder.fpext(builder.bitcast(raw, _HALF), _FLOAT)
+        return builder.bitcast(builder.shl(builder.zext(raw, _I32), ir.Constant(_I32, 16)), _FLOAT)
+
+    return types.float32(types.int64, types.int64, form, stream), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def store(context: Any, address: Any, index: Any, value: Any, form: Any, stream: Any) -> Any:
+    """Writes an fp32 ``value``, rounded to nearest, ties to even, where the form is narrower."""
+    found = _access(form, stream)
+    if found is None:
+        return None
+    kind, number = found
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, at, given = arguments[:3]
+        if kind is Form.FP32:
+            _tag(builder, builder.store(given, _pointer(builder, where, at, _FLOAT), align=4), number)
+        else:
+            narrow = (
+                builder.bitcast(builder.fptrunc(given, _HALF), _I16) if kind is Form.FP16 else _to_bf16(builder, given)
+            )
+            _tag(builder, builder.store(narrow, _pointer(builder, where, at, _I16), align=2), number)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, form, stream), generate
+
+
+def _to_bf16(builder: Any, value: Any) -> Any:
+    bits = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+    return _narrowed(builder, value, builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF))))
+
+
+def _narrowed(builder: Any, value: Any, rounded: Any) -> Any:
+    """The upper half of ``rounded``, as 16 bits; a quiet NaN where ``value`` is one."""
+    kept = builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
+    # A NaN with a full mantissa would carry into the sign and come out as 0.
+    return builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(_I16, _QUIET_NAN), kept)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def store_drawn(context: Any, address: Any, index: Any, value: Any, salt: Any, stream: Any) -> Any:
+    """Writes an fp32 ``value`` as bf16, rounded up or down by chance so that the expectation is the value itself.
+
+    The chance is a hash of ``salt`` and ``index`` (the finalizer of Murmur3 with the constants of Wellons' lowbias32):
+    the same in every run and for every cut into shares.
+    """
+    if not isinstance(stream, types.IntegerLiteral):
+        return None
+    number = stream.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, at, given, key = arguments[:4]
+        word = builder.add(builder.trunc(at, _I32), builder.trunc(key, _I32))
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            word = builder.xor(word, builder.lshr(word, ir.Constant(_I32, shift)))
+            word = builder.mul(word, ir.Constant(_I32, factor))
+        word = builder.lshr(builder.xor(word, builder.lshr(word, ir.Constant(_I32, 16))), ir.Constant(_I32, 16))
+        narrow = _narrowed(builder, given, builder.add(builder.bitcast(given, _I32), word))
+        _tag(builder, builder.store(narrow, _pointer(builder, where, at, _I16), align=2), number)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64, stream), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def load_byte(context: Any, address: Any, index: Any, stream: Any) -> Any:
+    """The byte at ``index`` of what begins at ``address``, from 0 to 255."""
+    if not isinstance(stream, types.IntegerLiteral):
+        return None
+    number = stream.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        raw = builder.load(_pointer(builder, arguments[0], arguments[1], _I8), align=1)
+        return builder.zext(_tag(builder, raw, number), _I32)
+
+    return types.int32(types.int64, types.int64, stream), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def store_byte(context: Any, address: Any, index: Any, value: Any, stream: Any) -> Any:
+    """Writes the low 8 bits of ``value``."""
+    if not isinstance(stream, types.IntegerLiteral):
+        return None
+    number = stream.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target = _pointer(builder, arguments[0], arguments[1], _I8)
+        _tag(builder, builder.store(builder.trunc(arguments[2], _I8), target, align=1), number)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int32, stream), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rounded_down(context: Any, value: Any) -> Any:
+    """An fp32 value of at least 0 and below ``2**31`` as a 32-bit integer; any number where it is none of these."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fptosi(arguments[0], _I32)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def plus(context: Any, a: Any, b: Any) -> Any:
+    """The sum of two 32-bit integers, as one of 32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.add(*arguments)
+
+    return types.int32(types.int32, types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def magnitude(context: Any, value: Any) -> Any:
+    """The bits of ``abs(value)``, fp32, as an integer: they are ordered as the values are, and NaN above all."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.and_(builder.bitcast(arguments[0], _I32), ir.Constant(_I32, 0x7FFFFFFF))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_float(context: Any, bits: Any) -> Any:
+    """The fp32 value with these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _FLOAT)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def greater(context: Any, a: Any, b: Any) -> Any:
+    """The greater of two 32-bit integers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.select(builder.icmp_signed(">", *arguments), *arguments)
+
+    return types.int32(types.int32, types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` in fp32, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def loose_add(context: Any, a: Any, b: Any) -> Any:
+    """``a + b`` in fp32 where the order of a long sum does not matter: the compiler may keep several partial sums."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fadd(*arguments, flags=["reassoc"])
+
+    return types.float32(types.float32, types.float32), generate

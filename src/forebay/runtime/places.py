@@ -1,0 +1,70 @@
+"""Which bytes of a tier are whose: gives every block the homes that its placement names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import final
+
+import torch
+
+from forebay.arenas import home_nbytes, home_tier
+from forebay.device.base import Device
+from forebay.memory import Kind, Tier
+from forebay.plans import Placement
+from forebay.runtime.homes import DiskHome, Home, MemoryHome
+from forebay.scheduling.staging import StagingRing
+from forebay.tiers.arena import HostArena
+from forebay.tiers.disk import DiskFile
+from forebay.trace import Block
+
+__all__ = ["Places"]
+
+
+@final
+class Places:
+    """Hands out ranges of what a store has opened, each once: of ``files`` by name, of ``host_states``, of new buffers
+    that ``on_device`` makes. What is on disk passes through ``slots`` (parameters) or ``chunks`` (states)."""
+
+    def __init__(
+        self,
+        device: Device,
+        on_device: Callable[[int, Kind, str], torch.Tensor],
+        host_states: HostArena | None,
+        files: Mapping[str, DiskFile],
+        slots: StagingRing,
+        chunks: StagingRing,
+    ) -> None:
+        self._device = device
+        self._on_device = on_device
+        self._host_states = host_states
+        self._files = files
+        self._ends = dict.fromkeys(files, 0)
+        self._slots = slots
+        self._chunks = chunks
+
+    def parameters(self, block: Block, placement: Placement, arena: HostArena | None) -> Home:
+        """A home for the parameters of ``block``; on the host in ``arena``."""
+        tier = home_tier(placement)
+        if tier is Tier.DEVICE:
+            buffer = self._on_device(block.nbytes, Kind.PARAMETER, f"block {block.name}")
+            return MemoryHome(self._device, buffer, block.name)
+        if tier is Tier.HOST and arena is not None:
+            return MemoryHome(self._device, arena.carve(block.nbytes), block.name)
+        return self._on_disk("parameters", home_nbytes(block), self._slots, block.name)
+
+    def states(self, block: Block, placement: Placement, nbytes: int) -> Home:
+        """A home for the ``nbytes`` of optimizer state of ``block``."""
+        what = f"states of {block.name}"
+        if placement.states is Tier.DEVICE:
+            buffer = self._on_device(nbytes, Kind.STATE, f"states of block {block.name}")
+            return MemoryHome(self._device, buffer.zero_(), what)
+        if placement.states is Tier.DISK and nbytes:
+            return self._on_disk("states", nbytes, self._chunks, what)
+        if self._host_states is None or not nbytes:
+            return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)
+        return MemoryHome(self._device, self._host_states.carve(nbytes), what)
+
+    def _on_disk(self, file: str, nbytes: int, ring: StagingRing, what: str) -> Home:
+        start = self._ends[file]
+        self._ends[file] += nbytes
+        return DiskHome(self._device, self._files[file], start, nbytes, ring, what)

@@ -1,0 +1,129 @@
+"""Gradients land, and steps are taken: which parameters have a part in a step, and which update is queued when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import final
+
+import torch
+from torch import nn
+
+from forebay.errors import ModelError
+from forebay.runtime.gradients import GradientBuffer, LandedGradient
+from forebay.runtime.measure import Measurement
+from forebay.runtime.speculation import Speculation, SpeculationPolicy
+from forebay.runtime.store import BlockState, Store
+from forebay.runtime.updates import Task, Updater
+from forebay.scheduling.slots import SlotPool
+
+__all__ = ["Groups", "Hyperparameters", "Stepping"]
+
+Groups = Mapping[str, Mapping[str, object]]
+"""Hyperparameters by parameter: a copy for each group, the same object for all parameters of one."""
+
+Hyperparameters = Callable[[Collection[str]], Groups]
+"""The groups, as they are now, of those of the parameters named that the optimizer holds."""
+
+
+def _nobody(names: Collection[str]) -> Groups:
+    return {}
+
+
+@final
+class Stepping:
+    """The way of gradients from autograd into the parameters. ``hyperparameters`` is the optimizer's, once there is
+    one: what a step would be asked for if it came now."""
+
+    def __init__(
+        self,
+        store: Store,
+        pool: SlotPool,
+        updater: Updater,
+        parameters: Mapping[str, nn.Parameter],
+        measure: Measurement,
+        device: torch.device,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._updater = updater
+        self._parameters = parameters
+        self._measure = measure
+        self._device = device
+        self.hyperparameters: Hyperparameters = _nobody
+        self.speculation = Speculation(store.blocks.values(), updater, SpeculationPolicy())
+
+    def land(self, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
+        """Has ``gradient`` go to the host, and ``parameter.grad`` stand for it."""
+        since = self._measure.now()
+        buffer.land(gradient)
+        self._measure.waited(since)
+        parameter.grad = LandedGradient(buffer, self._device)
+
+    def landed(self, state: BlockState) -> None:
+        """A gradient of a block has landed in backward."""
+        if state.spare is None:
+            return
+        for name, buffer in state.gradients.items():
+            if self._parameters[name].grad is None:
+                buffer.landings = 0  # dropped since then, by zero_grad say
+        self.speculation.landed(state, self._tasks_now)
+
+    def expect_possible(self, groups: Groups) -> None:
+        """Raises what keeps a step for ``groups`` from being taken, before anything has changed: ``ModelError`` for a
+        gradient that the plan has no room and no state for, the error of an update that ran ahead and failed."""
+        for state in self._store.blocks.values():
+            for spec in state.block.parameters:
+                if not spec.trainable and spec.name in groups and self._parameters[spec.name].grad is not None:
+                    raise ModelError(
+                        f"parameter {spec.name} was frozen when the model was prepared and has a gradient now; "
+                        f"forebay.close() the model and prepare it anew to train it, or set requires_grad=False again "
+                        f"and its grad to None"
+                    )
+        self.speculation.raise_failed(self._store.blocks)
+
+    def step(self, groups: Groups) -> None:
+        """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
+        forward will want the blocks."""
+        for state in self._in_order_of_use():
+            tasks = self._tasks(state, groups)
+            if not tasks:
+                self.speculation.drop(state)
+                continue
+            if state.placement.resident:
+                gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
+                self._updater.run_resident(state, tasks, gradients)
+            else:
+                self._land_replaced(state, tasks)
+                self._pool.invalidate(state.block.name)
+                if not self.speculation.commit(state, tasks):
+                    self._updater.submit(state, tasks)
+            for name in tasks:
+                state.steps[name] += 1
+        self.speculation.end_step(self._store.blocks)
+
+    def _tasks(self, state: BlockState, groups: Groups) -> dict[str, Task]:
+        return {
+            p.name: Task(state.steps[p.name] + 1, groups[p.name])
+            for p in state.block.parameters
+            if p.name in groups and self._parameters[p.name].grad is not None
+        }
+
+    def _tasks_now(self, state: BlockState) -> dict[str, Task]:
+        return self._tasks(state, self.hyperparameters(state.gradients.keys()))
+
+    def _land_replaced(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
+        """Lands gradients that the user put in the place of landed ones (``p.grad = p.grad * 2``)."""
+        for name in tasks:
+            parameter, buffer = self._parameters[name], state.gradients[name]
+            gradient = parameter.grad
+            if isinstance(gradient, LandedGradient):
+                if gradient.stands_for(buffer):
+                    continue
+                # Another parameter's, or a view: a copy, since landing it must not overwrite what is being read.
+                gradient = gradient.value().to(self._device, copy=True)
+            if gradient is not None:
+                self.land(parameter, gradient.detach(), buffer)
+
+    def _in_order_of_use(self) -> Iterator[BlockState]:
+        blocks = self._store.blocks
+        return (blocks[name] for name in self._pool.order.in_order_of_use(blocks))
