@@ -82,14 +82,20 @@ def _seeds(
         draft = None if chain is None else _repaired(bench, chain, slots, order, limit, host)
         if draft is None:
             continue
-        # An update on the device takes time of compute: what is left need not go to more blocks that stay. With many
-        # blocks one more or less makes no difference.
-        fillings = [Filling(), Filling(most=len(draft.resident))]
-        for how in fillings if _rungs_tried(bench) == MOST_RUNGS else fillings[:1]:
-            full = _widened(bench, filled(bench, draft, how, limit), limit)
+        for full in _completed(bench, draft, limit):
             if full not in found:
                 found.add(full)
                 yield full
+
+
+def _completed(bench: Bench, draft: Draft, limit: int) -> Iterator[Draft]:
+    """``draft`` with what is left of ``limit`` bytes used: for larger windows first, then for blocks that stay."""
+    yield filled(bench, _widened(bench, draft, limit), Filling(), limit)
+    if _rungs_tried(bench) < MOST_RUNGS:
+        return
+    # The other way round, too. And an update on the device takes time of compute: no more blocks need stay.
+    for how in (Filling(), Filling(most=len(draft.resident))):
+        yield _widened(bench, filled(bench, draft, how, limit), limit)
 
 
 def _widened(bench: Bench, draft: Draft, limit: int) -> Draft:
