@@ -100,21 +100,20 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _activations(options: argparse.Namespace) -> None:
+    from benchmarks.activations.models import chosen
     from benchmarks.activations.record import ARCHIVE
     from benchmarks.activations.run import COMPILED, QUICK, Settings, compare
+    from benchmarks.activations.table import render
 
     settings = QUICK if options.quick else Settings()
     if options.compile:
         settings = replace(settings, compiled=COMPILED)
     flags = [f"--{name}" for name in ("compile", "quick") if vars(options)[name]]
-    command = " ".join(["scripts/bench activations", *options.models, *flags])
-    comparison = compare(options.models, settings, command, say=lambda line: print(line, flush=True))
-    if not settings.kept:
-        from benchmarks.activations.table import render
-
-        print(render([comparison]))
-    else:
-        print(f"kept as {ARCHIVE.save(comparison).name}")
+    # Each model is a run of its own, kept when it is done: a later one may fail, or have to be stopped.
+    for model in chosen(options.models):
+        command = " ".join(["scripts/bench activations", model.name, *flags])
+        comparison = compare([model.name], settings, command, say=lambda line: print(line, flush=True))
+        print(f"kept as {ARCHIVE.save(comparison).name}" if settings.kept else render([comparison]), flush=True)
 
 
 def _update(options: argparse.Namespace) -> None:

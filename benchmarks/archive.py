@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,10 +35,12 @@ Record = TypeVar("Record", bound=Dated)
 @final
 @dataclass(frozen=True)
 class Archive(Generic[Record]):
-    """The files of all records of ``kind``, whose names begin with ``prefix``."""
+    """The files of all records of ``kind``, whose names begin with ``prefix``; ``topic`` says what a record is about,
+    where there are several a machine."""
 
     prefix: str
     kind: type[Record]
+    topic: Callable[[Record], str] = lambda record: ""
 
     def save(self, record: Record, folder: Path = RESULTS) -> Path:
         """Writes ``record`` to a file of its own."""
@@ -48,6 +50,6 @@ class Archive(Generic[Record]):
         return path
 
     def latest(self, folder: Path = RESULTS) -> Sequence[Record]:
-        """The newest record of every machine, in order of their dates."""
+        """The newest record of every machine and topic, in order of the machines' first ones."""
         found = [load(self.kind, path.read_bytes()) for path in sorted(folder.glob(f"{self.prefix}*.jsonl"))]
-        return tuple({slug(record.hardware): record for record in found}.values())
+        return tuple({(slug(record.hardware), self.topic(record)): record for record in found}.values())

@@ -97,6 +97,11 @@ class Comparison:
     failed: tuple[str, ...] = ()
     schema: int = SCHEMA
 
+    @property
+    def subject(self) -> str:
+        """The models compared."""
+        return ", ".join(field.model for field in self.fields)
 
-ARCHIVE = Archive("activations-", Comparison)
+
+ARCHIVE = Archive("activations-", Comparison, topic=lambda comparison: comparison.subject)
 """Where comparisons are kept."""

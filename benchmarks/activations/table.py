@@ -52,7 +52,7 @@ def _section(comparison: Comparison) -> str:
     state = {True: " with changes", False: "", None: " (no repository)"}[comparison.code.dirty]
     return "\n".join(
         [
-            f"### activations: {slug(machine)}",
+            f"### activations: {comparison.subject} on {slug(machine)}",
             "",
             *(f"{_field(field)}\n" for field in comparison.fields),
             f"Models that failed: {'; '.join(comparison.failed) or 'none'}. {comparison.rounds} rounds of "
