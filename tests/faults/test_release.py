@@ -23,11 +23,12 @@ import forebay
 from forebay.arenas import arenas
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
-from forebay.errors import DiskFull, ForebayError, SessionClosed
+from forebay.errors import DiskFull, ForebayError, SessionClosed, StorageError
 from forebay.layout import PAGE, align
 from forebay.memory import Tier
 from forebay.plans import Budget, DiskBudget, Plan
 from forebay.runtime.blocks import find_blocks
+from forebay.runtime.store import Store
 from forebay.timeline import Lane
 from forebay.units import MiB
 
@@ -318,6 +319,22 @@ def test_a_write_that_fails_is_told_in_the_training_thread(file: str, wait: str,
     with contextlib.suppress(DiskFull):
         forebay.close(model)
     assert not model._forward_pre_hooks
+    assert not any(t.name.startswith("forebay-") for t in threading.enumerate())
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_fails_to_close_keeps_nothing_else_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepare("disk", tmp_path)
+    step(model, optimizer)
+    close = Store.close
+
+    def failing(store: Store) -> None:
+        close(store)
+        raise StorageError("the file cannot be closed")
+
+    monkeypatch.setattr(Store, "close", failing)
+    with pytest.raises(StorageError, match="cannot be closed"):
+        forebay.close(model)
     assert not any(t.name.startswith("forebay-") for t in threading.enumerate())
     assert not any(tmp_path.iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, final
 
@@ -70,10 +71,13 @@ class UpdateTrial:
         self._team = Team(cores())
         self._updater = Updater(device, rule, work, self._team)
         self._steps = 0
-        # The first update of a process loads the kernels, or makes them: not what a step costs.
-        self.step()
 
     def __enter__(self) -> UpdateTrial:
+        with ExitStack() as opened:
+            opened.push(self)
+            # The first update of a process loads the kernels, or makes them: not what a step costs.
+            self.step()
+            opened.pop_all()
         return self
 
     def __exit__(

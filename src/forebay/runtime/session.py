@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from typing import final
 
 import torch
@@ -67,17 +68,15 @@ class Resources:
         if self._closed:
             return
         self._closed = True
-        self.watch.uninstall()
-        try:
-            # Nothing is freed while a lane may still read or write it.
-            self.device.synchronize()
-        finally:
-            self.pool.close()
-            self.stash.close()
-            self.store.close()
-            self.team.close()
+        # From the last one to the first, each whatever those before it raised: no thread, file or arena outlives it.
+        with ExitStack() as closing:
             if self._owns_device:
-                self.device.close()
+                closing.callback(self.device.close)
+            for held in (self.team, self.store, self.stash, self.pool):
+                closing.callback(held.close)
+            # Nothing is freed while a lane may still read or write it.
+            closing.callback(self.device.synchronize)
+            closing.callback(self.watch.uninstall)
 
 
 @final
