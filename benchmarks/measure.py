@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import final
+from typing import TypeVar, final
 
 from benchmarks.case import Account, BenchmarkError, Case, Contender, OutOfMemory, Running
 
-__all__ = ["LocalRunner", "Outcome", "Runner", "Score", "Turn", "noticing_exhaustion", "race"]
+__all__ = ["LocalRunner", "Outcome", "Runner", "Score", "Turn", "in_rotation", "noticing_exhaustion", "race"]
+
+T = TypeVar("T")
 
 
 class Outcome(StrEnum):
@@ -151,6 +153,12 @@ class _Entry:
             runner.close()
 
 
+def in_rotation(entries: Sequence[T], index: int) -> tuple[T, ...]:
+    """``entries`` in the order of round ``index``: nobody always follows the same neighbour."""
+    shift = index % len(entries)
+    return (*entries[shift:], *entries[:shift])
+
+
 def race(
     case: Case, start: Callable[[Contender], Runner], say: Callable[[str], None], alone_rounds: int = 3
 ) -> tuple[Score, ...]:
@@ -206,8 +214,7 @@ def _set_up(entry: _Entry, start: Callable[[Contender], Runner], say: Callable[[
 def _round(case: Case, entries: Sequence[_Entry], index: int) -> dict[str, Turn]:
     """One turn of every contender that is still in, compared."""
     turns: dict[str, Turn] = {}
-    shift = index % len(entries)
-    for entry in (*entries[shift:], *entries[:shift]):  # nobody always follows the same neighbour
+    for entry in in_rotation(entries, index):
         if entry.runner is None:
             continue
         try:

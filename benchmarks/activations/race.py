@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.activations.record import Row, State
 from benchmarks.case import Account, BenchmarkError, Contender, OutOfMemory
-from benchmarks.measure import Runner, Turn
+from benchmarks.measure import Runner, Turn, in_rotation
 
 __all__ = ["TOLERANCE", "Entry", "Start", "count", "race", "set_up"]
 
@@ -103,8 +103,7 @@ def race(
 def _round(entries: Sequence[Entry], baseline: Entry, index: int) -> dict[str, Turn]:
     """One turn of everyone who is still in, compared with plain's."""
     turns: dict[str, Turn] = {}
-    shift = index % len(entries)
-    for entry in (*entries[shift:], *entries[:shift]):  # nobody always follows the same neighbour
+    for entry in in_rotation(entries, index):
         if entry.runner is None:
             continue
         try:

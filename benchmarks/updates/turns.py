@@ -9,6 +9,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from benchmarks.measure import in_rotation
+
 __all__ = ["STEPS", "Contender", "race"]
 
 STEPS = 3
@@ -31,11 +33,10 @@ def race(
     """Seconds of a step: for each contender one entry a round."""
     seconds: list[list[float]] = [[] for _ in contenders]
     for number in range(rounds):
-        for place in range(len(contenders)):
-            which = (place + number) % len(contenders)
-            contenders[which].step()
+        for contender, taken in in_rotation(list(zip(contenders, seconds, strict=True)), number):
+            contender.step()
             start = clock()
             for _ in range(STEPS):
-                contenders[which].step()
-            seconds[which].append((clock() - start) / STEPS)
+                contender.step()
+            taken.append((clock() - start) / STEPS)
     return seconds

@@ -16,7 +16,7 @@ from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Model
 from tests.parity.models import Case, WithLoss, images
-from tests.parity.test_delays import AMPLE, STATES, tiered
+from tests.parity.test_delays import AMPLE, STATES, Narrow, tiered
 
 __all__ = ["AMPLE", "MIXED", "Run", "counters", "speculating", "trained"]
 
@@ -34,20 +34,13 @@ class Partly(nn.Linear):
         return made + self.sometimes.sum(0) if self.whole else made
 
 
-class Mixed(nn.Module):
+class Mixed(Narrow):
     """Layers of two chunks each, or more; one has a parameter that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Partly(), nn.Linear(40, 40), nn.Linear(40, 40)])
         self.layers[1].bias.requires_grad_(False)
-        self.head = nn.Linear(40, 4)
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        x = pixel_values.flatten(1)[:, :40]
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.head(x)
 
 
 MIXED = Case(lambda: WithLoss(Mixed()), images)

@@ -82,6 +82,25 @@ def test_same_numbers_with_all_that_may_be_moved_on_disk(name: str, resident: bo
     assert not list(tmp_path.iterdir())
 
 
+def assert_nothing_changes(name: str, plan: Plan, device: CpuDevice, folder: Path, *, steps: int) -> None:
+    """Training under ``plan`` is plain PyTorch's to the bit, and everything that was to leave has left. Closes
+    ``device``."""
+    try:
+        model = assert_same_training(
+            SUBJECTS[name],
+            torch.float32,
+            steps=steps,
+            plan=plan,
+            device_memory=AMPLE,
+            disk=str(folder),
+            device=device,
+        )
+        assert counters(model) == 0
+        forebay.close(model)
+    finally:
+        device.close()
+
+
 @given(
     data=st.data(),
     name=st.sampled_from(["llama-tied", "vit", "convnet", "used-twice"]),
@@ -100,20 +119,7 @@ def test_any_ops_anywhere_with_late_jobs(
     plan = disk_plan(name, tmp_path, fates, resident=resident, ring=ring)
     late = (Lane.D2H, Lane.H2D, Lane.DISK_READ, Lane.DISK_WRITE)
     device = CpuDevice(AMPLE, delays=RandomDelays(seed, max_seconds=0.002, lanes=late))
-    try:
-        model = assert_same_training(
-            SUBJECTS[name],
-            torch.float32,
-            steps=2,
-            plan=plan,
-            device_memory=AMPLE,
-            disk=str(tmp_path),
-            device=device,
-        )
-        assert counters(model) == 0
-        forebay.close(model)
-    finally:
-        device.close()
+    assert_nothing_changes(name, plan, device, tmp_path, steps=2)
 
 
 @given(
@@ -147,20 +153,7 @@ def test_one_late_lane_changes_nothing(lane: Lane, tmp_path: Path) -> None:
     fates = every("llama", Fate.DISK, Fate.DISK, Fate.OFFLOAD)
     plan = disk_plan("llama", tmp_path, fates, ring=3 * PAGE, window=2**20)
     device = CpuDevice(AMPLE, delays=RandomDelays(seed=3, max_seconds=0.002, lanes=(lane,)))
-    try:
-        model = assert_same_training(
-            SUBJECTS["llama"],
-            torch.float32,
-            steps=1,
-            plan=plan,
-            device_memory=AMPLE,
-            disk=str(tmp_path),
-            device=device,
-        )
-        assert counters(model) == 0
-        forebay.close(model)
-    finally:
-        device.close()
+    assert_nothing_changes("llama", plan, device, tmp_path, steps=1)
 
 
 @pytest.mark.parametrize("short", ["file", "ring"])

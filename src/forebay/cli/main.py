@@ -27,6 +27,25 @@ app = typer.Typer(
 )
 
 
+# Flags that several verbs have.
+Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
+Dtype = Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")]
+Optimizer = Annotated[str | None, typer.Option(help="adamw, adam or sgd.")]
+DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")]
+DiskPath = Annotated[str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier.")]
+Policy = Annotated[str | None, typer.Option(help="The planner.")]
+LossWay = Annotated[
+    str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Batch = Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")]
+
+
 def main() -> None:
     """Entry point. Exit code 0: yes, 1: no (it does not fit, it failed), 2: misuse, 130: stopped by Ctrl-C."""
     app()
@@ -51,29 +70,24 @@ def train(
         str | None, typer.Option(help="A recipe, a folder with config.json (and weights), or a config.json.")
     ] = None,
     data: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text files (UTF-8) to train on.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    batch: Batch = None,
+    seq: Seq = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate, after a warmup over a tenth of the steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Decides random weights and the order of the text.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")] = None,
+    dtype: Dtype = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches in an optimizer step.")] = None,
     clip_norm: Annotated[float | None, typer.Option(help="Clip the gradients to this norm.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd.")] = None,
+    optimizer: Optimizer = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")] = None,
-    disk: Annotated[str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier.")] = None,
-    policy: Annotated[str | None, typer.Option(help="The planner.")] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
-    ] = None,
-    compress: Annotated[
-        int | None,
-        typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
-    ] = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    disk: DiskPath = None,
+    policy: Policy = None,
+    loss: LossWay = None,
+    compress: Bits = None,
     run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Train a causal language model on text files within the memory you allow."""
     with _errors_as_messages():
@@ -109,7 +123,7 @@ def demo(
         str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier; lowers the host budget too.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Train a model that needs several times its device memory on the annual messages of the US presidents."""
     with _errors_as_messages():
@@ -124,7 +138,7 @@ def doctor(
     disk: Annotated[str | None, typer.Option(metavar="PATH", help="A folder on the disk to measure.")] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew what was measured before.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the machine there, as JSON.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Measure what this machine can hold, move and compute (under 20 s, then remembered)."""
     with _errors_as_messages():
@@ -143,26 +157,21 @@ def plan(
             "device, that returns (model, batch), or a model of transformers.",
         ),
     ],
-    batch: Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd.")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")] = None,
-    disk: Annotated[str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier.")] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    dtype: Dtype = None,
+    optimizer: Optimizer = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    disk: DiskPath = None,
     machine: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="The planner.")] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
-    ] = None,
-    compress: Annotated[
-        int | None,
-        typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
-    ] = None,
+    policy: Policy = None,
+    loss: LossWay = None,
+    compress: Bits = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan there, as JSON.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Say whether a training run fits, on which tiers, and how fast it will be. Needs neither weights nor a GPU."""
     with _errors_as_messages():

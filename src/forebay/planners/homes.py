@@ -15,7 +15,7 @@ from enum import StrEnum
 from itertools import chain, islice
 from math import inf
 
-from forebay.arenas import home_nbytes
+from forebay.arenas import UPDATE_RING, home_nbytes
 from forebay.layout import STATE_ITEMSIZE
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
@@ -219,5 +219,5 @@ _MORE: dict[Tenant, Callable[[Bench, Draft, _Staging], Iterator[Draft]]] = {
 def _disk_chunk(problem: Problem) -> int:
     """Elements of a chunk such that the ring of staging buffers takes a small share of the host."""
     per_element = STATE_ITEMSIZE * (len(problem.state_names) + 1)
-    chunk = int(problem.limit(Tier.HOST) * DISK_RING_SHARE) // (3 * per_element)
+    chunk = int(problem.limit(Tier.HOST) * DISK_RING_SHARE) // (UPDATE_RING * per_element)
     return max(SMALLEST_CHUNK, min(Streaming().update_chunk, chunk // 1024 * 1024))

@@ -161,10 +161,11 @@ class Store:
 
     def _open(self, model: Model, plan: Plan, state_names: tuple[str, ...]) -> None:
         sizes, streaming = self.sizes, plan.streaming
-        first = arenas(model, plan.placements, streaming, state_names).host_parameters
-        host_parameters = self._arena(first, Kind.PARAMETER, "parameters", pinned=True)
+        on_host = {p.block for p in plan.placements if home_tier(p) is Tier.HOST}
+        again = sum(model.block(name).nbytes for name in plan.speculate if name in on_host)
+        host_parameters = self._arena(sizes.host_parameters - again, Kind.PARAMETER, "parameters", pinned=True)
         # An arena of their own: when the session ends, parameters stay where they are, and these go.
-        second = self._arena(sizes.host_parameters - first, Kind.PARAMETER, "second copies of parameters", pinned=True)
+        second = self._arena(again, Kind.PARAMETER, "second copies of parameters", pinned=True)
         host_gradients = self._arena(sizes.host_gradients, Kind.GRADIENT, "gradients", pinned=True)
         activations = self._arena(sizes.host_activations, Kind.ACTIVATION, "activations", pinned=True)
         host_states = self._arena(sizes.host_states, Kind.STATE, "optimizer states", pinned=False)
@@ -182,8 +183,8 @@ class Store:
             states = places.states(block, placement, layout.nbytes)
             spare = None
             if block.name in plan.speculate:
-                again = places.parameters(block, placement, second)
-                spare = BlockCopy(again, places.states(block, placement, layout.nbytes))
+                copy = places.parameters(block, placement, second)
+                spare = BlockCopy(copy, places.states(block, placement, layout.nbytes))
             gradients = {} if placement.resident else self._gradients(block, host_gradients)
             self.blocks[block.name] = BlockState(block, placement, layout, parameters, states, gradients, spare)
 
