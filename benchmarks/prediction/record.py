@@ -27,8 +27,8 @@ class Figures:
 @dataclass(frozen=True)
 class Run:
     """One plan, foretold and run. ``budget`` is the device budget in bytes, ``level`` its name, ``promised`` the
-    bytes that the plan promises not to pass, ``seconds`` the raw steps. ``drift`` is how much slower (or, below 0,
-    faster) plain PyTorch was around the run than when the rates were measured; None: not measured."""
+    bytes that the plan promises not to pass, ``seconds`` the raw steps. ``ratios`` has for each round the step foretold
+    with the rates of that round over the step measured in it; empty: there was one round."""
 
     model: str
     kind: str
@@ -41,7 +41,7 @@ class Run:
     measured: Figures
     seconds: tuple[float, ...]
     measured_share: float
-    drift: float | None = None
+    ratios: tuple[float, ...] = ()
 
     @property
     def device_error(self) -> float:
@@ -54,14 +54,9 @@ class Run:
         return self.predicted.host / self.measured.host - 1 if self.measured.host else float(self.predicted.host > 0)
 
     @property
-    def steady_seconds(self) -> float:
-        """Seconds of a step, had the machine been as it was when it was measured."""
-        return self.measured.step_seconds / (1 + (self.drift or 0.0))
-
-    @property
     def step_error(self) -> float:
-        """The same for the step, both in steps that plain PyTorch takes at the time."""
-        return self.predicted.step_seconds / self.steady_seconds - 1
+        """The same for the step: the median of the rounds."""
+        return median(self.ratios or (self.predicted.step_seconds / self.measured.step_seconds,)) - 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Comparison:
             for other in self.runs[index + 1 :]:
                 if (one.model, one.level) != (other.model, other.level):
                     continue
-                ratio = one.steady_seconds / other.steady_seconds
+                ratio = one.measured.step_seconds / other.measured.step_seconds
                 if max(ratio, 1 / ratio) <= 1 + apart:
                     continue
                 total += 1

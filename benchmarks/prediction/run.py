@@ -6,18 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.case import BenchmarkError
 from benchmarks.host import ROOT, CpuMeter, code, hardware, versions
-from benchmarks.prediction.record import Comparison, Figures, Run
-from benchmarks.prediction.steady import measure, plain_seconds
+from benchmarks.prediction.record import Comparison, Run
+from benchmarks.prediction.rounds import ROUNDS, Foretold, Ran, beside, foretell, measure, run
 from benchmarks.prediction.zoo import ZOO, Entry
 from forebay.machine import Machine
-from forebay.memory import Tier
 from forebay.plans import Budget, Plan
 from forebay.records import dump, load
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["compare", "main"]
 
-WARM_STEPS, STEPS = 2, 5
 PLENTY = 8 << 30
 """Bytes: more than any model of the zoo takes."""
 
@@ -59,11 +56,11 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
             say(f"  {error}")
             continue
         runs += made
-        for run in made:
+        for one in made:
             say(
-                f"  {run.level:8} {run.policy:16} step {run.predicted.step_seconds:.3f} for "
-                f"{run.measured.step_seconds:.3f} s ({run.step_error:+.1%}), plain {run.drift or 0:+.1%}, device "
-                f"{run.device_error:+.2%}, host {run.host_error:+.2%}; {run.plan}"
+                f"  {one.level:8} {one.policy:16} step {one.predicted.step_seconds:.3f} for "
+                f"{one.measured.step_seconds:.3f} s ({one.step_error:+.1%}), device {one.device_error:+.2%}, host "
+                f"{one.host_error:+.2%}; {one.plan}"
             )
     here = hardware(False)
     if code() != before:
@@ -97,25 +94,33 @@ def main(name: str) -> None:
 
 
 def _runs(entry: Entry) -> Iterator[Run]:
-    """``auto`` with plenty, half and the least of device memory, and with plenty, where all of them fit, the other
-    policies too if they give another plan."""
+    """All plans of ``entry``, each foretold and run once in every round. The rates of the first decide the plans."""
     from forebay.profiler.capture import capture
 
     captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
-    trace, known = captured.trace, measure(entry, captured)
-    before = known.after
-    for level, nbytes in _levels(trace, known.machine):
+    trace, machine = captured.trace, measure(captured)
+    plans = list(_plans(trace, machine))
+    pairs: list[list[tuple[Foretold, Ran]]] = [[] for _ in plans]
+    for number in range(ROUNDS):
+        if number:
+            machine = measure(captured)
+        for (_, plan), found in zip(plans, pairs, strict=True):
+            found.append((foretell(trace, machine, plan), run(entry, plan)))
+    for (level, plan), found in zip(plans, pairs, strict=True):
+        yield beside(entry, level, plan, found)
+
+
+def _plans(trace: Trace, machine: Machine) -> Iterator[tuple[str, Plan]]:
+    """``auto`` with plenty, half and the least of device memory, and with plenty, where all of them fit, the other
+    policies too if they give another plan; each with the name of its budget."""
+    for level, nbytes in _levels(trace, machine):
         seen = []
         for policy in ("auto", *POLICIES) if level == "plenty" else ("auto",):
-            plan = _plan(trace, known.machine, nbytes, policy)
+            plan = _plan(trace, machine, nbytes, policy)
             what = None if plan is None else (plan.placements, plan.streaming, plan.recompute, plan.activations)
-            if plan is None or what in seen:
-                continue
-            seen.append(what)
-            run = _run(entry, trace, known.machine, level, plan)
-            after = plain_seconds(entry)
-            yield replace(run, drift=known.drift((before + after) / 2))
-            before = after
+            if plan is not None and what not in seen:
+                seen.append(what)
+                yield level, plan
 
 
 def _plan(trace: Trace, machine: Machine, nbytes: int, policy: str) -> Plan | None:
@@ -143,45 +148,6 @@ def _levels(trace: Trace, machine: Machine) -> Iterator[tuple[str, int]]:
     yield "plenty", PLENTY
     yield "half", (plenty + least) // 2
     yield "least", int(least * 1.02)
-
-
-def _run(entry: Entry, trace: Trace, machine: Machine, level: str, plan: Plan) -> Run:
-    """Foretells ``plan``, runs it, and puts both beside each other."""
-    import torch
-
-    import forebay
-    from forebay.planning import predict
-
-    foretold, forecast = predict(trace, machine, plan)
-    peaks = {usage.tier: usage.peak for usage in foretold.tiers}
-    model, batch = entry.build(), entry.batch()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    model, optimizer = forebay.prepare(model, optimizer, batch, device_memory=plan.budget.device, plan=plan)
-    try:
-        for _ in range(WARM_STEPS + STEPS):
-            # The output has a name, as a plan assumes: it lives on while the next forward runs.
-            output = model(**batch)
-            output.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        report = forebay.report(model)
-    finally:
-        forebay.close(model)
-    seconds = report.timeline.step_seconds[WARM_STEPS:]
-    measured = report.measured_peaks()
-    return Run(
-        model=entry.name,
-        kind=entry.kind,
-        level=level,
-        budget=plan.budget.device,
-        policy=plan.planner,
-        plan=plan.reasons[0] if plan.reasons else "",
-        promised=plan.device,
-        predicted=Figures(peaks.get(Tier.DEVICE, 0), peaks.get(Tier.HOST, 0), forecast.step_seconds),
-        measured=Figures(measured[Tier.DEVICE], measured[Tier.HOST], median(seconds)),
-        seconds=tuple(seconds),
-        measured_share=forecast.measured_share,
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ APART = 0.05
 
 _HEAD = (
     "| model | kind | budget | plan | device: predicted | measured | error | host: error | step: predicted | "
-    "measured | plain | error |\n|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|\n"
+    "measured | error | rounds |\n|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---|\n"
 )
 
 
@@ -40,7 +40,7 @@ def _section(comparison: Comparison) -> str:
             f"{len({run.model for run in runs})} models, {len(runs)} plans of `auto`. Device peak: error from "
             f"{min(devices):+.2%} to {max(devices):+.2%} (target within 3 %, never under by more than 1 %)"
             f"{_routed(by_value)}. Host peak: at most {max(hosts):.2%} (target 5 %). "
-            f"Step, in steps that plain PyTorch takes at the time: median error {typical:.1%}, worst {worst:.1%} "
+            f"Step: median error {typical:.1%}, worst {worst:.1%} "
             "(targets 10 % and 20 %). "
             f"Order of policies: {same} of {pairs} pairs whose steps differ by more than {APART:.0%} are predicted in "
             f"the order measured, {len(comparison.runs)} runs. Promises broken: {broken}. "
@@ -67,10 +67,10 @@ def _routed(errors: list[float]) -> str:
 
 def _row(run: Run) -> str:
     mib = 1 << 20
-    plain = "" if run.drift is None else f"{run.drift:+.1%}"
+    rounds = ", ".join(f"{ratio - 1:+.0%}" for ratio in run.ratios)
     return (
         f"| {run.model} | {run.kind} | {run.level} | {run.plan} | {run.predicted.device / mib:.1f} MiB | "
         f"{run.measured.device / mib:.1f} MiB | {run.device_error:+.2%} | {run.host_error:+.2%} | "
-        f"{run.predicted.step_seconds:.3f} s | {run.measured.step_seconds:.3f} s | {plain} | "
-        f"{run.step_error:+.1%} |\n"
+        f"{run.predicted.step_seconds:.3f} s | {run.measured.step_seconds:.3f} s | "
+        f"{run.step_error:+.1%} | {rounds} |\n"
     )

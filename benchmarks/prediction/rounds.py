@@ -1,0 +1,115 @@
+"""Rounds: rates measured, every plan foretold with them, every plan run; and again.
+
+A shared host can become half as fast from one second to the next. A step that is foretold with the rates of one moment
+and runs in another is then wrong for a reason that is not the prediction's, so each step is compared with the rates of
+its own round, and the median of the rounds is what counts. Nothing of a run is in what is foretold.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmarks.prediction.record import Figures, Run
+from benchmarks.prediction.zoo import Entry
+from forebay.machine import Machine
+from forebay.memory import Tier
+from forebay.plans import Plan
+
+if TYPE_CHECKING:
+    from forebay.profiler.capture import Captured
+    from forebay.trace import Trace
+
+__all__ = ["ROUNDS", "Foretold", "Ran", "beside", "foretell", "measure", "run"]
+
+ROUNDS = 3
+WARM_STEPS, STEPS = 2, 3
+OP_SECONDS = 6.0
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What is predicted of a plan; ``measured_share`` of the seconds comes from ops that were measured."""
+
+    figures: Figures
+    measured_share: float
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What was measured of a plan in a round, and its steps in seconds."""
+
+    figures: Figures
+    seconds: tuple[float, ...]
+
+
+def measure(captured: Captured) -> Machine:
+    """The machine now: the rates of its lanes, and each distinct op of ``captured`` alone."""
+    import torch
+
+    from forebay.profiler.probe import probe
+    from forebay.profiler.stopwatch import ColdStopwatch
+    from forebay.profiler.timing import TimingPolicy, time_ops
+
+    here = probe("cpu", refresh=True)
+    policy = TimingPolicy(total=OP_SECONDS)
+    return time_ops(captured.trace, captured.calls, here, torch.device("cpu"), ColdStopwatch(), policy)
+
+
+def foretell(trace: Trace, machine: Machine, plan: Plan) -> Foretold:
+    """``plan`` on ``machine``, without running it."""
+    from forebay.planning import predict
+
+    foretold, forecast = predict(trace, machine, plan)
+    peaks = {usage.tier: usage.peak for usage in foretold.tiers}
+    figures = Figures(peaks.get(Tier.DEVICE, 0), peaks.get(Tier.HOST, 0), forecast.step_seconds)
+    return Foretold(figures, forecast.measured_share)
+
+
+def run(entry: Entry, plan: Plan) -> Ran:
+    """``plan`` for a few steps."""
+    import torch
+
+    import forebay
+
+    model, batch = entry.build(), entry.batch()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model, optimizer = forebay.prepare(model, optimizer, batch, device_memory=plan.budget.device, plan=plan)
+    try:
+        for _ in range(WARM_STEPS + STEPS):
+            # The output has a name, as a plan assumes: it lives on while the next forward runs.
+            output = model(**batch)
+            output.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = forebay.report(model)
+    finally:
+        forebay.close(model)
+        gc.collect()
+    seconds = report.timeline.step_seconds[WARM_STEPS:]
+    peaks = report.measured_peaks()
+    return Ran(Figures(peaks[Tier.DEVICE], peaks[Tier.HOST], median(seconds)), tuple(seconds))
+
+
+def beside(entry: Entry, level: str, plan: Plan, rounds: Sequence[tuple[Foretold, Ran]]) -> Run:
+    """The rounds of one plan as one line: the largest peaks measured, the medians of the seconds."""
+    foretold, ran = ([pair[side].figures for pair in rounds] for side in (0, 1))  # type: ignore[union-attr]
+    return Run(
+        model=entry.name,
+        kind=entry.kind,
+        level=level,
+        budget=plan.budget.device,
+        policy=plan.planner,
+        plan=plan.reasons[0] if plan.reasons else "",
+        promised=plan.device,
+        predicted=Figures(foretold[0].device, foretold[0].host, median(one.step_seconds for one in foretold)),
+        measured=Figures(
+            max(one.device for one in ran), max(one.host for one in ran), median(one.step_seconds for one in ran)
+        ),
+        seconds=tuple(seconds for _, each in rounds for seconds in each.seconds),
+        measured_share=min(each.measured_share for each, _ in rounds),
+        ratios=tuple(one.figures.step_seconds / other.figures.step_seconds for one, other in rounds),
+    )
