@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUNDS", "Foretold", "Ran", "beside", "foretell", "measure", "run"]
 
-ROUNDS = 3
-WARM_STEPS, STEPS = 2, 3
+ROUNDS = 5
+WARM_STEPS, STEPS = 2, 2
 OP_SECONDS = 6.0
 
 
