@@ -5,6 +5,11 @@ scripts/bench run resident-cpu streamed-cpu
 scripts/bench predict
 scripts/bench activations gpt2-14m
 scripts/bench update
+scripts/bench disk --folder /tmp
+scripts/bench disk-step --folder /tmp
+scripts/bench hidden
+scripts/bench accumulate
+scripts/bench zero --folder /tmp
 scripts/bench table
 scripts/bench keep FOLDER/results.jsonl
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +28,16 @@ from benchmarks.case import BenchmarkError, DeviceKind
 from benchmarks.cases import CASES, find
 
 __all__ = ["main"]
+
+
+HOST_TOPICS = {
+    "disk": "hold the disk tier against fio",
+    "disk-step": "hold a step with all states on disk against the longer of compute and the disk",
+    "hidden": "hold steps with clipping against their forward and backward alone",
+    "accumulate": "hold forebay.accumulate against the loop over micro-batches",
+    "zero": "hold forebay against DeepSpeed's ZeRO",
+}
+"""The comparisons of ``fasthost``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "predict": _predict,
             "activations": _activations,
             "update": _update,
+            **dict.fromkeys(HOST_TOPICS, _host),
             "table": _table,
             "keep": _keep,
         }[options.command]
@@ -62,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     activations.add_argument("--quick", action="store_true", help="small batches, one round: whether it works")
     update = commands.add_parser("update", help="hold the host's update kernels against torch's and DeepSpeed's")
     update.add_argument("--quick", action="store_true", help="few parameters, two rounds: whether it works")
+    for name, words in HOST_TOPICS.items():
+        topic = commands.add_parser(name, help=words)
+        topic.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+        topic.add_argument("--quick", action="store_true", help="little of everything: whether it works")
     commands.add_parser("table", help="write the tables into benchmarks/README.md")
     keep = commands.add_parser("keep", help="take the results of scripts/gpu in")
     keep.add_argument("file", type=Path)
@@ -126,8 +147,29 @@ def _update(options: argparse.Namespace) -> None:
     print(render([comparison]) if options.quick else f"kept as {ARCHIVE.save(comparison).name}")
 
 
+def _host(options: argparse.Namespace) -> None:
+    from benchmarks.fasthost import accumulation, disk, disk_step, hidden, zero
+    from benchmarks.fasthost.record import ARCHIVE
+    from benchmarks.fasthost.table import render
+
+    command, quick = f"scripts/bench {options.command}", options.quick
+    on_disk = {"disk": disk.compare, "disk-step": disk_step.compare, "zero": zero.compare}
+    in_memory = {"hidden": hidden.compare, "accumulate": accumulation.compare}
+    print(f"{options.command}:", flush=True)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if options.command in on_disk:
+        comparison = on_disk[options.command](options.folder, command, quick=quick, say=say)
+    else:
+        comparison = in_memory[options.command](command, quick=quick, say=say)
+    print(render([comparison]) if quick else f"kept as {ARCHIVE.save(comparison).name}")
+
+
 def _table(options: argparse.Namespace) -> None:
     from benchmarks.activations import table as activations
+    from benchmarks.fasthost import table as host
     from benchmarks.prediction import table as predictions
     from benchmarks.result import load_all
     from benchmarks.table import write
@@ -137,6 +179,7 @@ def _table(options: argparse.Namespace) -> None:
     predictions.write()
     activations.write()
     updates.write()
+    host.write()
 
 
 def _keep(options: argparse.Namespace) -> None:

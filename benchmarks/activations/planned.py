@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "HERE", "POLICIES", "Candidate", "candidates", "same_plan"]
 
 AUTO, HERE = "auto", "auto-activations"
-POLICIES = ("keep", "recompute", "offload-all", "chen")
+POLICIES = ("recompute", "offload-all")
 PLENTY = 64 << 30
 """Bytes: more than any of the models takes."""
 

@@ -1,8 +1,14 @@
-"""Contenders on one model: set up in processes of their own, taking turns, compared with plain in every round."""
+"""Contenders on one model: set up in processes of their own, taking turns, compared with plain in every round.
+
+Every contender that is set up holds a model and its optimizer, and what its plan keeps on the host, whether it is its
+turn or not: more of them than fit into memory would push each other out. So they come in *heats*, one after the other,
+with plain in each: a ratio is always to plain in the same round, whichever heat it was.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,7 +18,7 @@ from benchmarks.activations.record import Row, State
 from benchmarks.case import Account, BenchmarkError, Contender, OutOfMemory
 from benchmarks.measure import Runner, Turn, in_rotation
 
-__all__ = ["TOLERANCE", "Entry", "Start", "count", "race", "set_up"]
+__all__ = ["TOLERANCE", "Entry", "Pace", "Start", "count", "heats", "merged", "race", "set_up"]
 
 TOLERANCE = 1e-4
 """Relative: losses after an update, and all losses of a contender that is not exact."""
@@ -21,6 +27,27 @@ AT_ONCE = 2
 """Processes that are set up at the same time: most of it is Python's imports. Turns come one at a time."""
 
 Start = Callable[[Contender], Runner]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """After ``warmup`` rounds come as many as fit into what is left of ``seconds``, but ``least`` at least and ``most``
+    at most. Every turn has ``steps`` steps."""
+
+    least: int = 3
+    most: int = 9
+    seconds: float = math.inf
+    warmup: int = 1
+    steps: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most or self.warmup < 1 or self.steps < 2:
+            raise BenchmarkError("needs 1 round, 1 of warm-up and 2 steps a turn at least: the second loss is compared")
+
+    def rounds(self, warmed_up: float) -> int:
+        """How many follow a warm-up that has taken ``warmed_up`` seconds."""
+        left = (self.seconds - warmed_up) / max(warmed_up / self.warmup, 1e-9)
+        return int(max(self.least, min(self.most, left)))
 
 
 @dataclass
@@ -82,21 +109,59 @@ def with_peaks(row: Row, peaks: Mapping[str, int]) -> Row:
     return replace(row, device=peaks["device"], host=peaks["host"])
 
 
+def heats(entries: Sequence[Entry], plain: str, room: int, footprint: Callable[[Row], int]) -> list[list[Entry]]:
+    """``entries`` in their order, in groups that each take ``room`` bytes at most, or are plain and one other.
+
+    ``footprint`` is what a contender takes while it is set up. ``plain`` is in every group, as an entry of its own.
+    """
+    baseline = next(entry for entry in entries if entry.row.name == plain)
+    found: list[list[Entry]] = []
+    left = 0
+    for entry in entries:
+        if entry is baseline:
+            continue
+        left -= footprint(entry.row)
+        if left < 0 or not found:
+            found.append([Entry(baseline.contender, baseline.row)])
+            left = room - footprint(baseline.row) - footprint(entry.row)
+        found[-1].append(entry)
+    return found or [[baseline]]
+
+
+def merged(rows: Sequence[Row]) -> dict[str, Row]:
+    """By name; who was in several heats has the rounds of all of them."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        known = found.get(row.name)
+        if known is not None:
+            row = replace(known, seconds=known.seconds + row.seconds, ratios=known.ratios + row.ratios)
+        found[row.name] = row
+    return found
+
+
 def race(
-    entries: Sequence[Entry], plain: str, rounds: int, warmup: int, steps: int, say: Callable[[str], None]
+    entries: Sequence[Entry],
+    plain: str,
+    pace: Pace,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Row, ...]:
     """Takes the rounds of ``entries``, which are set up, and returns their rows. ``plain`` is who ratios are taken to.
 
     Raises ``BenchmarkError`` where plain fails or two contenders do not compute the same.
     """
     baseline = next(entry for entry in entries if entry.row.name == plain)
-    for index in range(warmup + rounds):
+    start = clock()
+    for index in range(pace.warmup):
+        _round(entries, baseline, index)
+    rounds = pace.rounds(clock() - start)
+    for index in range(pace.warmup, pace.warmup + rounds):
         turns = _round(entries, baseline, index)
-        if index >= warmup:
-            for entry in entries:
-                if entry.row.name in turns:
-                    entry.seconds[index] = turns[entry.row.name].seconds / steps
-        say(f"  round {index + 1} of {warmup + rounds}: plain {turns[plain].seconds / steps:.3f} s")
+        for entry in entries:
+            if entry.row.name in turns:
+                entry.seconds[index] = turns[entry.row.name].seconds / pace.steps
+        done = index - pace.warmup + 1
+        say(f"  round {done} of {rounds}: {len(turns)} turns, plain {turns[plain].seconds / pace.steps:.3f} s")
     return tuple(_scored(entry, baseline) for entry in entries)
 
 

@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from benchmarks.activations.models import BATCHES, ZooModel, chosen
 from benchmarks.activations.planned import Candidate, candidates, same_plan
-from benchmarks.activations.race import Entry, count, race, set_up
+from benchmarks.activations.race import Entry, Pace, count, heats, merged, race, set_up
 from benchmarks.activations.record import Comparison, Field, Row, State
 from benchmarks.case import BenchmarkError, Contender, DeviceKind, Job
 from benchmarks.host import CpuMeter, code, hardware, versions
@@ -21,10 +23,22 @@ from forebay.machine import Machine
 if TYPE_CHECKING:
     from benchmarks.measure import Runner
 
-__all__ = ["COMPILED", "QUICK", "Settings", "compare", "follow", "rows_of"]
+__all__ = ["COMPILED", "QUICK", "Settings", "compare", "follow", "footprint", "rows_of"]
 
 COMPILED = (0.25, 0.5, 0.75)
 """Activation memory budgets of ``torch.compile``."""
+
+AS = "as "
+"""Begins the label of a budget that is the peak of a rival."""
+
+PROCESS = 640 << 20
+"""Bytes of a contender's process beside what its tiers hold: Python, torch, the harness's copy of the parameters."""
+
+FRAGMENTS = 1.2
+"""What the allocator holds of the host's memory for a byte that is used."""
+
+SHARE_OF_MEMORY = 0.7
+"""Of the memory that is available when the rounds begin, how much the contenders of a heat may take."""
 
 ROCKMATE = (
     "1.0.1 with rkgb 1.0.1 does not read the GPT-2 of transformers 5 (a cast without a dtype), and measures memory "
@@ -33,27 +47,26 @@ ROCKMATE = (
 """Why Rockmate has no figures here."""
 
 
+PACE = Pace(seconds=420.0)
+"""Of all heats of a model together."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How much is measured. ``shares`` are budgets in percent of plain's peak; ``compiled`` activation memory budgets
-    (0 to 1) of ``torch.compile``, which costs minutes; ``batches`` rows of a step by model; ``timing`` seconds of
-    op timing before plans are made; ``kept`` says that the figures are to be kept, so that no source may change."""
+    (0 to 1) of ``torch.compile``, which costs minutes; ``batches`` rows of a step by model; ``pace`` is that of all
+    heats of a model together; ``timing`` seconds of op timing before plans are made; ``kept`` says that the figures are
+    to be kept, so that no source may change."""
 
     shares: tuple[int, ...] = (20, 35, 50, 70, 90)
     compiled: tuple[float, ...] = ()
     batches: tuple[tuple[str, int], ...] = tuple(BATCHES.items())
-    rounds: int = 3
-    warmup: int = 1
-    steps: int = 2
+    pace: Pace = PACE
     timing: float = 10.0
     kept: bool = True
 
-    def __post_init__(self) -> None:
-        if self.rounds < 1 or self.warmup < 1 or self.steps < 2:
-            raise BenchmarkError("needs 1 round, 1 of warm-up and 2 steps a turn at least: the second loss is compared")
 
-
-QUICK = Settings(shares=(50, 80), batches=tuple((name, 2) for name in BATCHES), rounds=1, timing=2.0, kept=False)
+QUICK = Settings(shares=(50, 80), batches=tuple((name, 2) for name in BATCHES), pace=Pace(1, 1), timing=2.0, kept=False)
 """Whether everything works, not how fast it is."""
 
 
@@ -87,9 +100,9 @@ def compare(names: list[str], settings: Settings, command: str, *, say: Callable
         threads=torch.get_num_threads(),
         other_cores=meter.others(),
         code=before,
-        rounds=settings.rounds,
-        warmup=settings.warmup,
-        steps=settings.steps,
+        rounds=min((len(row.seconds) for field in fields for row in field.rows if row.seconds), default=0),
+        warmup=settings.pace.warmup,
+        steps=settings.pace.steps,
         fields=tuple(fields),
         failed=tuple(failed),
     )
@@ -100,7 +113,7 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     from benchmarks.isolated import IsolatedRunner
 
     def start(contender: Contender) -> Runner:
-        return IsolatedRunner(contender, job, settings.steps)
+        return IsolatedRunner(contender, job, settings.pace.steps)
 
     entries = [_entry(rival) for rival in _rivals(settings)]
     counted = [entry for entry in entries if entry.row.name != "plain-again"]
@@ -114,10 +127,25 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     rows = rows_of(found)
     contenders = _contenders(found, rows)
     say(f"  {len(found)} plans asked for, {len(contenders)} different ones")
+    # What has a rival's peak for its budget first: in the heat of that rival.
+    contenders.sort(key=lambda entry: not entry.row.label.startswith(AS))
     running = [*(entry for entry in entries if entry.row.state is State.MEASURED), *contenders]
-    with set_up(running, start):
-        raced = race(running, "plain", settings.rounds, settings.warmup, settings.steps, say)
-    return Field(model.name, job.batch, plain, _ordered(entries, rows, {row.name: row for row in raced}))
+    raced: list[Row] = []
+    groups = heats(running, "plain", int(SHARE_OF_MEMORY * psutil.virtual_memory().available), footprint)
+    for number, group in enumerate(groups, 1):
+        say(f"  heat {number} of {len(groups)}: {', '.join(entry.row.name for entry in group)}")
+        share = len(group) / sum(map(len, groups))
+        with set_up(group, start):
+            raced += race(group, "plain", replace(settings.pace, seconds=share * settings.pace.seconds), say)
+    return Field(model.name, job.batch, plain, _ordered(entries, rows, merged(raced)))
+
+
+def footprint(row: Row) -> int:
+    """Bytes that the process of a contender takes: by its peaks if they were counted, else as they are foretold."""
+    foretold = row.predicted
+    device = row.device or (foretold.device if foretold else 0)
+    host = row.host or (foretold.host if foretold else 0)
+    return PROCESS + int(FRAGMENTS * (device + host))
 
 
 def _ordered(rivals: Sequence[Entry], rows: Sequence[Row], done: Mapping[str, Row]) -> tuple[Row, ...]:
@@ -146,7 +174,7 @@ def _budgets(plain: int, peaks: dict[str, int | None], shares: Sequence[int]) ->
     """Shares of plain's peak, and the peak of every rival that takes less than plain: there they are held against each
     other."""
     grid = [(f"{share} %", plain * share // 100) for share in shares]
-    return grid + [(f"as {name}", peak) for name, peak in peaks.items() if peak is not None and peak < plain]
+    return grid + [(f"{AS}{name}", peak) for name, peak in peaks.items() if peak is not None and peak < plain]
 
 
 def _planned(

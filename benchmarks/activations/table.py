@@ -92,7 +92,7 @@ def _row(field: Field, row: Row) -> str:
     state = row.state.value if row.state is not State.MEASURED else ""
     cells = [
         row.series if row.label else row.name,
-        row.label or "-",
+        row.label + ("" if row.budget is None else f" = {row.budget / MIB:.0f} MiB") or "-",
         "; ".join(part for part in (row.what, state, row.detail, _twin(row)) if part).replace("|", "/"),
         "-" if row.device is None else f"{row.device / MIB:.1f} MiB",
         "-" if row.device is None else f"{row.device / field.plain_peak:.1%}",

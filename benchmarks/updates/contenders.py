@@ -13,6 +13,8 @@ from benchmarks.updates.record import BASELINE, MEMORY
 from benchmarks.updates.turns import Contender
 from forebay.kernels.adam import COLUMNS, adam_kernel, adam_scalars
 from forebay.kernels.adam_low import adam_low_kernel, codebook, state_nbytes
+from forebay.kernels.lion import COLUMNS as LION
+from forebay.kernels.lion import lion_kernel, lion_scalars
 from forebay.kernels.native import Form
 from forebay.kernels.team import Team
 
@@ -20,8 +22,8 @@ __all__ = ["MAKERS", "Buffers"]
 
 GROUP = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 STEP = 10
-CHUNK = 1 << 20
-"""Elements of the chunks in which forebay updates."""
+CHUNK = 1 << 22
+"""Elements of the chunks in which a prepared model is updated if its plan does not say otherwise."""
 
 
 @final
@@ -89,15 +91,31 @@ def _cast_in_chunks(held: Buffers, team: Team) -> Contender:
             _fused(held.master[span], wide, held.exp_avg[span], held.exp_avg_sq[span])
             held.parameter[span].copy_(held.master[span])
 
-    return Work("torch, the same in chunks of 1M", 28, work)
+    return Work("torch, the same in chunks of 4M", 28, work)
 
 
 def _torch_wide(held: Buffers, team: Team) -> Contender:
     return Work("torch fused, all fp32", 28, lambda: _fused(held.master, held.wide, held.exp_avg, held.exp_avg_sq))
 
 
+def _torch_wide_in_chunks(held: Buffers, team: Team) -> Contender:
+    def work() -> None:
+        for start in range(0, held.elements, CHUNK):
+            span = slice(start, start + CHUNK)
+            _fused(held.master[span], held.wide[span], held.exp_avg[span], held.exp_avg_sq[span])
+
+    return Work("torch fused, all fp32, in chunks of 4M", 28, work)
+
+
 def _kernel(
-    name: str, nbytes: float, held: Buffers, team: Team, form: Form, states: list[torch.Tensor], state: Form
+    name: str,
+    nbytes: float,
+    held: Buffers,
+    team: Team,
+    form: Form,
+    states: list[torch.Tensor],
+    state: Form,
+    chunk: int | None = None,
 ) -> Contender:
     kernel = adam_kernel(form, form, coupled=False, amsgrad=False, state=state)
     scalars = adam_scalars(STEP, **GROUP, coupled=False, maximize=False)
@@ -105,9 +123,11 @@ def _kernel(
     sizes = [t.element_size() for t in (*tensors, held.master, *states)]
     bases = [t.data_ptr() for t in (*tensors, held.master, *states)]
 
+    size = chunk or held.elements
+
     def work() -> None:
-        for start in range(0, held.elements, CHUNK):
-            count = min(CHUNK, held.elements - start)
+        for start in range(0, held.elements, size):
+            count = min(size, held.elements - start)
             row = [count, *(base + start * size for base, size in zip(bases, sizes, strict=True))]
             rows = np.array([row + [0] * (len(COLUMNS) - len(row) - 1) + [start]], dtype=np.int64)
             team.run(lambda share, shares, rows=rows: kernel(rows, share, shares, scalars, STEP), count)  # type: ignore[misc]
@@ -115,18 +135,35 @@ def _kernel(
     return Work(name, nbytes, work)
 
 
-def _forebay(held: Buffers, team: Team) -> Contender:
+def _forebay(held: Buffers, team: Team, chunk: int | None = None) -> Contender:
+    name = "forebay, bf16 with fp32 master and states"
     states = [held.exp_avg, held.exp_avg_sq]
-    return _kernel("forebay, bf16 with fp32 master and states", 28, held, team, Form.BF16, states, Form.FP32)
+    if chunk is not None:
+        name = "forebay, the same in chunks of 4M"
+    return _kernel(name, 28, held, team, Form.BF16, states, Form.FP32, chunk)
 
 
-def _forebay_wide(held: Buffers, team: Team) -> Contender:
+def _forebay_wide(held: Buffers, team: Team, chunk: int | None = None) -> Contender:
+    name = "forebay, all fp32" if chunk is None else "forebay, all fp32, in chunks of 4M"
     states = [held.exp_avg, held.exp_avg_sq]
-    return _kernel("forebay, all fp32", 28, held, team, Form.FP32, states, Form.FP32)
+    return _kernel(name, 28, held, team, Form.FP32, states, Form.FP32, chunk)
 
 
 def _forebay_half(held: Buffers, team: Team) -> Contender:
     return _kernel("forebay, bf16 states", 20, held, team, Form.BF16, held.halves, Form.BF16)
+
+
+def _lion(held: Buffers, team: Team) -> Contender:
+    kernel, scalars = lion_kernel(Form.BF16, Form.BF16), lion_scalars(1e-4, 0.9, 0.99, 0.01)
+    tensors = [held.gradient, held.parameter, held.master, held.exp_avg]
+    rows = np.array([[held.elements, *(t.data_ptr() for t in tensors)]], dtype=np.int64)
+    if rows.shape[1] != len(LION):
+        raise BenchmarkError(f"Lion's kernel reads {len(LION)} columns, this has {rows.shape[1]}")
+    return Work(
+        "forebay, Lion",
+        20,
+        lambda: team.run(lambda share, shares: kernel(rows, share, shares, scalars), held.elements),
+    )
 
 
 def _low(held: Buffers, team: Team, bits: int) -> Contender:
@@ -164,11 +201,15 @@ MAKERS: tuple[Callable[[Buffers, Team], Contender], ...] = (
     _cast,
     _cast_in_chunks,
     _forebay,
+    lambda held, team: _forebay(held, team, CHUNK),
     _torch_wide,
+    _torch_wide_in_chunks,
     _forebay_wide,
+    lambda held, team: _forebay_wide(held, team, CHUNK),
     _forebay_half,
     lambda held, team: _low(held, team, 8),
     lambda held, team: _low(held, team, 4),
+    _lion,
     lambda held, team: _deepspeed(held, team, wide=True),
     lambda held, team: _deepspeed(held, team, wide=False),
 )

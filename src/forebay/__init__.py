@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay.api import (
+        accumulate,
         check,
         close,
         gradients,
@@ -37,6 +38,7 @@ __all__ = [
     "Plan",
     "Timeline",
     "Trace",
+    "accumulate",
     "check",
     "close",
     "gradients",

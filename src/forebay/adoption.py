@@ -13,6 +13,7 @@ from forebay.optim.rules import UpdateRule
 from forebay.plans import Budget, Plan
 from forebay.profiler.batch import named_inputs
 from forebay.runtime.blocks import BoundModel
+from forebay.states import is_wide
 from forebay.trace import fingerprint_of
 from forebay.units import format_apart, format_bytes
 
@@ -42,7 +43,14 @@ def adopt_plan(
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
     _check_blocks(plan, bound)
     _check_fingerprint(plan, batch, bound, rule)
-    sizes = arenas(bound.model, plan.placements, plan.streaming, rule.state_names, plan.speculate)
+    if plan.update_on_device and not is_wide(rule.state_names):
+        raise ConfigError(
+            f"the plan updates block {plan.update_on_device[0]} on the device, where states in fewer bits than fp32 "
+            f"need memory beside the update_window; take it out of update_on_device, or keep the states in fp32"
+        )
+    sizes = arenas(
+        bound.model, plan.placements, plan.streaming, rule.state_names, plan.speculate, plan.update_on_device
+    )
     if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
         raise ConfigError(
             f"the plan was made for another model or optimizer: it has {format_bytes(plan.device)} on the device, "
@@ -84,9 +92,13 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
                 f"the plan {does} block {name}, which is not one module: its parameters are used in several "
                 f"places, or while other blocks run; take it out of {field}"
             )
-    for name in plan.speculate:
-        if not blocks[name].gradient_nbytes:
-            raise ConfigError(f"the plan speculates on block {name}, which trains nothing; take it out of speculate")
+    for names, does, field in (
+        (plan.speculate, "speculates on", "speculate"),
+        (plan.update_on_device, "updates on the device", "update_on_device"),
+    ):
+        for name in names:
+            if not blocks[name].gradient_nbytes:
+                raise ConfigError(f"the plan {does} block {name}, which trains nothing; take it out of {field}")
     if len(set(plan.recompute)) < len(plan.recompute):
         twice = max(plan.recompute, key=plan.recompute.count)
         raise ConfigError(f"the plan names block {twice} twice in recompute; make the plan again")

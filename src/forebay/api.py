@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,14 +14,15 @@ from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
 from forebay.device.base import Device
-from forebay.errors import CaptureFailed, ModelError, OptimizerError, UsageError
+from forebay.errors import CaptureFailed, DoesNotFit, ModelError, OptimizerError, UsageError
 from forebay.figures import with_figures
 from forebay.loss import Cut, Loss
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.opening import limits_of, open_session
 from forebay.optim.rules import read_optimizer
-from forebay.planners import Problem, make_plan
+from forebay.planners import Bench, Problem, make_plan
+from forebay.planners.room import leave_room
 from forebay.planning import choose_plan, problem_of
 from forebay.plans import Budget, DiskBudget, Plan
 from forebay.profiler.capture import capture
@@ -29,14 +30,16 @@ from forebay.profiler.here import this_machine
 from forebay.profiler.loss import cut_for, forced_cut
 from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
+from forebay.runtime.accumulate import LossFunction, accumulate_by_block, accumulate_in_order, gains
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.hooks import is_prepared, session_of
 from forebay.runtime.session import Session
 from forebay.simulation import simulate
 from forebay.trace import Footprint, Trace
-from forebay.units import parse_bytes, parse_disk
+from forebay.units import format_apart, parse_bytes
 
 __all__ = [
+    "accumulate",
     "check",
     "close",
     "gradients",
@@ -69,17 +72,19 @@ def prepare(
     plan: Plan | None = None,
     device: str | torch.device | Device | None = None,
     blocks: Sequence[str] | None = None,
+    micro_batches: int = 1,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts a memory plan under ``model`` and ``optimizer``; the training loop stays as it is.
 
     ``batch`` is what the model's forward will be called with (a dict or a tuple): with it the plan knows the
     activations. Budgets are sizes (``"24GiB"``); ``host_memory`` None is what the machine has, ``disk`` is ``PATH``
-    or ``PATH:SIZE``. ``loss`` says how a causal language model of transformers computes its own: ``plain``, from all
-    logits at once; ``chunked``, in pieces; ``auto``, in pieces where that gives the same bits on this device and the
-    plan gains by it. ``compress`` is 0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by
-    it: then gradients are other numbers, and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given
-    plan instead of making one; ``blocks`` names the modules that are streamed as one, instead of those that forebay
-    finds.
+    or ``PATH:SIZE``, or several of these with commas between them, over which the bytes are spread. ``loss`` says how
+    a causal language model of transformers computes its own: ``plain``, from all logits at once; ``chunked``, in
+    pieces; ``auto``, in pieces where that gives the same bits on this device and the plan gains by it. ``compress`` is
+    0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other
+    numbers, and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one;
+    ``blocks`` names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as
+    many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep.
 
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
@@ -95,7 +100,8 @@ def prepare(
         bound = find_blocks(model, blocks)
         _check_model(model, bound, optimizer, opened)
         if plan is None:
-            plan = _Asking(model, batch, bound, blocks, optimizer, budget, policy, opened, compress).plan(loss)
+            asking = _Asking(model, batch, bound, blocks, optimizer, budget, policy, opened, compress, micro_batches)
+            plan = asking.plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
         return open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
@@ -106,10 +112,7 @@ def prepare(
 
 
 def _read_budget(device_memory: Size, host_memory: Size | None, disk: str | None) -> Budget:
-    folder = None
-    if disk is not None:
-        path, nbytes = parse_disk(disk)
-        folder = DiskBudget(path, nbytes)
+    folder = None if disk is None else DiskBudget.of(disk)
     host = None if host_memory is None else parse_bytes(host_memory)
     return Budget(parse_bytes(device_memory), host, None, folder)
 
@@ -152,6 +155,7 @@ class _Asking:
     policy: str
     device: Device
     compress: int
+    micro_batches: int
 
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
@@ -187,10 +191,10 @@ class _Asking:
             machine=machine,
             compress=self.compress,
         )
-        plan = make_plan(problem, self.policy)
+        plan, bench = leave_room(problem, self.micro_batches, lambda asked, own: make_plan(asked, self.policy, own))
         if trace is not None and machine is not None:
-            check(trace, machine, plan)
-            plan = with_figures(trace, machine, plan, notes)
+            bench.prove(plan)
+            plan = with_figures(trace, machine, plan, notes, liveness=bench.liveness)
         return plan
 
     def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
@@ -231,7 +235,8 @@ def plan(trace: Trace, machine: Machine, budget: Budget, policy: str = "auto", c
     It says what it is predicted to need of every tier (bytes) and for a step (seconds). ``compress``: see ``prepare``.
     Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy or other bits.
     """
-    return with_figures(trace, machine, make_plan(problem_of(trace, machine, budget, compress), policy))
+    bench = Bench(problem_of(trace, machine, budget, compress))
+    return with_figures(trace, machine, make_plan(bench.problem, policy, bench), liveness=bench.liveness)
 
 
 def _session(model: nn.Module) -> Session:
@@ -289,6 +294,54 @@ def report(model: nn.Module) -> RunReport:
         steps=session.steps,
         micro_batches=session.measure.micro_batches,
     )
+
+
+def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFunction) -> list[torch.Tensor]:
+    """Adds up the gradients of several micro-batches; parameters and gradients cross the link once for all of them.
+
+    The same as ``for batch in micro_batches: loss_fn(model, batch).backward()``, with the same numbers, bit for bit.
+    ``loss_fn`` calls the model and returns the loss of one micro-batch, a tensor with one element, scaled as it is to
+    count (divided by the number of micro-batches for their mean). The losses are returned, in order and detached. On a
+    prepared model every micro-batch passes a block before the next block is fetched, forward and backward; what all of
+    them keep for backward is on the device, or where the plan moves it, at the same time. On a model that is not
+    prepared, or that stays on the device as a whole, it is that loop.
+
+    Raises ``UsageError`` for no micro-batches, a loss that is none, and a second call while one is under way;
+    ``ModelError`` for a model that cannot be taken block by block; ``DoesNotFit`` where the plan says beforehand that a
+    budget has no room for what so many micro-batches keep, ``BudgetExceeded`` where that shows on the way; and whatever
+    ``loss_fn`` raises. After an error the gradients are those of before, except that some may have been added to those
+    which were there already: begin the step anew with ``zero_grad()``.
+    """
+    batches = list(micro_batches)
+    if not batches:
+        raise UsageError("accumulate was given no micro-batches; a step needs one at least")
+    attachment = session_of(model)
+    if attachment is None or len(batches) == 1 or not torch.is_grad_enabled() or not gains(attachment):
+        return accumulate_in_order(model, batches, loss_fn)
+    _expect_room(attachment.session, len(batches))
+    return accumulate_by_block(attachment, model, batches, loss_fn)
+
+
+def _expect_room(session: Session, micro_batches: int) -> None:
+    needs, ledgers = session.plan.accumulation, session.resources.ledgers
+    if needs is None:
+        return
+    for ledger in (session.device.ledger, ledgers.host, ledgers.disk):
+        needed, allowed = needs.needed(ledger.tier, micro_batches), ledger.limit
+        if allowed is None or needed <= allowed:
+            continue
+        most = needs.most(ledger.tier, allowed)
+        fit = "two do not fit: use a loop"
+        if most > 1:
+            fit = f"at most {most} fit: call accumulate more than once in a step"
+        shown = format_apart(needed, allowed)
+        raise DoesNotFit(
+            f"{ledger.tier.value}: {micro_batches} micro-batches that pass the model together take up to {shown[0]} "
+            f"and {shown[1]} are allowed; {fit}, or prepare the model with micro_batches={micro_batches}",
+            tier=ledger.tier.value,
+            needed=needed,
+            allowed=allowed,
+        )
 
 
 def close(model: nn.Module) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import final
 
 from forebay.errors import ConfigError
-from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, align, gradient_offsets, state_layout
-from forebay.memory import Tier
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, align, cell_of, gradient_offsets, state_layout
+from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Streaming
 from forebay.trace import Block, Model
 from forebay.units import MiB
@@ -20,6 +20,7 @@ __all__ = [
     "DISK_BLOCK",
     "DISK_BOUNCE",
     "GRADIENT_STAGING",
+    "UPDATE_CELLS",
     "UPDATE_RING",
     "Arenas",
     "Sizer",
@@ -34,6 +35,9 @@ GRADIENT_STAGING = 8 * MiB
 UPDATE_RING = 3
 """Buffers through which states on disk pass: one is read, one updated, one written back."""
 
+UPDATE_CELLS = 3
+"""Cells that an ``update_window`` should hold: one is on its way to the device, one updated, one on its way back."""
+
 DISK_BLOCK = 4 * MiB
 """Bytes that one call reads from disk or writes to it."""
 
@@ -44,18 +48,30 @@ DISK_BOUNCE = 1
 @dataclass(frozen=True)
 class Arenas:
     """Bytes of every arena. ``device_*`` without activations; ``states`` includes fp32 master copies. Parameters and
-    states of blocks that speculate are there twice."""
+    states of blocks that speculate are there twice; ``host_spare_parameters`` are those of ``host_parameters`` that are
+    second copies, which have an arena of their own.
+
+    Where blocks are updated on the device: ``device_updates`` is the window through which they pass, as many cells
+    of ``update_cell`` as it holds and, at its end, ``update_widening``, where gradients become fp32.
+    ``host_moved_states`` are those of ``host_states`` that move, in an arena of their own, and ``moved_ring`` is
+    ``update_ring`` where the device copies from and to it."""
 
     device_resident: int
     device_gradients: int
     device_slots: int
+    device_updates: int
+    update_cell: int
+    update_widening: int
     host_parameters: int
+    host_spare_parameters: int
     host_gradients: int
     host_states: int
+    host_moved_states: int
     host_activations: int
     gradient_staging: int
     update_workspace: int
     update_ring: int
+    moved_ring: int
     host_slots: int
     activation_ring: int
     disk_bounce: int
@@ -66,7 +82,7 @@ class Arenas:
     @property
     def device(self) -> int:
         """Bytes on the device that are there all the time, and the gradients of resident blocks."""
-        return self.device_resident + self.device_gradients + self.device_slots
+        return self.device_resident + self.device_gradients + self.device_slots + self.device_updates
 
     @property
     def host_staging(self) -> int:
@@ -79,6 +95,20 @@ class Arenas:
         """Bytes on the host."""
         homes = self.host_parameters + self.host_gradients + self.host_states
         return homes + self.host_activations + self.host_staging
+
+    @property
+    def pinnable(self) -> tuple[tuple[Kind, int], ...]:
+        """The arenas on the host that the device copies from or to, in the order in which they are opened. Each is
+        page-locked as a whole or, where the rest of the pinned budget is too small, not at all."""
+        return (
+            (Kind.PARAMETER, self.host_parameters - self.host_spare_parameters),
+            (Kind.PARAMETER, self.host_spare_parameters),
+            (Kind.GRADIENT, self.host_gradients),
+            (Kind.ACTIVATION, self.host_activations),
+            (Kind.STATE, self.host_moved_states),
+            (Kind.STAGING, self.gradient_staging + self.host_slots + self.activation_ring),
+            (Kind.STAGING, self.moved_ring),
+        )
 
     @property
     def disk(self) -> int:
@@ -106,15 +136,35 @@ class Sizer:
     def __init__(self, model: Model, state_names: tuple[str, ...], update_chunk: int) -> None:
         self.update_chunk = update_chunk
         self._blocks = {b.name: b for b in model.blocks}
-        self._states = {b.name: _StateSizes.of(state_layout(b, state_names, update_chunk)) for b in model.blocks}
+        self._states: dict[str, _StateSizes] = {}
+        alike: dict[object, _StateSizes] = {}
+        for block in model.blocks:
+            shape = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
+            if shape not in alike:  # layers are alike: their states are cut once
+                alike[shape] = _StateSizes.of(state_layout(block, state_names, update_chunk))
+            self._states[block.name] = alike[shape]
 
     def state_nbytes(self, block: str) -> int:
         """Bytes of the optimizer state of ``block``, fp32 masters included."""
         return self._states[block].nbytes
 
-    def arenas(self, placements: Iterable[Placement], streaming: Streaming, speculate: Collection[str] = ()) -> Arenas:
+    def update_window(self, blocks: Iterable[str], cells: int = UPDATE_CELLS) -> int:
+        """Bytes of the device through which ``blocks`` pass that are updated there, ``cells`` chunks at a time."""
+        states = [self._states[name] for name in blocks]
+        largest = max((s.largest_cell for s in states), default=0)
+        return cells * largest + max((s.widened for s in states), default=0)
+
+    def arenas(
+        self,
+        placements: Iterable[Placement],
+        streaming: Streaming,
+        speculate: Collection[str] = (),
+        update_on_device: Collection[str] = (),
+    ) -> Arenas:
         """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own. ``speculate`` names
-        the blocks with two copies at home of their parameters and states (``Plan.speculate``)."""
+        the blocks with two copies at home of their parameters and states (``Plan.speculate``), ``update_on_device``
+        those that are updated on the device. Raises ``ConfigError`` for an ``update_window`` without room for one of
+        their chunks."""
         if streaming.update_chunk != self.update_chunk:
             raise ConfigError(f"sizes for chunks of {self.update_chunk} elements, asked for {streaming.update_chunk}")
         pairs = [(self._blocks[p.block], p) for p in placements]
@@ -130,20 +180,31 @@ class Sizer:
         def copies(block: Block) -> int:
             return 2 if block.name in speculate else 1
 
+        moved = [(self._states[b.name].nbytes, p.states) for b, p in hosted if b.name in update_on_device]
+        cell, widening = self._cell(update_on_device, streaming.update_window)
+        on_host = [b for b, p in hosted if home_tier(p) is Tier.HOST]
         on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
         writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
+        at_home = [b for b in trained if b.name not in update_on_device]
+        ring = UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0)
         largest_gradient = max((p.nbytes for b in trained for p in b.parameters if p.trainable), default=0)
         return Arenas(
             device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
             device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
             device_slots=sum(streaming.slots) + sum(b.nbytes for b, p in hosted if p.parameters is Tier.DEVICE),
-            host_parameters=sum(b.nbytes * copies(b) for b, p in hosted if home_tier(p) is Tier.HOST),
+            device_updates=streaming.update_window if update_on_device else 0,
+            update_cell=cell,
+            update_widening=widening,
+            host_parameters=sum(b.nbytes * copies(b) for b in on_host),
+            host_spare_parameters=sum(b.nbytes * (copies(b) - 1) for b in on_host),
             host_gradients=sum(gradient_offsets(b)[1] for b, _ in hosted),
             host_states=state_copies(Tier.HOST),
+            host_moved_states=sum(nbytes for nbytes, tier in moved if tier is Tier.HOST),
             host_activations=streaming.host_activations,
             gradient_staging=min(GRADIENT_STAGING, largest_gradient),
-            update_workspace=max((self._states[b.name].widened for b in trained), default=0),
-            update_ring=UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0),
+            update_workspace=max((self._states[b.name].widened for b in at_home), default=0),
+            update_ring=ring,
+            moved_ring=ring if any(nbytes and tier is Tier.DISK for nbytes, tier in moved) else 0,
             host_slots=sum(streaming.host_slots) if on_disk else 0,
             activation_ring=streaming.disk_window,
             disk_bounce=DISK_BLOCK * DISK_BOUNCE if writes else 0,
@@ -152,19 +213,33 @@ class Sizer:
             disk_activations=streaming.disk_activations,
         )
 
+    def _cell(self, update_on_device: Collection[str], window: int) -> tuple[int, int]:
+        """Bytes of the largest cell of these blocks, and of their widest gradients."""
+        widening = self.update_window(update_on_device, 0)
+        cell = self.update_window(update_on_device, 1) - widening
+        if window < cell + widening:
+            raise ConfigError(
+                f"update_window is {window} bytes and one chunk that is updated on the device takes {cell + widening}; "
+                f"make it {self.update_window(update_on_device)}, or update_chunk smaller"
+            )
+        return cell, widening
+
 
 @dataclass(frozen=True)
 class _StateSizes:
-    """Bytes of one block's state, of its largest chunk, and of the gradients of a chunk that are widened to fp32."""
+    """Bytes of one block's state, of its largest chunk, of its largest cell, and of the gradients of a chunk that are
+    widened to fp32."""
 
     nbytes: int
     largest_chunk: int
+    largest_cell: int
     widened: int
 
     @classmethod
     def of(cls, layout: StateLayout) -> _StateSizes:
         elements = max((c.elements for c in layout.chunks), default=0) if MASTER in layout.streams else 0
-        return cls(layout.nbytes, layout.largest_chunk, elements * STATE_ITEMSIZE)
+        cell = max((cell_of(c).nbytes for c in layout.chunks), default=0)
+        return cls(layout.nbytes, layout.largest_chunk, cell, elements * STATE_ITEMSIZE)
 
 
 def arenas(
@@ -173,6 +248,8 @@ def arenas(
     streaming: Streaming,
     state_names: tuple[str, ...],
     speculate: Collection[str] = (),
+    update_on_device: Collection[str] = (),
 ) -> Arenas:
     """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
-    return Sizer(model, state_names, streaming.update_chunk).arenas(placements, streaming, speculate)
+    sizer = Sizer(model, state_names, streaming.update_chunk)
+    return sizer.arenas(placements, streaming, speculate, update_on_device)

@@ -11,9 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from forebay.errors import ConfigError
 from forebay.loss import Loss
-from forebay.units import parse_bytes, parse_disk
+from forebay.units import parse_bytes, parse_disks
 
-__all__ = ["TrainConfig", "make_config", "read_yaml"]
+__all__ = ["OptimizerName", "TrainConfig", "make_config", "read_yaml"]
 
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -21,6 +21,9 @@ Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 Bits = Literal[0, 2, 4, 8]
 """The bits that an activation may be kept as; 0: as it is."""
+
+OptimizerName = Literal["adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion"]
+"""``torch.optim``'s, and forebay's own of few bytes (``optim/``)."""
 
 
 class TrainConfig(BaseModel):
@@ -39,7 +42,7 @@ class TrainConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate: int = Field(default=1, ge=1)
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     device: Literal["cpu", "cuda"] | None = None
     host_memory: Size | None = None
     disk: str | None = None
@@ -57,7 +60,7 @@ class TrainConfig(BaseModel):
     @classmethod
     def _disk_can_be_read(cls, value: str | None) -> str | None:
         if value is not None:
-            parse_disk(value)
+            parse_disks(value)
         return value
 
     @property

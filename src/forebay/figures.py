@@ -4,31 +4,39 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from forebay.lowering import Liveness, accumulation_of, lower
 from forebay.machine import Machine
 from forebay.plans import Plan
-from forebay.simulation import Costs, forecast
+from forebay.simulation import Costs, pace
 from forebay.trace import Trace
 
 __all__ = ["source_of", "with_figures"]
 
 
-def with_figures(trace: Trace, machine: Machine, plan: Plan, notes: tuple[str, ...] = ()) -> Plan:
-    """``plan`` with the seconds of its simulated step and of each further micro-batch, and where they come from.
+def with_figures(
+    trace: Trace, machine: Machine, plan: Plan, notes: tuple[str, ...] = (), *, liveness: Liveness | None = None
+) -> Plan:
+    """``plan`` with the seconds of its simulated step and of each further micro-batch, where they come from, and the
+    bytes that several micro-batches take which pass the model together.
 
-    ``notes`` are what else is to be said about ``machine``. Raises ``ConfigError`` where the plan and the machine do
-    not go together.
+    ``notes`` are what else is to be said about ``machine``. ``liveness`` is that of the trace, if the caller has it.
+    Raises ``ConfigError`` where the plan and the machine do not go together.
     """
-    costs = Costs(trace, machine)
-    step = plan.step_seconds
-    if step is None:
-        step = forecast(trace, machine, plan, costs=costs).step_seconds
-    two = forecast(trace, machine, plan, micro_batches=2, costs=costs).step_seconds
+    costs, liveness = Costs(trace, machine), liveness or Liveness(trace)
+
+    def seconds(micro_batches: int) -> float:
+        program = lower(trace, plan, micro_batches=micro_batches, liveness=liveness, accounts=False)
+        return pace(program, costs, settled=not plan.streaming.overlap_update)[-1]
+
+    step = seconds(1) if plan.step_seconds is None else plan.step_seconds
+    two = seconds(2)
     # All rates of a machine that was never measured are typical ones: more about one of them says nothing new.
     more = notes if machine.source == "measured" else ()
     return replace(
         plan,
         step_seconds=step,
         micro_batch_seconds=max(0.0, two - step),
+        accumulation=accumulation_of(trace, plan, liveness=liveness),
         notes=(source_of(machine, costs.measured_share), *more),
     )
 

@@ -8,15 +8,19 @@ Gradients
     one flat buffer, trainable parameters only, in the parameters' dtypes.
 Optimizer state
     *chunks* of at most ``update_chunk`` elements. Inside a chunk each *stream* (fp32 master, first moment, second
-    moment ...) is contiguous, and the streams follow each other, so that one read, one update and one write move
-    all the state that belongs to those elements.
+    moment ...) is contiguous, in its own form (``states``), and the streams follow each other, so that one read, one
+    update and one write move all the state that belongs to those elements.
+Updates on the device
+    *cells*: a chunk of states as it lies at home, then the parameters and then the gradients of its elements.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from forebay.memory import ALIGNMENT
+from forebay.states import BLOCK, form_of, is_wide
 from forebay.trace import Block, Parameter
 
 __all__ = [
@@ -24,20 +28,26 @@ __all__ = [
     "MOVED_LEAST",
     "PAGE",
     "STATE_ITEMSIZE",
+    "Cell",
     "Chunk",
     "Piece",
+    "Span",
     "StateLayout",
     "align",
+    "cell_of",
+    "chunk_elements",
     "gradient_offsets",
     "needs_master",
+    "spans_of",
     "state_layout",
+    "states_nbytes",
 ]
 
 PAGE = 4096
 """Bytes: state chunks and disk-homed blocks start on a multiple of this, which O_DIRECT asks for."""
 
 STATE_ITEMSIZE = 4
-"""Bytes of one element of optimizer state: fp32."""
+"""Bytes of one element of a master copy, of a gradient widened for an update, and of a state in fp32."""
 
 MOVED_LEAST = 4096
 """Bytes: a smaller activation stays on the device, where it costs less than its transfer."""
@@ -75,6 +85,16 @@ class Piece:
     stop: int
     offset: int
 
+    @property
+    def begin(self) -> int:
+        """Bytes of the parameter that come before it."""
+        return self.start * self.parameter.nbytes // self.parameter.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameter's elements, and of their gradient."""
+        return (self.stop - self.start) * self.parameter.nbytes // self.parameter.numel
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -84,6 +104,62 @@ class Chunk:
     elements: int
     nbytes: int
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a chunk's bytes are in the buffer on the device in which it is updated: the states from 0, its parameters
+    from ``parameters`` and their gradients from ``gradients`` on. ``offsets`` are those of its pieces in either of the
+    two; ``nbytes`` is the length of all three."""
+
+    parameters: int
+    gradients: int
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def cell_of(chunk: Chunk) -> Cell:
+    """The cell of ``chunk``: every piece at a multiple of ``ALIGNMENT``."""
+    offsets, end = [], 0
+    for piece in chunk.pieces:
+        offsets.append(end)
+        end += align(piece.nbytes)
+    return Cell(chunk.nbytes, chunk.nbytes + end, tuple(offsets), chunk.nbytes + 2 * end)
+
+
+@dataclass(frozen=True)
+class Span:
+    """``nbytes`` of a chunk's elements that lie in one piece wherever they are: at ``home`` in the block's parameters,
+    at ``landed`` in its gradients, at ``cell`` in either area of a cell. ``written``: an update writes the parameters
+    and does not read them, since they have a master."""
+
+    home: int
+    landed: int
+    cell: int
+    nbytes: int
+    written: bool
+
+    def follows(self, other: Span) -> bool:
+        """Whether it begins where ``other`` ends, everywhere."""
+        ends = (other.home + other.nbytes, other.landed + other.nbytes, other.cell + other.nbytes, other.written)
+        return (self.home, self.landed, self.cell, self.written) == ends
+
+
+def spans_of(chunk: Chunk, offsets: Mapping[str, int], names: Collection[str]) -> list[Span]:
+    """What of ``chunk`` moves, beside its states, when the parameters in ``names`` are updated on the device: their
+    pieces, neighbours in one; what lies between them stays at home. ``offsets`` are those of ``gradient_offsets``."""
+    made: list[Span] = []
+    for piece, start in zip(chunk.pieces, cell_of(chunk).offsets, strict=True):
+        parameter = piece.parameter
+        if parameter.name not in names:
+            continue
+        landed = offsets[parameter.name] + piece.begin
+        span = Span(parameter.offset + piece.begin, landed, start, piece.nbytes, needs_master(parameter))
+        if made and span.follows(made[-1]):
+            made[-1] = replace(made[-1], nbytes=made[-1].nbytes + span.nbytes)
+        else:
+            made.append(span)
+    return made
 
 
 @dataclass(frozen=True)
@@ -99,6 +175,34 @@ class StateLayout:
         """Bytes of the largest chunk; 0 if there is no state."""
         return max((c.nbytes for c in self.chunks), default=0)
 
+    def spans(self, chunk: Chunk) -> dict[str, tuple[int, int]]:
+        """Where each stream begins in ``chunk``, and its bytes."""
+        made, end = {}, 0
+        for stream in self.streams:
+            nbytes = form_of(stream).nbytes(chunk.elements)
+            made[stream] = end, nbytes
+            end += nbytes
+        return made
+
+    def touched(self, chunk: Chunk) -> int:
+        """Bytes that updating ``chunk`` has to move at least: states and parameters in and out, gradients in."""
+        return 2 * states_nbytes(self.streams, chunk.elements) + 3 * sum(piece.nbytes for piece in chunk.pieces)
+
+
+def states_nbytes(streams: Iterable[str], elements: int) -> int:
+    """Bytes of ``streams`` for ``elements`` elements from the first of a block of states on."""
+    return sum(form_of(stream).nbytes(elements) for stream in streams)
+
+
+def chunk_elements(update_chunk: int, state_names: tuple[str, ...]) -> int:
+    """The most elements of a chunk: so many that every stream of the next piece begins at its alignment, and with a
+    block of its own where a state has a scale for each."""
+    return align(update_chunk, _step(state_names))
+
+
+def _step(state_names: tuple[str, ...]) -> int:
+    return ALIGNMENT // STATE_ITEMSIZE if is_wide(state_names) else BLOCK
+
 
 def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int) -> StateLayout:
     """Cuts the state of ``block`` into chunks of at most ``update_chunk`` elements.
@@ -107,7 +211,7 @@ def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int) 
     """
     master = any(needs_master(p) for p in block.parameters)
     streams = ((MASTER,) if master else ()) + state_names
-    step = ALIGNMENT // STATE_ITEMSIZE
+    step, most = _step(state_names), chunk_elements(update_chunk, state_names)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     filled = end = 0
@@ -115,7 +219,7 @@ def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int) 
     def close() -> None:
         nonlocal end, filled
         if pieces:
-            nbytes = align(filled * STATE_ITEMSIZE * len(streams), PAGE)
+            nbytes = align(states_nbytes(streams, filled), PAGE)
             chunks.append(Chunk(end, filled, nbytes, tuple(pieces)))
             end += nbytes
         pieces.clear()
@@ -124,7 +228,7 @@ def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int) 
     for parameter in block.parameters:
         start = 0
         while parameter.trainable and start < parameter.numel:
-            room = align(update_chunk, step) - filled
+            room = most - filled
             if room <= 0:
                 close()
                 continue

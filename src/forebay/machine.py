@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forebay.errors import ConfigError
+from forebay.units import MiB
 
 __all__ = ["MACHINE_SCHEMA", "Curve", "Disk", "Link", "Machine"]
 
@@ -64,12 +65,26 @@ class Link:
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk tier: bytes free, and its two links. ``path`` is where it was measured ("" in the catalogue)."""
+    """The disk tier: bytes free, and its two links. ``path`` is where it was measured ("" in the catalogue).
+
+    The links are those of transfers in calls of ``block`` bytes at most, ``depth`` of them in flight at a time: the way
+    in which this disk was found fastest. ``duplex`` is the share of its rate that each direction keeps while both are
+    busy.
+    """
 
     capacity: int
     read: Link
     write: Link
     path: str = ""
+    block: int = 4 * MiB
+    depth: int = 1
+    duplex: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.depth < 1:
+            raise ConfigError(f"a disk is read in calls of 1 byte or more, 1 at a time or more, got {self}")
+        if not 0 < self.duplex <= 1:
+            raise ConfigError(f"duplex of a disk is in (0, 1], got {self.duplex}")
 
 
 @dataclass(frozen=True)

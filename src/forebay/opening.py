@@ -16,14 +16,15 @@ from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import StreamedOptimizer
 from forebay.plans import Budget, Plan
 from forebay.runtime.blocks import BoundModel
+from forebay.runtime.blockstate import BlockState
 from forebay.runtime.head import ChunkedHead, Recognised, recognise
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.session import Resources, Session, Whereabouts
 from forebay.runtime.stash import Stash
-from forebay.runtime.store import BlockState, Ledgers, Store
+from forebay.runtime.store import Ledgers, Store
 from forebay.scheduling.slots import SlotPool
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
-from forebay.tiers.host import available_disk, available_host_memory
+from forebay.tiers.host import available_host_memory, free_in
 from forebay.trace import Parameter
 from forebay.units import format_apart
 
@@ -44,7 +45,7 @@ def limits_of(budget: Budget) -> dict[Tier, int]:
     on_disk = 0
     if budget.disk is not None:
         # Asked even where a size is given: a path that is not there is an error although nothing may go there.
-        free_on_disk = available_disk(budget.disk.path)
+        free_on_disk = free_in([share.path for share in budget.disk.folders])
         on_disk = free_on_disk if budget.disk.nbytes is None else budget.disk.nbytes
     return {Tier.HOST: free if budget.host is None else budget.host, Tier.DISK: on_disk}
 

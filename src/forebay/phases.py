@@ -43,8 +43,9 @@ class PhasePeaks:
 def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, PhasePeaks]:
     """The peaks of every phase in ``PHASES`` under ``plan``. ``step`` are the peaks of a training step.
 
-    Host, page-locked memory and disk are arenas and files that stand from ``prepare`` on: they are the same in every
-    phase. The device holds, where nothing runs, ``standing`` bytes: resident parameters and states, slots and buffers.
+    Host, page-locked memory and disk are arenas and files that stand from ``prepare`` on (second copies of blocks that
+    speculate too): they are the same in every phase. The device holds, where nothing runs, ``standing`` bytes: resident
+    parameters and states, slots and buffers.
 
     ``load``    ``forebay.load`` into a model built on the meta device: ``standing``; beside, ``_loading``.
     ``eval``    a forward without gradients, after ``zero_grad``: ``standing``, the inputs on cuda, and the forward's
@@ -53,8 +54,10 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     ``resume``  ``load``, then ``optimizer.load_state_dict``: ``standing``; beside, what loading takes, or copies of the
                 states of the two largest blocks that keep them on disk.
     """
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
-    standing = sizes.device_resident + sizes.device_slots + trace.model.buffer_nbytes
+    sizes = arenas(
+        trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate, plan.update_on_device
+    )
+    standing = sizes.device_resident + sizes.device_slots + sizes.device_updates + trace.model.buffer_nbytes
     inputs = 0 if trace.device == "cpu" else sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
     loading = max((_loading(b) for b in pairs), default=0)

@@ -17,6 +17,8 @@ from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
 from forebay.phases import phases
 from forebay.planners import Bench, Problem, alternatives, make_plan
+from forebay.planners.parts import Draft
+from forebay.planners.speculation import second_copies
 from forebay.plans import Budget, Plan
 from forebay.reporting.forecast import Alternative, PlanReport, StepForecast
 from forebay.simulation import Costs, Forecast, play, summarise
@@ -105,7 +107,8 @@ def _assessed(
     peaks = {usage.tier: usage.peak for usage in timeline.tiers}
     found = phases(trace, plan, {tier: peaks.get(tier, 0) for tier in Tier})
     beside = max(p.host + p.beside for p in found.values()) - allowed[Tier.HOST]
-    settled = with_figures(trace, machine, replace(plan, step_seconds=forecast.step_seconds))
+    plan = replace(plan, step_seconds=forecast.step_seconds)
+    settled = with_figures(trace, machine, plan, liveness=bench.liveness)
     if cut is not None:
         settled, notes = cut.of(settled), (*notes, NO_LOGITS)
     return PlanReport(
@@ -117,6 +120,7 @@ def _assessed(
         plan=settled,
         step=_step(forecast),
         tiers=tuple(_limited(usage, allowed) for usage in timeline.tiers),
+        second_copies=second_copies(bench, Draft.of(plan)),
         phases=found,
         alternatives=_instead(bench, plan),
         reasons=settled.reasons,
@@ -179,15 +183,17 @@ def choose_report(plain: PlanReport, chunked: PlanReport, cut: Cut) -> PlanRepor
 def predict(trace: Trace, machine: Machine, plan: Plan, bench: Bench | None = None) -> tuple[Timeline, Forecast]:
     """What happens under ``plan``, proven to be right, and the same in a few figures.
 
-    ``bench`` is one of the same trace and machine, if the caller has it. Raises what ``checking.check`` raises.
+    ``bench`` is the one that made the plan, if the caller has it: what it has proven and played is not done again.
+    Raises what ``checking.check`` raises.
     """
     if bench is None:
         program, costs = lower(trace, plan), Costs(trace, machine)
         timeline = play(program, trace, machine, costs=costs, settled=not plan.streaming.overlap_update)
-    else:
-        (program, timeline), costs = bench.played(plan), bench.costs
-    check(trace, machine, plan, program)
-    return timeline, summarise(timeline, program, costs)
+        check(trace, machine, plan, program)
+        return timeline, summarise(timeline, program, costs)
+    bench.prove(plan)
+    program, timeline = bench.played(plan)
+    return timeline, summarise(timeline, program, bench.costs)
 
 
 def _own(policy: str, prediction: Callable[[], tuple[Timeline, Forecast]]) -> tuple[Timeline, Forecast]:

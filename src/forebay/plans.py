@@ -8,11 +8,14 @@ from enum import StrEnum
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.memory import Tier
+from forebay.units import MiB, parse_disks
 
 __all__ = [
     "PLAN_SCHEMA",
+    "Accumulation",
     "Budget",
     "DiskBudget",
+    "DiskShare",
     "Fate",
     "Placement",
     "Plan",
@@ -21,19 +24,64 @@ __all__ = [
     "Treatment",
 ]
 
-PLAN_SCHEMA = 5
+PLAN_SCHEMA = 6
+
+UNLIMITED = 1 << 30
+"""Micro-batches: where none takes more of a tier than another."""
 
 
 @dataclass(frozen=True)
-class DiskBudget:
-    """A folder for the disk tier and the bytes allowed in it (None: what the file system has free)."""
+class DiskShare:
+    """A folder of the disk tier and the bytes allowed in it (None: what its file system has free)."""
 
     path: str
     nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.nbytes is not None and self.nbytes <= 0:
+            raise ConfigError(
+                f"the disk budget must be more than 0 bytes, got {self.nbytes} for {self.path}; or leave the disk out"
+            )
+
+
+@dataclass(frozen=True)
+class DiskBudget:
+    """Folders for the disk tier and the bytes allowed in all of them (None: what their file systems have free).
+
+    ``path`` is the first folder and ``beside`` are the others, each of which should be a disk of its own: what is on
+    disk is spread over all of them in stripes. ``nbytes`` less the bytes of the others is what ``path`` may hold.
+    """
+
+    path: str
+    nbytes: int | None = None
+    beside: tuple[DiskShare, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nbytes is not None and self.nbytes <= 0:
             raise ConfigError(f"the disk budget must be more than 0 bytes, got {self.nbytes}; or leave the disk out")
+        if any((share.nbytes is None) != (self.nbytes is None) for share in self.beside):
+            raise ConfigError("of several disk folders either each has a size or none; write PATH:SIZE,PATH:SIZE")
+        paths = [share.path for share in self.folders]
+        if len(set(paths)) < len(paths):
+            raise ConfigError(f"the disk folder {max(paths, key=paths.count)} is named twice; name each one once")
+
+    @classmethod
+    def of(cls, text: str) -> DiskBudget:
+        """The budget written as ``PATH``, ``PATH:SIZE`` or several of these with commas between them.
+
+        Raises ``UnitError`` for what cannot be read and ``ConfigError`` for sizes of 0 or missing ones.
+        """
+        first, *others = (DiskShare(path, nbytes) for path, nbytes in parse_disks(text))
+        sizes = [share.nbytes for share in (first, *others) if share.nbytes is not None]
+        return cls(first.path, None if first.nbytes is None else sum(sizes), tuple(others))
+
+    @property
+    def folders(self) -> tuple[DiskShare, ...]:
+        """Every folder, with the bytes that it may hold."""
+        if self.nbytes is None:
+            return (DiskShare(self.path), *self.beside)
+        others = sum(share.nbytes for share in self.beside if share.nbytes is not None)
+        return (DiskShare(self.path, self.nbytes - others), *self.beside)
 
 
 @dataclass(frozen=True)
@@ -144,8 +192,11 @@ class Streaming:
     ``offload_window`` caps the bytes of activations on their way to the host, ``reload_window`` those that are on the
     device again before backward asks for them; ``host_activations`` are the bytes of the arena on the host that
     offloaded activations of one micro-batch take. ``disk_activations`` are those of the file for activations on disk,
-    and ``disk_window`` those of the ring on the host through which they pass, in either direction.
-    ``update_chunk`` is the number of elements that one update job reads, updates and writes back.
+    and ``disk_window`` those of the ring on the host through which they pass, in either direction. What is on disk is
+    read and written in calls of at most ``disk_block`` bytes, ``disk_depth`` of a transfer at a time in each folder.
+    ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
+    the bytes on the device through which blocks pass that are updated there and not at home there
+    (``Plan.update_on_device``): as many chunks at a time as it holds, beside the gradients that one of them widens.
     ``overlap_update`` lets the updates of later blocks run under the next forward. ``poison`` fills slots with NaN
     when they are released (debugging).
     """
@@ -159,7 +210,10 @@ class Streaming:
     host_activations: int = 0
     disk_activations: int = 0
     disk_window: int = 0
+    disk_block: int = 4 * MiB
+    disk_depth: int = 1
     update_chunk: int = 4 * 1024 * 1024
+    update_window: int = 0
     overlap_update: bool = True
     poison: bool = False
 
@@ -175,14 +229,52 @@ class Streaming:
             ("host_activations", self.host_activations),
             ("disk_activations", self.disk_activations),
             ("disk_window", self.disk_window),
+            ("update_window", self.update_window),
         ):
             if nbytes < 0:
                 raise ConfigError(f"{name} must be 0 bytes or more, got {nbytes}")
+        if self.disk_block < PAGE or self.disk_block % PAGE or self.disk_depth < 1:
+            raise ConfigError(
+                f"disk_block must be whole pages of {PAGE} bytes and disk_depth 1 or more, got {self.disk_block} and "
+                f"{self.disk_depth}"
+            )
         if self.disk_window % PAGE:
             raise ConfigError(f"disk_window must be whole pages of {PAGE} bytes, got {self.disk_window}")
         for name, sizes in (("slots", self.slots), ("host_slots", self.host_slots)):
             if any(size <= 0 for size in sizes) or list(sizes) != sorted(sizes, reverse=True):
                 raise ConfigError(f"{name} must be positive sizes in bytes, largest first, got {sizes}")
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Bytes that n micro-batches of ``forebay.accumulate`` take at most: ``device + (n - 1) * device_further``, and so
+    on the host and on disk."""
+
+    device: int
+    device_further: int
+    host: int
+    host_further: int
+    disk: int
+    disk_further: int
+
+    def needed(self, tier: Tier, micro_batches: int) -> int:
+        """Bytes of the device, of the host or of the disk that so many micro-batches take."""
+        one, further = self._of(tier)
+        return one + (micro_batches - 1) * further
+
+    def most(self, tier: Tier, nbytes: int) -> int:
+        """How many micro-batches ``nbytes`` of a tier have room for; 0 if for none."""
+        one, further = self._of(tier)
+        if nbytes < one:
+            return 0
+        return 1 + (nbytes - one) // further if further else UNLIMITED
+
+    def _of(self, tier: Tier) -> tuple[int, int]:
+        return {
+            Tier.DEVICE: (self.device, self.device_further),
+            Tier.HOST: (self.host, self.host_further),
+            Tier.DISK: (self.disk, self.disk_further),
+        }[tier]
 
 
 @dataclass(frozen=True)
@@ -195,10 +287,13 @@ class Plan:
     are dropped in forward and made again in backward; ``activations`` says which ops are treated otherwise than their
     block (``Selection``). ``speculate`` names blocks whose update runs while backward still does: out of the current
     copy of their parameters and states into a second one at home, which becomes the current one if the step turns out
-    to ask for just that. ``loss_piece`` (0: all at once) are the most bytes of logits at a time from which the loss of
-    a language model is computed. ``fingerprint`` is that of the trace that the plan was made for ("": none).
-    ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ from plain
-    PyTorch; the latter is empty for a lossless plan.
+    to ask for just that. ``update_on_device`` names blocks that are not resident and whose update runs on the device
+    all the same: gradients, parameters and states pass through ``Streaming.update_window``, chunk by chunk, and what
+    the update makes of them goes home again. ``loss_piece`` (0: all at once) are the most bytes of logits at a time
+    from which the loss of a language model is computed. ``fingerprint`` is that of the trace that the plan was made
+    for ("": none). ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result
+    differ from plain PyTorch; the latter is empty for a lossless plan. ``accumulation`` says what several micro-batches
+    take that pass the model together (None: unknown, or nothing that streams).
     """
 
     planner: str
@@ -212,9 +307,11 @@ class Plan:
     recompute: tuple[str, ...] = ()
     activations: tuple[Selection, ...] = ()
     speculate: tuple[str, ...] = ()
+    update_on_device: tuple[str, ...] = ()
     loss_piece: int = 0
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
+    accumulation: Accumulation | None = None
     fingerprint: str = ""
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -229,7 +326,16 @@ class Plan:
 
         if self.loss_piece < 0:
             raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
-        self._check_speculate()
+        self._check_updates("speculate", self.speculate)
+        self._check_updates("update_on_device", self.update_on_device)
+        both = frozenset(self.speculate).intersection(self.update_on_device)
+        if both:
+            raise ConfigError(
+                f"block {min(both)} is updated on the device, and an update ahead of its step runs on the host; "
+                f"take it out of speculate or of update_on_device"
+            )
+        if self.update_on_device and not self.streaming.update_window:
+            raise ConfigError("the plan updates blocks on the device and has no update_window for them; give it one")
         chosen = [block for selection in self.activations for block in selection.blocks]
         if len(set(chosen)) != len(chosen):
             raise ConfigError(f"two selections name block {max(chosen, key=chosen.count)}; a block is in one of them")
@@ -242,16 +348,18 @@ class Plan:
                 if block not in recomputed and any(t.fate is Fate.KEEP and not t.bits for t in selection.treatments):
                     raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
 
-    def _check_speculate(self) -> None:
+    def _check_updates(self, field: str, blocks: tuple[str, ...]) -> None:
+        """Raises for what cannot be said of where or when an update runs."""
         resident = {p.block: p.resident for p in self.placements}
-        for block in self.speculate:
+        for block in blocks:
             if block not in resident:
-                raise ConfigError(f"speculate names block {block}, which the plan does not place; take it out")
+                raise ConfigError(f"{field} names block {block}, which the plan does not place; take it out")
             if resident[block]:
-                raise ConfigError(f"block {block} is resident: its update runs on the device; take it out of speculate")
-        if len(set(self.speculate)) < len(self.speculate):
-            twice = max(self.speculate, key=self.speculate.count)
-            raise ConfigError(f"speculate names block {twice} twice; name it once")
+                raise ConfigError(
+                    f"block {block} is resident: its update runs on the device as it is; take it out of {field}"
+                )
+        if len(set(blocks)) < len(blocks):
+            raise ConfigError(f"{field} names block {max(blocks, key=blocks.count)} twice; name it once")
 
     def treatments(self, block: str) -> tuple[Treatment, ...]:
         """What is treated otherwise than ``block`` as a whole."""

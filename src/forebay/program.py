@@ -28,6 +28,8 @@ class Verb(StrEnum):
     OFFLOAD = "offload"  # an activation, or its codes, to the host
     RELOAD = "reload"  # an activation, or its codes, back to the device
     UPDATE = "update"  # one chunk of a block's states, on the host (a resident block: all of it, on the device)
+    LOAD = "load"  # a part of a chunk to the device, to be updated there: its states, parameters or gradients
+    STORE = "store"  # a part of a chunk home again: its states or parameters
     READ = "read"  # from disk
     WRITE = "write"  # to disk
 
@@ -70,9 +72,15 @@ class Action:
     RELOAD       the root ``tensor`` for backward; it takes ``peak`` from when it is issued, and ``changes`` says what
                  stays and what went just before. Both of ``ops`` are the op that comes next when it is issued: of a
                  block that runs again, named ops before that were given what they have made
+    LOAD, STORE  ``block`` and the ``chunk`` of its states. The UPDATE between them is on lane DEVICE_UPDATE
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
                  resident block as a whole (UPDATE). With ``tensor``: that root, or its codes; ``ring`` is where READ
                  puts it, until its RELOAD is done
+
+    Of a block that is updated ahead of its step (``Plan.speculate``) there are two copies at home. UPDATE, with its
+    READs and WRITEs, works on the current one and writes the other. They change places when the step is over: whatever
+    is issued after the last COMPUTE of a step reads what its updates have made, whatever is issued before reads what
+    the step began with.
     """
 
     lane: Lane

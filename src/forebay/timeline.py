@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import itemgetter
 
 from forebay.memory import TierUsage
 
-__all__ = ["Event", "Lane", "Timeline", "merge_busy"]
+__all__ = ["Event", "Lane", "Timeline", "covered", "merge_busy"]
 
 
 class Lane(StrEnum):
@@ -21,7 +22,8 @@ class Lane(StrEnum):
     STALL = "stall"  # compute that waits for another lane: what the plan failed to hide
     H2D = "h2d"
     D2H = "d2h"
-    UPDATE = "update"
+    UPDATE = "update"  # on the host
+    DEVICE_UPDATE = "device_update"  # of what has come to the device for it, beside compute
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
 
@@ -60,9 +62,14 @@ class Timeline:
 
 def merge_busy(events: Iterable[Event]) -> float:
     """Length in seconds of the union of the events' intervals."""
+    return covered((event.start, event.end) for event in events)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of ``spans`` (start, end)."""
     busy, reach = 0.0, float("-inf")
-    for event in sorted(events, key=lambda e: e.start):
-        if event.end > reach:
-            busy += event.end - max(event.start, reach)
-            reach = event.end
+    for start, end in sorted(spans, key=itemgetter(0)):
+        if end > reach:
+            busy += end - max(start, reach)
+            reach = end
     return busy

@@ -26,6 +26,7 @@ __all__ = [
     "format_seconds",
     "parse_bytes",
     "parse_disk",
+    "parse_disks",
 ]
 
 KiB = 1024
@@ -100,6 +101,21 @@ def parse_disk(text: str) -> tuple[str, int | None]:
     if not path.strip():
         raise UnitError(f"a disk is written PATH or PATH:SIZE, got {text!r} without a path")
     return path, size
+
+
+def parse_disks(text: str) -> tuple[tuple[str, int | None], ...]:
+    """The folders of disks written as ``PATH``, ``PATH:SIZE`` or several of these with commas between them.
+
+    A comma separates where a size comes before it or a "/" after it; another one is part of a path. Raises
+    ``UnitError`` as ``parse_disk`` does.
+    """
+    folders: list[str] = []
+    for piece in text.split(","):
+        if folders and not piece.startswith("/") and parse_disk(folders[-1])[1] is None:
+            folders[-1] += f",{piece}"
+        else:
+            folders.append(piece)
+    return tuple(parse_disk(folder) for folder in folders)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -144,7 +144,10 @@ TABLE: dict[str, Bad] = {
     "unsupported optimizer": Bad(
         lambda m, f: {"optimizer": torch.optim.Adagrad(m.parameters())},
         OptimizerError,
-        ("Adagrad is not an optimizer that forebay runs", "use torch.optim.AdamW, torch.optim.Adam or torch.optim.SGD"),
+        (
+            "Adagrad is not an optimizer that forebay runs",
+            "use torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, forebay.optim.AdamW or forebay.optim.Lion",
+        ),
     ),
     "subclass of an optimizer": Bad(
         lambda m, f: {"optimizer": MyAdamW(m.parameters())},

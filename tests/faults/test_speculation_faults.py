@@ -327,11 +327,14 @@ def test_second_copies_need_their_room(tmp_path: Path) -> None:
         forebay.prepare(model, adamw(model), plan=short, device_memory=AMPLE, device="cpu")
 
 
-def test_the_checker_does_not_prove_what_it_does_not_know() -> None:
+def test_the_checker_counts_second_copies() -> None:
+    """A plan that promises no room for them is refused, and one that does is proven."""
     plan = replace(PLAN, speculate=("b1",))
-    with pytest.raises(PlanInvalid, match="block b1 is updated ahead of its step") as caught:
+    with pytest.raises(PlanInvalid, match="the plan predicts a host peak of") as caught:
         check(TRACE, MACHINE, plan)
-    assert caught.value.subject == "b1"
+    assert caught.value.subject == "host"
+    sizes = arenas(TRACE.model, PLAN.placements, PLAN.streaming, TRACE.state_names, plan.speculate)
+    check(TRACE, MACHINE, replace(plan, host=sizes.host, disk=sizes.disk))
 
 
 def test_a_plan_keeps_what_it_speculates_on(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from forebay.memory import Kind
 from forebay.program import Action, Change, Program, Use, Verb
 from forebay.timeline import Lane
 from forebay.trace import Phase
+from tests.null.ahead import changes_of_homes
 from tests.null.programs import drop
 from tests.null.strategies import Case
 from tests.null.treating import TreatedOps
@@ -73,14 +74,12 @@ def _names(case: Case, block: str) -> frozenset[str]:
 
 def drop_fetch(case: Case, program: Program) -> list[Spoiled]:
     """The slot then holds another block, nothing, or what the same block was before its last update."""
-    made = []
+    made, changes = [], changes_of_homes(case.plan, program)
     for fetch, use in {f: u for f, _, u in _in_use(case, program)}.items():
         before = [(i, a) for i, a in _numbered(program, Verb.FETCH) if i < fetch and a.slot == use.slot]
         if before and before[-1][1].block == use.block:
             between = range(before[-1][0], fetch)
-            if not any(
-                a.verb is Verb.UPDATE and a.block == use.block and i in between for i, a in enumerate(program.actions)
-            ):
+            if not any(i in between for i in changes.get(use.block, ())):
                 continue  # the same bytes again
         made.append((drop(program, fetch), frozenset((use.block,))))
     return made
@@ -293,9 +292,10 @@ def lose_dependency(case: Case, program: Program) -> list[Spoiled]:
     dependencies by walking it, which is how one knows that it matters."""
     made = []
     treated, moved, asked = TreatedOps(case.trace, case.plan), _moved(case), set(_asked(case, program))
+    used = list(_in_use(case, program))
     for index, action in enumerate(program.actions):
         for earlier in action.after:
-            subjects = _needs(case, program, earlier, index)
+            subjects = _needs(case, program, used, earlier, index)
             if subjects or (earlier, index) in asked or _moves(treated, program.actions[earlier], action):
                 less = tuple(a for a in action.after if a != earlier)
                 spoiled = _with(program, index, after=less)
@@ -313,15 +313,15 @@ def _moves(treated: TreatedOps, first: Action, second: Action) -> bool:
     return (first.verb, second.verb) in (*pairs, *coded) and first.tensor == second.tensor >= 0
 
 
-def _needs(case: Case, program: Program, first: int, second: int) -> frozenset[str]:
+def _needs(case: Case, program: Program, used: list[tuple[int, int, Use]], first: int, second: int) -> frozenset[str]:
     """What would go wrong if ``second`` did not wait for ``first``; empty if that is not clear."""
     a, b = program.actions[first], program.actions[second]
     pair = (a.verb, b.verb)
     if pair == (Verb.FETCH, Verb.COMPUTE):
-        needed = any((first, second) == (f, c) for f, c, _ in _in_use(case, program))
+        needed = any((first, second) == (f, c) for f, c, _ in used)
         return frozenset((a.block,)) if needed else frozenset()
     if pair == (Verb.COMPUTE, Verb.FETCH):
-        reader = any(c == first and u.slot == b.slot for _, c, u in _in_use(case, program))
+        reader = any(c == first and u.slot == b.slot for _, c, u in used)
         return frozenset(u.block for u in a.uses) if reader else frozenset()
     if pair in ((Verb.COMPUTE, Verb.LAND), (Verb.COMPUTE, Verb.ACCUMULATE)):
         made = {
@@ -340,6 +340,11 @@ def _needs(case: Case, program: Program, first: int, second: int) -> frozenset[s
         return _names(case, a.block) if states else frozenset()
     if pair == (Verb.READ, Verb.FETCH) and a.block == b.block:
         return frozenset((a.block,))
+    if pair == (Verb.UPDATE, Verb.FETCH) and a.block == b.block:
+        late = any(f == second and program.actions[c].step > a.step for f, c, _ in used)
+        return frozenset((a.block,)) if late else frozenset()
+    if pair == (Verb.WRITE, Verb.READ) and (a.block, a.chunk) == (b.block, b.chunk):
+        return frozenset((a.block,)) if a.chunk >= 0 and b.step == a.step + 1 else frozenset()
     return frozenset()
 
 

@@ -52,6 +52,10 @@ class PlainLowering:
         self.actions: list[Action] = []
         self.step = 0
         self.last: dict[tuple[str, object], int] = {}
+        # Of blocks that are updated ahead of their step: gradients that have yet to land in it, and ends of what has
+        # written their other copy.
+        self.due: dict[str, int] = {}
+        self.other: dict[tuple[str, object], int] = {}
         self.turn = 0
         self.rings: dict[str, list[int]] = defaultdict(list)
         self.hold: list[int] = []
@@ -64,11 +68,17 @@ class PlainLowering:
     def program(self) -> Program:
         for step in range(self.steps):
             self.step = step
+            trained = [self.names[v.resolve(g.parameter)][1] for _, v, op in self.trace.ops() for g in op.gradients]
+            self.due = {name: trained.count(name) * self.micro_batches for name in self.plan.speculate}
             for micro in range(self.micro_batches):
                 self._pass(micro)
             for placement in self.plan.placements:
-                self._update(placement.block)
-        sizes = arenas(self.trace.model, self.plan.placements, self.plan.streaming, self.trace.state_names)
+                if placement.block not in self.plan.speculate:
+                    self._update(placement.block)
+            self.last.update(self.other)
+        sizes = arenas(
+            self.trace.model, self.plan.placements, self.plan.streaming, self.trace.state_names, self.plan.speculate
+        )
         stands = {
             Tier.DEVICE: {Kind.PARAMETER: device_standing(self.trace, self.plan)},
             Tier.HOST: {Kind.STATE: sizes.host},
@@ -170,6 +180,10 @@ class PlainLowering:
         landed = self.add(Lane.D2H, verb, f"gradient {name}", after, block=block, parameter=name, nbytes=nbytes)
         self.last["land", block] = landed
         self.hold.append(landed)
+        if block in self.due:
+            self.due[block] -= 1
+            if not self.due[block]:
+                self._update(block)
 
     # Updates.
 
@@ -177,13 +191,17 @@ class PlainLowering:
         layout = state_layout(self.blocks[block], self.trace.state_names, self.plan.streaming.update_chunk)
         trained = {self.names[v.resolve(g.parameter)][0] for _, v, op in self.trace.ops() for g in op.gradients}
         chunks = [i for i, c in enumerate(layout.chunks) if any(p.parameter.name in trained for p in c.pieces)]
-        placement = self.placements[block]
+        placement, ahead = self.placements[block], block in self.plan.speculate
         if not chunks:
             return
+        if ahead:  # the other copy has to be whole
+            chunks = list(range(len(layout.chunks)))
         if placement.resident:
             self.add(Lane.COMPUTE, Verb.UPDATE, f"update {block}", [], block=block, chunk=-1, peak=self.claim)
             return
         home = self._read_home(block) if placement.parameters is Tier.DISK else None
+        # What writes the other copy waits for no fetch of the step, and no fetch of the step for that.
+        written = self.other if ahead else self.last
         update = -1
         for number in chunks:
             chunk = layout.chunks[number]
@@ -193,25 +211,21 @@ class PlainLowering:
                 what = f"read states of {block} at {chunk.offset}"
                 read = self.add(Lane.DISK_READ, Verb.READ, what, after, block=block, chunk=number, nbytes=chunk.nbytes)
             # Parameters change only when the last fetch of the step has copied them.
-            after = [
-                self.last["land", block],
-                home,
-                read,
-                None if home is not None else self.last.get(("fetch", block)),
-            ]
+            fetched = None if ahead or home is not None else self.last.get(("fetch", block))
+            after = [self.last["land", block], home, read, fetched]
             update = self.add(Lane.UPDATE, Verb.UPDATE, f"update {block}", after, block=block, chunk=number)
             if read is not None:
                 what = f"write states of {block} at {chunk.offset}"
                 write = self.add(
                     Lane.DISK_WRITE, Verb.WRITE, what, [update], block=block, chunk=number, nbytes=chunk.nbytes
                 )
-                self.last["states", (block, number)] = write
+                written["states", (block, number)] = write
                 self.rings["states"].append(write)
-        self.last["update", block] = update
+        written["update", block] = update
         if home is not None:
-            after = [update, self.last.get(("fetch", block))]
+            after = [update, None if ahead else self.last.get(("fetch", block))]
             write = self.add(Lane.DISK_WRITE, Verb.WRITE, f"write {block}", after, block=block, chunk=-1)
-            self.last["write", block] = write
+            written["write", block] = write
             self.rings["host"].append(write)
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.activations.models import chosen
 from benchmarks.activations.planned import Candidate
-from benchmarks.activations.race import Entry, count, race, set_up
+from benchmarks.activations.race import Entry, Pace, count, heats, merged, race, set_up
 from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
-from benchmarks.activations.run import Settings, follow, rows_of
+from benchmarks.activations.run import follow, footprint, rows_of
 from benchmarks.activations.table import held_against, render, write
 from benchmarks.case import Account, BenchmarkError, Contender, Job, OutOfMemory, Running
 from benchmarks.host import Code, Hardware
@@ -79,7 +79,7 @@ def run(*entries: Entry) -> dict[str, Row]:
         return runners[-1]
 
     with set_up(entries, start):
-        rows = race(entries, "plain", rounds=3, warmup=1, steps=2, say=lambda line: None)
+        rows = race(entries, "plain", Pace(3, 3), say=lambda line: None)
     assert not any(runner.open for runner in runners)
     return {row.name: row for row in rows}
 
@@ -122,6 +122,38 @@ def test_another_loss_is_refused_to_the_last_bit_unless_rounding_is_allowed() ->
         run(entry(Script("plain")), entry(replace(near, loss=4.1), exact=False))
 
 
+def test_rounds_go_on_for_as_long_as_was_allowed() -> None:
+    pace = Pace(least=3, most=9, seconds=100.0)
+    # Of 100 s 80 are left after a warm-up of 20: four rounds. After one of 3 s nine, after one of 60 s the least.
+    assert [pace.rounds(taken) for taken in (20.0, 3.0, 60.0)] == [4, 9, 3]
+    times = iter([0.0, 20.0])
+    entries = [entry(Script("plain")), entry(Script("slow", seconds=1.5))]
+    with set_up(entries, lambda contender: ScriptRunner(contender)):  # type: ignore[arg-type]
+        rows = race(entries, "plain", pace, lambda line: None, clock=lambda: next(times))
+    assert [len(row.seconds) for row in rows] == [4, 4]
+
+
+def test_a_heat_has_plain_and_what_fits_beside_it() -> None:
+    entries = [entry(Script(name)) for name in ("a", "plain", "b", "c", "d")]
+    sizes = {"a": 3, "plain": 2, "b": 4, "c": 9, "d": 1}
+    groups = heats(entries, "plain", room=9, footprint=lambda row: sizes[row.name])
+    # 2 + 3 + 4 are 9; c alone beside plain is too much and comes all the same; d would be more still.
+    assert [[e.row.name for e in group] for group in groups] == [["plain", "a", "b"], ["plain", "c"], ["plain", "d"]]
+    assert len({id(group[0]) for group in groups}) == 3, "an entry has the rounds of one heat"
+    assert heats(entries[1:2], "plain", room=0, footprint=lambda row: 1) == [[entries[1]]]
+
+
+def test_who_was_in_two_heats_has_the_rounds_of_both() -> None:
+    rows = merged([row("plain", 1, 1.0), row("a", 1, 2.0), row("plain", 1, 1.5)])
+    assert rows["plain"].ratios == (1.0, 1.5) and rows["a"].ratios == (2.0,)
+
+
+def test_a_process_takes_its_tiers_and_a_share_for_python() -> None:
+    counted, foretold = row("a", 100 * MIB, 1.0), row("b", None, None, predicted=Figures(60 * MIB, 50 * MIB, 1.0))
+    assert footprint(counted) == 640 * MIB + 120 * MIB
+    assert footprint(replace(foretold, host=None)) == 640 * MIB + 132 * MIB
+
+
 def test_without_plain_there_is_no_result() -> None:
     with pytest.raises(BenchmarkError, match="plain did not run: no room for the model"):
         run(entry(Script("plain", fails_in=-1)), entry(Script("other")))
@@ -155,7 +187,7 @@ def test_plans_that_agree_are_measured_once_and_every_budget_keeps_its_row() -> 
 
 def test_a_turn_has_two_steps_and_a_model_a_name() -> None:
     with pytest.raises(BenchmarkError, match="2 steps"):
-        Settings(steps=1)
+        Pace(steps=1)
     with pytest.raises(BenchmarkError, match="no model gpt-9; there are gpt2-14m, llama-16m, vit-14m"):
         chosen(["gpt-9"])
 

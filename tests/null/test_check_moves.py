@@ -9,7 +9,7 @@ import pytest
 
 from forebay.checking import check
 from forebay.checking.order import Order
-from forebay.checking.transit import most_in_transit
+from forebay.checking.transit import Leaving
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
 from forebay.plans import Budget, Fate, Placement, Plan, Selection, Streaming, Treatment
@@ -168,8 +168,12 @@ def test_both_directions_count_together_unless_they_are_ordered(ordered: bool, m
     forward = Action(Lane.COMPUTE, Verb.COMPUTE, "forward", 0)
     out = Action(Lane.D2H, Verb.OFFLOAD, "offload", 0, after=(0,))
     back = Action(Lane.H2D, Verb.RELOAD, "reload", 0, after=(2 if ordered else 1,))
-    order = Order(Program((forward, out, out, back), (), {}, 1, 1))
-    assert most_in_transit(order, [(1, 5), (2, 7)], [(3, 10)]) == most_bytes
+    leaving = Leaving(Order(Program((forward, out, out, back), (), {}, 1, 1)))
+    leaving.add(2, 7)
+    leaving.add(1, 5)
+    assert leaving.most([(3, 10)]) == most_bytes
+    assert leaving.most([(3, 10)], at=3) == (10 if ordered else 17)
+    assert leaving.most([]) == 12
 
 
 def test_the_room_on_the_host_has_a_closed_form() -> None:

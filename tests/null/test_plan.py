@@ -82,7 +82,7 @@ def test_a_plan_survives_json(plan: Plan) -> None:
 def test_json_is_plain_words_and_bytes() -> None:
     assert WHOLE["schema"] == PLAN_SCHEMA
     assert WHOLE["placements"][1] == {"block": "layers.0", "parameters": "host", "gradients": "host", "states": "disk"}
-    assert WHOLE["budget"]["disk"] == {"path": "/nvme", "nbytes": 64 * GiB}
+    assert WHOLE["budget"]["disk"] == {"path": "/nvme", "nbytes": 64 * GiB, "beside": []}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

@@ -190,3 +190,12 @@ def test_words_of_the_tables_are_explained() -> None:
     assert "page-locked" not in show(REPORT)
     pinned = TierUsage(Tier.PINNED, None, 0, MiB, {Kind.GRADIENT: MiB})
     assert "pinned: the page-locked part of host" in show(replace(REPORT, tiers=(*REPORT.tiers[:2], pinned)))
+
+
+def test_second_copies_are_a_part_of_the_peak() -> None:
+    assert "second copies" not in show(REPORT)
+    shown = show(replace(REPORT, second_copies={Tier.HOST: 50 * MiB, Tier.PINNED: 0, Tier.DISK: 100 * MiB}))
+    assert row(shown, "second copies") == "second copies - 50.0 MiB 100.0 MiB"
+    assert row(shown, "peak") == "peak 60.0 MiB 300.0 MiB 400.0 MiB"
+    assert "second copies: that part of the peak which updates under backward take" in " ".join(shown.split())
+    assert all(len(line) <= 80 for line in shown.splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -242,6 +243,21 @@ def test_alternatives_are_other_plans_that_fit_the_fastest_first() -> None:
         assert "a step" in other.words and "times as long" in other.words
     shapes = {(o.plan.placements, o.plan.recompute) for o in others}
     assert len(shapes) == 3
+
+
+@pytest.mark.parametrize("compute", [1e6, 1e9])
+def test_what_is_named_differs_by_more_than_two_percent_in_something(compute: float) -> None:
+    """A block of 32 bytes that stays makes another kind of plan, with the same figures."""
+    layers = [*TRACE.model.blocks, block("norm", ((8,), "float32", True))]
+    trace = chain_trace(layers, [Layer(b.name, (8192,) * 3 if b.nbytes > 64 else (64,), out=8192) for b in layers])
+    needed = [make_plan(asked(trace, machine(), device=ENOUGH), p).device for p in ("stream-recompute", "resident")]
+    wanted = asked(trace, machine(compute=compute), device=round(0.95 * needed[0] + 0.05 * needed[1]))
+    plan = make_plan(wanted, "auto")
+    others = alternatives(wanted, plan)
+    assert others
+    for one, other in combinations((plan, *(o.plan for o in others)), 2):
+        figures = ((p.step_seconds or 0.0, p.device, p.host, p.disk, p.pinned) for p in (one, other))
+        assert any(abs(a - b) > 0.02 * max(a, b) for a, b in zip(*figures, strict=True))
 
 
 def test_where_nothing_else_fits_there_is_no_alternative() -> None:

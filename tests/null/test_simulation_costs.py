@@ -8,6 +8,7 @@ import pytest
 
 from forebay.errors import ConfigError
 from forebay.machine import Curve, Link, Machine
+from forebay.program import Verb
 from forebay.simulation.costs import ADD_TRAFFIC, VIEW_SHARE, Costs, Source
 from forebay.timeline import Lane
 from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
@@ -126,6 +127,16 @@ def test_actions_take_latency_and_the_rate_for_their_size() -> None:
     assert costs.action(update(300, lane=Lane.COMPUTE)) == 300 / 100
     assert costs.action(update(10, lane=Lane.COMPUTE)) == 2.0  # a launch
     assert [costs.action(read(50)), costs.action(write(150))] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize(("kind", "bandwidth"), [("cuda", 400.0), ("cpu", 100.0)])
+def test_updates_on_the_device_take_its_bandwidth_and_their_way_that_of_the_link(kind: str, bandwidth: float) -> None:
+    """On ``cpu`` what is on the device is updated as at home, at 100 bytes/s."""
+    slow = Link(Curve(((1, 50.0),)))
+    costs = Costs(seconds_trace([]), replace(MACHINE, device_kind=kind, device_bandwidth=400.0, h2d=slow))
+    assert costs.action(update(800, lane=Lane.DEVICE_UPDATE)) == 800 / bandwidth
+    assert costs.action(replace(fetch(100), verb=Verb.LOAD)) == 100 / 50
+    assert costs.action(replace(land(100), verb=Verb.STORE, changes=())) == 100 / 100
 
 
 def test_an_action_on_a_disk_that_is_not_there_is_named() -> None:

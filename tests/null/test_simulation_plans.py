@@ -89,7 +89,7 @@ def test_a_streamed_step_moves_each_block_both_ways() -> None:
 def test_a_resident_model_moves_nothing() -> None:
     plan = roomy(CHAIN, (Tier.DEVICE, Tier.DEVICE, Tier.DEVICE))
     made = forecast(CHAIN, MACHINE, plan)
-    assert [n for lane, n in made.moved.items() if lane is not Lane.COMPUTE] == [0] * 5
+    assert not any(n for lane, n in made.moved.items() if lane is not Lane.COMPUTE)
     assert made.busy[Lane.STALL] == 0
     # Alone on its lane, a step is the sum of its ops and its updates.
     program = lower(CHAIN, plan)

@@ -21,6 +21,7 @@ from forebay.units import (
     format_seconds,
     parse_bytes,
     parse_disk,
+    parse_disks,
 )
 
 UNITS = {
@@ -226,3 +227,24 @@ def test_format_rate(rate: float, text: str) -> None:
 )
 def test_format_count(count: int, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "folders"),
+    [
+        ("/a", (("/a", None),)),
+        ("/a:1GiB,/b:2GiB", (("/a", GiB), ("/b", 2 * GiB))),
+        ("a:1GiB,b:2GiB,c:3GiB", (("a", GiB), ("b", 2 * GiB), ("c", 3 * GiB))),
+        ("/a,/b", (("/a", None), ("/b", None))),
+        ("/a,b:1GiB", (("/a,b", GiB),)),  # neither a size before the comma nor a slash after it
+        ("/a,b", (("/a,b", None),)),
+    ],
+)
+def test_parse_disks(text: str, folders: tuple[tuple[str, int | None], ...]) -> None:
+    assert parse_disks(text) == folders
+
+
+@pytest.mark.parametrize("text", ["", "/a:1GiB,", "/a:1GiB,/b:12XiB"])
+def test_bad_disks_are_refused(text: str) -> None:
+    with pytest.raises(UnitError, match="PATH or PATH:SIZE"):
+        parse_disks(text)

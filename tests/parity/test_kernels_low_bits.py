@@ -45,7 +45,9 @@ class LowStates:
 
     def __init__(self, count: int, bits: int) -> None:
         codes, scales = state_nbytes(count, bits)
-        assert (codes, scales) == (-(-count * bits // 8), 4 * -(-count // 256))
+        # The last block is as long as the others: element 128 + i is in the byte of element i.
+        whole, rest = divmod(count, 256)
+        assert (codes, scales) == (whole * 256 * bits // 8 + min(rest, 32 * bits), 4 * -(-count // 256))
         self.count, self.bits = count, bits
         self.codes = [torch.zeros(codes, dtype=torch.uint8) for _ in range(2)]
         self.scales = [torch.zeros(scales // 4) for _ in range(2)]
@@ -63,7 +65,8 @@ class LowStates:
         """Every element's code as a value in [-1, 1], and its scale."""
         codes = self.codes[moment].numpy().astype(np.int64)
         if self.bits == 4:
-            codes = np.stack([codes & 15, codes >> 4], 1).ravel()[: self.count]
+            rows = np.pad(codes, (0, -len(codes) % 128)).reshape(-1, 128)
+            codes = np.concatenate([rows & 15, rows >> 4], 1).ravel()[: self.count]
         return self.values(moment)[codes], np.repeat(self.scales[moment].numpy(), BLOCK)[: self.count]
 
 
@@ -214,3 +217,31 @@ def test_training_gets_as_far(bits: int, apart: float) -> None:
     assert exact[-1] < 0.05 * exact[0]
     # In units of what there was to learn.
     assert max(abs(a - b) for a, b in zip(exact, low, strict=True)) < apart * exact[0]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_that_end_within_a_block_disturb_no_other(bits: int) -> None:
+    counts = (BLOCK + 200, 7, 130, 1)
+    held = [memory(count, Form.BF16, Form.BF16, states=0) for count in counts]
+    states = [LowStates(count, bits) for count in counts]
+    for own in states:
+        own.scales[0].fill_(0.25)
+        own.scales[1].fill_(0.125)
+        own.codes[0].fill_(200 if bits == 8 else 0x9C)
+        own.codes[1].fill_(200 if bits == 8 else 0x3D)
+    alone = [m.copy() for m in held]
+    kernel = adam_low_kernel(Form.BF16, Form.BF16, bits, coupled=False)
+    scalars = adam_scalars(3, **NUMBERS, coupled=False, maximize=False)
+    kept = [[tensor.clone() for tensor in (*own.codes, *own.scales)] for own in states]
+    rows = [m.row(4) + own.addresses() for m, own in zip(held, states, strict=True)]
+    squares = run(kernel, rows, scalars, codebook(bits))
+    expected = sum(float(m.gradient.double().square().sum()) for m in held)
+    assert squares == pytest.approx(expected, rel=1e-6)
+    for number, (m, own) in enumerate(zip(alone, states, strict=True)):
+        fresh = LowStates(counts[number], bits)
+        for tensor, value in zip((*fresh.codes, *fresh.scales), kept[number], strict=True):
+            tensor.copy_(value)
+        run(kernel, [m.row(4) + fresh.addresses()], scalars, codebook(bits))
+        assert same(m.master, held[number].master) and same(m.parameter, held[number].parameter)
+        for left, right in zip((*fresh.codes, *fresh.scales), (*own.codes, *own.scales), strict=True):
+            assert torch.equal(left, right)

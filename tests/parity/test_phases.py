@@ -37,12 +37,13 @@ HOMES = {
     "host": (Tier.HOST, Tier.HOST, Tier.HOST),
     "states on disk": (Tier.HOST, Tier.HOST, Tier.DISK),
     "all on disk": (Tier.DISK, Tier.HOST, Tier.DISK),
+    "host, updated ahead": (Tier.HOST, Tier.HOST, Tier.HOST),
+    "all on disk, updated ahead": (Tier.DISK, Tier.HOST, Tier.DISK),
 }
 DTYPES = [torch.float32, torch.bfloat16]
+WAYS = [(home, dtype) for home in HOMES for dtype in DTYPES[home.endswith("ahead") :]]
 
-each = pytest.mark.parametrize(
-    ("home", "dtype"), [(h, d) for h in HOMES for d in DTYPES], ids=[f"{h}-{d}" for h in HOMES for d in DTYPES]
-)
+each = pytest.mark.parametrize(("home", "dtype"), WAYS, ids=[f"{home}-{dtype}" for home, dtype in WAYS])
 
 
 class Run:
@@ -57,12 +58,13 @@ class Run:
         placements = tuple(Placement(b.name, *HOMES[home]) for b in blocks)
         streaming = Streaming(
             slots=() if home == "resident" else (largest, largest),
-            host_slots=(whole, whole) if home == "all on disk" else (),
+            host_slots=(whole, whole) if home.startswith("all on disk") else (),
             update_chunk=1024,
         )
-        sizes = arenas(self.trace.model, placements, streaming, self.trace.state_names)
+        ahead = tuple(b.name for b in blocks) if home.endswith("ahead") else ()
+        sizes = arenas(self.trace.model, placements, streaming, self.trace.state_names, ahead)
         budget = Budget(AMPLE, AMPLE, None, DiskBudget(str(folder), AMPLE) if sizes.disk else None)
-        self.plan = Plan("test", budget, placements, streaming, AMPLE, sizes.host, sizes.disk)
+        self.plan = Plan("test", budget, placements, streaming, AMPLE, sizes.host, sizes.disk, speculate=ahead)
         self.sizes = sizes
         step = {Tier.DEVICE: AMPLE, Tier.HOST: sizes.host, Tier.PINNED: 0, Tier.DISK: sizes.disk}
         self.phases = phases(self.trace, self.plan, step)

@@ -214,7 +214,7 @@ def test_a_model_whose_forward_fails_names_the_op(machine: Path) -> None:
         (["tiny", "--seq", "0"], "--seq: "),
         (["tiny", "--seq", "4096"], "--seq 4096 is longer than the 512 positions of tiny"),
         (["tiny", "--dtype", "int4"], "--dtype: "),
-        (["tiny", "--optimizer", "lion"], "--optimizer: "),
+        (["tiny", "--optimizer", "lamb"], "--optimizer: "),
         (["tiny", "--policy", "magic"], "--policy: there is no 'magic'"),
         (["nowhere"], "there is no model nowhere"),
         (["no.package:make"], "cannot import no.package"),

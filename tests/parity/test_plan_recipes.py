@@ -91,7 +91,7 @@ def test_a_plan_of_our_own_that_is_rejected_is_our_fault(monkeypatch: pytest.Mon
     def reject(*_: object) -> None:
         raise PlanInvalid("action 7 (fetch h.0): it reads what is not there", action=7, subject="h.0")
 
-    monkeypatch.setattr("forebay.planning.check", reject)
+    monkeypatch.setattr("forebay.planners.bench.check", reject)
     done = CliRunner().invoke(app, ["plan", "tiny", "--machine", "rtx-4090", "--seq", "16", "--json"])
     assert done.exit_code == 1
     assert done.stdout == "" and "Traceback" not in done.output

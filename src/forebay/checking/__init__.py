@@ -9,7 +9,8 @@ computing   every op runs once in every pass, in order, on tensors that are in m
 transfers   what is moved to the host or to disk, or made into codes, gets there, once in every pass, and is back when
             it is read
 ring        what is on its way to disk, or from there, is not overwritten in the ring on the host
-residency   a parameter is read from a slot that holds its block, with the values of the step
+residency   a parameter is read from a slot that holds its block, with the values of the step: of a block that is
+            updated ahead of its step, out of the copy that the updates of the steps before have made
 gradients   every gradient lands once in every pass, when it is complete
 updates     every trainable element is updated once in every step, after its gradient, with its states
 capacity    the device has room at every instant, within the budget and within what the plan promises (``transit``)
@@ -96,7 +97,7 @@ class _Proof:
         live = Live(step, resident, plan.recompute, self.treated)
         passes = walk(step, live, program, order)
         check_ring(step, self.treated, program, order, plan.streaming.disk_window)
-        residency = Residency(step, program, order, placements)
+        residency = Residency(step, program, order, plan, passes)
         residency.check()
         landed = landings(step, program, order, placements, passes)
         Updates(step, plan, program, order, self.layouts, passes, landed, residency.sources).check()

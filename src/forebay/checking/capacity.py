@@ -8,14 +8,16 @@ its action may start (``transit``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from forebay.checking.computing import Moment, Passes
 from forebay.checking.live import Live
 from forebay.checking.order import Order
 from forebay.checking.step import Step
-from forebay.checking.transit import Coming, computes_around, most_in_transit
+from forebay.checking.transit import Coming, Leaving
 from forebay.checking.words import fault
 from forebay.errors import DoesNotFit
 from forebay.layout import STATE_ITEMSIZE, StateLayout, needs_master
@@ -58,7 +60,7 @@ def check_device(
     """Raises ``DoesNotFit`` at the compute action that may need more than ``allowed`` bytes, naming op and tensor;
     ``PlanInvalid`` where the program says that it needs less than it does, or the plan that it takes at most
     ``promised`` bytes. ``largest`` finds the largest tensor at a moment."""
-    claims = _Claims(program, order)
+    claims = _Claims(program, order, passes.around)
     moments = sorted((*passes.moments, *_updates(step, live, program, layouts)), key=lambda m: m.action)
     needs = _needs(order, passes, landed, moments)
     for need in needs:
@@ -100,25 +102,22 @@ def check_account(program: Program, standing: Mapping[Tier, int]) -> None:
 
 def _needs(order: Order, passes: Passes, landed: Mapping[tuple[int, int], int], moments: list[Moment]) -> list[_Need]:
     """Every moment, and every wait for one, with the bytes that may be on their way in either direction."""
-    leaving = [(g.action, landed[g.parameter, g.number], g.nbytes) for g in passes.made]
-    leaving += [(one.action, passes.offloads[one.root, one.number], one.nbytes) for one in passes.left]
-    leaving.sort(key=lambda entry: entry[0])
-    coming = Coming(order, passes.reloads)
+    going = [(g.action, landed[g.parameter, g.number], g.nbytes) for g in passes.made]
+    going += [(one.action, passes.offloads[one.root, one.number], one.nbytes) for one in passes.left]
+    going.sort(key=lambda entry: entry[0])
+    leaving, coming = Leaving(order), Coming(order, passes.reloads)
     needs: list[_Need] = []
-    under_way: list[tuple[int, int]] = []
     done = 0
     for moment in moments:
-        while done < len(leaving) and leaving[done][0] < moment.action:
-            under_way.append(leaving[done][1:])
+        while done < len(going) and going[done][0] < moment.action:
+            leaving.add(*going[done][1:])
             done += 1
         between, during = coming.at(moment.action, moment.then)
         if between:
-            waiting = most_in_transit(order, under_way, between)
-            needs.append(_Need(moment, moment.before, waiting, True))
-        there = [one for one in under_way if not order.before(one[0], moment.action)]
-        needs.append(_Need(moment, moment.nbytes, most_in_transit(order, there, during), False))
+            needs.append(_Need(moment, moment.before, leaving.most(between), True))
+        needs.append(_Need(moment, moment.nbytes, leaving.most(during, moment.action), False))
         if moment.then < 0:
-            under_way = there  # compute, or who comes after it
+            leaving.let_go(moment.action)  # compute, or who comes after it
     return needs
 
 
@@ -143,20 +142,19 @@ class _Claims:
     when it starts, if that is after the compute before it, and else when compute goes on. An offload frees nothing
     before the ops that hold its tensor (``Action.ops``) have run, nor while what they make is encoded."""
 
-    def __init__(self, program: Program, order: Order) -> None:
+    def __init__(self, program: Program, order: Order, around: Sequence[tuple[int, int]]) -> None:
         self._claimed: dict[int, int] = {}
         self.peak = self.at_peak = -1
         self._steady = sum(program.standing.get(Tier.DEVICE, {}).values())
         self._order = order
-        # Of what leaves and of what comes back, actions and bytes; of the latter also what stays.
-        self._leaving: list[tuple[int, int]] = []
-        # Offloads, their bytes and the op by which compute has let go; the number of ops that have run in the pass.
+        self._leaving = Leaving(order)
+        # A heap: op by which compute has let go of what a copy to the host frees, the copy, the bytes. And the number
+        # of ops that have run in the pass.
         self._held: list[tuple[int, int, int]] = []
         self._reached = 0
         reloads = [(i, a) for i, a in enumerate(program.actions) if a.verb is Verb.RELOAD]
         self._coming = Coming(order, [(i, max(a.peak, _made(a))) for i, a in reloads])
-        self._arriving = [(i, _made(a)) for i, a in reloads]
-        around = computes_around(program)
+        self._arriving = deque((i, _made(a)) for i, a in reloads)
         for index, action in enumerate(program.actions):
             change = _change(action)
             if action.lane is Lane.COMPUTE:
@@ -164,10 +162,12 @@ class _Claims:
                 self._steady += change
             elif action.verb is Verb.RELOAD:
                 self._reload(index, action, *around[index])
-            elif change < 0:
-                self._held.append((index, -change, action.ops[1]))
             elif change > 0:
                 raise fault(program, index, action.what, "only compute and reloads make bytes on the device")
+            elif change and action.lane is not Lane.D2H:
+                raise fault(program, index, action.what, "only compute and copies to the host free bytes on the device")
+            elif change:
+                heappush(self._held, (action.ops[1], index, -change))
 
     def _compute(self, index: int, action: Action) -> None:
         if action.verb is not Verb.ENCODE:
@@ -175,7 +175,7 @@ class _Claims:
         between, during = self._coming.at(index)
         if between:
             self._note(index, self._steady_with(between))
-        self._leave(index)
+        self._steady -= self._leaving.let_go(index)
         self._arrive(index)
         self._claimed[index] = self._steady_with(during) + max(action.peak, 0)
         self._note(index, self._claimed[index])
@@ -193,32 +193,24 @@ class _Claims:
             self._note(index, self._steady_with(between))
         self._arrive(index, then)
         self._steady += gone
-        leaving, steady = self._leaving, self._steady
-        self._leave(index)
-        self._claimed[index] = self._steady_with(during)
+        # What is away when it starts need not be when the compute that comes next does.
+        self._claimed[index] = self._steady_with(during, index)
         self._note(index, self._claimed[index])
-        self._leaving, self._steady = leaving, steady  # the compute that comes next need not come after this
-
-    def _leave(self, index: int) -> None:
-        """What is away for certain when action ``index`` starts."""
-        there = [one for one in self._leaving if not self._order.before(one[0], index)]
-        if len(there) < len(self._leaving):
-            self._steady -= sum(nbytes for _, nbytes in self._leaving) - sum(nbytes for _, nbytes in there)
-            self._leaving = there
 
     def _arrive(self, *actions: int) -> None:
         """What is back for certain when each of ``actions`` starts."""
         while self._arriving and all(self._order.before(self._arriving[0][0], index) for index in actions):
-            self._steady += self._arriving.pop(0)[1]
+            self._steady += self._arriving.popleft()[1]
 
     def _let_go(self) -> None:
-        self._leaving += [(index, nbytes) for index, nbytes, until in self._held if until <= self._reached]
-        self._held = [one for one in self._held if one[2] > self._reached]
+        while self._held and self._held[0][0] <= self._reached:
+            _, index, nbytes = heappop(self._held)
+            self._leaving.add(index, nbytes)
 
-    def _steady_with(self, coming: list[tuple[int, int]]) -> int:
-        """The most at once of what stands, what may not have left yet and what may be there again."""
-        left = sum(nbytes for _, nbytes in self._leaving)
-        return self._steady - left + most_in_transit(self._order, self._leaving, coming)
+    def _steady_with(self, coming: Sequence[tuple[int, int]], at: int = -1) -> int:
+        """The most at once of what stands, what may not have left yet and what may be there again: now, or when action
+        ``at`` starts."""
+        return self._steady - self._leaving.nbytes + self._leaving.most(coming, at)
 
     def _note(self, index: int, nbytes: int) -> None:
         if nbytes > self.peak:

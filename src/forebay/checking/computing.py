@@ -56,17 +56,19 @@ class Moment:
 
 @dataclass
 class Passes:
-    """Passes are numbered through all steps. ``first`` and ``last`` are their first and last compute actions,
-    ``made`` their gradients that leave or could leave, ``left`` their moved roots, ``moments`` what compute needs, in
-    order. ``offloads`` are actions by root and pass, ``reloads`` actions with their bytes, in order."""
+    """Passes are numbered through all steps. ``first`` are their first compute actions, ``ends`` the last ones of the
+    steps, ``made`` their gradients that leave or could leave, ``left`` their moved roots, ``moments`` what compute
+    needs, in order. ``offloads`` are actions by root and pass, ``reloads`` actions with their bytes, in order.
+    ``around`` are those of ``transit.computes_around``."""
 
     first: list[int] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     offloads: Mapping[tuple[int, int], int] = field(default_factory=dict)
     reloads: Sequence[tuple[int, int]] = ()
+    around: Sequence[tuple[int, int]] = ()
 
 
 def walk(step: Step, live: Live, program: Program, order: Order) -> Passes:
@@ -100,11 +102,12 @@ class _Walker:
         self.live = live
         self.program = program
         self.order = order
-        self.around = computes_around(program)
         self.named = live.treated.named
         self.transfers = Transfers(step, live, program, order)
         self.reruns = Reruns(step, live, program)
-        self.passes = Passes(offloads=self.transfers.offloads, reloads=self.transfers.reloads)
+        self.passes = Passes(
+            offloads=self.transfers.offloads, reloads=self.transfers.reloads, around=computes_around(program)
+        )
         self.wanted = wanted
         self.largest: int | None = None
         self.next_op = 0
@@ -146,8 +149,9 @@ class _Walker:
             self.next_op = stop
         if self.next_op == len(self.step.ops):
             self.reruns.expect_all(index, self.number)
-            self.passes.last.append(index)
             self.number += 1
+            if self.number % self.program.micro_batches == 0:
+                self.passes.ends.append(index)
             self.next_op = 0
 
     def _arrive(self, held: int, *actions: int) -> int:
@@ -196,7 +200,7 @@ class _Walker:
         (``transit.Coming.at``). Until the reload starts there is all that was before; that is ``before``. What is not
         back in time stays uncounted and not passed over, for the compute that comes next to find missing.
         """
-        latest, then = self.around[index]
+        latest, then = self.passes.around[index]
         passing = self.reruns.before(action.ops[0], self.next_op)
         if passing and latest >= 0 and then >= 0 and self.order.before(latest, index):
             before = self._arrive(0, index, then)
@@ -249,16 +253,17 @@ class _Walker:
     def _ops(self, index: int, start: int, stop: int, again: bool, before: int) -> None:
         most, op = self.live.nbytes, start
         left = 0  # what has left the account of the step, not yet the device
+        held = self.step.trace.held_nbytes if self.number and not again else 0  # in forward
+        wanted = self.wanted[1] if index == self.wanted[0] else -1
         for number in range(start, stop):
-            nbytes = self._start(index, number, again)
-            forward = number <= self.last_forward and not again
-            nbytes += left + (self.step.trace.held_nbytes if self.number and forward else 0)
+            nbytes = self._start(index, number, again) + left + (held if number <= self.last_forward else 0)
             if nbytes > most or number == start:
                 most, op = nbytes, number
-            if (index, number) == self.wanted:
+            if number == wanted:
                 self.largest = self.live.largest()
             live = self.live.nbytes + self.live.kept
-            leaves = self._leave(index, self.live.finish(number, again=again))
+            gone = self.live.finish(number, again=again)
+            leaves = 0 if gone is None else self._leave(index, gone)
             left += leaves
             self.dropping = live - self.live.nbytes - self.live.kept - leaves
             if number == self.last_forward and not again:
@@ -269,12 +274,12 @@ class _Walker:
 
     def _start(self, index: int, number: int, again: bool) -> int:
         """An op runs. Returns the live bytes."""
-        visit = self.step.ops[number].visit
+        op = self.step.ops[number]
         try:
             if again:
                 self.reruns.run(index, number, self.next_op)
-            elif number == self.step.trace.visits[visit].first_op:
-                self.reruns.pass_over_spared(visit)
+            elif op.opens:
+                self.reruns.pass_over_spared(op.visit)
             nbytes = self.live.start(number, again=again)
         except Missing as missing:
             raise self._missing(index, missing) from None

@@ -41,11 +41,10 @@ def check_names(trace: Trace, plan: Plan) -> None:
         raise _invalid((unknown or missing)[0], f"this plan was made for another model: {what}; make the plan again")
     if twice:
         raise _invalid(twice[0], f"the plan places block {listed(twice)} more than once; keep one placement")
-    if plan.speculate:
-        ahead = listed(plan.speculate)
-        raise _invalid(
-            plan.speculate[0], f"block {ahead} is updated ahead of its step, which has no proof yet; take it out"
-        )
+    if plan.update_on_device:
+        there = listed(plan.update_on_device)
+        text = f"block {there} is updated on the device and has its home elsewhere, which has no proof yet; take it out"
+        raise _invalid(plan.update_on_device[0], text)
     for name in plan.recompute:
         if name not in blocks:
             raise _invalid(
@@ -93,7 +92,8 @@ def layouts(trace: Trace, plan: Plan) -> dict[str, StateLayout]:
 def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict[Tier, int]:
     """Bytes of every tier that are there all the time under ``plan``; pinned: what would like to be page-locked.
 
-    ``state`` are the ``layouts``. Gradients that stay on the device are none of them: ``staying_gradients``.
+    ``state`` are the ``layouts``. Gradients that stay on the device are none of them: ``staying_gradients``. A block
+    that is updated ahead of its step has its parameters and states at home twice.
     """
     blocks = {b.name: b for b in trace.model.blocks}
     pairs = [(blocks[p.block], p) for p in plan.placements]
@@ -103,7 +103,8 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     host = pinned = disk = 0
     ring = workspace = largest_gradient = 0
     for block, placement in pairs:
-        states = sum(c.nbytes for c in state[block.name].chunks)
+        copies = 2 if block.name in plan.speculate else 1
+        states = sum(c.nbytes for c in state[block.name].chunks) * copies
         trained = [p for p in block.parameters if p.trainable]
         if placement.parameters is Tier.DEVICE:
             device += block.nbytes
@@ -111,10 +112,10 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             device += states
             continue
         # A block on the device whose states are elsewhere keeps a copy at home, on the host: updates happen there.
-        home = 0 if placement.parameters is Tier.DISK else block.nbytes
+        home = 0 if placement.parameters is Tier.DISK else block.nbytes * copies
         pinned += home + sum(_align(p.nbytes, ALIGNMENT) for p in trained)
         largest_gradient = max((largest_gradient, *(p.nbytes for p in trained)))
-        disk += _align(block.nbytes, PAGE) if placement.parameters is Tier.DISK else 0
+        disk += _align(block.nbytes, PAGE) * copies if placement.parameters is Tier.DISK else 0
         if placement.states is Tier.DISK:
             disk += states
             ring = max((ring, *(c.nbytes for c in state[block.name].chunks)))

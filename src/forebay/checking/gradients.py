@@ -64,6 +64,9 @@ def _check_group(step: Step, program: Program, order: Order, gradient: Made, gro
             how = "replaces what was there" if first else "is added to what has landed before"
             text = f"the gradient of {name} in pass {gradient.number} {how}: expected {verb.value}"
             raise fault(program, index, name, text)
+        if actions[index].step != gradient.number // program.micro_batches:
+            text = f"the gradient of {name} in pass {gradient.number} is not one of step {actions[index].step}"
+            raise fault(program, index, name, text)
         if not order.before(gradient.action, index):
             raise _not_complete(step, program, index, gradient.parameter)
     moved = sum(actions[index].nbytes for index in group)

@@ -19,13 +19,12 @@ root arrives, but for those that are on the host in between; what nobody holds g
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import final
 
 from forebay.checking.step import Step
 from forebay.checking.treated import NOTHING, Treated
-from forebay.trace import Phase
 
 __all__ = ["Gone", "Live", "Missing"]
 
@@ -42,13 +41,13 @@ class Missing(Exception):
         self.root = root
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Gone:
     """What leaves the account when an op has run: ``gradients`` (parameter, bytes) that are complete, and roots that
     are on the device only if they are not yet on the host (``moved``)."""
 
-    gradients: list[tuple[int, int]] = field(default_factory=list)
-    moved: list[int] = field(default_factory=list)
+    gradients: Sequence[tuple[int, int]]
+    moved: Sequence[int]
 
 
 @final
@@ -115,9 +114,9 @@ class Live:
         step, op = self._step, self._step.ops[number]
         self._latest = number
         self._turn(op.visit if again else -1)
-        if not again and number == step.trace.visits[op.visit].first_op and op.visit in self.partners:
+        if op.opens and not again and op.visit in self.partners:
             self._hold_inputs(op.visit)
-        backward = again or step.phase(number) is Phase.BACKWARD
+        backward = again or op.backward
         for root in op.reads:
             if not self._is_there(root, backward):
                 raise Missing(number, root)
@@ -129,22 +128,28 @@ class Live:
             self.nbytes += step.nbytes[root]
         return self.nbytes + self.kept
 
-    def finish(self, number: int, *, again: bool = False) -> Gone:
-        """Op ``number`` has run."""
-        op, gone = self._step.ops[number], Gone()
-        self._free(number, again, gone)
-        for parameter, root in op.gradients:
+    def finish(self, number: int, *, again: bool = False) -> Gone | None:
+        """Op ``number`` has run. None: nothing leaves."""
+        moved = self._free(number, again)
+        gradients = self._complete(number) if self._step.ops[number].gradients else ()
+        if not again:
+            for root in self._step.ending.get(number, ()):
+                if self._first.pop(root, None) is not None:
+                    self.nbytes -= self._step.nbytes[root]
+        return Gone(gradients, moved) if gradients or moved else None
+
+    def _complete(self, number: int) -> list[tuple[int, int]]:
+        """The gradients that leave when op ``number`` has completed them; others stay."""
+        leaving = []
+        for parameter, root in self._step.ops[number].gradients:
             # Two gradients in one root: the bytes go with the last one.
             there = root in self._first and self._step.last_gradient[root] == parameter
             nbytes = self._step.nbytes[root] if there else 0
             if parameter not in self._resident:
-                gone.gradients.append((parameter, nbytes))
+                leaving.append((parameter, nbytes))
             elif self._first_pass:
                 self.kept += nbytes
-        for root in () if again else self._step.ending.get(number, ()):
-            if self._first.pop(root, None) is not None:
-                self.nbytes -= self._step.nbytes[root]
-        return gone
+        return leaving
 
     def pass_over(self, number: int) -> None:
         """A rerun comes to op ``number``, which is named: it is given what the op has made. Raises ``Missing`` for a
@@ -159,7 +164,7 @@ class Live:
             held = PYTHON_AGAIN | (AUTOGRAD_AGAIN if step.saved[root] and root in self._own else 0)
             table[root] = table[root] & ~RECORD | held
             self._given.add(root)
-        self._free(number, again=True, gone=Gone())
+        self._free(number, again=True)
 
     def expect_inputs(self, visit: int) -> None:
         """A visit runs again. Raises ``Missing`` for a moved input of it that is not on the device again."""
@@ -228,14 +233,12 @@ class Live:
             return root in self._back if backward else root in self._first
         return root in self._first or root in self._remade
 
-    def _free(self, number: int, again: bool, gone: Gone) -> None:
-        """Lets go of what nobody holds after op ``number``."""
+    def _free(self, number: int, again: bool) -> Sequence[int]:
+        """Lets go of what nobody holds after op ``number``. Returns the roots that only their way to the host keeps."""
         op = self._step.ops[number]
-        for root in op.dropped:
-            self._drop(root, again, gone)
+        moved = [root for root in op.dropped if self._drop(root, again)] if op.dropped else ()
         for root in op.unsaved:
-            if self._visit(root) not in self.partners:
-                self._let_saved_go(root)
+            self._let_saved_go(root)
         for root in op.released:
             if self._visit(root) in self.partners:
                 self._let_saved_go(root)
@@ -243,13 +246,15 @@ class Live:
             self._let_go(self._remade, root, AUTOGRAD)
             self._let_given_go(root, AUTOGRAD_AGAIN)
         if again:
-            return
+            return moved
         for visit in self._letting_go.get(number, ()):
             self._let_inputs_go(visit)
         for root in self._late.get(number, ()):
             self._let_given_go(root, RECORD)
+        return moved
 
-    def _drop(self, root: int, again: bool, gone: Gone) -> None:
+    def _drop(self, root: int, again: bool) -> bool:
+        """Python lets go of ``root``; whether only its way to the host keeps it now."""
         if root in self._given:
             self._let_given_go(root, PYTHON_AGAIN)
         elif again:
@@ -258,8 +263,8 @@ class Live:
             self._let_go(self._first, root, PYTHON)
         elif self._first.pop(root, None) is not None:
             self.nbytes -= self._step.nbytes[root]
-            if self.treated.ways[root].codes is None:
-                gone.moved.append(root)
+            return self.treated.ways[root].codes is None
+        return False
 
     def _let_saved_go(self, root: int) -> None:
         self._let_go(self._away if root in self._away else self._first, root, AUTOGRAD)
@@ -267,8 +272,6 @@ class Live:
     def _let_given_go(self, root: int, holder: int) -> None:
         """A holder of what named ops have made lets go of it."""
         self._let_go(self._away if root in self._away else self._first, root, holder)
-        if holder == PYTHON_AGAIN:
-            self._given.discard(root)
 
     def _let_go(self, table: dict[int, int], root: int, holder: int) -> None:
         mask = table.get(root)
@@ -315,5 +318,6 @@ class Live:
         self.nbytes -= self._copied
         for root in list(self._remade):
             self._let_go(self._remade, root, PYTHON)
-        for root in list(self._given):
+        for root in self._given:
             self._let_given_go(root, PYTHON_AGAIN)
+        self._given.clear()

@@ -38,29 +38,26 @@ class Order:
         self._lane: list[int] = []
         self._position: list[int] = []
         self._clock: list[list[int]] = []
-        latest = [-1] * len(lanes)
+        latest, counts = [-1] * len(lanes), [0] * len(lanes)
         for index, action in enumerate(program.actions):
-            if action.lane not in _LANES[action.verb]:
+            if action.lane not in _LANES.get(action.verb, ()):
                 raise fault(
                     program, index, action.what, f"a {action.verb.value} cannot run on lane {action.lane.value}"
                 )
             lane = lanes[action.lane]
-            clock = [0] * len(lanes)
-            for earlier in (*action.after, latest[lane]):
-                if earlier == latest[lane] and earlier < 0:
-                    continue  # the first of its lane
+            clock = [0] * len(lanes) if latest[lane] < 0 else self._clock[latest[lane]].copy()
+            for earlier in action.after:
                 if not 0 <= earlier < index:
                     raise fault(program, index, action.what, f"it waits for action {earlier}, which is not before it")
-                known = self._clock[earlier]
-                for place, count in enumerate(known):
-                    if count > clock[place]:
-                        clock[place] = count
+                clock = list(map(max, clock, self._clock[earlier]))
                 own = self._lane[earlier]
                 clock[own] = max(clock[own], self._position[earlier] + 1)
+            clock[lane] = counts[lane]  # all before it on its lane
             self._lane.append(lane)
-            self._position.append(clock[lane])
+            self._position.append(counts[lane])
             self._clock.append(clock)
             latest[lane] = index
+            counts[lane] += 1
 
     def before(self, first: int, second: int) -> bool:
         """Whether action ``first`` has ended for certain when action ``second`` starts."""

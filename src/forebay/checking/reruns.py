@@ -38,9 +38,9 @@ class Reruns:
         self._program = program
         self._named = live.treated.named
         # Of every visit that has run again in this pass, the op that comes next in it; the latest of them, while it may
-        # go on (-1: none).
+        # go on.
         self._again: dict[int, int] = {}
-        self._latest = -1
+        self._latest: int | None = None
         # Of every backward visit the forward visits that do not run again for it because all of their ops are named.
         self._spared: dict[int, list[int]] = {}
         for forward, partners in live.partners.items():
@@ -50,7 +50,7 @@ class Reruns:
     def begin(self) -> None:
         """A pass begins."""
         self._again.clear()
-        self._latest = -1
+        self._latest = None
 
     # Named ops.
 
@@ -61,7 +61,7 @@ class Reruns:
         if not 0 < op < len(step.ops):
             return ()
         visit, backward, passing = step.ops[op].visit, step.ops[next_op].visit, list[int]()
-        if self._latest not in (-1, visit):
+        if self._latest is not None and self._latest != visit:
             passing += self._to_come(self._latest)
         if backward in self._live.partners.get(visit, frozenset()):
             passing += (n for n in self._to_come(visit) if n < op)
@@ -86,7 +86,7 @@ class Reruns:
         for forward in self._spared.get(visit, ()):
             for op in self._to_come(forward):
                 self._pass_over(op)
-        self._latest = -1
+        self._latest = None
 
     def _to_come(self, visit: int) -> range:
         """The ops of a visit that runs again which come next in it."""
@@ -137,18 +137,18 @@ class Reruns:
     def end(self, index: int) -> None:
         """At action ``index`` something else goes on: what was run again has to have come to the last saved tensor of
         its visit. Raises ``PlanInvalid``, and ``Missing`` for what a named op at its end is given."""
-        for op in self._to_come(self._latest) if self._latest >= 0 else ():
+        for op in () if self._latest is None else self._to_come(self._latest):
             if op not in self._named:
                 name = self._step.op_name(op)
                 text = f"op {op} ({name}) is not run again, and a tensor of its block is saved after it"
                 raise self._fault(index, op, text)
             self._pass_over(op)
-        self._latest = -1
+        self._latest = None
 
     def expect_all(self, index: int, number: int) -> None:
-        """Pass ``number`` is over with action ``index``: every recomputed visit that backward asks for something has
-        been run again. Raises ``PlanInvalid``."""
-        for visit in self._live.partners:
+        """Pass ``number`` is over with action ``index``: every recomputed visit that saves something which backward
+        asks for has been run again, whether an op reads that or not. Raises ``PlanInvalid``."""
+        for visit in (forward for forward, partners in self._live.partners.items() if partners):
             op = next((n for n in self._step.remade(visit) if n not in self._named), None)
             if op is not None and visit not in self._again:
                 name = self._step.op_name(op)

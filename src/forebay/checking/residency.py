@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import final
 
+from forebay.checking.computing import Passes
 from forebay.checking.order import Order
 from forebay.checking.step import Step
 from forebay.checking.words import fault
 from forebay.memory import Tier
-from forebay.plans import Placement
+from forebay.plans import Plan
 from forebay.program import Program, Use, Verb
 
 __all__ = ["Residency"]
@@ -23,13 +24,22 @@ class Residency:
 
     A fetch is *fresh* for step k if what it copies has seen the updates of all steps before k and none of k: an update
     in the wrong order, or at the same time, would hand compute old values or half-written ones.
+
+    Of a block that is updated ahead of its step there are two copies at home. The updates of step k write the one that
+    nobody reads in step k, while others may still read the current one, and the two change places when the step is
+    over. Actions do not name copies; which one is current is a matter of the order in which they are issued, which is
+    that of the program. A step is over when its last compute is issued, for nothing is fetched between that and
+    ``optimizer.step()``. So what is issued before that copies what step k began with, even if the updates of k are done
+    by then. An update that is issued later may have been asked for by the step itself, and then works in place.
     """
 
-    def __init__(self, step: Step, program: Program, order: Order, placements: Mapping[str, Placement]) -> None:
+    def __init__(self, step: Step, program: Program, order: Order, plan: Plan, passes: Passes) -> None:
         self._step = step
         self._program = program
         self._order = order
-        self._placements = placements
+        self._placements = {p.block: p for p in plan.placements}
+        self._two_copies = frozenset(plan.speculate)
+        self._ends = passes.ends
         self._blocks = {b.name: b for b in step.trace.model.blocks}
         self._fetches: dict[int, list[int]] = defaultdict(list)
         self._changes: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -56,24 +66,27 @@ class Residency:
 
     def check(self) -> None:
         """Raises ``PlanInvalid`` at the first use of a slot that does not hold what is read from it."""
+        # Ops in order, each with a parameter that it reads which does not stay on the device.
+        reads = [(n, p) for n, op in enumerate(self._step.ops) for p in op.parameters if not self._stays(p)]
         for index, action in enumerate(self._program.actions):
             if action.verb is not Verb.COMPUTE:
                 continue
             used = {use.block for use in action.uses}
-            for number in range(*action.ops):
-                for parameter in self._step.ops[number].parameters:
-                    block = self._step.block_of[parameter]
-                    if block not in used and not self._placements[block].resident:
-                        name = self._step.name(parameter)
-                        raise fault(
-                            self._program,
-                            index,
-                            name,
-                            f"op {number} ({self._step.ops[number].name}) reads parameter {name}, and the action does "
-                            f"not use block {block}, which is not resident",
-                        )
+            start, stop = action.ops
+            for number, parameter in reads[bisect_left(reads, (start,)) : bisect_left(reads, (stop,))]:
+                block = self._step.block_of[parameter]
+                if block not in used:
+                    name = self._step.name(parameter)
+                    text = (
+                        f"op {number} ({self._step.ops[number].name}) reads parameter {name}, and the action does not "
+                        f"use block {block}, which is not resident"
+                    )
+                    raise fault(self._program, index, name, text)
             for use in action.uses:
                 self._check_use(index, use)
+
+    def _stays(self, parameter: int) -> bool:
+        return self._placements[self._step.block_of[parameter]].resident
 
     def _note_fetch(self, index: int) -> None:
         """Notes a fetch into a slot that holds the block. From disk: the read that it copies from, which no other
@@ -127,15 +140,26 @@ class Residency:
         self._check_fresh(index, use.block, fetches[last])
 
     def _check_fresh(self, index: int, block: str, fetch: int) -> None:
-        """What the fetch copies must have seen the updates of the steps before, and none of this step or later."""
-        actions, order = self._program.actions, self._order
-        source = self._source.get(fetch, fetch)
-        now = actions[index].step
-        for step, (first, last) in self._changes[block].items():
-            if step < now and not order.before(last, source):
-                text = f"without action {last} ({actions[last].what}, step {step})"
-            elif step >= now and not order.before(source, first):
-                text = f"and action {first} ({actions[first].what}, step {step}) may change that meanwhile"
-            else:
-                continue
-            raise fault(self._program, index, block, f"it reads block {block} as action {source} copied it, {text}")
+        """What the fetch copies must have seen the updates of the step before (and so those of all before that), and
+        none of this step, unless they write the other copy. What later steps update has landed after this use."""
+        order, changes = self._order, self._changes[block]
+        two, source, now = block in self._two_copies, self._source.get(fetch, fetch), self._program.actions[index].step
+        if now - 1 in changes:
+            _, last = changes[now - 1]
+            if not order.before(last, source):
+                raise self._stale(index, block, source, f"without {self._words(last)}")
+            if two and source < self._ends[now - 1]:
+                text = f"out of the copy that step {now - 1} began with, and not that of {self._words(last)}"
+                raise self._stale(index, block, source, text)
+        if now in changes:
+            first, last = changes[now]
+            ahead = two and last < self._ends[now]
+            if not ahead and not order.before(source, first):
+                raise self._stale(index, block, source, f"and {self._words(first)} may change that meanwhile")
+
+    def _words(self, change: int) -> str:
+        action = self._program.actions[change]
+        return f"action {change} ({action.what}, step {action.step})"
+
+    def _stale(self, index: int, block: str, source: int, text: str) -> Exception:
+        return fault(self._program, index, block, f"it reads block {block} as action {source} copied it, {text}")

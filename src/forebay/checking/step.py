@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, final
 
 from forebay.memory import Kind
-from forebay.trace import Parameter, Phase, Trace
+from forebay.trace import Op, Parameter, Phase, Trace
 from forebay.units import format_bytes
 
 __all__ = ["FlatOp", "Step"]
 
 
-@dataclass(frozen=True, slots=True)
-class FlatOp:
+class FlatOp(NamedTuple):
     """One op: ``reads``, ``dropped``, ``unsaved``, ``spent`` and ``released`` are roots that the step makes, ``made``
     those that are born here.
 
     ``parameters`` are ids of the parameters that it reads, ``gradients`` are (parameter, root). A ``view`` touches no
-    bytes; ``writes`` are roots that were there before and that it changes in place.
+    bytes; ``writes`` are roots that were there before and that it changes in place. ``opens``: it is the first of its
+    visit.
     """
 
     name: str
     visit: int
+    backward: bool
+    opens: bool
     reads: tuple[int, ...]
     parameters: tuple[int, ...]
     made: tuple[int, ...]
@@ -43,12 +44,15 @@ class Step:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.sources = len(trace.sources)
-        tensors = [t for _, t in trace.tensors()]
+        tensors = [*trace.sources, *(t for visit in trace.visits for t in trace.segments[visit.segment].tensors)]
         self.nbytes = [t.nbytes for t in tensors]
         self.saved = [t.saved for t in tensors]
         self.kinds = [t.kind for t in tensors]
         self.dtypes = [t.dtype for t in tensors]
-        self._root = [t.root for t in tensors]
+        self._root = [t.root for t in trace.sources]
+        for visit in trace.visits:
+            self._root.extend(visit.resolve(t.root) for t in trace.segments[visit.segment].tensors)
+        self._buffers = [t for t in trace.sources if t.kind is Kind.BUFFER]
         self.block_of: dict[int, str] = {}
         self.parameter: dict[int, Parameter] = {}
         for block in trace.model.blocks:
@@ -58,34 +62,12 @@ class Step:
         self.ids = {p.name: i for i, p in self.parameter.items()}
         self.birth: dict[int, int] = {}
         self.ops: list[FlatOp] = []
-        places = {visit.first_op: place for place, visit in enumerate(trace.visits)}
-        place = 0
-        for number, visit, op in trace.ops():
-            place = places.get(number, place)
-            roots = {self._root[visit.resolve(t)] for t in op.inputs}
-            work = trace.works[op.work]
-            view = not work.flops and not work.nbytes
-            # An op that works in place has for its output what is there already.
-            outputs = dict.fromkeys(t for t in map(visit.resolve, op.outputs) if t >= self.sources)
-            made = tuple(t for t in outputs if self._root[t] == t and t not in self.birth)
-            written = dict.fromkeys(self._root[t] for t in outputs if self._root[t] not in made)
-            self.birth.update(dict.fromkeys(made, number))
-            self.ops.append(
-                FlatOp(
-                    work.op,
-                    place,
-                    tuple(sorted(r for r in roots if r >= self.sources)),
-                    tuple(sorted(r for r in roots if r in self.parameter)),
-                    made,
-                    tuple(t for t in map(visit.resolve, op.dropped) if t >= self.sources),
-                    tuple(t for t in map(visit.resolve, op.unsaved) if t >= self.sources),
-                    tuple((visit.resolve(g.parameter), self._root[visit.resolve(g.tensor)]) for g in op.gradients),
-                    tuple(t for t in map(visit.resolve, op.spent) if t >= self.sources),
-                    tuple(t for t in map(visit.resolve, op.released) if t >= self.sources),
-                    view,
-                    () if view else tuple(written),
-                )
-            )
+        for place, visit in enumerate(trace.visits):
+            segment = trace.segments[visit.segment]
+            # A reference is a place in this list: those of ports count from its end.
+            ids = [*range(visit.first_tensor, visit.first_tensor + len(segment.tensors)), *reversed(visit.ports)]
+            for op in segment.ops:
+                self.ops.append(self._flat(op, place, ids))
         # Of every visit the roots that it is given, or reads and does not make.
         self.inputs: list[set[int]] = [set() for _ in trace.visits]
         for flat in self.ops:
@@ -104,6 +86,38 @@ class Step:
         for root, n in last.items():
             self.ending.setdefault(n, []).append(root)
 
+    def _flat(self, op: Op, place: int, ids: Sequence[int]) -> FlatOp:
+        """The next op, one of the visit at ``place``; ``ids`` are those of the tensors by their references."""
+        number, sources, roots, work = len(self.ops), self.sources, self._root, self.trace.works[op.work]
+        inputs = sorted({roots[ids[t]] for t in op.inputs})
+        view = not work.flops and not work.nbytes
+        # An op that works in place has for its output what is there already.
+        outputs = [t for t in dict.fromkeys([ids[t] for t in op.outputs]) if t >= sources]
+        made = tuple([t for t in outputs if roots[t] == t and t not in self.birth])
+        for root in made:
+            self.birth[root] = number
+        written = () if view else tuple(dict.fromkeys([roots[t] for t in outputs if roots[t] not in made]))
+
+        def own(references: Sequence[int]) -> tuple[int, ...]:
+            return tuple([t for t in [ids[t] for t in references] if t >= sources]) if references else ()
+
+        return FlatOp(
+            work.op,
+            place,
+            self.trace.visits[place].phase is Phase.BACKWARD,
+            number == self.trace.visits[place].first_op,
+            tuple([r for r in inputs if r >= sources]),
+            tuple([r for r in inputs if r < len(self.parameter)]),
+            made,
+            own(op.dropped),
+            own(op.unsaved),
+            tuple([(ids[g.parameter], roots[ids[g.tensor]]) for g in op.gradients]),
+            own(op.spent),
+            own(op.released),
+            view,
+            written,
+        )
+
     def remade(self, visit: int) -> range:
         """The ops of a forward visit that run again where it is recomputed: those before its last saved tensor."""
         place = self.trace.visits[visit]
@@ -120,7 +134,7 @@ class Step:
         module = self.trace.model.block(name).module if name else None
         if module is None:
             return 0
-        return sum(t.nbytes for t in self.trace.sources if t.kind is Kind.BUFFER and t.name.startswith(f"{module}."))
+        return sum(t.nbytes for t in self._buffers if t.name.startswith(f"{module}."))
 
     def block(self, op: int) -> str:
         """The block of the visit that op number ``op`` belongs to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from typing import final
 
@@ -9,7 +10,7 @@ from forebay.checking.order import Order
 from forebay.program import Program
 from forebay.timeline import Lane
 
-__all__ = ["Coming", "computes_around", "most_in_transit"]
+__all__ = ["Coming", "Leaving", "computes_around"]
 
 
 @final
@@ -33,6 +34,8 @@ class Coming:
         while self._next < len(self._coming) and not self._order.before(action, self._coming[self._next][0]):
             self._under_way.append(self._coming[self._next])
             self._next += 1
+        if not self._under_way:
+            return [], []
         before = [one for one in self._under_way if one[0] != action]
         until = action if then < 0 else then
         self._under_way = [
@@ -56,14 +59,46 @@ def computes_around(program: Program) -> list[tuple[int, int]]:
     return list(zip(before, reversed(after), strict=True))
 
 
-def most_in_transit(order: Order, leaving: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]]) -> int:
-    """The most bytes of both at one time. What leaves (the action that takes it away, bytes) is there until that is
-    done; what comes (action, bytes; one lane, in order) is there once that has started, and then all that it had waited
-    for is gone."""
-    left = sum(nbytes for _, nbytes in leaving)
-    most, back = left, 0
-    for action, nbytes in coming:
-        back += nbytes
-        there = sum(size for done, size in leaving if not order.before(done, action)) if leaving else 0
-        most = max(most, back + there)
-    return most
+@final
+class Leaving:
+    """What leaves the device, by the actions of one lane that take it away, which therefore end in order. It is there
+    until its action is done. ``nbytes`` are those of all of it."""
+
+    def __init__(self, order: Order) -> None:
+        self.nbytes = 0
+        self._order = order
+        self._there: list[tuple[int, int]] = []
+
+    def add(self, action: int, nbytes: int) -> None:
+        """``nbytes`` are there only until ``action`` is done."""
+        insort(self._there, (action, nbytes))
+        self.nbytes += nbytes
+
+    def let_go(self, action: int) -> int:
+        """Forgets what is away for certain when ``action`` starts. Returns the bytes."""
+        gone, nbytes = self._away(action, 0)
+        del self._there[:gone]
+        self.nbytes -= nbytes
+        return nbytes
+
+    def most(self, coming: Sequence[tuple[int, int]], at: int = -1) -> int:
+        """The most bytes at one time of what leaves and of what comes back (actions of one lane with their bytes, in
+        order), now or (0 or more) when action ``at`` starts. What comes is there once it has started, and then all that
+        it had waited for is gone."""
+        gone, nbytes = self._away(at, 0) if at >= 0 else (0, 0)
+        left = most = self.nbytes - nbytes
+        back = 0
+        for action, more in coming:
+            back += more
+            gone, nbytes = self._away(action, gone)
+            left -= nbytes
+            most = max(most, back + left)
+        return most
+
+    def _away(self, action: int, gone: int) -> tuple[int, int]:
+        """How many are away for certain when ``action`` starts, ``gone`` of which were; the bytes of the others."""
+        nbytes = 0
+        while gone < len(self._there) and self._order.before(self._there[gone][0], action):
+            nbytes += self._there[gone][1]
+            gone += 1
+        return gone, nbytes

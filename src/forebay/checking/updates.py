@@ -48,7 +48,18 @@ class Updates:
         self._landed = landed
         self._fetched = {read: fetch for fetch, read in sources.items()}
         self._placements = {p.block: p for p in plan.placements}
+        self._ahead = frozenset(plan.speculate)
         self._ids = step.ids
+        # Parameters with a gradient, of every block, and those that have elements in a chunk of it.
+        self._trained_of = {
+            b.name: [p.name for p in b.parameters if step.ids[p.name] in step.with_gradient]
+            for b in step.trace.model.blocks
+        }
+        self._trained = {
+            (block, number): [n for n in (p.parameter.name for p in chunk.pieces) if step.ids[n] in step.with_gradient]
+            for block, layout in layouts.items()
+            for number, chunk in enumerate(layout.chunks)
+        }
         self._moves: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._seen: dict[Verb, dict[Key, list[int]]] = {verb: defaultdict(list) for verb in Verb}
         for index, action in enumerate(program.actions):
@@ -89,30 +100,31 @@ class Updates:
             raise fault(self._program, index, action.block, f"the {what} of block {action.block} are not on disk")
         self._seen[action.verb][action.block, action.chunk, action.step].append(index)
 
-    def _trained(self, block: str, chunk: int) -> list[str]:
-        """Parameters with a gradient that have elements in the chunk."""
-        pieces = self._layouts[block].chunks[chunk].pieces
-        return [p.parameter.name for p in pieces if self._ids[p.parameter.name] in self._step.with_gradient]
+    def _wanted(self, block: str, chunk: int) -> list[str]:
+        """Parameters for which the chunk is updated. What is updated ahead of its step goes to the other copy, and all
+        of the block has to be there: chunks without a gradient as well."""
+        return self._trained_of[block] if block in self._ahead else self._trained[block, chunk]
 
     def _once(self, verb: Verb, key: Key, names: list[str], near: int) -> int | None:
         """The one action of ``verb`` for ``key``; None if there is none and, without ``names``, need be none."""
         found = self._seen[verb][key]
+        if len(found) == 1 and names:
+            return found[0]
         block, chunk, step = key
         what = f"chunk {chunk} of block {block}" if chunk >= 0 else f"block {block}"
-        if len(found) > 1:
+        if found[1:]:
             text = f"{what} has its {verb.value} twice in step {step}, first in action {found[0]}"
             raise fault(self._program, found[1], names[0] if names else block, text)
-        if found and not names:
+        if found:
             raise fault(self._program, found[0], block, f"nothing in {what} has a gradient to {verb.value} it for")
-        if not found and names:
+        if names:
             text = f"{what} ({listed(names)}) has no {verb.value} in step {step}, after its gradients"
             raise fault(self._program, near, names[0], text)
-        return found[0] if found else None
+        return None
 
     def _check_resident(self, block: str, step: int) -> None:
-        specs = next(b for b in self._step.trace.model.blocks if b.name == block).parameters
-        names = [p.name for p in specs if self._ids[p.name] in self._step.with_gradient]
-        last = self._passes.last[(step + 1) * self._program.micro_batches - 1]
+        names = self._trained_of[block]
+        last = self._passes.ends[step]
         update = self._once(Verb.UPDATE, (block, -1, step), names, last)
         if update is None:
             return
@@ -126,25 +138,44 @@ class Updates:
 
     def _check_chunk(self, placement: Placement, chunk: int, step: int) -> None:
         program, order, block = self._program, self._order, placement.block
-        names = self._trained(block, chunk)
-        last_pass = (step + 1) * program.micro_batches - 1
-        landings = [(n, self._landed[self._ids[n], last_pass]) for n in names]
-        near = max((landing for _, landing in landings), default=-1)
+        names = self._wanted(block, chunk)
+        near = max((self._landing(name, step) for name in names), default=-1)
         update = self._once(Verb.UPDATE, (block, chunk, step), names, near)
         if update is None:
             return
         if program.actions[update].lane is not Lane.UPDATE:
             raise fault(program, update, block, f"block {block} is updated on the host, on the update lane")
-        for name, landing in landings:
-            if not order.before(landing, update):
-                text = f"the gradient of {name} lands in action {landing}, which may not be done"
-                raise fault(program, update, name, text)
+        self._check_time(block, names, step, update)
+        for name in self._trained[block, chunk]:
             following = self._moves[name, step + 1][:1]
             if following and not order.before(update, following[0]):
                 text = f"the next gradient of {name} may overwrite the one that action {update} reads"
                 raise fault(program, following[0], name, text)
         if placement.states is Tier.DISK and self._layouts[block].chunks[chunk].nbytes:
             self._check_states(block, chunk, step, names, update)
+
+    def _landing(self, name: str, step: int) -> int:
+        """The action by whose end the gradient of a parameter has landed for the last time in a step."""
+        return self._landed[self._ids[name], (step + 1) * self._program.micro_batches - 1]
+
+    def _check_time(self, block: str, names: list[str], step: int, update: int) -> None:
+        """An update comes after the gradients that it is for, and when the step is asked for, which is after all of
+        backward is issued. One ahead of its step comes after all that lands in its block: whatever lands later tells
+        the step that the update has to be done again."""
+        program = self._program
+        for name in names:
+            landing = self._landing(name, step)
+            if not self._order.before(landing, update):
+                text = f"the gradient of {name} lands in action {landing}, which may not be done"
+                raise fault(program, update, name, text)
+        if block not in self._ahead and update < self._passes.ends[step]:
+            text = f"block {block} is updated before backward of step {step} is over, and the plan does not speculate"
+            raise fault(program, update, block, f"{text} with it")
+
+    def _is_current(self, block: str, step: int, read: int) -> bool:
+        """Whether a read of a block finds the copy that the updates of ``step`` work on: of two copies, the current one
+        is another when the step before is over (``Residency``)."""
+        return block not in self._ahead or not step or read > self._passes.ends[step - 1]
 
     def _check_states(self, block: str, chunk: int, step: int, names: list[str], update: int) -> None:
         read = self._once(Verb.READ, (block, chunk, step), names, update)
@@ -160,6 +191,9 @@ class Updates:
         earlier = self._seen[Verb.WRITE][block, chunk, step - 1]
         if earlier and not self._order.before(earlier[0], read):
             text = f"it reads states of chunk {chunk} of block {block} that action {earlier[0]} may not have written"
+            raise fault(self._program, read, block, text)
+        if not self._is_current(block, step, read):
+            text = f"it reads states of chunk {chunk} of block {block} out of the copy that step {step - 1} began with"
             raise fault(self._program, read, block, text)
 
     def _updates_of(self, block: str, step: int) -> list[int]:
@@ -190,6 +224,7 @@ class Updates:
             r
             for r in sorted(reads)
             if r not in self._fetched
+            and self._is_current(block, step, r)
             and all(self._order.before(r, u) for u in updates)
             and all(self._order.before(w, r) for w in writes)
         ]
@@ -206,14 +241,17 @@ class Updates:
         self._check_buffers(sorted(uses), UPDATE_RING, "buffers for states")
 
     def _check_host_slots(self) -> None:
-        """Parameters from disk pass through host slots, each taken from its read to the fetch, or to the write."""
+        """Parameters from disk pass through host slots, each taken from its read to the fetch, or to the write (or, by
+        a read that serves nobody, until it is done)."""
         uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
         blocks = {b.name: b for b in self._step.trace.model.blocks}
         for name, placement in self._placements.items():
             if placement.parameters is not Tier.DISK:
                 continue
             size = -(-blocks[name].nbytes // PAGE) * PAGE
-            ends = {r: f for r, f in self._fetched.items() if self._program.actions[r].block == name}
+            ends: dict[int, int] = {}
+            for step in range(self._program.steps):
+                ends.update((r, self._fetched.get(r, r)) for r in self._seen[Verb.READ][name, -1, step])
             for step in range(self._program.steps):
                 source = self._source(name, step, self._updates_of(name, step))
                 for write in self._seen[Verb.WRITE][name, -1, step]:

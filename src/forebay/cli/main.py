@@ -30,10 +30,10 @@ app = typer.Typer(
 # Flags that several verbs have.
 Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
 Dtype = Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")]
-Optimizer = Annotated[str | None, typer.Option(help="adamw, adam or sgd.")]
+Optimizer = Annotated[str | None, typer.Option(help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.")]
 DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
 HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")]
-DiskPath = Annotated[str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier.")]
+DiskPath = Annotated[str | None, typer.Option(metavar="PATH[:SIZE],...", help="Folder for a disk tier, or several.")]
 Policy = Annotated[str | None, typer.Option(help="The planner.")]
 LossWay = Annotated[
     str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")

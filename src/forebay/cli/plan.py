@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from forebay.config import Bits, Size
+from forebay.config import Bits, OptimizerName, Size
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.loss import Cut, Loss
 from forebay.plans import Budget, DiskBudget
-from forebay.units import format_count, parse_disk
+from forebay.units import format_count
 
 if TYPE_CHECKING:
     from forebay.machine import Machine
@@ -33,7 +33,7 @@ class PlanSettings(BaseModel):
     batch: int = Field(default=1, ge=1)
     seq: int = Field(default=128, ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     device_memory: Size | None = None
     host_memory: Size | None = None
     disk: str | None = None
@@ -109,10 +109,10 @@ def write_plan(report: PlanReport, path: Path) -> None:
 def _disk(settings: PlanSettings) -> DiskBudget | None:
     if settings.disk is None:
         return None
-    path, nbytes = parse_disk(settings.disk)
-    if nbytes == 0:
-        raise ConfigError(f"--disk: the disk budget must be more than 0 bytes, got {settings.disk!r}")
-    return DiskBudget(path, nbytes)
+    try:
+        return DiskBudget.of(settings.disk)
+    except ConfigError as error:
+        raise ConfigError(f"--disk: {error}") from None
 
 
 def _machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Machine, tuple[str, ...]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forebay.config import TrainConfig
+    from forebay.config import OptimizerName, TrainConfig
     from forebay.data.text import Windows
     from forebay.data.tokenizers import Tokenizer
     from forebay.plans import Plan
@@ -137,9 +139,18 @@ def _check_model(config: TrainConfig, model: nn.Module, windows: Windows, tokeni
 def _optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     import torch
 
-    classes: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    optimizer: torch.optim.Optimizer = classes[config.optimizer](model.parameters(), lr=config.lr)
-    return optimizer
+    from forebay.optim import AdamW, Lion
+
+    makers: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+        "adamw-bf16": partial(AdamW, moments="bfloat16"),
+        "adamw-8bit": partial(AdamW, moments="8bit"),
+        "adamw-4bit": partial(AdamW, moments="4bit"),
+        "lion": Lion,
+    }
+    return makers[config.optimizer](model.parameters(), lr=config.lr)
 
 
 def _fill(engine: Engine, model: nn.Module, source: ModelSource, seed: int) -> None:

@@ -97,6 +97,15 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def launch(
+        self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""
+    ) -> Completion:
+        """Queues work of the device itself on ``Lane.DEVICE_UPDATE``, beside the compute of the caller; ``job`` issues
+        it. It starts when everything in ``after`` is done, and what it reads and writes stays untouched by others until
+        the completion is done.
+        """
+
+    @abstractmethod
     def mark(self) -> Completion:
         """A completion that is done when all compute issued so far by the calling thread is done."""
 

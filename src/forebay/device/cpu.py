@@ -108,6 +108,11 @@ class CpuDevice(Device):
         move = _copy_bytes if copies_bytes(target, source) else _copy_values
         return self._lanes.submit(lane, partial(move, target, source), after=after, nbytes=source.nbytes, what=what)
 
+    def launch(
+        self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""
+    ) -> Completion:
+        return self._lanes.submit(Lane.DEVICE_UPDATE, job, after=after, nbytes=nbytes, what=what)
+
     def mark(self) -> Completion:
         return ReadyCompletion()
 

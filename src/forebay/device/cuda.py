@@ -20,11 +20,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, final
@@ -32,7 +29,8 @@ from typing import Any, final
 import torch
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
-from forebay.device.cpu import STALL_THRESHOLD, as_bytes, copies_bytes
+from forebay.device.cpu import as_bytes, copies_bytes
+from forebay.device.cuda_clock import CudaClock
 from forebay.device.lanes import EventLog, LaneCompletion, ReadyCompletion, WorkerLanes, dependency_failure
 from forebay.errors import DeviceOutOfMemory, ModelError
 from forebay.memory import Kind, Ledger, Tier, TierUsage
@@ -40,12 +38,6 @@ from forebay.timeline import Event, Lane
 from forebay.units import format_bytes, parse_bytes
 
 __all__ = ["CudaDevice", "configure_allocator", "requested_bytes"]
-
-_PENDING_LIMIT = 1024
-"""Timed events that may wait for their times before somebody looks which of them have ended."""
-
-_REBASE_SECONDS = 5.0
-"""torch gives times between events as 32-bit floats in ms: 5 s after the base they are good to half a microsecond."""
 
 
 def configure_allocator() -> None:
@@ -114,62 +106,11 @@ def _order_after(stream: torch.cuda.Stream, completion: Completion) -> BaseExcep
     return dependency_failure(completion)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    lane: Lane
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    nbytes: int
-    what: str
-
-
-@final
-class _CudaClock:
-    """Turns pairs of CUDA events into ``Event``s on the host's clock, once the device has passed them."""
-
-    def __init__(self, log: EventLog, stream: torch.cuda.Stream) -> None:
-        self._log = log
-        self._stream = stream
-        self._lock = threading.Lock()
-        self._origin = time.perf_counter()
-        self._pending: deque[_Pending] = deque()
-        self._set_base()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._origin
-
-    def add(self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event, nbytes: int, what: str) -> None:
-        """Notes work between two recorded events."""
-        with self._lock:
-            self._pending.append(_Pending(lane, start, end, nbytes, what))
-            if len(self._pending) > _PENDING_LIMIT:
-                self._resolve()
-
-    def resolve(self) -> None:
-        """Logs what has ended; what is still running stays for the next call."""
-        with self._lock:
-            self._resolve()
-            if not self._pending and self.now() - self._base_seconds > _REBASE_SECONDS:
-                self._set_base()
-
-    def _resolve(self) -> None:
-        for _ in range(len(self._pending)):
-            work = self._pending.popleft()
-            if not work.end.query():
-                self._pending.append(work)
-                continue
-            seconds = work.start.elapsed_time(work.end) / 1e3
-            if work.lane is Lane.STALL and seconds <= STALL_THRESHOLD:
-                continue
-            start = self._base_seconds + self._base.elapsed_time(work.start) / 1e3
-            self._log.add(Event(work.lane, start, start + seconds, work.nbytes, work.what))
-
-    def _set_base(self) -> None:
-        self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record(self._stream)
-        self._base.synchronize()  # so that the host reads its own clock when the device passes the event
-        self._base_seconds = self.now()
+def _issue_copy(target: torch.Tensor, source: torch.Tensor, whole_bytes: bool) -> None:
+    if whole_bytes:
+        target, source = as_bytes(target), as_bytes(source)
+    # A strided copy goes through a temporary of torch's own, whose life ends when copy_ returns.
+    target.copy_(source, non_blocking=whole_bytes)
 
 
 def _prepare_thread(index: int) -> None:
@@ -210,9 +151,11 @@ class CudaDevice(Device):
             Lane.H2D: torch.cuda.Stream(index),
             # Offloads must not queue behind fetches: a GPU has a copy engine for each direction.
             Lane.D2H: torch.cuda.Stream(index),
+            # Updates must not queue behind the forward that they come under, nor the forward behind all of them.
+            Lane.DEVICE_UPDATE: torch.cuda.Stream(index),
         }
         self._log = EventLog()
-        self._clock = _CudaClock(self._log, self._streams[Lane.H2D])
+        self._clock = CudaClock(self._log, self._streams[Lane.H2D])
         self._lanes = WorkerLanes(
             self.now, self._log, delays or NoDelays(), prepare_thread=partial(_prepare_thread, index)
         )
@@ -285,14 +228,26 @@ class CudaDevice(Device):
     ) -> Completion:
         """Copies bytes between contiguous tensors of any dtype, or values between strided ones of the same dtype
         and shape (ValueError for anything else). Overlaps with compute only if the host's side is pinned."""
-        if lane not in self._streams:
+        if lane not in (Lane.H2D, Lane.D2H):
             raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")
+        issue = partial(_issue_copy, target, source, copies_bytes(target, source))
+        return self._queue(lane, issue, after, source.nbytes, what)
+
+    def launch(
+        self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""
+    ) -> Completion:
+        return self._queue(Lane.DEVICE_UPDATE, job, after, nbytes, what)
+
+    def _queue(
+        self, lane: Lane, issue: Callable[[], None], after: Sequence[Completion], nbytes: int, what: str
+    ) -> Completion:
+        """Queues what ``issue`` puts on the stream of ``lane``."""
         start = torch.cuda.Event(enable_timing=True)
         # blocking: a thread that waits for the event sleeps, instead of taking a core from the optimizer.
         end = torch.cuda.Event(enable_timing=True, blocking=True)
         issued = self._lanes.submit(
             lane,
-            partial(self._issue, lane, target, source, copies_bytes(target, source), start, end, what),
+            partial(self._issue, lane, issue, start, end, nbytes, what),
             after=after,
             what=what,
             await_one=partial(_order_after, self._streams[lane]),
@@ -370,22 +325,18 @@ class CudaDevice(Device):
     def _issue(
         self,
         lane: Lane,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        whole_bytes: bool,
+        issue: Callable[[], None],
         start: torch.cuda.Event,
         end: torch.cuda.Event,
+        nbytes: int,
         what: str,
     ) -> None:
         stream = self._streams[lane]
-        if whole_bytes:
-            target, source = as_bytes(target), as_bytes(source)
         with torch.cuda.stream(stream):
             start.record(stream)
-            # A strided copy goes through a temporary of torch's own, whose life ends when copy_ returns.
-            target.copy_(source, non_blocking=whole_bytes)
+            issue()
             end.record(stream)
-        self._clock.add(lane, start, end, source.nbytes, what)
+        self._clock.add(lane, start, end, nbytes, what)
         if lane is Lane.D2H:
             # This frame may hold the last reference to the source. Letting go of it before the copy has read it
             # would give its memory to the next kernel of the compute stream.

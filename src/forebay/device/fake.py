@@ -151,6 +151,11 @@ class FakeDevice(Device):
             raise ValueError(f"a copy of {source.nbytes} bytes into {target.nbytes}")
         return self.submit(lane, lambda: None, after=after, nbytes=source.nbytes, what=what)
 
+    def launch(
+        self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""
+    ) -> FakeCompletion:
+        return self.submit(Lane.DEVICE_UPDATE, job, after=after, nbytes=nbytes, what=what)
+
     def compute(self, seconds: float, what: str = "") -> None:
         """Computes for ``seconds``: the clock moves on, and the lanes with it."""
         if seconds < 0:

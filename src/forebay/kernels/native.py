@@ -12,23 +12,23 @@ from typing import Any, Final
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
     "STREAMS",
     "Form",
     "as_float",
+    "copy_bytes",
     "fma",
     "greater",
     "load",
-    "load_byte",
     "loose_add",
     "magnitude",
-    "plus",
-    "rounded_down",
+    "pointer",
     "store",
-    "store_byte",
     "store_drawn",
+    "tag",
 ]
 
 STREAMS: Final = 8
@@ -56,7 +56,7 @@ _I32: Final = ir.IntType(32)
 _QUIET_NAN: Final = 0x7FC0
 
 
-def _tag(builder: Any, access: Any, stream: int) -> Any:
+def tag(builder: Any, access: Any, stream: int) -> Any:
     """Says that ``access`` shares no byte with accesses of other streams (LLVM's ``alias.scope`` and ``noalias``)."""
     module = builder.module
     domain = module.add_metadata(["forebay"])
@@ -66,7 +66,8 @@ def _tag(builder: Any, access: Any, stream: int) -> Any:
     return access
 
 
-def _pointer(builder: Any, address: Any, index: Any, element: Any) -> Any:
+def pointer(builder: Any, address: Any, index: Any, element: Any) -> Any:
+    """Where the ``element`` at ``index`` of what begins at ``address`` is."""
     return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
 
 
@@ -87,8 +88,8 @@ def load(context: Any, address: Any, index: Any, form: Any, stream: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         where, at = arguments[0], arguments[1]
         if kind is Form.FP32:
-            return _tag(builder, builder.load(_pointer(builder, where, at, _FLOAT), align=4), number)
-        raw = _tag(builder, builder.load(_pointer(builder, where, at, _I16), align=2), number)
+            return tag(builder, builder.load(pointer(builder, where, at, _FLOAT), align=4), number)
+        raw = tag(builder, builder.load(pointer(builder, where, at, _I16), align=2), number)
         if kind is Form.FP16:
             return builder.fpext(builder.bitcast(raw, _HALF), _FLOAT)
         return builder.bitcast(builder.shl(builder.zext(raw, _I32), ir.Constant(_I32, 16)), _FLOAT)
@@ -107,12 +108,12 @@ def store(context: Any, address: Any, index: Any, value: Any, form: Any, stream:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         where, at, given = arguments[:3]
         if kind is Form.FP32:
-            _tag(builder, builder.store(given, _pointer(builder, where, at, _FLOAT), align=4), number)
+            tag(builder, builder.store(given, pointer(builder, where, at, _FLOAT), align=4), number)
         else:
             narrow = (
                 builder.bitcast(builder.fptrunc(given, _HALF), _I16) if kind is Form.FP16 else _to_bf16(builder, given)
             )
-            _tag(builder, builder.store(narrow, _pointer(builder, where, at, _I16), align=2), number)
+            tag(builder, builder.store(narrow, pointer(builder, where, at, _I16), align=2), number)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32, form, stream), generate
@@ -150,59 +151,22 @@ def store_drawn(context: Any, address: Any, index: Any, value: Any, salt: Any, s
             word = builder.mul(word, ir.Constant(_I32, factor))
         word = builder.lshr(builder.xor(word, builder.lshr(word, ir.Constant(_I32, 16))), ir.Constant(_I32, 16))
         narrow = _narrowed(builder, given, builder.add(builder.bitcast(given, _I32), word))
-        _tag(builder, builder.store(narrow, _pointer(builder, where, at, _I16), align=2), number)
+        tag(builder, builder.store(narrow, pointer(builder, where, at, _I16), align=2), number)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32, types.int64, stream), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def load_byte(context: Any, address: Any, index: Any, stream: Any) -> Any:
-    """The byte at ``index`` of what begins at ``address``, from 0 to 255."""
-    if not isinstance(stream, types.IntegerLiteral):
-        return None
-    number = stream.literal_value
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_bytes(context: Any, source: Any, target: Any, count: Any) -> Any:
+    """Copies ``count`` bytes. Belongs to no stream: whatever is tagged stays on its side of it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        raw = builder.load(_pointer(builder, arguments[0], arguments[1], _I8), align=1)
-        return builder.zext(_tag(builder, raw, number), _I32)
-
-    return types.int32(types.int64, types.int64, stream), generate
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def store_byte(context: Any, address: Any, index: Any, value: Any, stream: Any) -> Any:
-    """Writes the low 8 bits of ``value``."""
-    if not isinstance(stream, types.IntegerLiteral):
-        return None
-    number = stream.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        target = _pointer(builder, arguments[0], arguments[1], _I8)
-        _tag(builder, builder.store(builder.trunc(arguments[2], _I8), target, align=1), number)
+        places = [builder.inttoptr(address, _I8.as_pointer()) for address in arguments[:2]]
+        cgutils.raw_memcpy(builder, places[1], places[0], arguments[2], 1)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int32, stream), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def rounded_down(context: Any, value: Any) -> Any:
-    """An fp32 value of at least 0 and below ``2**31`` as a 32-bit integer; any number where it is none of these."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fptosi(arguments[0], _I32)
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def plus(context: Any, a: Any, b: Any) -> Any:
-    """The sum of two 32-bit integers, as one of 32 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.add(*arguments)
-
-    return types.int32(types.int32, types.int32), generate
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

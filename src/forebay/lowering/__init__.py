@@ -9,10 +9,12 @@ moving    activations that leave and come back
 stages    what is to be done in each part of a step
 walk      the steps, walked through as the runtime does
 lower     all of it: a plan becomes a program
+accumulation  what several micro-batches take that pass the model together
 """
 
+from forebay.lowering.accumulation import accumulation_of
 from forebay.lowering.liveness import Liveness, device_bound
 from forebay.lowering.lives import Profile
 from forebay.lowering.lower import lower
 
-__all__ = ["Liveness", "Profile", "device_bound", "lower"]
+__all__ = ["Liveness", "Profile", "accumulation_of", "device_bound", "lower"]

@@ -10,6 +10,7 @@ from typing import final
 from forebay.arenas import UPDATE_RING, Arenas, home_nbytes, home_tier
 from forebay.device.base import Completion
 from forebay.layout import STATE_ITEMSIZE, needs_master, state_layout
+from forebay.lowering.cells import PaperCells
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan
@@ -35,28 +36,58 @@ class _Chunk:
 
 
 @final
-class BlockHome:
-    """One block: where it is at home, and who wrote or reads that last."""
+class _Copy:
+    """One copy of a block's parameters and states: who wrote them last (states by chunk), who fetched from it last."""
 
-    def __init__(self, block: Block, placement: Placement, chunks: tuple[_Chunk, ...]) -> None:
-        self.block = block
-        self.placement = placement
-        self.chunks = chunks
-        self.on_disk = home_tier(placement) is Tier.DISK
-        self.states_on_disk = placement.states is Tier.DISK and any(chunk.nbytes for chunk in chunks)
+    def __init__(self) -> None:
         self.written: Completion | None = None
-        self.states_written: dict[int, Completion] = {}  # by chunk
+        self.states_written: dict[int, Completion] = {}
         self.fetched: Completion | None = None
-        self.arrived: dict[int, Completion] = {}  # by the place of the parameter in the block
-        self.read_by: dict[int, Completion] = {}
 
     def settle(self) -> None:
-        """Waits until the home holds what the last update made."""
+        """Waits until it holds what the last update made."""
         for completion in (self.written, *self.states_written.values()):
             if completion is not None:
                 completion.wait()
         self.written = None
         self.states_written.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """What an update of the parameters in ``tasks`` comes after: the landing of gradients, the parameters, both."""
+
+    tasks: frozenset[int]
+    landed: tuple[Completion, ...]
+    ready: tuple[Completion, ...]
+    both: tuple[Completion, ...]
+
+
+@final
+class BlockHome:
+    """One block: where it is at home, and who wrote or reads that last. A block that speculates has a ``spare`` copy;
+    with ``ahead`` the outcome of the step is in it already. ``deferred`` are the tasks of an update on the device that
+    is not written down yet, and the step that has asked for it."""
+
+    def __init__(self, block: Block, placement: Placement, chunks: tuple[_Chunk, ...], *, speculates: bool) -> None:
+        self.block = block
+        self.placement = placement
+        self.chunks = chunks
+        self.on_disk = home_tier(placement) is Tier.DISK
+        self.states_on_disk = placement.states is Tier.DISK and any(chunk.nbytes for chunk in chunks)
+        self.current = _Copy()
+        self.spare = _Copy() if speculates else None
+        self.ahead = False
+        self.deferred: tuple[frozenset[int], int] | None = None
+        self.arrived: dict[int, Completion] = {}  # by the place of the parameter in the block
+        self.read_by: dict[int, Completion] = {}
+
+    def commit(self) -> bool:
+        """Whether the update of this step ran ahead of it; if so, its outcome is the current copy now."""
+        if not self.ahead or self.spare is None:
+            return False
+        self.current, self.spare, self.ahead = self.spare, self.current, False
+        return True
 
 
 @final
@@ -72,11 +103,13 @@ class Homes:
             alike = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
             if alike not in chunks:  # layers are alike: their states are cut once
                 chunks[alike] = _chunks(block, trace.state_names, plan.streaming.update_chunk)
-            self.blocks[block.name] = BlockHome(block, placement, chunks[alike])
+            speculates = block.name in plan.speculate
+            self.blocks[block.name] = BlockHome(block, placement, chunks[alike], speculates=speculates)
         largest = sizes.update_ring // UPDATE_RING
         self._chunk_ring = StagingRing([Paper(largest)] * UPDATE_RING if largest else [])
         self._slot_ring = StagingRing([Paper(n) for n in plan.streaming.host_slots] if sizes.host_slots else [])
         self._slot_numbers: Mapping[int, int] = {}
+        self._cells = PaperCells(trace, plan, sizes, recorder)
 
     def number_slots(self, pool: SlotPool) -> None:
         """Learns the slots of the pool, whose buffers ``fetch`` is given."""
@@ -85,7 +118,9 @@ class Homes:
     def fetch(self, block: str, target: Paper, after: Sequence[Completion]) -> Completion:
         """A block's way into a slot: from the host, or from disk by way of a host slot."""
         home = self.blocks[block]
-        pending = () if home.written is None else (home.written,)
+        self.queue_deferred(home)
+        written = home.current.written
+        pending = () if written is None else (written,)
         staging = None
         if home.on_disk:
             staging, busy = self._slot_ring.take(home_nbytes(home.block))
@@ -103,54 +138,97 @@ class Homes:
         if staging is not None:
             staging.busy = fetched
         else:
-            home.fetched = fetched
+            home.current.fetched = fetched
         return fetched
 
-    def update(self, home: BlockHome, tasks: frozenset[int]) -> None:
-        """The update, on the host, of the parameters in ``tasks`` (places in the block)."""
-        name = home.block.name
+    def step(self, home: BlockHome, tasks: frozenset[int]) -> None:
+        """An optimizer step over the parameters in ``tasks``. An update on the device is written down when it is needed
+        (``runtime.deferred``)."""
+        if home.block.name in self._cells:
+            self.queue_deferred(home)
+            home.deferred = tasks, self._recorder.step
+        elif not home.commit():
+            self.update(home, tasks)
+
+    def queue_deferred(self, home: BlockHome) -> None:
+        """Whoever calls needs what the last step has asked for. It is that step's, whenever it comes."""
+        deferred, home.deferred = home.deferred, None
+        if deferred is not None:
+            now, self._recorder.step = self._recorder.step, deferred[1]
+            self.update(home, deferred[0])
+            self._recorder.step = now
+
+    def queue_all(self) -> None:
+        """Nothing that a step has asked for is left to be written down."""
+        for home in self.blocks.values():
+            self.queue_deferred(home)
+
+    def update_ahead(self, home: BlockHome, tasks: frozenset[int]) -> None:
+        """The update of ``tasks`` into the spare copy, ahead of the step that ``BlockHome.commit`` makes it part of."""
+        if home.spare is not None:
+            self.update(home, tasks, home.spare)
+            home.ahead = True
+
+    def update(self, home: BlockHome, tasks: frozenset[int], into: _Copy | None = None) -> None:
+        """The update of the parameters in ``tasks`` (places in the block). With ``into``, the spare copy, the outcome
+        goes there, whole."""
+        name, source = home.block.name, home.current
+        target = into or source
         landed = [home.arrived[i] for i in sorted(tasks) if i in home.arrived]
-        ready = tuple(c for c in (home.written, home.fetched) if c is not None)
+        ready = tuple(c for c in (source.written, target.fetched) if c is not None)
         staging = None
         if home.on_disk:
             staging, busy = self._slot_ring.take(home_nbytes(home.block))
             ready = (self._read(home, f"read {name}", home_nbytes(home.block), -1, (*busy, *ready)),)
             staging.busy = ready[0]
         before = self._recorder.latest((*landed, *ready))
+        waits = _Waits(tasks, self._recorder.latest(landed), self._recorder.latest(ready), before)
+        read: Recorded | None = None
         done: Recorded | None = None
         for number, chunk in enumerate(home.chunks):
-            if chunk.parameters.isdisjoint(tasks):
+            if into is None and chunk.parameters.isdisjoint(tasks):
                 continue
-            done = self._update_chunk(home, number, chunk, before)
-        if done is None:
+            # What is in memory is copied first: of the parameters all at once, before the first chunk.
+            copied = 0 if into is None or home.states_on_disk else 2 * chunk.nbytes
+            copied += 0 if into is None or home.on_disk or done is not None else 2 * home.block.nbytes
+            read, done = self._update_chunk(home, number, chunk.touched + copied, target, waits)
+        if read is None or done is None:
             return
-        home.written = done
+        target.written = done
         if staging is not None:
-            home.written = staging.busy = self._write(home, f"write {name}", home_nbytes(home.block), -1, done)
+            target.written = staging.busy = self._write(home, f"write {name}", home_nbytes(home.block), -1, done)
         for i in tasks:
-            home.read_by[i] = done
+            home.read_by[i] = read
 
-    def _update_chunk(self, home: BlockHome, number: int, chunk: _Chunk, after: tuple[Completion, ...]) -> Recorded:
-        name = home.block.name
+    def _update_chunk(
+        self, home: BlockHome, number: int, touched: int, target: _Copy, waits: _Waits
+    ) -> tuple[Recorded, Recorded]:
+        """Returns what has read the gradients, and what has made the chunk."""
+        name, chunk, written = home.block.name, home.chunks[number], home.current.states_written
         what = f"states of {name} at {chunk.offset}"
         # Only of the same chunk: the next one is read while this one is written.
-        states = () if number not in home.states_written else (home.states_written[number],)
+        states = () if number not in written else (written[number],)
         if home.states_on_disk:
             staging, busy = self._chunk_ring.take(chunk.nbytes)
             states = (self._read(home, f"read {what}", chunk.nbytes, number, (*busy, *states)),)
-        done = self._recorder.add(
-            Lane.UPDATE,
-            Verb.UPDATE,
-            f"update {name}",
-            after=(*after, *states),
-            nbytes=chunk.touched,
-            block=name,
-            chunk=number,
-        )
-        home.states_written[number] = done
+        if name in self._cells:
+            read, done = self._cells.update(home.block, waits.tasks, number, touched, waits.landed, waits.ready, states)
+        else:
+            read = done = self._recorder.add(
+                Lane.UPDATE,
+                Verb.UPDATE,
+                f"update {name}",
+                after=(*waits.both, *states),
+                nbytes=touched,
+                block=name,
+                chunk=number,
+            )
+        target.states_written[number] = done
         if home.states_on_disk:
-            home.states_written[number] = staging.busy = self._write(home, f"write {what}", chunk.nbytes, number, done)
-        return done
+            target.states_written[number] = staging.busy = self._write(
+                home, f"write {what}", chunk.nbytes, number, done
+            )
+        return read, done
 
     def update_resident(self, home: BlockHome, tasks: frozenset[int], changes: tuple[Change, ...] = ()) -> None:
         """The update of a block that stays on the device, in the compute order; ``changes`` come with its end."""
@@ -169,8 +247,9 @@ class Homes:
 
     def settle(self) -> None:
         """Waits until every update of every block is at home."""
+        self.queue_all()
         for home in self.blocks.values():
-            home.settle()
+            home.current.settle()
 
     def _read(self, home: BlockHome, what: str, nbytes: int, chunk: int, after: Sequence[Completion]) -> Recorded:
         return self._recorder.add(
@@ -188,9 +267,7 @@ def _chunks(block: Block, state_names: tuple[str, ...], update_chunk: int) -> tu
     places = {p.name: i for i, p in enumerate(block.parameters)}
     made = []
     for chunk in layout.chunks:
-        own = sum((p.stop - p.start) * p.parameter.nbytes // max(1, p.parameter.numel) for p in chunk.pieces)
         widened = sum((p.stop - p.start) * STATE_ITEMSIZE for p in chunk.pieces if needs_master(p.parameter))
-        touched = 2 * chunk.elements * STATE_ITEMSIZE * len(layout.streams) + 3 * own
         parameters = frozenset(places[p.parameter.name] for p in chunk.pieces)
-        made.append(_Chunk(chunk.offset, chunk.nbytes, touched, widened, parameters))
+        made.append(_Chunk(chunk.offset, chunk.nbytes, layout.touched(chunk), widened, parameters))
     return tuple(made)

@@ -68,6 +68,9 @@ class _Pattern:
             for reference, t in enumerate(segment.tensors)
             if t.root == reference
         )
+        self.made_by: dict[int, tuple[int, ...]] = {}
+        for reference, index, *_ in self.made:
+            self.made_by[index] = (*self.made_by.get(index, ()), reference)
         self.drops = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.dropped)
         self.unsaves = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.unsaved)
         self.spent = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.spent)
@@ -141,6 +144,12 @@ class TraceIndex:
         self.ops = sum(len(trace.segments[v.segment].ops) for v in trace.visits)
         self._patterns = tuple(_Pattern(s, trace.works) for s in trace.segments)
         self._root_of = list(range(len(trace.sources)))
+        self._buffers = tuple((t.name, t.nbytes) for t in trace.sources if t.kind is Kind.BUFFER)
+        # By visit: what plan after plan asks for.
+        self._named: dict[int, Mapping[tuple[str, int], int]] = {}
+        self._port_roots: dict[int, Mapping[int, tuple[int, ...]]] = {}
+        self._block_reads: dict[int, tuple[tuple[int, str], ...]] = {}
+        self._copied: dict[int, int] = {}
         roots: dict[int, Root] = {}
         self.completed: tuple[tuple[Completed, ...], ...] = ()
         completed = []
@@ -211,16 +220,17 @@ class TraceIndex:
     def named(self, place: int) -> Mapping[tuple[str, int], int]:
         """The ops of a forward visit that a plan may treat otherwise than their block: (``Work.op``, occurrence) to the
         place of the op in the visit. They make a root that has bytes, and no later op writes to what they make."""
-        visit = self.trace.visits[place]
-        names = self._patterns[visit.segment].names
-        if not self._written:
-            return names
-        return {name: op for name, op in names.items() if self._written.isdisjoint(self.made_by(place, op))}
+        if place not in self._named:
+            names = self._patterns[self.trace.visits[place].segment].names
+            if self._written:
+                names = {name: op for name, op in names.items() if self._written.isdisjoint(self.made_by(place, op))}
+            self._named[place] = names
+        return self._named[place]
 
     def made_by(self, place: int, op: int) -> tuple[int, ...]:
         """The roots that op ``op`` (its place in the visit) makes, in the order in which it returns them."""
         visit = self.trace.visits[place]
-        return tuple(visit.first_tensor + made[0] for made in self._patterns[visit.segment].made if made[1] == op)
+        return tuple(visit.first_tensor + made for made in self._patterns[visit.segment].made_by.get(op, ()))
 
     def dtype_of(self, root: int) -> str:
         """The dtype of a root that the step makes."""
@@ -265,18 +275,24 @@ class TraceIndex:
         """The number of ops that run again when a forward visit is recomputed: those before its last saved tensor."""
         return max(0, self._patterns[self.trace.visits[place].segment].saves_until)
 
-    def port_roots(self, place: int) -> dict[int, tuple[int, ...]]:
+    def port_roots(self, place: int) -> Mapping[int, tuple[int, ...]]:
         """Roots from outside that ops of a visit read, each with the places of those ops in the visit."""
-        visit = self.trace.visits[place]
-        found: dict[int, tuple[int, ...]] = {}
-        for port, ops in self._patterns[visit.segment].readers:
-            root = self._root_of[visit.ports[port]]
-            found[root] = tuple(sorted({*found[root], *ops})) if root in found else ops
-        return found
+        if place not in self._port_roots:
+            visit = self.trace.visits[place]
+            found: dict[int, tuple[int, ...]] = {}
+            for port, ops in self._patterns[visit.segment].readers:
+                root = self._root_of[visit.ports[port]]
+                found[root] = tuple(sorted({*found[root], *ops})) if root in found else ops
+            self._port_roots[place] = found
+        return self._port_roots[place]
 
-    def block_reads(self, place: int) -> list[tuple[int, str]]:
+    def block_reads(self, place: int) -> tuple[tuple[int, str], ...]:
         """Which blocks the ops of a visit read parameters of: (place of the op, block), in order, each pair once."""
-        visit = self.trace.visits[place]
+        if place not in self._block_reads:
+            self._block_reads[place] = self._find_reads(self.trace.visits[place])
+        return self._block_reads[place]
+
+    def _find_reads(self, visit: Visit) -> tuple[tuple[int, str], ...]:
         reads: dict[tuple[int, int], str] = {}
         for port, ops in self._patterns[visit.segment].readers:
             root = self._root_of[visit.ports[port]]
@@ -284,7 +300,7 @@ class TraceIndex:
                 block = self.blocks[root]
                 for op in ops:
                     reads[op, -port] = block
-        return list(dict.fromkeys((op, reads[op, port]) for op, port in sorted(reads, key=lambda k: (k[0], -k[1]))))
+        return tuple(dict.fromkeys((op, reads[op, port]) for op, port in sorted(reads, key=lambda k: (k[0], -k[1]))))
 
     def partners(self, blocks: frozenset[str]) -> dict[int, frozenset[int]]:
         """For every forward visit of ``blocks`` the backward visits that belong to it.
@@ -308,9 +324,10 @@ class TraceIndex:
     def copied_nbytes(self, place: int) -> int:
         """Bytes of the buffers of a visit's module: recomputing it works on a copy of them (``runtime/recompute.py``),
         of which autograd may save parts."""
-        model, name = self.trace.model, self.trace.visits[place].block
-        module = f"{model.block(name).module}."
-        return sum(t.nbytes for t in self.trace.sources if t.kind is Kind.BUFFER and t.name.startswith(module))
+        if place not in self._copied:
+            module = f"{self.trace.model.block(self.trace.visits[place].block).module}."
+            self._copied[place] = sum(nbytes for name, nbytes in self._buffers if name.startswith(module))
+        return self._copied[place]
 
     def kept(self, place: int) -> set[int]:
         """Roots from outside that a recomputation of a visit keeps: its arguments, and what its ops read."""
@@ -322,25 +339,29 @@ class TraceIndex:
         """For each backward visit the forward visits that must run again before it.
 
         A forward visit runs again before the first backward visit of its own that reads what it made or read: whatever
-        a recomputed block saves, parameters included, is only there once it has run again. One that saves nothing
-        never does.
+        a recomputed block saves, parameters included, is only there once it has run again. If none reads that, then
+        before the first of them: autograd asks for what is saved, read or not. One that saves nothing never does.
         """
         found: dict[int, tuple[int, ...]] = {}
         saving = [p for p in partners if self._patterns[self.trace.visits[p].segment].saves_until != NO_SAVES]
-        waiting = {place: set(self.port_roots(place)) for place in saving}
-        for place, visit in enumerate(self.trace.visits):
-            if not waiting or visit.phase is Phase.FORWARD or not any(place in partners[f] for f in waiting):
-                continue
+        waiting = set(saving)
+        forward_of: dict[int, list[int]] = {}
+        for forward in saving:
+            for place in partners[forward]:
+                forward_of.setdefault(place, []).append(forward)
+        for place in sorted(forward_of):
             wanted: dict[int, None] = {}
             for number, _ in sorted(self.port_roots(place).items(), key=lambda item: item[1][0]):
                 made_by = self.roots[number].visit if number in self.roots else NEVER
-                for forward, read in waiting.items():
-                    if place in partners[forward] and (made_by == forward or number in read):
+                for forward in forward_of[place]:
+                    if forward in waiting and (made_by == forward or number in self.port_roots(forward)):
                         wanted[forward] = None
-            for forward in wanted:
-                del waiting[forward]
+            waiting.difference_update(wanted)
             if wanted:
                 found[place] = tuple(wanted)
+        for forward in sorted(waiting, reverse=True):
+            for place in sorted(partners[forward])[:1]:
+                found[place] = (*found.get(place, ()), forward)
         return found
 
     def is_internal(self, root: Root) -> bool:

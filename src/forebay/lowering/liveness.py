@@ -9,15 +9,17 @@ both cheap to work out for many plans: keep one ``Liveness`` for a trace and ask
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice, repeat
-from operator import add
 from typing import final
 
 from forebay.arenas import arenas
-from forebay.layout import STATE_ITEMSIZE, align, needs_master
+from forebay.layout import STATE_ITEMSIZE, chunk_elements, needs_master
+from forebay.lowering.arrangement import Arrangement
+from forebay.lowering.columns import Columns
 from forebay.lowering.index import NEVER, TraceIndex
-from forebay.lowering.lives import Layout, Profile, positions
-from forebay.memory import ALIGNMENT, Kind
+from forebay.lowering.lives import Layout, Profile
+from forebay.lowering.stages import Stage, Stages
+from forebay.lowering.transit import Landings, Transit
+from forebay.memory import Kind
 from forebay.plans import Fate, Placement, Plan, Selection, Streaming
 from forebay.scheduling.activations import disk_nbytes, host_nbytes
 from forebay.trace import Trace
@@ -37,15 +39,38 @@ class Liveness:
         self.trace = trace
         self.extremes = tuple(Liveness(extreme) for extreme in trace.extremes)
         self.index = TraceIndex(trace)
+        self._columns = Columns(self.index)
+        self._landings = Landings(self.index)
+        self._arrangements: dict[frozenset[str], Arrangement] = {}
         self._profiles: dict[tuple[frozenset[str], tuple[Selection, ...]], Profile] = {}
+        self._latest: tuple[object, Sequence[Stage]] | None = None
+        self._transits: dict[tuple[frozenset[str], tuple[Selection, ...]], Transit] = {}
 
     def profile(self, recompute: Iterable[str] = (), activations: tuple[Selection, ...] = ()) -> Profile:
         """Bytes op by op with the blocks named recomputed, and single ops treated as ``activations`` say. A routing
         that does not have an op which is named there has nothing to treat."""
         key = frozenset(recompute), activations
         if key not in self._profiles:
-            self._profiles[key] = Layout(self.index, *key).profile()
+            if key[0] not in self._arrangements:
+                self._arrangements[key[0]] = Arrangement(self.index, self._columns, key[0])
+            self._profiles[key] = Layout(self._arrangements[key[0]], activations).profile()
         return self._profiles[key]
+
+    def stages(
+        self, recompute: Iterable[str], activations: tuple[Selection, ...], hosted: frozenset[str]
+    ) -> Sequence[Stage]:
+        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave. The latest
+        are kept: plans that differ in windows or updates alone have the same."""
+        key = frozenset(recompute), activations, hosted
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, Stages(self.index, self.profile(recompute, activations), hosted).all()
+        return self._latest[1]
+
+    def _transit(self, recompute: frozenset[str], activations: tuple[Selection, ...]) -> Transit:
+        key = recompute, activations
+        if key not in self._transits:
+            self._transits[key] = Transit(self.profile(recompute, activations), self.index.ops)
+        return self._transits[key]
 
     def host_activations(self, recompute: Iterable[str], activations: tuple[Selection, ...]) -> int:
         """Bytes of the arena on the host that holds all that one micro-batch moves there, whatever the routes."""
@@ -89,12 +114,11 @@ class Liveness:
         that somebody holds (``scheduling.activations``).
         """
         blocks, names = frozenset(recompute), frozenset(hosted)
-        own = self._beside(self.profile(blocks, activations), names, streaming, 0)
-        others = (
-            one._beside(one.profile(blocks, activations), names, streaming, self._not_in(one, names))
-            for one in self.extremes
-        )
-        return max((own, *others))
+        found = []
+        for one in (self, *self.extremes):
+            missing = 0 if one is self else self._not_in(one, names)
+            found.append(one._transit(blocks, activations).most(streaming, one._landings, names, missing))
+        return max(found)
 
     def _not_in(self, other: Liveness, names: frozenset[str]) -> int:
         """Bytes of gradients of blocks ``names`` that are complete here and never in ``other``: an expert that no row
@@ -102,50 +126,6 @@ class Liveness:
         done = {c.parameter for visit in other.index.completed for c in visit}
         own = {c.parameter for visit in self.index.completed for c in visit} - done
         return sum(self.trace.sources[p].nbytes for p in own if self.index.blocks[p] in names)
-
-    def _beside(self, profile: Profile, names: frozenset[str], streaming: Streaming, missing: int) -> int:
-        """As ``beside``, of this trace alone; ``missing`` bytes of gradients more, once the first one is complete."""
-        window, bytes_at = streaming.gradient_window, _with_moves(profile, streaming)
-        landing = sorted((c for visit in self.index.completed for c in visit), key=lambda c: c.op)
-        landing = [c for c in landing if self.index.blocks[c.parameter] in names]
-        if not landing or window <= 0:
-            return max(bytes_at, default=0)
-        sizes = [self.trace.sources[c.parameter].nbytes for c in landing]
-        # A root may be larger than the gradient in it; the window counts the gradient.
-        roots = [self.index.roots[c.root].nbytes if c.root in self.index.roots else 0 for c in landing]
-        excess = sum(max(0, root - size) for root, size in zip(roots, sizes, strict=True))
-        place = positions(profile.runs, self.index.ops)
-        most, under_way, reach = 0, 0, 0
-        for done, size in zip(landing, sizes, strict=True):
-            here = place[done.op] + 1
-            live = max(bytes_at[reach:here], default=0)
-            most = max(most, live + (min(under_way, window) + excess if under_way else 0))
-            under_way, reach = under_way + size + (0 if under_way else missing), max(reach, here)
-        return max(most, max(bytes_at[reach:], default=0) + min(under_way, window) + excess)
-
-
-def _with_moves(profile: Profile, streaming: Streaming) -> Sequence[int]:
-    """The most bytes at each position with activations under way, gradients left out.
-
-    Until backward asks for the first one, of those that Python has let go at most ``offload_window`` bytes are still on
-    the device, on their way to the host: when a copy is queued compute waits until no more are. From the first position
-    of backward on, of those that were not asked for yet at most ``reload_window`` bytes are there.
-    """
-    if not profile.moves:
-        return profile.with_outputs
-    end = len(profile.with_outputs)
-    gone, asked = [0] * (end + 1), [0] * (end + 1)
-    for move in (one for one in profile.moves if one.leaves):
-        gone[move.until + 1] += move.moved
-        if move.asked != NEVER:
-            asked[move.asked] -= move.moved
-    # Of each position: the bytes that forward has let go, those that backward has not asked for.
-    let_go, waiting = accumulate(gone), accumulate(asked, initial=-sum(asked))
-    leaving = list(map(min, islice(let_go, profile.asking + 1), repeat(streaming.offload_window)))
-    coming = list(map(min, islice(waiting, profile.forward + 1, None), repeat(streaming.reload_window)))
-    leaving += [0] * (end - len(leaving))
-    coming = [0] * profile.forward + coming
-    return list(map(add, profile.with_outputs, map(max, leaving, coming)))
 
 
 def input_nbytes(trace: Trace) -> int:
@@ -159,7 +139,9 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
     caller has it.
     """
     liveness = liveness or Liveness(trace)
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
+    sizes = arenas(
+        trace.model, plan.placements, plan.streaming, trace.state_names, update_on_device=plan.update_on_device
+    )
     hosted = [p.block for p in plan.placements if not p.resident]
     beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations)
     updating = updating_nbytes(trace, plan.placements, plan.streaming)
@@ -169,7 +151,7 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
 def updating_nbytes(trace: Trace, placements: Iterable[Placement], streaming: Streaming) -> int:
     """The most bytes beside the arenas while resident blocks are updated: 16-bit gradients widened to fp32, chunk by
     chunk, outputs of the pass, gradients under way."""
-    most = align(streaming.update_chunk, ALIGNMENT // STATE_ITEMSIZE)
+    most = chunk_elements(streaming.update_chunk, trace.state_names)
     resident = {p.block for p in placements if p.resident}
     narrow = [sum(p.numel for p in b.parameters if needs_master(p)) for b in trace.model.blocks if b.name in resident]
     widened = STATE_ITEMSIZE * min(most, max(narrow, default=0))

@@ -16,39 +16,23 @@ for whoever asks first.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import add
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import final
 
+import numpy as np
+
 from forebay.compression import MASK_BITS, Codes
 from forebay.layout import MOVED_LEAST
+from forebay.lowering.arrangement import Arrangement, Run
+from forebay.lowering.columns import KINDS, Levels, column
 from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import Kind
 from forebay.plans import Fate, Selection, Treatment
 from forebay.scheduling.activations import described
-from forebay.trace import NO_SAVES, Phase
+from forebay.trace import Phase
 
-__all__ = ["Layout", "Move", "Profile", "Run", "positions"]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Ops that run one after the other: those of visit ``visit`` (its place in the trace), once more if ``again``: then
-    only up to the last tensor that the visit saves, which may be none of them, and without those in ``skipped`` (their
-    places in the visit), whose results are there.
-
-    ``position`` is that of its first op in the step: with recomputation, positions and numbers of ops differ. What is
-    skipped has a position too.
-    """
-
-    visit: int
-    first_op: int
-    length: int
-    position: int
-    again: bool
-    skipped: frozenset[int] = frozenset()
+__all__ = ["Layout", "Move", "Profile"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,69 +103,64 @@ class Profile:
 
 @final
 class Layout:
-    """The order of a step with the blocks of ``recompute`` recomputed and single ops treated as ``activations`` say,
-    and the lives of its roots in it. Treatments of ops that the trace does not have change nothing."""
+    """The order of a step as in ``arrangement``, with single ops treated as ``activations`` say, and the lives of its
+    roots in it. Treatments of ops that the trace does not have change nothing."""
 
-    def __init__(self, index: TraceIndex, recompute: frozenset[str], activations: Iterable[Selection] = ()) -> None:
-        self._index = index
-        self._recompute = recompute
-        self._treated = _treated(index, activations)
-        self._again: dict[int, Run] = {}
-        runs: list[Run] = []
-        triggers = index.triggers(index.partners(recompute))
-        position = 0
-        for place, visit in enumerate(index.trace.visits):
-            for earlier in triggers.get(place, ()):
-                first, length = index.trace.visits[earlier].first_op, index.length_again(earlier)
-                skipped = frozenset(op for op in self._treated.get(earlier, {}) if op < length)
-                self._again[earlier] = Run(earlier, first, length, position, again=True, skipped=skipped)
-                runs.append(self._again[earlier])
-                position += length
-            runs.append(Run(place, visit.first_op, index.length(place), position, again=False))
-            position += runs[-1].length
-        self._runs = tuple(runs)
-        self._end = position
-        self._forward = next((r.position for r in self._runs if _is_backward(index, r)), position)
-        self._position = positions(self._runs, index.ops)
-        self._held = self._inputs_of_recomputed()
+    def __init__(self, arrangement: Arrangement, activations: Iterable[Selection] = ()) -> None:
+        self._base = arrangement
+        self._index, self._columns = arrangement.index, arrangement.columns
+        self._treated = _treated(self._index, activations)
+        self._again = arrangement.again
+        self._position, self._end = arrangement.position, arrangement.end
         self._kept, self._late, self._moves = self._fates()
 
     def profile(self) -> Profile:
         """Adds up the lives."""
-        index = self._index
-        lives = _Sums(self._end)
-        moves = {move.root: move for move in self._moves}
-        for number, root in index.roots.items():
-            if number in moves:
-                _add_move(lives, moves[number])
-            elif number in self._kept:
-                spans = self._lives(number, root)
-                lives.add(Kind.ACTIVATION, spans[0][0], max(end for _, end in spans), root.nbytes)
-            else:
-                for start, end in self._lives(number, root):
-                    lives.add(root.kind, start, max(end, self._late.get(number, end)), root.nbytes)
+        index, table, lives = self._index, self._columns, Levels(self._end)
+        starts, ends = self._base.first[0], self._base.first[1].copy()
+        remade, starts_again, ends_again = self._base.second
+        again = remade & (table.completes == NEVER)
+        for number, until in self._late.items():
+            row = table.row[number]  # it is not made again: it has one life
+            ends[row] = max(ends[row], until)
+        kept = column([table.row[number] for number in sorted(self._kept)])
+        ends[kept] = np.maximum(ends[kept], np.where(again[kept], ends_again[kept], 0))
+        again[kept] = False
+        kinds = table.kind.copy()
+        kinds[kept] = KINDS.index(Kind.ACTIVATION)
+        as_it_is = np.ones(len(kinds), bool)
+        as_it_is[[table.row[move.root] for move in self._moves]] = False
+        found, first = np.unique(kinds, return_index=True)
+        for place in found[np.argsort(first)].tolist():
+            own = as_it_is & (kinds == place)
+            lives.add_all(KINDS[place], starts[own], ends[own], table.nbytes[own])
+            own &= again
+            lives.add_all(KINDS[place], starts_again[own], ends_again[own], table.nbytes[own])
+        for move in self._moves:
+            _add_move(lives, move)
         for place, run in self._again.items():
             nbytes = index.copied_nbytes(place)
             if nbytes:
-                lives.add(Kind.TEMPORARY, run.position, self._until(place), nbytes)
+                lives.add(Kind.TEMPORARY, run.position, self._base.until(place), nbytes)
         return self._summed(lives)
 
-    def _summed(self, lives: _Sums) -> Profile:
+    def _summed(self, lives: Levels) -> Profile:
         trace = self._index.trace
-        levels = lives.levels()
-        during = lives.during(levels)
-        first = self._forward
+        before = lives.before()
+        levels = {kind: tuple(level.tolist()) for kind, level in before.items()}
+        during = lives.during(before).tolist()
+        first = self._base.forward
         whole = [n + trace.held_nbytes for n in during[:first]] + during[first:]
         if first:
-            before = sum(level[first] for level in levels.values())
-            whole[first - 1] = max(whole[first - 1], before + trace.held_nbytes + trace.unseen_nbytes)
+            left = sum(level[first] for level in levels.values())
+            whole[first - 1] = max(whole[first - 1], left + trace.held_nbytes + trace.unseen_nbytes)
         for position, most in self._coding(levels, whole).items():
             whole[position] = max(whole[position], most)
         asking = self._index.backward_asks
         asks = self._position[asking] if asking < self._index.ops else self._end
         return Profile(
-            self._recompute,
-            self._runs,
+            self._base.recompute,
+            self._runs(),
             tuple(during),
             tuple(whole),
             MappingProxyType(levels),
@@ -190,15 +169,23 @@ class Layout:
             min((asks, *(run.position for run in self._again.values()))),
         )
 
+    def _runs(self) -> tuple[Run, ...]:
+        """The runs, without what is not run again because it is treated."""
+        runs = []
+        for run in self._base.runs:
+            skipped = frozenset(op for op in self._treated.get(run.visit, {}) if run.again and op < run.length)
+            runs.append(replace(run, skipped=skipped) if skipped else run)
+        return tuple(runs)
+
     def _coding(self, levels: Mapping[Kind, tuple[int, ...]], whole: Sequence[int]) -> dict[int, int]:
         """The most bytes while something is encoded after the op at a position, or decoded before it.
 
         Encoding comes while all is there that the op has read and made. Decoding comes before the op; of what is asked
         for at once, one after the other in any order, all may be back when the last is decoded.
         """
-        found: dict[int, int] = {}
-        back: dict[int, int] = {}
-        most: dict[int, int] = {}
+        found, back, most = dict[int, int](), dict[int, int](), dict[int, int]()
+        if all(move.codes is None for move in self._moves):
+            return found
         for move in self._moves:
             if move.asked != NEVER:
                 back[move.asked] = back.get(move.asked, 0) + move.nbytes
@@ -212,53 +199,6 @@ class Layout:
             before = sum(level[position] for level in levels.values()) + copied.get(position, 0)
             found[position] = max(found.get(position, 0), before + back[position] + extra)
         return found
-
-    # Lives, with nothing treated.
-
-    def _lives(self, number: int, root: Root) -> list[tuple[int, int]]:
-        """From which to which position the bytes of ``root`` are live."""
-        place, held = self._position, self._held.get(number, (NEVER, 0))[1]
-        birth = place[root.birth]
-        if root.completes != NEVER:
-            return [(birth, max(birth, place[root.completes]))]
-        again = self._again.get(root.visit)
-        if again is None:
-            unsaved = self._at(root.unsave) if root.saved else 0
-            return [(birth, max(birth, self._at(root.drop), unsaved, held))]
-        # The first copy is autograd's only where it is saved outside of the visit, the second where it is saved in it.
-        first = max(birth, self._at(root.drop), held, 0 if root.released == NEVER else place[root.released])
-        made = self._made_again(root)
-        return [(birth, first)] if made is None else [(birth, first), made]
-
-    def _made_again(self, root: Root) -> tuple[int, int] | None:
-        """The life of what a recomputation makes; None for what is made after the last tensor was saved."""
-        again = self._again.get(root.visit)
-        if again is None or root.birth - again.first_op >= again.length:
-            return None
-        shift, stop = again.position - again.first_op, again.position + again.length - 1
-        kept = 0 if root.spent == NEVER else self._position[root.spent]
-        gone = min(root.drop + shift, stop) if self._index.is_internal(root) else stop
-        return root.birth + shift, max(gone, kept)
-
-    def _at(self, op: int) -> int:
-        """The position of an op; the last for what is never over."""
-        return self._end - 1 if op == NEVER else self._position[op]
-
-    def _inputs_of_recomputed(self) -> dict[int, tuple[int, int]]:
-        """From and until when each input of what is recomputed is held in backward: the checkpoint asks for it when the
-        block runs again, and keeps it as long as backward has not let go of all that was saved in its region."""
-        held: dict[int, tuple[int, int]] = {}
-        for place, run in self._again.items():
-            until = self._until(place)
-            for root in self._index.kept(place):
-                since, most = held.get(root, (run.position, until))
-                held[root] = min(since, run.position), max(most, until)
-        return held
-
-    def _until(self, place: int) -> int:
-        """The position after which backward has let go of all that was saved in a visit."""
-        kept_until = self._index.trace.visits[place].kept_until
-        return self._end - 1 if kept_until == NO_SAVES else self._position[kept_until]
 
     # Lives of what is treated.
 
@@ -279,7 +219,7 @@ class Layout:
                         moves.append(self._move(number, root, what, treatment))
                     elif again is not None and op < again.length:
                         kept.add(number)
-                    elif self._block(place) in self._recompute:
+                    elif self._block(place) in self._base.recompute:
                         # Nobody knew in forward that no more would be saved: it was held until that was over.
                         late[number] = self._position[self._index.last_op(place)]
         return frozenset(kept), late, tuple(moves)
@@ -293,8 +233,10 @@ class Layout:
         return made if treatment.bits or treatment.fate is not Fate.KEEP else ()
 
     def _move(self, number: int, root: Root, what: str, treatment: Treatment) -> Move:
-        made = self._made_again(root)
-        since, held = self._held.get(number, (NEVER, NEVER))
+        remade, starts, ends = self._base.second
+        row = self._columns.row[number]
+        made = (int(starts[row]), int(ends[row])) if remade[row] else None
+        since, held = self._base.held.get(number, (NEVER, NEVER))
         # What is saved in a block that recomputes is what was made again, and that comes first.
         saved = root.released if root.visit in self._again else root.unsave if root.saved else NEVER
         wanted = [] if since == NEVER else [(since, held)]
@@ -304,14 +246,14 @@ class Layout:
             # Nothing may read it, if a node wanted its shape alone; it was asked for all the same.
             wanted.append((self._position[min(self._index.asked.get(number, saved), saved)], self._position[saved]))
         birth = self._position[root.birth]
-        dropped = max(birth, self._at(root.drop))
+        dropped = max(birth, self._end - 1 if root.drop == NEVER else self._position[root.drop])
         asked = min((start for start, _ in wanted), default=NEVER)
         last = self._index.ops - 1 if root.drop == NEVER else max(root.birth, root.drop)
         codes, until = None, dropped
         if treatment.bits:
             codes = Codes.of(root.nbytes, self._index.dtype_of(number), treatment.bits)
             # What nobody asks for is let go when forward is over.
-            stay = (self._forward if asked == NEVER else asked) - 1
+            stay = (self._base.forward if asked == NEVER else asked) - 1
             last, until = root.birth, max(birth, stay if treatment.fate is Fate.KEEP else birth)
         return Move(
             root=number,
@@ -334,52 +276,13 @@ class Layout:
         return self._index.trace.visits[place].block
 
 
-@final
-class _Sums:
-    """Adds up lives: bytes of every kind from one position to another, both included."""
-
-    def __init__(self, end: int) -> None:
-        self._end = end
-        self._made: dict[Kind, list[int]] = {}
-        self._gone: dict[Kind, list[int]] = {}
-
-    def add(self, kind: Kind, start: int, end: int, nbytes: int) -> None:
-        """``nbytes`` of ``kind`` more."""
-        if kind not in self._made:
-            self._made[kind] = [0] * (self._end + 1)
-            self._gone[kind] = [0] * (self._end + 1)
-        self._made[kind][start] += nbytes
-        self._gone[kind][end + 1] += nbytes
-
-    def levels(self) -> dict[Kind, tuple[int, ...]]:
-        """Of each kind the bytes before each position; what is made at one is there before the next."""
-        shifted = {kind: [0, *made[:-1]] for kind, made in self._made.items()}
-        return {kind: tuple(accumulate(map(int.__sub__, shifted[kind], self._gone[kind]))) for kind in self._made}
-
-    def during(self, levels: Mapping[Kind, tuple[int, ...]]) -> list[int]:
-        """The bytes of all kinds at each position; ``levels`` are those before it."""
-        total = [0] * self._end
-        for kind, level in levels.items():
-            total = list(map(add, map(add, level, self._made[kind]), total))
-        return total
-
-
-def _add_move(lives: _Sums, move: Move) -> None:
+def _add_move(lives: Levels, move: Move) -> None:
     """What there is of a treated root, copies under way left out."""
     lives.add(move.kind, move.made, move.dropped, move.nbytes)
     if move.codes is not None:
         lives.add(Kind.ACTIVATION, move.made, move.until, move.codes.nbytes)
     if move.asked != NEVER:
         lives.add(Kind.ACTIVATION, move.asked, move.gone, move.nbytes)
-
-
-def positions(runs: Sequence[Run], ops: int) -> list[int]:
-    """The position of every op, by its number, where it runs for the first time."""
-    found = [0] * ops
-    for run in runs:
-        if not run.again:
-            found[run.first_op : run.first_op + run.length] = range(run.position, run.position + run.length)
-    return found
 
 
 def _treated(index: TraceIndex, activations: Iterable[Selection]) -> dict[int, dict[int, Treatment]]:
@@ -392,7 +295,3 @@ def _treated(index: TraceIndex, activations: Iterable[Selection]) -> dict[int, d
             named = ((names.get((t.op, t.occurrence), NEVER), t) for t in chosen[visit.block])
             found[place] = {op: treatment for op, treatment in named if op != NEVER}
     return found
-
-
-def _is_backward(index: TraceIndex, run: Run) -> bool:
-    return run.again or index.trace.visits[run.visit].phase is Phase.BACKWARD

@@ -27,27 +27,35 @@ def lower(
     steps: int | None = None,
     micro_batches: int = 1,
     liveness: Liveness | None = None,
+    accounts: bool = True,
 ) -> Program:
     """What the runtime does under ``plan`` in ``steps`` steps of ``micro_batches`` passes each.
 
     ``steps`` None: two, or as many more as it takes until the last is like all that would follow. The first step
-    has no record of the order of blocks yet, and fetches on demand. ``liveness`` is that of the trace, if the caller
-    has it. Raises ``ConfigError`` for a plan of another model and ``DeviceOutOfMemory`` when the slots cannot hold the
+    has no record of the order of blocks yet, and fetches on demand. Updates ahead of their step are written down as all
+    steps make them that get what they took for granted; with several micro-batches the runtime makes those of its first
+    step too early, and again. ``liveness`` is that of the trace, if the caller has it. Without ``accounts`` compute
+    does not say what it takes and leaves on the device: that is enough to ask how long a step takes.
+
+    Raises ``ConfigError`` for a plan of another model and ``DeviceOutOfMemory`` when the slots cannot hold the
     blocks that are in use at one time.
     """
     if micro_batches < 1 or (steps is not None and steps < 1):
         raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
     _refuse_other_model(trace, plan)
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate)
+    sizes = arenas(
+        trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate, plan.update_on_device
+    )
     recorder = Recorder(in_step_with_compute=trace.device == "cpu")
-    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
+    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, accounts=accounts)
     done, before, after = 0, None, walker.state()
     while done < steps if steps is not None else done < 2 or (before != after and done < MOST_STEPS):
         recorder.step = done
-        for _ in range(micro_batches):
-            walker.micro_batch()
+        for left in reversed(range(micro_batches)):
+            walker.micro_batch(last=not left)
         walker.optimizer_step()
         done, before, after = done + 1, after, walker.state()
+    walker.homes.queue_all()
     return Program(
         actions=tuple(recorder.actions),
         slots=tuple(slot.nbytes for slot in walker.pool.slots),
@@ -77,15 +85,9 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
     # What is page-locked on a device with a link of its own, arena by arena as far as the pinned budget goes.
     pinned: dict[Kind, int] = {}
     left = plan.budget.pinned
-    arenas_there = (
-        (Kind.PARAMETER, sizes.host_parameters),
-        (Kind.GRADIENT, sizes.host_gradients),
-        (Kind.ACTIVATION, sizes.host_activations),
-        (Kind.STAGING, sizes.gradient_staging + sizes.host_slots + sizes.activation_ring),
-    )
-    for kind, nbytes in arenas_there if trace.device == "cuda" else ():
+    for kind, nbytes in sizes.pinnable if trace.device == "cuda" else ():
         if left is None or nbytes <= left:
-            pinned[kind] = nbytes
+            pinned[kind] = pinned.get(kind, 0) + nbytes
             left = None if left is None else left - nbytes
     return {
         Tier.DEVICE: _there(
@@ -94,6 +96,7 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
                 Kind.STATE: sizes.device_resident - parameters,
                 Kind.BUFFER: trace.model.buffer_nbytes,
                 Kind.INPUT: input_nbytes(trace),
+                Kind.STAGING: sizes.device_updates,
             }
         ),
         Tier.HOST: _there(

@@ -93,8 +93,10 @@ class Recorder:
     def wait_for(self, index: int) -> None:
         """The issuer waits for an action: whatever is written down later, on any lane, comes after it."""
         self.before()
-        for lane in self._pending:
-            self._hold(lane, index)
+        other = self._lanes[index]
+        for lane, waiting in self._pending.items():
+            if lane is not other and waiting.get(other, NOTHING) < index:
+                waiting[other] = index
 
     def _hold(self, lane: Lane, index: int) -> None:
         other = self._lanes[index]
@@ -136,9 +138,7 @@ class Recorder:
     ) -> Recorded:
         """Writes down an action, after what the caller names and after what its lane must wait for."""
         self.before()
-        waits = self._pending[lane]
-        if waits:
-            self._pending[lane] = {}
+        waits, self._pending[lane] = self._pending[lane], {}
         for completion in after:
             if isinstance(completion, Recorded) and completion.index != NOTHING:
                 other = self._lanes[completion.index]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final
 
-from forebay.lowering.index import Completed
-from forebay.lowering.liveness import Liveness
-from forebay.lowering.lives import Move, Profile, Run
+from forebay.lowering.arrangement import Run
+from forebay.lowering.index import Completed, TraceIndex
+from forebay.lowering.lives import Move, Profile
 from forebay.program import Change
-from forebay.trace import Phase, Trace
+from forebay.trace import Phase
 
 __all__ = ["Cut", "Landing", "Stage", "Stages", "Stop"]
 
@@ -68,9 +70,9 @@ class Stage:
 class Stages:
     """Finds what the runtime will do in each run of ``profile``; ``hosted`` are the blocks that are not resident."""
 
-    def __init__(self, trace: Trace, liveness: Liveness, profile: Profile, hosted: set[str]) -> None:
-        self._trace = trace
-        self._index = liveness.index
+    def __init__(self, index: TraceIndex, profile: Profile, hosted: Collection[str]) -> None:
+        trace = self._trace = index.trace
+        self._index = index
         self._runs = profile.runs
         # By the position of the op before or after which compute is cut.
         self._made: dict[int, list[Move]] = defaultdict(list)
@@ -79,6 +81,9 @@ class Stages:
         for move in profile.moves:
             self._made[move.made].append(move)
             self._asked[move.asked].insert(0, move)  # backward asks in reverse order
+        skipped = (run.position + op for run in profile.runs for op in run.skipped)
+        after = (position + 1 for position in (*self._made, *self._dropped))
+        self._at = sorted({*after, *self._asked, *skipped})  # where compute may be cut
         self._hosted = hosted
         self._held = {b.name: b.modules for b in trace.model.blocks if b.held and b.name in hosted}
         self._modules = {b.name: b.modules for b in trace.model.blocks}
@@ -157,7 +162,8 @@ class Stages:
 
     def _cuts(self, run: Run) -> tuple[Cut, ...]:
         cuts = []
-        for at in range(run.position, run.position + run.length + 1):
+        first, last = bisect_left(self._at, run.position), bisect_right(self._at, run.position + run.length)
+        for at in self._at[first:last]:
             before, here = at > run.position, at < run.position + run.length
             leaving = self._made.get(at - 1, ()) if before else ()
             asked = self._asked.get(at, ()) if here else ()

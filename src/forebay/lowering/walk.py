@@ -7,7 +7,7 @@ when: ``runtime.hooks``, ``runtime.saved``, ``runtime.stash``, ``runtime.gradien
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import add
@@ -20,7 +20,7 @@ from forebay.lowering.liveness import Liveness
 from forebay.lowering.lives import Move, Profile
 from forebay.lowering.moving import Moving
 from forebay.lowering.recorder import Recorder
-from forebay.lowering.stages import Cut, Landing, Stage, Stages
+from forebay.lowering.stages import Cut, Landing, Stage
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan
 from forebay.program import Change, Use, Verb
@@ -37,16 +37,19 @@ TRAINING = "training"
 
 @final
 class Walker:
-    """Writes the steps of one plan into ``recorder``."""
+    """Writes the steps of one plan into ``recorder``. ``accounts`` says whether compute is to say what it takes and
+    leaves on the device."""
 
-    def __init__(self, trace: Trace, plan: Plan, liveness: Liveness, sizes: Arenas, recorder: Recorder) -> None:
+    def __init__(
+        self, trace: Trace, plan: Plan, liveness: Liveness, sizes: Arenas, recorder: Recorder, *, accounts: bool = True
+    ) -> None:
         self._trace = trace
         self._plan = plan
         self._recorder = recorder
         self._profile = liveness.profile(plan.recompute, plan.activations)
         self.homes = Homes(trace, plan, sizes, recorder)
         self._hosted = {p.block for p in plan.placements if not p.resident}
-        self._stages = Stages(trace, liveness, self._profile, self._hosted).all()
+        self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted))
         streaming = plan.streaming
         self.pool = SlotPool(
             recorder,
@@ -61,10 +64,20 @@ class Walker:
         self._window = TransferWindow(recorder, streaming.gradient_window)
         self._tasks: dict[str, set[int]] = defaultdict(set)
         self._trained = _trained(liveness)
+        # Of blocks that speculate: landings in a pass, and how many of them are still to come in this one.
+        self._landings = _landings(self._stages, frozenset(plan.speculate))
+        self._to_land: dict[str, int] = {}
         self._moving = Moving(recorder, self._profile.moves, streaming)
-        self._levels, self._during = _of_compute(self._profile)
+        self._accounts = accounts
+        self._levels: Mapping[Kind, tuple[int, ...]] = {}
+        self._during: tuple[int, ...] = ()
+        if accounts:
+            self._levels, self._during = _of_compute(self._profile)
         levels = self._levels.values()
         self._total = tuple(map(sum, zip(*levels, strict=True))) or (0,) * (len(self._profile.during) + 1)
+        # The same in every step, by positions: what ops make and leave, and the most that they take.
+        self._made: dict[tuple[int, int], tuple[Change, ...]] = {}
+        self._most: dict[tuple[int, int], int] = {}
         self._holds_outputs = False
         # Gradients of resident blocks: those of the first pass stay until the update, later ones are added to them.
         self._kept = 0
@@ -84,8 +97,9 @@ class Walker:
 
     # One step.
 
-    def micro_batch(self) -> None:
-        """One forward and backward pass."""
+    def micro_batch(self, *, last: bool = True) -> None:
+        """One forward and backward pass; ``last``: of its step."""
+        self._to_land = dict(self._landings) if last else {}
         self._window.empty()
         self.pool.order.begin(TRAINING)
         around: dict[str, Slot] = {}
@@ -149,7 +163,8 @@ class Walker:
             self._end = cut.position
             self._uses.update(uses)
             self._write_compute()
-            dropping = max(0, self._during[cut.position - 1] - self._total[cut.position]) if cut.leaving else 0
+            counted = cut.leaving and self._accounts
+            dropping = max(0, self._during[cut.position - 1] - self._total[cut.position]) if counted else 0
             for move in cut.leaving:
                 self._moving.leave(move, dropping)
             self._ask(stage, cut.position, cut.asked)
@@ -166,6 +181,7 @@ class Walker:
     def _land(self, landing: Landing) -> None:
         home, tasks = self.homes.blocks[landing.block], self._tasks[landing.block]
         # The update of the last step may not have read the landed bytes yet.
+        self.homes.queue_deferred(home)
         reader = home.read_by.pop(landing.place, None)
         if reader is not None:
             reader.wait()
@@ -184,6 +200,11 @@ class Walker:
         )
         self._window.sent(done, landing.nbytes)
         home.arrived[landing.place] = done
+        left = self._to_land.get(landing.block, 0)
+        if left:
+            self._to_land[landing.block] = left - 1
+        if left == 1:  # nothing more lands in this step
+            self.homes.update_ahead(home, frozenset(tasks))
 
     def optimizer_step(self) -> None:
         """The updates, and the first fetches of the next pass."""
@@ -197,7 +218,7 @@ class Walker:
                 self.homes.update_resident(home, tasks, freed)
             else:
                 self.pool.invalidate(name)
-                self.homes.update(home, tasks)
+                self.homes.step(home, tasks)
         if not self._plan.streaming.overlap_update:
             self.homes.settle()
         self._tasks.clear()
@@ -212,7 +233,7 @@ class Walker:
         start, end, stage = self._start, self._end, self._stage
         if stage is None or end <= start:
             return  # asked for at every turn: mostly there is nothing
-        base, run = self._total[start], stage.run
+        run = stage.run
         begin = max(start, run.position)
         while begin - run.position in run.skipped:
             begin += 1  # compute is cut before each op that is skipped
@@ -221,11 +242,7 @@ class Walker:
         self._start = end  # first: writing down asks for this again
         if end == self._profile.forward:
             self._moving.end_forward()
-        changes: dict[Kind, int] = defaultdict(int)
-        for change in (*self._changes(start, end), *self._leaving, *self._moving.freed):
-            changes[change.kind] += change.nbytes
-        peak = max(0, max(self._during[start:end]) - base)
-        peak = max(peak, self._outputs(end, changes, peak))
+        peak, changes = self._account(start, end) if self._accounts else (0, ())
         first = run.first_op + begin - run.position
         uses = tuple(Use(block, self._numbers[id(slot)]) for block, slot in self._uses.items())
         self._uses, self._leaving = {}, []
@@ -237,12 +254,26 @@ class Walker:
             recomputed=run.again,
             uses=uses,
             peak=peak,
-            changes=tuple(Change(kind, nbytes) for kind, nbytes in changes.items() if nbytes),
+            changes=changes,
         )
 
-    def _changes(self, start: int, end: int) -> list[Change]:
+    def _account(self, start: int, end: int) -> tuple[int, tuple[Change, ...]]:
+        """The most bytes that the ops from position ``start`` to ``end`` take beside what was there, and what they
+        leave."""
+        changes: dict[Kind, int] = defaultdict(int)
+        for change in (*self._changes(start, end), *self._leaving, *self._moving.freed):
+            changes[change.kind] += change.nbytes
+        if (start, end) not in self._most:
+            self._most[start, end] = max(0, max(self._during[start:end]) - self._total[start])
+        peak = self._most[start, end]
+        peak = max(peak, self._outputs(end, changes, peak))
+        return peak, tuple(Change(kind, nbytes) for kind, nbytes in changes.items() if nbytes)
+
+    def _changes(self, start: int, end: int) -> tuple[Change, ...]:
         """What the ops from position ``start`` to ``end`` make and leave, and what goes with them."""
-        return [Change(kind, level[end] - level[start]) for kind, level in self._levels.items()]
+        if (start, end) not in self._made:
+            self._made[start, end] = tuple(Change(k, level[end] - level[start]) for k, level in self._levels.items())
+        return self._made[start, end]
 
     def _outputs(self, end: int, changes: dict[Kind, int], peak: int) -> int:
         """Books what the trace knows of outputs; returns the peak with a loss outside of the model.
@@ -271,6 +302,12 @@ def _trained(liveness: Liveness) -> dict[str, set[int]]:
         for done in visit:
             found[index.blocks[done.parameter]].add(index.places[done.parameter])
     return found
+
+
+def _landings(stages: Sequence[Stage], blocks: frozenset[str]) -> Mapping[str, int]:
+    """How many gradients of each of ``blocks`` land in a pass."""
+    landings = (landing.block for stage in stages for stop in stage.stops for landing in stop.landings)
+    return Counter(block for block in landings if block in blocks)
 
 
 def _of_compute(profile: Profile) -> tuple[Mapping[Kind, tuple[int, ...]], tuple[int, ...]]:

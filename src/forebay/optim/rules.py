@@ -1,6 +1,7 @@
 """Update rules: what one optimizer step does to some elements, on whatever device they are.
 
-A rule is read from the user's ``torch.optim`` optimizer and applied to pieces of parameters. The arithmetic is that
+A rule is read from the user's optimizer, one of ``torch.optim`` or of forebay's own, and applied to pieces of
+parameters. The arithmetic is that
 of torch's fused kernels (``aten/src/ATen/native/cpu/FusedAdamKernel.cpp`` and its siblings), which the optimizers of
 ``torch.optim`` call with ``fused=True``. ``arithmetic`` puts forebay's own kernels in their place on the host.
 """
@@ -14,14 +15,16 @@ from typing import Any, final
 import torch
 
 from forebay.errors import OptimizerError
+from forebay.states import Moments, moment_states
 
-__all__ = ["AdamRule", "SgdRule", "UpdateRule", "read_optimizer"]
+__all__ = ["AdamRule", "LionRule", "RuledOptimizer", "SgdRule", "UpdateRule", "read_optimizer"]
 
 States = Mapping[str, Sequence[torch.Tensor]]
 
 
 class UpdateRule(ABC):
-    """One optimizer's arithmetic. ``state_names`` are its states in torch's own names, fp32, one element each."""
+    """One optimizer's arithmetic. ``state_names`` are its states, in torch's own names, and how they lie
+    (``forebay.states``)."""
 
     state_names: tuple[str, ...]
 
@@ -36,19 +39,26 @@ class UpdateRule(ABC):
     ) -> None:
         """Updates ``parameters`` and ``states`` in place.
 
-        All lists run in parallel and hold tensors of the same dtype. ``step`` counts from 1; ``group`` are the
-        hyperparameters of the parameter group at the time of the step.
+        All lists run in parallel and hold tensors of the same dtype. ``states`` are fp32, by plain name. ``step``
+        counts from 1; ``group`` are the hyperparameters of the parameter group at the time of the step.
         """
 
 
 @final
 class AdamRule(UpdateRule):
-    """Adam (Kingma and Ba, 2015, algorithm 1) and AdamW (Loshchilov and Hutter, 2019, algorithm 2)."""
+    """Adam (Kingma and Ba, 2015, algorithm 1) and AdamW (Loshchilov and Hutter, 2019, algorithm 2).
 
-    def __init__(self, *, decoupled: bool, amsgrad: bool) -> None:
+    Raises ``OptimizerError`` for amsgrad with moments of few bits: their largest would be that of their roundings.
+    """
+
+    def __init__(self, *, decoupled: bool, amsgrad: bool, moments: Moments = "float32") -> None:
+        if amsgrad and moments in ("8bit", "4bit"):
+            raise OptimizerError(f"amsgrad keeps no moments as {moments}; set amsgrad=False, or moments='bfloat16'")
         self.decoupled = decoupled
+        self.moments = moments
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        self.state_names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
+        self.state_names = moment_states(names, moments)
 
     def update(
         self,
@@ -109,23 +119,59 @@ class SgdRule(UpdateRule):
         )
 
 
+@final
+class LionRule(UpdateRule):
+    """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", algorithm 2), each operation rounded by
+    itself in the order of the paper."""
+
+    state_names = ("exp_avg",)
+
+    def update(
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        states: States,
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        for parameter, gradient, average in zip(parameters, gradients, states["exp_avg"], strict=True):
+            direction = average * beta1 + gradient * (1 - beta1)
+            # torch's sign of NaN is 0: what is added says so.
+            parameter.mul_(1 - lr * decay).sub_(lr * direction.sign() + 0 * direction)
+            average.mul_(beta2).add_(gradient * (1 - beta2))
+
+
+class RuledOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer of forebay's own, which steps by a rule wherever it is."""
+
+    @property
+    @abstractmethod
+    def rule(self) -> UpdateRule:
+        """What a step does. Raises ``OptimizerError`` where groups ask for what no rule does."""
+
+
 def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam`` or ``SGD``.
+    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam`` or ``SGD``, or of an optimizer of ``forebay.optim``.
 
     Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
     forebay does not run.
     """
     groups, kind = optimizer.param_groups, type(optimizer)
-    if kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+    own = isinstance(optimizer, RuledOptimizer)
+    if not own and kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         raise OptimizerError(
             f"{kind.__module__}.{kind.__qualname__} is not an optimizer that forebay runs; use torch.optim.AdamW, "
-            f"torch.optim.Adam or torch.optim.SGD"
+            f"torch.optim.Adam, torch.optim.SGD, forebay.optim.AdamW or forebay.optim.Lion"
         )
     if optimizer.state:
         raise OptimizerError(
             "the optimizer has taken steps already; prepare it before the first step, or load its state_dict() into "
             "the prepared optimizer"
         )
+    if isinstance(optimizer, RuledOptimizer):
+        return optimizer.rule
     if any(group.get("differentiable") for group in groups):
         raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
     if kind is torch.optim.SGD:

@@ -8,8 +8,9 @@ from typing import Any, NoReturn, Protocol, SupportsIndex, final
 import torch
 
 from forebay.errors import OptimizerError
+from forebay.states import form_of, plain_name
 
-__all__ = ["StateHost", "StreamedOptimizer"]
+__all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group"]
 
 
 class StateHost(Protocol):
@@ -17,7 +18,7 @@ class StateHost(Protocol):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The optimizer's states per element."""
+        """The optimizer's states, and how they lie."""
 
     def follow(self, hyperparameters: Callable[[Collection[str]], Mapping[str, Mapping[str, object]]]) -> None:
         """Told once by whom the hyperparameters of parameters, by name, can be asked for at any time."""
@@ -26,7 +27,7 @@ class StateHost(Protocol):
         """One step for the parameters named in ``groups`` that have a gradient."""
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
-        """Copies of one parameter's states in its shape, with ``step``; empty before its first step."""
+        """Copies of one parameter's states, with ``step``; empty before its first step."""
 
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replaces the states of the parameters named; those with an empty mapping start anew."""
@@ -61,7 +62,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def hyperparameters(self, names: Collection[str]) -> dict[str, Mapping[str, object]]:
         """What a step would take now for the parameters in ``names`` that are in a group: one copy for each group."""
         groups = {name: self._group_of[name] for name in names if name in self._group_of}
-        frozen = {id(group): _frozen(group) for group in groups.values()}
+        frozen = {id(group): frozen_group(group) for group in groups.values()}
         return {name: frozen[id(group)] for name, group in groups.items()}
 
     @torch.no_grad()
@@ -77,7 +78,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         groups: dict[str, Mapping[str, object]] = {}
         for group in self.param_groups:
-            frozen = _frozen(group)
+            frozen = frozen_group(group)
             groups.update((self._names[id(p)], frozen) for p in group["params"])
         self._host.step(groups)
         return loss
@@ -115,14 +116,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         states: dict[str, Mapping[str, torch.Tensor]] = {}
         for key, parameter in zip(keys, self._parameters(), strict=True):
             entry = state_dict["state"].get(key, {})
-            _check_shapes(self._names[id(parameter)], parameter, entry, self._host.state_names)
+            check_states(self._names[id(parameter)], parameter, entry, self._host.state_names)
             states[self._names[id(parameter)]] = entry
         self._host.write_states(states)
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
 
 
-def _frozen(group: Mapping[str, Any]) -> dict[str, object]:
+def frozen_group(group: Mapping[str, Any]) -> dict[str, object]:
     """A copy of a group's hyperparameters: a scheduler may change the group while the update is still queued, and a
     learning rate that is a tensor is changed in place."""
 
@@ -134,12 +135,18 @@ def _frozen(group: Mapping[str, Any]) -> dict[str, object]:
     return {key: plain(value) for key, value in group.items() if key != "params"}
 
 
-def _check_shapes(name: str, parameter: torch.Tensor, entry: Mapping[str, Any], required: Iterable[str]) -> None:
-    for state in required:
-        value = entry.get(state)
-        if entry and not isinstance(value, torch.Tensor):
-            raise OptimizerError(f"the saved state of {name} has no {state}; it is another optimizer's")
-        if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+def check_states(name: str, parameter: torch.Tensor, entry: Mapping[str, Any], required: Iterable[str]) -> None:
+    """Raises ``OptimizerError`` where the saved states in ``entry`` are not those of the parameter ``name``."""
+    for state in required if entry else ():
+        key, form = plain_name(state), form_of(state)
+        value = entry.get(key)
+        if not isinstance(value, torch.Tensor):
+            raise OptimizerError(f"the saved state of {name} has no {key}; it is another optimizer's")
+        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        wanted = tuple(parameter.shape) if form.is_elementwise else (form.count(parameter.numel()),)
+        fits = value.is_floating_point() if form.is_elementwise else dtype == form.dtype
+        if shape != wanted or not fits:
             raise OptimizerError(
-                f"the saved {state} of {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+                f"the saved {key} of {name} has shape {shape} in {dtype}, and this optimizer keeps {wanted} as "
+                f"{form.name}"
             )

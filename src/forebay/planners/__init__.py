@@ -8,6 +8,7 @@ bench              what a draft needs of every tier and how long its step takes
 activations        the menu of every block and the programme over all of them
 shapes, homes      drafts that fit on the device; what of them goes to disk
 search, reasons    the fastest of them, and why in words
+speculation        which of its updates run ahead of their step, under backward
 auto, policies     the planners themselves
 refusals           what was too small and what would fit
 alternatives       the best plans of another kind
@@ -16,8 +17,10 @@ alternatives       the best plans of another kind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
+from forebay.collector import collector_paused
 from forebay.errors import ConfigError
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
@@ -51,4 +54,9 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
     planner = PLANNERS.get(policy)
     if planner is None:
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
-    return planner(problem, bench)
+    with collector_paused():
+        plan = planner(problem, bench)
+    if problem.machine is None or problem.machine.disk is None:
+        return plan
+    disk = problem.machine.disk
+    return replace(plan, streaming=replace(plan.streaming, disk_block=disk.block, disk_depth=disk.depth))

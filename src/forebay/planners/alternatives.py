@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from forebay.errors import ConfigError, DoesNotFit
@@ -22,6 +22,9 @@ __all__ = ["Alternative", "alternatives"]
 MOST = 3
 """How many alternatives are named."""
 
+ALIKE = 0.02
+"""Figures that differ by no more than this share are the same: a prediction is off by more."""
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -37,9 +40,10 @@ def alternatives(problem: Problem, plan: Plan, bench: Bench | None = None) -> tu
     """The three fastest plans of another kind than ``plan``, the fastest first; fewer where fewer fit.
 
     Kinds differ in what recomputes (nothing, something, everything that may), in whether blocks stay on the device,
-    in whether something is on disk, and in whether activations leave the device. ``bench`` is that on which
-    ``plan`` was made, if the caller has it: its sizes and simulations are used again. Raises ``ConfigError`` for a
-    problem without a trace.
+    in whether something is on disk, in whether activations leave the device, and in whether there are second copies for
+    updates ahead of their step, which only ``plan`` itself may have. One whose figures are those of ``plan``, or of a
+    faster one, says nothing new and is left out. ``bench`` is that on which ``plan`` was made, if the caller has it:
+    its sizes and simulations are used again. Raises ``ConfigError`` for a problem without a trace.
     """
     if problem.trace is None:
         raise ConfigError("plans are compared by their simulated step; give a batch")
@@ -54,8 +58,17 @@ def alternatives(problem: Problem, plan: Plan, bench: Bench | None = None) -> tu
         other = bench.timed(bench.plan(name, draft, reasons=reasons))
         if kind not in found or _seconds(other) < _seconds(found[kind]):
             found[kind] = other
-    fastest = sorted(found.values(), key=_seconds)[:MOST]
-    return tuple(_alternative(other, plan) for other in fastest)
+    different = [plan]
+    for other in sorted(found.values(), key=_seconds):
+        if not any(_alike(other, one) for one in different):
+            different.append(other)
+    return tuple(_alternative(other, plan) for other in different[1 : 1 + MOST])
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans are the same to their user: as fast, with as much of every tier."""
+    pairs = ((_seconds(one), _seconds(other)), *zip(_peaks(one).values(), _peaks(other).values(), strict=True))
+    return all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs)
 
 
 def _others(bench: Bench, plan: Plan) -> Iterator[tuple[str, Draft]]:
@@ -69,6 +82,8 @@ def _others(bench: Bench, plan: Plan) -> Iterator[tuple[str, Draft]]:
     for name, level in levels.items():
         if plan.planner != "auto" or Draft.of(plan).level != level:
             makers.append((name, partial(searched, bench, [level], single_blocks=False)))
+    if plan.speculate:
+        makers.append((f"{plan.planner} without second copies", lambda: replace(Draft.of(plan), speculate=())))
     for name, make in makers:
         try:
             yield name, make()
@@ -85,7 +100,12 @@ def _kind(bench: Bench, draft: Draft) -> tuple[object, ...]:
         "all" if draft.recompute and len(draft.recompute) == able else "some" if draft.recompute else "none",
         bench.arenas(draft).disk > 0,
         draft.streaming.host_activations + draft.streaming.disk_activations > 0,
+        bool(draft.speculate),
     )
+
+
+def _peaks(plan: Plan) -> dict[Tier, int]:
+    return {Tier.DEVICE: plan.device, Tier.HOST: plan.host, Tier.PINNED: plan.pinned, Tier.DISK: plan.disk}
 
 
 def _seconds(plan: Plan) -> float:
@@ -93,8 +113,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _alternative(other: Plan, plan: Plan) -> Alternative:
-    peaks = {Tier.DEVICE: other.device, Tier.HOST: other.host, Tier.PINNED: other.pinned, Tier.DISK: other.disk}
-    seconds = _seconds(other)
+    peaks, seconds = _peaks(other), _seconds(other)
     resident = sum(p.resident for p in other.placements)
     words = f"{other.planner}: {format_seconds(seconds)} a step"
     if plan.step_seconds:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import final
 
 from forebay.arenas import Arenas, Sizer
-from forebay.errors import ConfigError
+from forebay.checking import check
+from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import lower
 from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
 from forebay.memory import Tier
@@ -17,9 +18,10 @@ from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.parts import Draft, recomputable, slot_options
 from forebay.planners.problem import Problem
-from forebay.plans import Fate, Plan
+from forebay.plans import Fate, Plan, Streaming
 from forebay.program import Program
-from forebay.simulation import Costs, Forecast, play, summarise
+from forebay.simulation import Costs, Forecast, pace, play, summarise
+from forebay.states import state_changes
 from forebay.timeline import Timeline
 from forebay.trace import Block
 
@@ -38,6 +40,9 @@ IN_WORDS = ACTIONS // 8
 
 SIMULATIONS_LEAST = 3
 """But so many it may take."""
+
+LONG = 160
+"""Visits of a trace from which on a step is so long that nothing is simulated beside what is most likely to gain."""
 
 CHUNKS = 500
 """Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
@@ -58,8 +63,9 @@ class Bench:
         self._arenas: dict[Draft, Arenas] = {}
         self.liveness = None if problem.trace is None else Liveness(problem.trace)
         self._beside: dict[tuple[object, ...], int] = {}
-        self._forecasts: dict[Draft, Forecast] = {}
+        self._seconds: dict[Draft, float] = {}
         self._exact: dict[Draft, Forecast] = {}
+        self._proofs: dict[Draft, DoesNotFit | PlanInvalid | None] = {}
         self._latest: tuple[Draft, Program, Timeline] | None = None
         self._costs: Costs | None = None
         self._op_seconds: float | None = None
@@ -74,6 +80,11 @@ class Bench:
         enough = simulated >= share * SIMULATIONS_LEAST and actions >= share * ACTIONS
         return enough or simulated >= share * SIMULATIONS
 
+    @property
+    def is_long(self) -> bool:
+        """Whether a step is so long that little of it should be simulated; the same whatever the budgets are."""
+        return self.problem.trace is not None and len(self.problem.trace.visits) >= LONG
+
     def sizer(self, update_chunk: int) -> Sizer:
         """The sizer for chunks of ``update_chunk`` elements."""
         if update_chunk not in self._sizers:
@@ -83,7 +94,8 @@ class Bench:
     def arenas(self, draft: Draft) -> Arenas:
         """Bytes of every arena."""
         if draft not in self._arenas:
-            self._arenas[draft] = self.sizer(draft.streaming.update_chunk).arenas(draft.placements, draft.streaming)
+            sizer = self.sizer(draft.streaming.update_chunk)
+            self._arenas[draft] = sizer.arenas(draft.placements, draft.streaming, draft.speculate)
         return self._arenas[draft]
 
     def device(self, draft: Draft) -> int:
@@ -113,13 +125,12 @@ class Bench:
         return [b for b, p in zip(self.model.blocks, draft.placements, strict=True) if p.parameters is not Tier.DEVICE]
 
     def pinned(self, sizes: Arenas) -> int:
-        """Bytes that the runtime will page-lock: arena by arena in the order in which it opens them, each as a whole
-        or, where the rest of the pinned budget is too small, not at all (``runtime.store``)."""
+        """Bytes that the runtime will page-lock (``Arenas.pinnable``)."""
         machine = self.problem.machine
         if machine is None or machine.device_kind != "cuda":
             return 0
         taken, limit = 0, self.problem.limit(Tier.PINNED)
-        for nbytes in _pinnable(sizes):
+        for _, nbytes in sizes.pinnable:
             if taken + nbytes <= limit:
                 taken += nbytes
         return taken
@@ -129,7 +140,7 @@ class Bench:
         machine = self.problem.machine
         if machine is None or machine.device_kind != "cuda":
             return 0
-        return sum(_pinnable(sizes)) - self.pinned(sizes)
+        return sum(nbytes for _, nbytes in sizes.pinnable) - self.pinned(sizes)
 
     def plan(self, name: str, draft: Draft, reasons: tuple[str, ...] = ()) -> Plan:
         """The plan that ``draft`` stands for."""
@@ -146,55 +157,65 @@ class Bench:
             pinned=self.pinned(sizes),
             recompute=draft.recompute,
             activations=draft.activations,
+            speculate=draft.speculate,
             fingerprint="" if trace is None else trace.fingerprint,
             reasons=reasons,
-            changes_numbers=changes(draft.activations),
+            changes_numbers=(*changes(draft.activations), *state_changes(self.problem.state_names)),
         )
 
     def timed(self, plan: Plan) -> Plan:
         """``plan`` with the seconds of its simulated step, where the problem says enough to simulate one."""
         if self.problem.trace is None:
             return plan
-        draft = Draft.of(plan)
-        return replace(plan, step_seconds=self.exact(draft).step_seconds)
+        return replace(plan, step_seconds=self.exact(_decided(plan)).step_seconds)
 
     def exact(self, draft: Draft) -> Forecast:
         """What a step of ``draft`` is predicted to take, every chunk of every update by itself."""
         if draft not in self._exact:
-            coarse = self._forecasts.get(draft)
-            if coarse is not None and self._chunk(draft) == draft.streaming.update_chunk:
-                return coarse
             program, timeline = self.played(self.plan("", draft))
             self._exact[draft] = summarise(timeline, program, self.costs)
         return self._exact[draft]
 
-    def forecast(self, draft: Draft) -> Forecast:
-        """What a step of ``draft`` is predicted to take. Raises ``ConfigError`` for a problem without a trace.
+    def seconds(self, draft: Draft) -> float:
+        """Seconds of a step of ``draft`` that is like all that follow. Raises ``ConfigError`` for a problem without a
+        trace.
 
         Updates of a large model are taken in fewer and larger chunks than they run in, which is what most of a
         simulation would go into; ``exact`` takes them as they are.
         """
-        if draft not in self._forecasts:
+        if draft not in self._seconds:
             self.simulated += 1
-            streaming = replace(draft.streaming, update_chunk=self._chunk(draft))
+            costs, streaming = self.costs, replace(draft.streaming, update_chunk=self._chunk(draft))
             coarse = replace(self.plan("", draft), streaming=streaming)
-            program, timeline = self._play(coarse)
+            program = lower(costs.trace, coarse, liveness=self.liveness, accounts=False)
             self.actions += len(program.actions)
-            self._forecasts[draft] = summarise(timeline, program, self.costs)
-        return self._forecasts[draft]
+            self._seconds[draft] = pace(program, costs, settled=not streaming.overlap_update)[-1]
+        return self._seconds[draft]
 
     def played(self, plan: Plan) -> tuple[Program, Timeline]:
         """``plan`` lowered, every chunk of every update by itself, and played against a clock. The latest is kept."""
-        draft = Draft.of(plan)
+        draft, costs = _decided(plan), self.costs
         if self._latest is None or self._latest[0] != draft:
-            self._latest = draft, *self._play(plan)
+            program = lower(costs.trace, plan, liveness=self.liveness)
+            settled = not plan.streaming.overlap_update
+            timeline = play(program, costs.trace, costs.machine, costs=costs, settled=settled)
+            self._latest = draft, program, timeline
         return self._latest[1:]
 
-    def _play(self, plan: Plan) -> tuple[Program, Timeline]:
-        costs = self.costs
-        program = lower(costs.trace, plan, liveness=self.liveness)
-        settled = not plan.streaming.overlap_update
-        return program, play(program, costs.trace, costs.machine, costs=costs, settled=settled)
+    def prove(self, plan: Plan) -> None:
+        """Raises what ``checking.check`` raises for ``plan``, one that was made here. What is checked follows from what
+        was decided: no plan is proven twice."""
+        draft, costs = _decided(plan), self.costs
+        if draft not in self._proofs:
+            program, _ = self.played(plan)
+            self._proofs[draft] = None
+            try:
+                check(costs.trace, costs.machine, plan, program)
+            except (DoesNotFit, PlanInvalid) as error:
+                self._proofs[draft] = error
+        fault = self._proofs[draft]
+        if fault is not None:
+            raise fault
 
     def _chunk(self, draft: Draft) -> int:
         """Elements of an update job in simulations that only compare."""
@@ -202,11 +223,12 @@ class Bench:
 
     def may_compare(self, draft: Draft) -> bool:
         """Whether ``draft`` may be simulated after the search, to say in words what a choice is worth."""
-        return draft in self._forecasts or self.actions <= self.simulated * IN_WORDS
+        return draft in self._seconds or self.actions <= self.simulated * IN_WORDS
 
-    def seconds(self, draft: Draft) -> float:
-        """Seconds of a step that is like all that follow."""
-        return self.forecast(draft).step_seconds
+    def fastest(self, count: int) -> list[Draft]:
+        """The ``count`` fastest of the drafts that were simulated, updates ahead of their step left out."""
+        plain = (draft for draft in self._seconds if not draft.speculate)
+        return sorted(plain, key=self.seconds)[:count]
 
     def at_least(self, draft: Draft) -> float:
         """Seconds below which no step of ``draft`` can be: every lane at its best rate, with all others out of its
@@ -214,22 +236,21 @@ class Bench:
         machine = self.problem.machine
         if machine is None:
             return 0.0
-        sizes = self.arenas(draft)
-        blocks = zip(self.model.blocks, draft.placements, strict=True)
-        hosted = [b for b, p in blocks if not p.resident]
+        sizer = self.sizer(draft.streaming.update_chunk)
+        hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
+        states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted]
         # A trained block comes at least once a step, because its update made what a slot holds stale.
-        trained = sum(b.nbytes for b in hosted if b.gradient_nbytes)
-        gradients = sum(b.gradient_nbytes for b in hosted)
-        states = sizes.host_states + sizes.disk_states
+        trained = sum(b.nbytes for b, _ in hosted if b.gradient_nbytes)
+        gradients = sum(b.gradient_nbytes for b, _ in hosted)
         moved = 0 if self.liveness is None else sum(moved_nbytes(self.liveness.index, draft.activations))
         lanes = [
             self._compute_seconds(draft),
             (trained + moved) / machine.h2d.curve.best,
             (gradients + moved) / machine.d2h.curve.best,
-            2 * states / machine.update_rate,
+            2 * sum(nbytes for nbytes, _ in states) / machine.update_rate,
         ]
         if machine.disk is not None:
-            written = sizes.disk_states
+            written = sum(nbytes for nbytes, tier in states if tier is Tier.DISK)
             if self.liveness is not None:
                 written += sum(moved_nbytes(self.liveness.index, draft.activations, (Fate.DISK,)))
             lanes += [written / link.curve.best for link in (machine.disk.read, machine.disk.write)]
@@ -275,11 +296,9 @@ class Bench:
         return self._costs
 
 
-def _pinnable(sizes: Arenas) -> tuple[int, ...]:
-    """The arenas that the device copies from or to, in the order in which the runtime opens them."""
-    return (
-        sizes.host_parameters,
-        sizes.host_gradients,
-        sizes.host_activations,
-        sizes.gradient_staging + sizes.host_slots + sizes.activation_ring,
-    )
+def _decided(plan: Plan) -> Draft:
+    """What ``plan`` decided: in calls of how many bytes a disk is read and written is the machine's to say, and neither
+    the simulation nor the checker asks."""
+    usual = Streaming()
+    how = replace(plan.streaming, disk_block=usual.disk_block, disk_depth=usual.disk_depth)
+    return replace(Draft.of(plan), streaming=how)

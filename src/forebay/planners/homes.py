@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, islice
-from math import inf
+from math import ceil, inf
 
 from forebay.arenas import UPDATE_RING, home_nbytes
-from forebay.layout import STATE_ITEMSIZE
+from forebay.layout import STATE_ITEMSIZE, states_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, selected
@@ -25,15 +25,19 @@ from forebay.planners.refusals import disk_too_small, host_too_small
 from forebay.plans import Fate, Placement, Streaming
 from forebay.remedies import Remedy
 from forebay.scheduling.activations import host_nbytes
+from forebay.states import BLOCK
 from forebay.units import format_bytes
 
-__all__ = ["Tenant", "at_home", "on_host", "with_a_disk"]
+__all__ = ["Tenant", "at_home", "more_on_disk", "on_host", "with_a_disk"]
 
 DISK_RING_SHARE = 1 / 16
 """Share of the host budget that the buffers for states on disk may take."""
 
 SMALLEST_CHUNK = 64 * 1024
 """Elements: the least that one update job handles."""
+
+PARAMETERS_ON_DISK = (0.5, 0.75, 1.0)
+"""Shares of the blocks whose parameters are tried on disk where there is no need for it."""
 
 STRIDE = 8
 """Of choices with more and more on disk, every so many are looked at until one fits."""
@@ -100,6 +104,26 @@ def on_host(bench: Bench, draft: Draft) -> Draft:
     streaming = replace(draft.streaming, host_slots=(), update_chunk=Streaming().update_chunk)
     there = replace(draft, placements=placements, streaming=streaming)
     return _activations_on_disk(bench, there, (), ring=0) if streaming.disk_activations else there
+
+
+def more_on_disk(bench: Bench, draft: Draft) -> Iterator[Draft]:
+    """``draft`` with states and parameters of all blocks that do not stay on disk; with those of fewer and fewer
+    parameters, and at last the states alone. A block with a slot of its own would keep its home on the host: where it
+    can, it shares that slot with all others."""
+    if not bench.problem.limit(Tier.DISK):
+        return
+    draft = on_host(bench, draft)
+    dedicated = {p.block for p in draft.placements if p.parameters is Tier.DEVICE and not p.resident}
+    sharing = {b.name: b.nbytes for b in bench.model.blocks if b.name in dedicated and not b.held}
+    slots = tuple(sorted((*draft.streaming.slots, *sharing.values()), reverse=True))
+    homes = (replace(p, parameters=Tier.HOST) if p.block in sharing else p for p in draft.placements)
+    draft = replace(draft, placements=tuple(homes), streaming=replace(draft.streaming, slots=slots))
+    staging = _Staging(_disk_chunk(bench.problem), ACTIVATION_RING)
+    states = list(_states(bench, draft, staging))
+    parameters = list(_parameters(bench, states[-1] if states else draft, staging))
+    counts = {ceil(share * len(parameters)) for share in PARAMETERS_ON_DISK if parameters}
+    yield from (parameters[count - 1] for count in sorted(counts, reverse=True))
+    yield from states[-1:]
 
 
 @dataclass(frozen=True)
@@ -218,6 +242,6 @@ _MORE: dict[Tenant, Callable[[Bench, Draft, _Staging], Iterator[Draft]]] = {
 
 def _disk_chunk(problem: Problem) -> int:
     """Elements of a chunk such that the ring of staging buffers takes a small share of the host."""
-    per_element = STATE_ITEMSIZE * (len(problem.state_names) + 1)
+    per_element = STATE_ITEMSIZE + -(-states_nbytes(problem.state_names, BLOCK) // BLOCK)
     chunk = int(problem.limit(Tier.HOST) * DISK_RING_SHARE) // (UPDATE_RING * per_element)
     return max(SMALLEST_CHUNK, min(Streaming().update_chunk, chunk // 1024 * 1024))

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
@@ -28,6 +29,7 @@ __all__ = [
     "selected",
     "sizes_at_once",
     "slot_options",
+    "slots_for",
     "streaming_through",
 ]
 
@@ -72,11 +74,20 @@ class Draft:
     streaming: Streaming
     recompute: tuple[str, ...] = ()
     activations: tuple[Selection, ...] = ()
+    speculate: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all that is decided: asked for again and again, and there may be hundreds of placements."""
+        return hash((self.placements, self.streaming, self.recompute, self.activations, self.speculate))
 
     @classmethod
     def of(cls, plan: Plan) -> Draft:
         """What ``plan`` decided."""
-        return cls(plan.placements, plan.streaming, plan.recompute, plan.activations)
+        return cls(plan.placements, plan.streaming, plan.recompute, plan.activations, plan.speculate)
 
     @property
     def level(self) -> Level:
@@ -136,9 +147,14 @@ def sizes_at_once(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
     """Bytes of the blocks, largest first, of every module whose forward needs several at once: its own, and those of
     the modules around it (a tied head inside a block of its own, say)."""
     found = set()
-    for module in {name for block in blocks for name in block.modules}:
+    of: dict[str, list[int]] = {}
+    for place, block in enumerate(blocks):
+        for name in block.modules:
+            of.setdefault(name, []).append(place)
+    for module in of:
         around = {module[:i] for i, letter in enumerate(module) if letter == "."} | {module, ""}
-        sizes = sorted((b.nbytes for b in blocks if not around.isdisjoint(b.modules)), reverse=True)
+        needed = {place for name in around for place in of.get(name, ())}
+        sizes = sorted((blocks[place].nbytes for place in needed), reverse=True)
         if len(sizes) > 1:
             found.add(tuple(sizes))
     return sorted(found)
@@ -175,11 +191,17 @@ def streaming_through(problem: Problem, slots: tuple[int, ...], window: int) -> 
 def fewer_slots(streaming: Streaming, streamed: Sequence[Block], dedicated: int = 0) -> Streaming:
     """The slots that ``streamed`` still needs: a slot larger than every block left over shrinks or goes. A block with
     a ``dedicated`` slot can be fetched ahead without a shared one."""
-    remaining = sorted((b.nbytes for b in streamed), reverse=True)
-    sizes = [min(slot, remaining[0]) for slot in streaming.slots[: len(remaining)]]
-    slots = tuple(sorted(sizes, reverse=True))
+    return slots_for(streaming, len(streamed), max((b.nbytes for b in streamed), default=0), dedicated)
+
+
+def slots_for(streaming: Streaming, count: int, largest: int, dedicated: int) -> Streaming:
+    """``fewer_slots`` for ``count`` blocks, of which the largest has ``largest`` bytes."""
+    slots = tuple(sorted((min(slot, largest) for slot in streaming.slots[:count]), reverse=True))
     ahead = max(len(slots) - 1, min(dedicated, SHARED_SLOTS - 1), 0)
-    return replace(streaming, slots=slots, prefetch_distance=min(max(streaming.prefetch_distance, dedicated), ahead))
+    distance = min(max(streaming.prefetch_distance, dedicated), ahead)
+    if (slots, distance) == (streaming.slots, streaming.prefetch_distance):
+        return streaming
+    return replace(streaming, slots=slots, prefetch_distance=distance)
 
 
 def keep_order(model: Model, slots: tuple[int, ...], *, last_first: bool) -> list[Block]:

@@ -18,6 +18,9 @@
                       vDNN-all (Rhu et al., MICRO 2016), PyTorch's ``save_on_cpu``; parameters are placed as ``auto``
                       does. Ours departs from both in that the way back begins before backward asks.
 
+Under each of them blocks are updated ahead of their step where there is room for a second copy and the step gains by
+it (``speculation``).
+
 ``bench`` is one of the same problem whose sizes and simulations are used again.
 """
 
@@ -33,8 +36,9 @@ from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
-from forebay.planners.reasons import kept, recomputed, unknown_activations
+from forebay.planners.reasons import bought_by_speculation, kept, recomputed, unknown_activations
 from forebay.planners.refusals import device_too_small
+from forebay.planners.speculation import ahead
 from forebay.plans import Plan
 
 __all__ = ["POLICIES", "chen", "keep", "offload_all", "recompute", "resident", "settled", "stream", "stream_recompute"]
@@ -113,12 +117,13 @@ def _placed(bench: Bench, name: str, make: Callable[[Bench], Level]) -> Plan:
     level = make(bench)
     if bench.problem.trace is None:
         return without_a_trace(bench, name)
-    draft = searched(bench, [level])
-    reasons = (*kept(draft), *recomputed(draft))
+    draft = ahead(bench, searched(bench, [level]))
+    reasons = (*kept(draft), *recomputed(draft), *bought_by_speculation(bench, draft))
     return bench.timed(bench.plan(name, draft, reasons=reasons))
 
 
 def _finished(bench: Bench, name: str) -> Plan:
-    draft = settled(bench, POLICIES[name])
-    reasons = (*kept(draft), *recomputed(draft), *unknown_activations(bench.problem))
+    draft = ahead(bench, settled(bench, POLICIES[name]))
+    bought = bought_by_speculation(bench, draft)
+    reasons = (*kept(draft), *recomputed(draft), *bought, *unknown_activations(bench.problem))
     return bench.timed(bench.plan(name, draft, reasons=reasons))

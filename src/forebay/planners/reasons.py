@@ -17,11 +17,20 @@ from forebay.planners.homes import at_home, on_host
 from forebay.planners.parts import KEPT, Draft, slot_options
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
+from forebay.planners.speculation import candidates, second_copies
 from forebay.plans import Fate
 from forebay.timeline import Lane
 from forebay.units import format_bytes, format_seconds
 
-__all__ = ["LANES_IN_WORDS", "bought_by_codes", "explained", "kept", "recomputed", "unknown_activations"]
+__all__ = [
+    "LANES_IN_WORDS",
+    "bought_by_codes",
+    "bought_by_speculation",
+    "explained",
+    "kept",
+    "recomputed",
+    "unknown_activations",
+]
 
 SAME = 0.005
 """Steps that differ by less than this share are not worth a figure."""
@@ -31,6 +40,7 @@ LANES_IN_WORDS = {
     Lane.H2D: "the way from host to device (h2d)",
     Lane.D2H: "the way from device to host (d2h)",
     Lane.UPDATE: "the update on the host",
+    Lane.DEVICE_UPDATE: "the update on the device",
     Lane.DISK_READ: "reading from disk (disk_read)",
     Lane.DISK_WRITE: "writing to disk (disk_write)",
 }
@@ -90,16 +100,33 @@ def unknown_activations(problem: Problem) -> tuple[str, ...]:
 
 def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
     """The reasons for a draft that was searched for: each choice beside the same plan without it."""
+    # What each of the other choices buys is said without updates ahead of their step, which come on top.
+    base = replace(draft, speculate=())
     return (
         *kept(draft),
         _binding(bench, draft),
-        *_bought_by_residents(bench, draft),
-        *_treated(bench, draft),
-        *_bought_by_recomputation(bench, draft),
-        *_bought_by_slots(bench, draft),
+        *_bought_by_residents(bench, base),
+        *_treated(bench, base),
+        *_bought_by_recomputation(bench, base),
+        *_bought_by_slots(bench, base),
+        *bought_by_speculation(bench, draft),
         *_pinning(bench, draft),
         *_gap(bench, draft),
     )
+
+
+def bought_by_speculation(bench: Bench, draft: Draft) -> Iterator[str]:
+    """The same without updates ahead of their step."""
+    able = candidates(bench, draft)
+    if not draft.speculate:
+        return
+    count = len(draft.speculate)
+    which = f"of {count} of {len(able)} blocks" if count < len(able) else f"of {_blocks(count)}"
+    copies = second_copies(bench, draft)
+    parts = ((copies[Tier.HOST], "of host memory"), (copies[Tier.DISK], "on disk"))
+    where = " and ".join(f"{format_bytes(nbytes)} {words}" for nbytes, words in parts if nbytes)
+    gain = against(bench, draft, replace(draft, speculate=()), "otherwise")
+    yield f"running updates {which} under backward, into a second copy ({where}), {gain}"
 
 
 def bought_by_codes(bench: Bench, draft: Draft, other: Draft | DoesNotFit) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from forebay.arenas import Arenas, Sizer
 from forebay.errors import DoesNotFit
+from forebay.layout import states_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.remedies import Remedy
+from forebay.states import BLOCK
 from forebay.units import format_apart, format_bytes
 
 __all__ = ["device_too_small", "disk_too_small", "host_too_small", "with_remedies"]
@@ -133,7 +135,7 @@ def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remed
     """Optimizers with fewer states with which the same placements fit."""
     problem = bench.problem
     for name, states in SMALLER_OPTIMIZERS:
-        if len(states) >= len(problem.state_names):
+        if states_nbytes(states, BLOCK) >= states_nbytes(problem.state_names, BLOCK):
             continue
         sizer = Sizer(bench.model, states, draft.streaming.update_chunk)
         sizes = sizer.arenas(draft.placements, draft.streaming)

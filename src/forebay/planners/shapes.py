@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.memory import Tier
@@ -16,12 +17,11 @@ from forebay.planners.parts import (
     Level,
     all_resident,
     all_streamed,
-    fewer_slots,
     keep_order,
+    slots_for,
     streaming_through,
 )
 from forebay.plans import Placement
-from forebay.trace import Block
 
 __all__ = [
     "Filling",
@@ -150,24 +150,30 @@ def _fill(bench: Bench, draft: Draft, room: int, how: Filling) -> Draft:
     streaming = draft.streaming
     taken = bench.arenas(draft).device
     kept = len(draft.resident)
+    hosted: Sequence[int] = sorted(b.nbytes for b in blocks if homes[b.name] == HOSTED)
+    # Blocks that can be fetched ahead into slots of their own.
+    ahead = sum(homes[b.name] == DEDICATED and not b.held for b in blocks)
     for home in (RESIDENT, DEDICATED) if how.dedicate else (RESIDENT,):
         for block in keep_order(bench.model, draft.streaming.slots, last_first=how.last_first):
             old = homes[block.name]
             if old == RESIDENT or home == old or (home == RESIDENT and kept == how.most):
                 continue
-            after = {**homes, block.name: home}
-            slots = fewer_slots(streaming, [b for b in blocks if after[b.name] == HOSTED], _ahead(blocks, after))
+            streamed = _without(hosted, block.nbytes) if old == HOSTED else hosted
+            own = ahead if block.held else ahead + (home == DEDICATED) - (old == DEDICATED)
+            slots = slots_for(streaming, len(streamed), max(streamed[-1:], default=0), own)
             # What ``arenas`` counts for a block that stays: the sum that follows every change is its own.
             more = block.nbytes if old == HOSTED else 0
             if home == RESIDENT:
                 more += block.gradient_nbytes + sizer.state_nbytes(block.name)
             more += sum(slots.slots) - sum(streaming.slots)
             if taken + more <= room:
-                homes, streaming, taken = after, slots, taken + more
+                homes[block.name], hosted, ahead = home, streamed, own
+                streaming, taken = slots, taken + more
                 kept += home == RESIDENT
     return replace(draft, placements=tuple(Placement(b.name, *homes[b.name]) for b in blocks), streaming=streaming)
 
 
-def _ahead(blocks: Sequence[Block], homes: Mapping[str, tuple[Tier, Tier, Tier]]) -> int:
-    """Blocks that can be fetched ahead into slots of their own."""
-    return sum(homes[b.name] == DEDICATED and not b.held for b in blocks)
+def _without(sizes: Sequence[int], size: int) -> Sequence[int]:
+    """``sizes``, sorted, with one ``size`` less."""
+    place = bisect_left(sizes, size)
+    return [*sizes[:place], *sizes[place + 1 :]]

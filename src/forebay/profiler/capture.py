@@ -35,6 +35,7 @@ from forebay.profiler.values import Values
 from forebay.profiler.work import Call
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
+from forebay.states import moment_states
 from forebay.trace import Trace
 
 __all__ = ["Captured", "capture"]
@@ -44,10 +45,15 @@ STATES: Mapping[str, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adamw-bf16": moment_states(("exp_avg", "exp_avg_sq"), "bfloat16"),
+    "adamw-8bit": moment_states(("exp_avg", "exp_avg_sq"), "8bit"),
+    "adamw-4bit": moment_states(("exp_avg", "exp_avg_sq"), "4bit"),
+    "lion": ("exp_avg",),
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
 }
-"""The states of each optimizer that goes by name, in torch's own names (``optim/rules.py``)."""
+"""The states of each optimizer that goes by name, in torch's own names (``optim/rules.py``) with how they
+lie."""
 
 
 @final

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,39 +11,46 @@ from typing import final
 
 import torch
 
-from forebay.device.base import Device
+from forebay.device.base import Completion, Device
+from forebay.layout import PAGE, align
 from forebay.machine import Disk, Link
 from forebay.memory import Kind, Ledger, Tier
 from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import WallStopwatch, medians, span
-from forebay.profiler.transfer_rates import curve_of
+from forebay.profiler.transfer_rates import both_rates, curve_of
 from forebay.tiers.arena import HostArena
-from forebay.tiers.disk import DiskFile, DiskFolder
+from forebay.tiers.diskfile import DiskPolicy, TierFile
 from forebay.tiers.host import available_disk
-from forebay.timeline import Lane
-from forebay.units import MiB, format_rate
+from forebay.tiers.stripes import DiskTier, Folder
+from forebay.timeline import Event, Lane
+from forebay.units import MiB, format_bytes
 
 __all__ = ["DiskFound", "measure_disk"]
 
 _BATCH = 16 * MiB
-_DEPTH = 2
+
+_WAYS = ((4 * MiB, 1), (2 * MiB, 1), (MiB, 1), (2 * MiB, 2), (4 * MiB, 2), (4 * MiB, 4))
+"""Bytes of a call and calls in flight that are tried; the first stands unless another is faster by ``_BETTER``."""
+
+_BETTER = 1.05
+
+_DIRECTIONS = (Lane.DISK_READ, Lane.DISK_WRITE)
 
 
 @dataclass(frozen=True)
 class DiskFound:
-    """A disk as measured, whether its file system took O_DIRECT, and bytes/s read with two calls in flight."""
+    """A disk as measured, and whether its file system took O_DIRECT."""
 
     disk: Disk
     direct: bool
-    two_deep: float
 
     @property
     def remark(self) -> str:
         """In words, what the figures cannot say."""
         way = "past the page cache (O_DIRECT)" if self.direct else "through the page cache: it refuses O_DIRECT"
         return (
-            f"{self.disk.path} was read and written {way}, one call of at most 4 MiB at a time as the runtime does; "
-            f"{_DEPTH} at a time read {format_rate(self.two_deep)}"
+            f"{self.disk.path} was read and written {way}, in calls of {format_bytes(self.disk.block)}, "
+            f"{self.disk.depth} at a time: the fastest of {len(_WAYS)} ways"
         )
 
 
@@ -53,26 +60,40 @@ def measure_disk(device: Device, path: str, effort: Effort) -> DiskFound:
     Raises ``ConfigError`` for a folder that cannot be used and ``DiskFull`` where there is no room.
     """
     free = available_disk(path)
-    ledger = Ledger(Tier.DISK)
-    with (
-        DiskFolder(path, ledger, needed=effort.disk_file) as folder,
-        folder.create("probe", effort.disk_file) as file,
-        HostArena(effort.disk_sizes[-1], Kind.STAGING, ledger=Ledger(Tier.HOST), what="probe") as arena,
-    ):
+    with HostArena(effort.disk_sizes[-1], Kind.STAGING, ledger=Ledger(Tier.HOST), what="probe") as arena:
         # Zeros would be stored as holes by some disks, and compressed by others.
         arena.memory.random_(generator=torch.Generator().manual_seed(0))
-        for start in range(0, effort.disk_file - arena.nbytes + 1, arena.nbytes):
-            file.write(start, arena.memory)  # real bytes in real blocks, before the first read of them
-        trial = _Trial(device, file, arena.memory)
-        write, read = trial.link(Lane.DISK_WRITE, effort), trial.link(Lane.DISK_READ, effort)
-        two_deep = medians({"read": trial.two_deep}, effort.rounds, effort.bound)["read"]
-        direct = file.direct
-    return DiskFound(Disk(free, read, write, str(Path(path).absolute())), direct, two_deep)
+        block, depth = _best_way(device, path, effort, arena.memory)
+        with _opened(path, effort, block, depth) as tier:
+            file = tier.create("probe", effort.disk_file)
+            trial = _Trial(device, file, arena.memory)
+            trial.fill()
+            write, read = trial.link(Lane.DISK_WRITE, effort), trial.link(Lane.DISK_READ, effort)
+            duplex, direct = trial.duplex(effort), tier.direct
+    return DiskFound(Disk(free, read, write, str(Path(path).absolute()), block, depth, duplex), direct)
+
+
+def _opened(path: str, effort: Effort, block: int, depth: int) -> DiskTier:
+    policy = DiskPolicy(block=block, depth=depth)
+    return DiskTier([Folder(path)], Ledger(Tier.DISK), needed=effort.disk_file, policy=policy)
+
+
+def _best_way(device: Device, path: str, effort: Effort, buffer: torch.Tensor) -> tuple[int, int]:
+    """The way in which a chunk is written and read fastest, one after the other."""
+    length = min(buffer.numel(), align(effort.disk_file // len(_WAYS), PAGE))
+    with contextlib.ExitStack() as stack:
+        trials = {}
+        for way in _WAYS:
+            tier = stack.enter_context(_opened(path, effort, *way))
+            trials[way] = _Trial(device, tier.create("probe", length), buffer[:length])
+        taken = medians({way: trial.both_ways for way, trial in trials.items()}, effort.rounds, effort.bound)
+    best = min(taken, key=lambda way: taken[way])
+    return best if taken[_WAYS[0]] > _BETTER * taken[best] else _WAYS[0]
 
 
 @final
 class _Trial:
-    def __init__(self, device: Device, file: DiskFile, buffer: torch.Tensor) -> None:
+    def __init__(self, device: Device, file: TierFile, buffer: torch.Tensor) -> None:
         self._device = device
         self._file = file
         self._buffer = buffer
@@ -101,16 +122,40 @@ class _Trial:
         move = self._file.read if lane is Lane.DISK_READ else self._file.write
         return partial(move, offset, self._buffer[:size])
 
-    def two_deep(self) -> float:
-        """Bytes/s read by two threads, each its own half of the buffer."""
-        block = min(4 * MiB, self._buffer.numel() // _DEPTH)
-        count = max(1, min(_BATCH, self._file.nbytes // _DEPTH) // block)
+    def duplex(self, effort: Effort) -> float:
+        """The share of its rate that each direction keeps while both are busy: the mean of the two, in (0, 1]."""
+        size = align(min(_BATCH, self._buffer.numel(), self._file.nbytes) // 4, PAGE)
 
-        def read(thread: int) -> None:
-            for number in range(count):
-                offset = (thread * count + number) * block
-                self._file.read(offset, self._buffer[thread * block : (thread + 1) * block])
+        def queue(lane: Lane) -> list[Completion]:
+            return [self._device.submit(lane, self._job(lane, n, size), nbytes=size) for n in range(8)]
 
-        with ThreadPoolExecutor(_DEPTH) as pool:
-            seconds = WallStopwatch().seconds(lambda: list(pool.map(read, range(_DEPTH))))
-        return _DEPTH * count * block / seconds
+        def finished(completions: list[Completion]) -> list[Event]:
+            for completion in completions:
+                completion.wait()
+            return self._device.drain_events()
+
+        def alone() -> float:
+            self._device.drain_events()
+            return sum(8 * size / span(finished(queue(lane))) for lane in _DIRECTIONS)
+
+        def together() -> float:
+            self._device.drain_events()
+            return both_rates(finished([c for lane in _DIRECTIONS for c in queue(lane)]), _DIRECTIONS)
+
+        taken = medians({"alone": alone, "together": together}, effort.rounds, effort.bound)
+        return min(1.0, max(taken["together"] / taken["alone"], 0.01))
+
+    def fill(self) -> None:
+        """Has real bytes in real blocks, before the first read of them."""
+        length = self._buffer.numel()
+        for start in range(0, self._file.nbytes - length + 1, length):
+            self._file.write(start, self._buffer)
+
+    def both_ways(self) -> float:
+        """Seconds in which the whole buffer is written and read."""
+
+        def move() -> None:
+            self._file.write(0, self._buffer)
+            self._file.read(0, self._buffer)
+
+        return WallStopwatch().seconds(move)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.plans import DiskBudget
 from forebay.profiler.probe import cached, nominal
-from forebay.tiers.host import available_disk
+from forebay.tiers.host import disks_of, free_in
 from forebay.units import MiB
 
 __all__ = ["this_machine"]
@@ -33,8 +33,20 @@ def this_machine(device: str | None = None, disk: DiskBudget | None = None) -> t
         machine = nominal(device)
     if disk is None:
         return machine, notes
-    free = available_disk(disk.path)
+    paths = [share.path for share in disk.folders]
+    free, disks = free_in(paths), 1 if len(paths) == 1 else len(disks_of(paths))
+    if disks > 1:
+        notes += (f"{disks} disks of one rate side by side, each as fast as the one of {disk.path}",)
     if machine.disk is not None:
-        return replace(machine, disk=replace(machine.disk, capacity=free)), notes
+        return replace(machine, disk=_side_by_side(replace(machine.disk, capacity=free), disks)), notes
     note = f"the disk of {disk.path} has not been measured: rates of a common one; run forebay doctor --disk"
-    return replace(machine, disk=Disk(free, *UNMEASURED_DISK, path=disk.path)), (*notes, note)
+    return replace(machine, disk=_side_by_side(Disk(free, *UNMEASURED_DISK, path=disk.path), disks)), (*notes, note)
+
+
+def _side_by_side(disk: Disk, count: int) -> Disk:
+    """``count`` disks like ``disk``, over which each transfer is spread: each moves its part of the bytes."""
+
+    def wider(link: Link) -> Link:
+        return replace(link, curve=Curve(tuple((size * count, rate * count) for size, rate in link.curve.points)))
+
+    return replace(disk, read=wider(disk.read), write=wider(disk.write))

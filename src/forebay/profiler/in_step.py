@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from forebay.machine import Curve, Link, Machine
-from forebay.profiler.overhead import Layers, close, stream
-from forebay.runtime.hooks import session_of
+from forebay.profiler.overhead import Layers, attached, close, stream
 from forebay.timeline import Event, Lane
 
 __all__ = ["as_in_a_step", "lane_rates"]
@@ -28,18 +27,16 @@ def lane_rates() -> Mapping[Lane, tuple[float, int]]:
     model = LAYERS.model()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     model, optimizer = stream(model, optimizer)
-    attachment = session_of(model)
-    if attachment is None:
-        raise RuntimeError("a streamed model has no session")
+    measure = attached(model).session.measure
     batch = LAYERS.batch()
     try:
         for step in range(WARM + STEPS):
             if step == WARM:
-                attachment.session.measure.forget()
+                measure.forget()
             model(batch).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return rates_of(attachment.session.measure.collect())
+        return rates_of(measure.collect())
     finally:
         close(model)
 

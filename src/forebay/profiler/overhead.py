@@ -1,8 +1,8 @@
 """What the host takes for one op of a training step beside its kernel, and what streaming adds to that.
 
 Measured on a model so small that its kernels take next to nothing: Python of the modules, autograd, torch's
-dispatcher; and, streamed, forebay's hooks, its ledger and the handing over to lanes. On ``cpu`` all of it lies between
-the kernels; a GPU hides it as long as its queue is full.
+dispatcher; and, streamed, forebay's hooks and the handing over to lanes. On ``cpu`` all of it lies between the kernels;
+a GPU hides it as long as its queue is full.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from forebay.profiler.capture import capture
 from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import Stopwatch
 from forebay.runtime.blocks import find_blocks
-from forebay.runtime.hooks import session_of
+from forebay.runtime.hooks import Attachment, session_of
 from forebay.units import MiB
 
-__all__ = ["Layers", "Overhead", "close", "host_overhead", "stream"]
+__all__ = ["Layers", "Overhead", "attached", "close", "host_overhead", "stream"]
 
 WARM, STEPS_PER_ROUND = 3, 4
 CHUNK = 4 * MiB
@@ -96,7 +96,8 @@ def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
     ops = sum(1 for _ in capture(TINY.model(), (batch,), "sgd").trace.ops())
     plain, streamed = TINY.model(), TINY.model()
     optimizer = torch.optim.SGD(streamed.parameters(), lr=0.0)
-    streamed, _ = stream(streamed, optimizer)
+    streamed, streaming = stream(streamed, optimizer)
+    session = attached(streamed).session
     cases = {"plain": plain, "streamed": streamed}
     taken: dict[str, list[float]] = {name: [] for name in cases}
     try:
@@ -104,6 +105,10 @@ def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
             for name, model in cases.items():
                 taken[name].append(stopwatch.seconds(partial(_pass, model, batch)))
                 model.zero_grad()
+            # As in training, where the ledger looks at one step in many: without a step all passes would be its first.
+            streaming.step()
+            # Between steps it looks at all that this thread does, at the plain pass too.
+            session.watch.uninstall()
     finally:
         close(streamed)
     # The fastest quarter: whatever else the machine does only ever adds.
@@ -132,10 +137,17 @@ def stream(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Modul
         raise
 
 
+def attached(model: nn.Module) -> Attachment:
+    """What ``stream`` put on ``model``. Raises ``RuntimeError`` if there is nothing."""
+    attachment = session_of(model)
+    if attachment is None:
+        raise RuntimeError("this model does not stream")
+    return attachment
+
+
 def close(model: nn.Module) -> None:
     """Ends what ``stream`` began."""
-    attachment = session_of(model)
-    if attachment is not None:
-        attachment.session.synchronize()
-        attachment.detach()
-        attachment.session.close()
+    attachment = attached(model)
+    attachment.session.synchronize()
+    attachment.detach()
+    attachment.session.close()

@@ -21,7 +21,7 @@ from forebay.tiers.arena import HostArena, Pinner
 from forebay.timeline import Event, Lane
 from forebay.units import KiB, MiB
 
-__all__ = ["Transfers", "curve_of", "duplex", "host_bandwidth", "link"]
+__all__ = ["Transfers", "both_rates", "curve_of", "duplex", "host_bandwidth", "link"]
 
 _TINY = 4 * KiB
 """Bytes of a copy whose time is all overhead."""
@@ -129,9 +129,9 @@ def duplex(transfers: Transfers, effort: Effort) -> float:
     return min(1.0, max(taken["together"] / taken["alone"], 0.01))
 
 
-def both_rates(events: Sequence[Event]) -> float:
-    """The sum of the rates of both directions in bytes/s, during the time in which both were busy."""
-    lanes = [[e for e in events if e.lane is lane] for lane in (Lane.H2D, Lane.D2H)]
+def both_rates(events: Sequence[Event], directions: tuple[Lane, Lane] = (Lane.H2D, Lane.D2H)) -> float:
+    """The sum of the rates of both ``directions`` in bytes/s, during the time in which both were busy."""
+    lanes = [[e for e in events if e.lane is lane] for lane in directions]
     start = max(min(e.start for e in lane) for lane in lanes)
     end = min(max(e.end for e in lane) for lane in lanes)
     if end <= start:

@@ -16,9 +16,9 @@ from forebay.optim.rules import AdamRule
 from forebay.plans import Placement, Streaming
 from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import ColdStopwatch, medians, span
+from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import MemoryHome
-from forebay.runtime.store import BlockState
 from forebay.runtime.tensors import dtype_of
 from forebay.runtime.updates import Task, Updater
 from forebay.tiers.arena import HostArena

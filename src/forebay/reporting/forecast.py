@@ -63,7 +63,8 @@ class PlanReport:
     """What a user wants to know before a run.
 
     ``plan``, ``step``, ``tiers`` and ``phases`` are None or empty where nothing fits; ``alternatives`` are then the
-    nearest things that would. ``budgets`` are the bytes that each tier may have: the budget, or what the machine has.
+    nearest things that would. ``second_copies`` are the bytes that updates ahead of their step take in each tier, which
+    ``tiers`` count too. ``budgets`` are the bytes that each tier may have: the budget, or what the machine has.
     ``notes`` say how the figures came about. ``solve_seconds`` is the time that the planner took.
     """
 
@@ -75,6 +76,7 @@ class PlanReport:
     plan: Plan | None = None
     step: StepForecast | None = None
     tiers: tuple[TierUsage, ...] = ()
+    second_copies: Mapping[Tier, int] = field(default_factory=dict)
     phases: Mapping[str, PhasePeaks] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
     reasons: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ __all__ = ["plan_table"]
 FULL = 0.75
 """A lane that is busy for less of a step than this share is not what the step waits for all the time."""
 
-_MOVING = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+_MOVING = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
 
 
 def plan_table(report: PlanReport) -> Group:
@@ -69,6 +69,9 @@ def _binding(step: StepForecast) -> str:
 def _memory(report: PlanReport) -> RenderableType:
     tiers = [usage for usage in report.tiers if usage.peak > 0 or usage.tier in (Tier.DEVICE, Tier.HOST)]
     table = kinds_at_peak("Bytes at each tier's peak in a step", tiers)
+    second = [report.second_copies.get(usage.tier, 0) for usage in tiers]
+    if any(second):
+        table.add_row("second copies", *(size(nbytes or None) for nbytes in second))
     budgets = [report.budgets.get(usage.tier) for usage in tiers]
     table.add_row("budget", *(size(budget) for budget in budgets))
     table.add_row(
@@ -78,6 +81,8 @@ def _memory(report: PlanReport) -> RenderableType:
     said = "temporary: what ops need for a moment"
     if any(usage.tier is Tier.PINNED for usage in tiers):
         said += "; pinned: the page-locked part of host"
+    if any(second):
+        said += "; second copies: that part of the peak which updates under backward take"
     return Group(table, _said(said))
 
 

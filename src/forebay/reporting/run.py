@@ -63,6 +63,11 @@ class RunReport:
         """The account of ``tier``, or None if the run has none."""
         return next((usage for usage in self.timeline.tiers if usage.tier is tier), None)
 
+    @property
+    def disk_written(self) -> int:
+        """Bytes written to disk, which is what a disk wears by."""
+        return self.timeline.counters.get("disk_written", 0)
+
     def measured_peaks(self) -> dict[Tier, int]:
         """Peak of every tier in bytes; 0 for a tier that the run did not use."""
         usages = {tier: self.usage(tier) for tier in Tier}

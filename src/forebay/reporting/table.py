@@ -12,7 +12,7 @@ from rich.text import Text
 from forebay.memory import Tier
 from forebay.reporting.terminal import NONE, bullets, figure_table, kinds_at_peak, rate_while_busy, size
 from forebay.timeline import Lane
-from forebay.units import format_count, format_seconds
+from forebay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,6 +38,11 @@ def _headline(report: RunReport, losses: Sequence[float]) -> list[RenderableType
     lines: list[RenderableType] = [Text(", ".join(speed))]
     if losses:
         lines.append(Text(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"))
+    if report.disk_written:
+        wear = (
+            f"{report.disk_written / report.steps * 1000 / 1e12:.3g} TB in 1,000 steps" if report.steps else "no step"
+        )
+        lines.append(Text(f"written to disk: {format_bytes(report.disk_written)}, {wear}"))
     return lines
 
 

@@ -13,6 +13,7 @@ either direction, is told to whoever waits for that range, and to nobody who has
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -23,10 +24,10 @@ from forebay.device.lanes import LaneCompletion, dependency_failure
 from forebay.errors import SessionClosed
 from forebay.layout import PAGE
 from forebay.scheduling.activations import DiskRing, Ranges, ReadAhead, RingPlace
-from forebay.tiers.disk import DiskFile
+from forebay.tiers.diskfile import TierFile
 from forebay.timeline import Lane
 
-__all__ = ["Depot", "DiskDepot", "HostDepot", "Range"]
+__all__ = ["Depot", "DepotRow", "DiskDepot", "HostDepot", "Range"]
 
 
 class Range(ABC):
@@ -82,6 +83,36 @@ class Depot(ABC):
     @abstractmethod
     def close(self) -> None:
         """Lets go of memory and file. The caller has waited for all jobs."""
+
+
+@final
+class DepotRow(Depot):
+    """Several depots of one tier: what leaves goes to the one at ``place``, or else to the first that has room."""
+
+    def __init__(self, depots: Sequence[Depot]) -> None:
+        self._depots = tuple(depots)
+        self.place = 0
+
+    @property
+    def taken(self) -> int:
+        return sum(depot.taken for depot in self._depots)
+
+    def send(self, origin: torch.Tensor, what: str) -> Range | None:
+        first = self._depots[self.place :]
+        ways = (depot.send(origin, what) for depot in (*first, *self._depots[: self.place]))
+        return next((way for way in ways if way is not None), None)
+
+    def fill(self) -> None:
+        for depot in self._depots:
+            depot.fill()
+
+    def tidy(self) -> None:
+        for depot in self._depots:
+            depot.tidy()
+
+    def close(self) -> None:
+        for depot in self._depots:
+            depot.close()
 
 
 # On the host.
@@ -162,11 +193,11 @@ class _HostRange(Range):
 class DiskDepot(Depot):
     """``file``, reached through ``ring`` (1-D uint8 on the host, from an address that O_DIRECT takes)."""
 
-    def __init__(self, device: Device, ring: torch.Tensor, file: DiskFile) -> None:
+    def __init__(self, device: Device, ring: torch.Tensor, file: TierFile) -> None:
         self.device = device
         self.ranges = Ranges(file.nbytes, PAGE)
         self._memory = ring
-        self._file: DiskFile | None = file
+        self._file: TierFile | None = file
         self._ring = DiskRing(ring.numel())
         self.ahead = ReadAhead[_DiskRange](self._ring, self._read)
 

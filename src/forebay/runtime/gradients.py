@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from forebay.device.base import Completion, Device
 from forebay.device.lanes import dependency_failure
 from forebay.errors import ForebayError
+from forebay.runtime.deferred import Deferred
 from forebay.runtime.tensors import flat, shaped
 from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
@@ -93,9 +94,12 @@ class GradientBuffer:
     the gradients that have landed here: a wrapper that somebody kept must not pass the next one off as its own.
     ``version`` is raised by whatever may change the bytes: who has read them at one version knows them until the next.
     ``landings`` counts what has landed since the buffer was empty, or zeroed, or an optimizer step took what was there.
+    ``deferred`` is the update that is going to read the bytes and is not queued yet.
     """
 
-    def __init__(self, parameter: Parameter, host: torch.Tensor, landing: Landing) -> None:
+    def __init__(
+        self, parameter: Parameter, host: torch.Tensor, landing: Landing, deferred: Deferred | None = None
+    ) -> None:
         self.parameter = parameter
         self.host = host
         self.arrived: Completion | None = None
@@ -104,6 +108,7 @@ class GradientBuffer:
         self.version = 0
         self.landings = 0
         self._landing = landing
+        self._deferred = deferred or Deferred()
 
     def land(self, gradient: torch.Tensor) -> None:
         """Replaces the landed bytes by ``gradient``."""
@@ -132,6 +137,7 @@ class GradientBuffer:
 
     def _before_write(self) -> None:
         self.version += 1
+        self._deferred.now()
         # An update, that of the last step or one ahead of the next, may not have read these bytes yet. One that failed
         # reads nothing more: its error is for whoever needs what it should have made, not for a gradient that lands.
         if self.read_by is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,9 +95,10 @@ class ChunkedHead:
         self._piece = piece
         self._plain = found.model.loss_function
         self.losses = 0
-        # What is under way in a forward: whether it is one for the loss; what the head was called with, by the hidden
-        # state and, of its second call, the index; what it returned for each hidden state.
-        self._active = False
+        # What is under way in a forward: the threads in which one for the loss runs (several may take turns, but not
+        # between head and loss); what the head was called with, by the hidden state and, of its second call, the
+        # index; what it returned for each hidden state.
+        self._active: set[int] = set()
         self._call: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._handles = [
@@ -118,7 +120,8 @@ class ChunkedHead:
         self._forget()
 
     def _forget(self) -> None:
-        self._active, self._call = False, None
+        self._active.discard(threading.get_ident())
+        self._call = None
         self._waiting.clear()
 
     # Hooks.
@@ -129,7 +132,8 @@ class ChunkedHead:
         if head is None or not module.training or not torch.is_grad_enabled():
             return
         given = Recognised(module, head, self._place).trains_on(args, kwargs)
-        self._active = given and not torch.is_autocast_enabled(head.weight.device.type)
+        if given and not torch.is_autocast_enabled(head.weight.device.type):
+            self._active.add(threading.get_ident())
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         unused = bool(self._waiting) and output is not None
@@ -137,10 +141,13 @@ class ChunkedHead:
         if unused:
             raise ModelError(f"the model's head was called and its logits did not go to the model's loss; {REMEDY}")
 
+    def _is_active(self) -> bool:
+        return threading.get_ident() in self._active
+
     def _before_head(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if INDEX in kwargs:
             hidden, index = args[0], kwargs[INDEX]
-        elif self._active and len(args) == 1 and not kwargs and _is_flattened(module, args[0]):
+        elif self._is_active() and len(args) == 1 and not kwargs and _is_flattened(module, args[0]):
             hidden, index = args[0], None
         else:
             return None

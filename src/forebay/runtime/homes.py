@@ -21,7 +21,7 @@ from forebay.device.base import Completion, Device
 from forebay.kernels.team import Team
 from forebay.layout import PAGE, STATE_ITEMSIZE, align
 from forebay.scheduling.staging import StagingBuffer, StagingRing
-from forebay.tiers.disk import DiskFile
+from forebay.tiers.diskfile import TierFile
 from forebay.timeline import Lane
 
 __all__ = ["Checkout", "DiskHome", "Home", "MemoryHome"]
@@ -43,6 +43,11 @@ class Checkout:
         self.ready = ready
         self.staging = staging
         self.source = source
+
+    @property
+    def brought(self) -> int:
+        """Bytes that ``bring`` reads and writes."""
+        return 0 if self.source is None else 2 * self.source.nbytes
 
     def bring(self, team: Team) -> None:
         """Has the bytes in the buffer, copied by ``team``. For a job that waits for ``ready``."""
@@ -156,7 +161,7 @@ class DiskHome(Home):
     writer, so that the next one is read while this one is written.
     """
 
-    def __init__(self, device: Device, file: DiskFile, offset: int, nbytes: int, ring: StagingRing, what: str) -> None:
+    def __init__(self, device: Device, file: TierFile, offset: int, nbytes: int, ring: StagingRing, what: str) -> None:
         super().__init__(nbytes)
         self._device = device
         self._file = file

@@ -9,8 +9,8 @@ module, state_dict and its load    plain names and plain values, wherever they l
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +30,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.plans import Plan
 from forebay.runtime.gradients import host_copy
 from forebay.runtime.offloading import Offloading
+from forebay.runtime.passes import Pass
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
 from forebay.runtime.vigil import batch_shape
@@ -103,10 +104,10 @@ class Attachment:
         self._offloading = Offloading(session.saved, session.stash)
         # Of parameters with several names: the tensor that the last state_dict() was given.
         self._exports: dict[str, weakref.ref[torch.Tensor]] = {}
-        # Modules whose forward is running, innermost last, each with the blocks that it opened.
-        self._running: list[tuple[nn.Module, Sequence[Block]]] = []
-        self._scopes = contextlib.ExitStack()
-        self._training = False
+        # Held while several passes take turns: one accumulation at a time.
+        self.accumulating = threading.Lock()
+        # The pass that runs, or ran last; while several take turns, the one whose turn it is.
+        self.current = Pass()
         plan = session.plan
         self._as_written = not isinstance(session.watch, NoWatch) or bool(plan.activations or plan.recompute)
         self._compiled = compiled_modules(root)
@@ -197,7 +198,7 @@ class Attachment:
         self._remove_hooks()
         self._recomputation.abandon()
         self._offloading.abandon()
-        self._scopes.close()
+        self.current.scopes.close()
         # After a fault the step's account is still open; what is made from here on is not the device's.
         self.session.watch.activate(False)
         errors: list[ForebayError] = []
@@ -236,17 +237,17 @@ class Attachment:
         if self.session.phase is Phase.FORWARD:
             if self._is_recursive():
                 return  # part of the same pass
-            self._abandon()
-        self._running.clear()
-        self._training = torch.is_grad_enabled()
-        seen = self.session.begin_forward(lambda: batch_shape(args, kwargs), training=self._training)
-        self._scopes.enter_context(self._standing_back())
+            self.abandon()
+        self.current.running.clear()
+        self.current.training = torch.is_grad_enabled()
+        seen = self.session.begin_forward(lambda: batch_shape(args, kwargs), training=self.current.training)
+        self.current.scopes.enter_context(self._standing_back())
         if not seen:
             return  # nothing streams, and what such a pass saves has been seen
         # Only here, and never around a single block: hooks that a checkpoint sets inside the root's forward, and
         # again in its recomputation, must stay the innermost ones.
         saved = self.session.saved
-        self._scopes.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
+        self.current.scopes.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
 
     def _standing_back(self) -> AbstractContextManager[Any]:
         """Has compiled modules run as they are written, where they have to. Also in passes that the watch does not look
@@ -275,25 +276,25 @@ class Attachment:
             frame = frame.f_back
         return calls > 1
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Ends a forward that was interrupted: what it left open is closed."""
         self._recomputation.abandon()
         self._offloading.abandon()
         for block in self.session.model.blocks:
             if self._depth.pop(block.name, 0):
                 self._hide_block(block)
-        self._scopes.close()
+        self.current.scopes.close()
         self.session.end_forward(backward_follows=False)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.session.phase is Phase.FORWARD and not self._running:
-            self._scopes.close()
+        if self.session.phase is Phase.FORWARD and not self.current.running:
+            self.current.scopes.close()
             # After an exception torch calls this with None. What the user does about it is no part of a step.
-            self.session.end_forward(backward_follows=self._training and output is not None)
+            self.session.end_forward(backward_follows=self.current.training and output is not None)
 
     def _before_module(self, blocks: tuple[Block, ...]) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:
-            self._running.append((module, blocks))
+            self.current.running.append((module, blocks))
             for block in blocks:
                 depth = self._depth.get(block.name, 0)
                 if depth == 0:
@@ -306,9 +307,9 @@ class Attachment:
         return before
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._running or self._running[-1][0] is not module:
+        if not self.current.running or self.current.running[-1][0] is not module:
             return None  # its pre-hook did not come as far as opening
-        _, blocks = self._running.pop()
+        _, blocks = self.current.running.pop()
         output = self._without_aliases(output)
         for block in blocks:
             # A pre-hook that failed in the middle has opened only the first of its blocks.

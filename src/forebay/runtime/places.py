@@ -14,7 +14,7 @@ from forebay.plans import Placement
 from forebay.runtime.homes import DiskHome, Home, MemoryHome
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena
-from forebay.tiers.disk import DiskFile
+from forebay.tiers.diskfile import TierFile
 from forebay.trace import Block
 
 __all__ = ["Places"]
@@ -22,21 +22,20 @@ __all__ = ["Places"]
 
 @final
 class Places:
-    """Hands out ranges of what a store has opened, each once: of ``files`` by name, of ``host_states``, of new buffers
-    that ``on_device`` makes. What is on disk passes through ``slots`` (parameters) or ``chunks`` (states)."""
+    """Hands out ranges of what a store has opened, each once: of ``files`` by name, of new buffers that ``on_device``
+    makes, of the arenas that are named where they are asked for. What is on disk passes through ``slots`` (parameters)
+    or ``chunks`` (states)."""
 
     def __init__(
         self,
         device: Device,
         on_device: Callable[[int, Kind, str], torch.Tensor],
-        host_states: HostArena | None,
-        files: Mapping[str, DiskFile],
+        files: Mapping[str, TierFile],
         slots: StagingRing,
         chunks: StagingRing,
     ) -> None:
         self._device = device
         self._on_device = on_device
-        self._host_states = host_states
         self._files = files
         self._ends = dict.fromkeys(files, 0)
         self._slots = slots
@@ -52,17 +51,17 @@ class Places:
             return MemoryHome(self._device, arena.carve(block.nbytes), block.name)
         return self._on_disk("parameters", home_nbytes(block), self._slots, block.name)
 
-    def states(self, block: Block, placement: Placement, nbytes: int) -> Home:
-        """A home for the ``nbytes`` of optimizer state of ``block``."""
+    def states(self, block: Block, placement: Placement, nbytes: int, arena: HostArena | None) -> Home:
+        """A home for the ``nbytes`` of optimizer state of ``block``; on the host in ``arena``."""
         what = f"states of {block.name}"
         if placement.states is Tier.DEVICE:
             buffer = self._on_device(nbytes, Kind.STATE, f"states of block {block.name}")
             return MemoryHome(self._device, buffer.zero_(), what)
         if placement.states is Tier.DISK and nbytes:
             return self._on_disk("states", nbytes, self._chunks, what)
-        if self._host_states is None or not nbytes:
+        if arena is None or not nbytes:
             return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)
-        return MemoryHome(self._device, self._host_states.carve(nbytes), what)
+        return MemoryHome(self._device, arena.carve(nbytes), what)
 
     def _on_disk(self, file: str, nbytes: int, ring: StagingRing, what: str) -> Home:
         start = self._ends[file]

@@ -17,16 +17,19 @@ from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess, stand_in
+from forebay.runtime.blockstate import BlockState
+from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient, host_copy
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
-from forebay.runtime.store import BlockState, Ledgers, Store
+from forebay.runtime.store import Ledgers, Store
 from forebay.runtime.tensors import alone, flat, shaped
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
 from forebay.scheduling.slots import SlotPool
+from forebay.states import form_of, plain_name
 from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
 
@@ -117,11 +120,14 @@ class Session:
         }
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
-        updater = Updater(self.device, rule, self.store.workspace, resources.team)
+        updater = Updater(self.device, rule, self.store.workspace, resources.team, self.store.cells)
         self.stepping = Stepping(self.store, self.pool, updater, parameters, self.measure, self.torch_device)
-        # Where parameters come and go, the watch also refuses a stray use of one: it never rests. Nor where activations
-        # do: what a pass saves must go through the hooks that are set only in one that is seen.
-        self.vigil = None if self._stand_ins or plan.recompute or plan.activations else Vigil(VigilPolicy())
+        self.vigil = Vigil(VigilPolicy())
+        # Whether what a pass saves is more than counted: also where nobody counts it must go through forebay's hooks.
+        self._handles_saved = bool(self._stand_ins or plan.recompute or plan.activations)
+        # While several passes take turns and count as one (accumulate.py): their gradients.
+        self.gathering: Gathering | None = None
+        self._seen = False
 
     # What is running.
 
@@ -136,7 +142,8 @@ class Session:
             raise SessionClosed("this model was closed; prepare it again to train on")
 
     def begin_forward(self, shape: Callable[[], Hashable], *, training: bool) -> bool:
-        """The root module's forward begins, on a batch of ``shape``. Returns whether what it makes is looked at."""
+        """The root module's forward begins, on a batch of ``shape``. Returns whether what it saves is to go through the
+        hooks for saved tensors."""
         self.expect_open()
         if self.unwritten:
             name = min(self.unwritten)
@@ -144,39 +151,53 @@ class Session:
                 f"{len(self.unwritten)} parameters have no values yet ({name}, ...): the model was prepared on the "
                 f"meta device; call forebay.load(model, folder) or forebay.initialize(model) first"
             )
-        # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
-        self.store.landing.empty()
-        self.stash.begin_forward()
-        seen = self.vigil is None or self.vigil.begins(shape(), training=training)
+        if self.gathering is None or self.gathering.begins():
+            # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
+            self.store.landing.empty()
+            self.stash.begin_forward()
+            self.pool.order.begin(TRAINING if training else EVALUATION)
+        seen = self._seen = self.vigil.begins(shape(), training=training)
         if seen:
             self._look()
         else:
             self.watch.uninstall()
-        self.pool.order.begin(TRAINING if training else EVALUATION)
         self._whereabouts.phase = Phase.FORWARD
         self.measure.begin(FORWARD)
         if training:
             self.measure.begin_pass()
-        return seen
+        return seen or self._handles_saved
 
     def _look(self) -> None:
         """Counts what is made from here on, and the gradients that passes have left that nobody looked at."""
         self.watch.install()
         self.watch.activate(True)
-        for parameter in self.parameters.values() if self.vigil is not None else ():
+        for parameter in self.parameters.values():
             if parameter.grad is not None:
                 self.watch.count(parameter.grad, Kind.GRADIENT)
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """The root module's forward ended, with a result or with an exception."""
         self.measure.end()
-        self.stash.end_forward()
+        if self.gathering is None:
+            self.stash.end_forward()
         self._whereabouts.block = ""
         if self.phase is not Phase.CLOSED:
             self._whereabouts.phase = Phase.IDLE
         if not backward_follows:
             # Else the loss and backward are still to come, and what they take is the step's.
-            self.watch.activate(False)
+            self._pass_over()
+
+    def turn(self, phase: Phase) -> None:
+        """Of several passes that take turns another one goes on, in ``phase``, in the thread that is to run it."""
+        self._whereabouts.phase = phase
+        self.measure.end()
+        if phase is not Phase.IDLE:
+            self.measure.begin(FORWARD if phase is Phase.FORWARD else BACKWARD)
+        if self._seen:
+            self.watch.install()
+            self.watch.activate(True)
+        else:
+            self.watch.uninstall()
 
     def recompute(self, block: str, again: Callable[[], None]) -> None:
         """Runs ``again``, the forward of ``block`` in backward."""
@@ -193,10 +214,11 @@ class Session:
             return
         self._whereabouts.phase = Phase.BACKWARD
         self.measure.begin(BACKWARD)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self.stash.begin_backward()
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Backward is over, or gave up."""
         self.measure.end()
         self._whereabouts.block = ""
         self._whereabouts.phase = Phase.IDLE
@@ -207,12 +229,14 @@ class Session:
     def gradient_made(self, name: str, parameter: nn.Parameter) -> None:
         """autograd has accumulated into ``param.grad``: a gradient that does not stay here goes to the host."""
         self.enter_backward()
-        gradient, state = parameter.grad, self._state(name)
-        if gradient is None:
+        if parameter.grad is None:
             return
+        if parameter.grad.layout is not torch.strided:
+            raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
+        if self.gathering is not None and not self.gathering.complete(name):
+            return
+        gradient, state = parameter.grad, self._state(name)
         if not isinstance(gradient, LandedGradient):  # else autograd's own accumulation has landed it
-            if gradient.layout is not torch.strided:
-                raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
             self.watch.attribute(gradient, Kind.GRADIENT)
             buffer = state.gradients.get(name)
             if buffer is None:
@@ -241,8 +265,15 @@ class Session:
         self.pool.order.begin(TRAINING)
         self.pool.prefetch()
         self.measure.end_step()
-        if self.vigil is not None:
-            self.vigil.step_ended()
+        self.vigil.step_ended()
+        self._pass_over()
+
+    def _pass_over(self) -> None:
+        """No op is a step's until the next pass begins. Where parameters are away, a use of one is refused meanwhile,
+        also after a pass that nobody looked at."""
+        self.watch.activate(False)
+        if self._stand_ins and self.phase is not Phase.CLOSED:
+            self.watch.install()
 
     def _state(self, name: str) -> BlockState:
         return self.store.blocks[self.block_of[name]]
@@ -293,14 +324,18 @@ class Session:
         return self.rule.state_names
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
-        """Copies of the states of one parameter in its shape, with ``step``; empty before its first step."""
+        """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for
+        every element are in the parameter's shape, codes and scales in one dimension."""
         self.expect_open()
         state, spec = self._state(name), self.spec_of[name]
         steps = state.steps.get(name, 0)
         if not steps:
             return {}
         content = state.states.read()
-        streams = {n: shaped(state.stream(n, spec, content), spec) for n in state.streams_of(spec)}
+        streams = {}
+        for stream in state.streams_of(spec):
+            values = state.stream(stream, spec, content)
+            streams[plain_name(stream)] = shaped(values, spec) if form_of(stream).is_elementwise else values
         return {"step": torch.tensor(float(steps)), **streams}
 
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -319,11 +354,12 @@ class Session:
         self, state: BlockState, spec: Parameter, content: torch.Tensor, saved: Mapping[str, torch.Tensor]
     ) -> None:
         for stream in state.streams_of(spec):
-            value = saved.get(stream)
+            value, form = saved.get(plain_name(stream)), form_of(stream)
             if value is not None:
-                state.write_stream(stream, spec, content, flat(value.float(), spec))
+                typed = value.to(getattr(torch, form.dtype))
+                state.write_stream(stream, spec, content, flat(typed, spec) if form.is_elementwise else typed)
             elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
-                state.write_stream(stream, spec, content, torch.zeros(spec.numel))
+                state.write_stream(stream, spec, content, torch.zeros(form.count(spec.numel)))
         # SGD keeps no count; that it has a momentum at all says that it has taken a step.
         state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))
 
@@ -339,6 +375,7 @@ class Session:
             "speculated": self.stepping.speculation.speculated,
             "committed": self.stepping.speculation.committed,
             "redone": self.stepping.speculation.redone,
+            "disk_written": self.store.disk_written,
         }
         used: tuple[TierUsage, ...] = tuple(t for t in tiers if t.peak or t.tier is not Tier.PINNED)
         return Timeline(self.measure.collect(), used, tuple(self.measure.step_seconds), counters)

@@ -18,7 +18,7 @@ from typing import final
 
 from forebay.device.base import Completion
 from forebay.errors import ConfigError
-from forebay.runtime.store import BlockState
+from forebay.runtime.blockstate import BlockState
 from forebay.runtime.updates import Task, Updater
 
 __all__ = ["Speculation", "SpeculationPolicy"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import final
 
 import torch
 from torch import nn
 
 from forebay.errors import ModelError
+from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import GradientBuffer, LandedGradient
 from forebay.runtime.measure import Measurement
 from forebay.runtime.speculation import Speculation, SpeculationPolicy
-from forebay.runtime.store import BlockState, Store
+from forebay.runtime.store import Store
 from forebay.runtime.updates import Task, Updater
 from forebay.scheduling.slots import SlotPool
 
@@ -83,7 +85,7 @@ class Stepping:
 
     def step(self, groups: Groups) -> None:
         """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
-        forward will want the blocks."""
+        forward will want the blocks. Those on the device are queued when they are needed (``deferred``)."""
         for state in self._in_order_of_use():
             tasks = self._tasks(state, groups)
             if not tasks:
@@ -95,7 +97,9 @@ class Stepping:
             else:
                 self._land_replaced(state, tasks)
                 self._pool.invalidate(state.block.name)
-                if not self.speculation.commit(state, tasks):
+                if state.streamed is not None:
+                    state.streamed.deferred.put(partial(self._updater.submit, state, tasks))
+                elif not self.speculation.commit(state, tasks):
                     self._updater.submit(state, tasks)
             for name in tasks:
                 state.steps[name] += 1

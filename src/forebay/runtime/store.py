@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, UPDATE_RING, Arenas, arenas, home_tier
 from forebay.device.base import Completion, Device
-from forebay.errors import ConfigError, ForebayError
-from forebay.layout import MASTER, PAGE, StateLayout, gradient_offsets, needs_master, state_layout
+from forebay.errors import ConfigError
+from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.plans import Fate, Placement, Plan, Streaming
-from forebay.runtime.depots import Depot, DiskDepot, HostDepot
+from forebay.runtime.blockstate import BlockCopy, BlockState, Streamed
+from forebay.runtime.cells import Cells
+from forebay.runtime.deferred import Deferred
+from forebay.runtime.depots import Depot, DepotRow, DiskDepot, HostDepot
 from forebay.runtime.gradients import GradientBuffer, Landing
-from forebay.runtime.homes import Home
 from forebay.runtime.places import Places
 from forebay.runtime.tensors import alone, elements, shaped
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
-from forebay.tiers.disk import DiskFile, DiskFolder, DiskPolicy
+from forebay.tiers.diskfile import DiskPolicy, TierFile
+from forebay.tiers.stripes import DiskTier, Folder
 from forebay.trace import Block, Model, Parameter
 
-__all__ = ["BlockCopy", "BlockState", "Ledgers", "Store"]
+__all__ = ["Ledgers", "Store"]
 
 
 @final
@@ -36,94 +38,6 @@ class Ledgers:
         self.host = host
         self.pinned = pinned
         self.disk = disk
-
-
-@dataclass(frozen=True)
-class BlockCopy:
-    """A block's parameters and optimizer states at home: what an update reads, or what it makes."""
-
-    parameters: Home
-    states: Home
-
-
-@final
-class BlockState:
-    """One block at run time: its homes, its landed gradients, and how many steps each parameter has taken.
-
-    ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
-    the next step may be made before the step is asked for.
-    """
-
-    def __init__(
-        self,
-        block: Block,
-        placement: Placement,
-        layout: StateLayout,
-        parameters: Home,
-        states: Home,
-        gradients: Mapping[str, GradientBuffer],
-        spare: BlockCopy | None = None,
-    ) -> None:
-        self.block = block
-        self.placement = placement
-        self.layout = layout
-        self.current = self._first = BlockCopy(parameters, states)
-        self.spare = spare
-        self.gradients = gradients
-        self.steps = {p.name: 0 for p in block.parameters if p.trainable}
-
-    @property
-    def parameters(self) -> Home:
-        """The current copy of the parameters."""
-        return self.current.parameters
-
-    @property
-    def states(self) -> Home:
-        """The current copy of the optimizer states."""
-        return self.current.states
-
-    def exchange(self) -> None:
-        """The spare copy becomes the current one, and the current one the spare."""
-        if self.spare is None:
-            raise ForebayError(f"block {self.block.name} has one copy at home, the plan does not speculate on it")
-        self.current, self.spare = self.spare, self.current
-
-    def come_home(self) -> None:
-        """Has the parameters in the copy that was the current one at first. Only for a session that ends: the states do
-        not come with them. The caller has waited for all jobs."""
-        if self.current is not self._first:
-            self._first.parameters.write(self.parameters.read())
-            self.current = self._first
-
-    def settle(self) -> None:
-        """Waits until every update of this block has been written to its homes."""
-        self.parameters.settle()
-        self.states.settle()
-
-    def streams_of(self, parameter: Parameter) -> tuple[str, ...]:
-        """Names of the state streams that mean something for ``parameter``."""
-        return tuple(s for s in self.layout.streams if s != MASTER or needs_master(parameter))
-
-    def stream(self, name: str, parameter: Parameter, states: torch.Tensor) -> torch.Tensor:
-        """A copy of one state stream of ``parameter`` (1-D fp32), gathered from ``states`` (``self.states.read()``)."""
-        parts = [view for owner, view in self._stream_views(name, states) if owner == parameter.name]
-        return torch.cat(parts)
-
-    def write_stream(self, name: str, parameter: Parameter, states: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes ``value`` (1-D) as one state stream of ``parameter`` into ``states``."""
-        start = 0
-        for owner, view in self._stream_views(name, states):
-            if owner == parameter.name:
-                view.copy_(value[start : start + view.numel()])
-                start += view.numel()
-
-    def _stream_views(self, name: str, states: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        position = self.layout.streams.index(name)
-        for chunk in self.layout.chunks:
-            typed = states[chunk.offset : chunk.offset + chunk.nbytes].view(torch.float32)
-            for piece in chunk.pieces:
-                start = position * chunk.elements + piece.offset
-                yield piece.parameter.name, typed[start : start + piece.stop - piece.start]
 
 
 @final
@@ -144,6 +58,7 @@ class Store:
         self._pinner = pinner or NoPinner()
         self._device_buffers: list[torch.Tensor] = []
         self._stack = contextlib.ExitStack()
+        self._disk: DiskTier | None = None
         # The model's buffers stay on the device for as long as the session lives.
         device.ledger.charge(Kind.BUFFER, model.buffer_nbytes, "the model's buffers")
         self._stack.callback(device.ledger.discharge, Kind.BUFFER, model.buffer_nbytes)
@@ -152,7 +67,10 @@ class Store:
         self.workspace = self._staging = torch.empty(0, dtype=torch.uint8)
         # Where activations go that leave the device, by fate.
         self.depots: dict[Fate, Depot] = {}
-        self.sizes = arenas(model, plan.placements, plan.streaming, state_names, plan.speculate)
+        self._micro_batches = 1
+        self.rows: dict[Fate, DepotRow] = {}
+        self.cells: Cells | None = None
+        self.sizes = arenas(model, plan.placements, plan.streaming, state_names, plan.speculate, plan.update_on_device)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
             opened.callback(self.close)
@@ -161,46 +79,51 @@ class Store:
 
     def _open(self, model: Model, plan: Plan, state_names: tuple[str, ...]) -> None:
         sizes, streaming = self.sizes, plan.streaming
-        on_host = {p.block for p in plan.placements if home_tier(p) is Tier.HOST}
-        again = sum(model.block(name).nbytes for name in plan.speculate if name in on_host)
+        again = sizes.host_spare_parameters
         host_parameters = self._arena(sizes.host_parameters - again, Kind.PARAMETER, "parameters", pinned=True)
         # An arena of their own: when the session ends, parameters stay where they are, and these go.
         second = self._arena(again, Kind.PARAMETER, "second copies of parameters", pinned=True)
         host_gradients = self._arena(sizes.host_gradients, Kind.GRADIENT, "gradients", pinned=True)
         activations = self._arena(sizes.host_activations, Kind.ACTIVATION, "activations", pinned=True)
-        host_states = self._arena(sizes.host_states, Kind.STATE, "optimizer states", pinned=False)
+        moved = sizes.host_moved_states
+        moved_states = self._arena(moved, Kind.STATE, "optimizer states that move", pinned=True)
+        host_states = self._arena(sizes.host_states - moved, Kind.STATE, "optimizer states", pinned=False)
         files = self._files(plan, sizes)
         slot_ring = self._open_staging(sizes, streaming, files)
         chunk_ring = self._open_update_staging(sizes)
         self.landing = Landing(self._device, streaming.gradient_window, self._staging)
         if activations is not None:
             self.depots[Fate.OFFLOAD] = HostDepot(self._device, activations.memory)
-        places = Places(self._device, self._on_device, host_states, files, slot_ring, chunk_ring)
+        if sizes.update_cell:
+            window = self._on_device(sizes.device_updates, Kind.STAGING, "the window of updates on the device")
+            self.cells = Cells(self._device, window, sizes.update_cell, sizes.update_widening)
+        places = Places(self._device, self._on_device, files, slot_ring, chunk_ring)
         for placement in plan.placements:
             block = model.block(placement.block)
             layout = state_layout(block, state_names, streaming.update_chunk)
             parameters = places.parameters(block, placement, host_parameters)
-            states = places.states(block, placement, layout.nbytes)
+            streams = block.name in plan.update_on_device
+            states = places.states(block, placement, layout.nbytes, moved_states if streams else host_states)
             spare = None
             if block.name in plan.speculate:
                 copy = places.parameters(block, placement, second)
-                spare = BlockCopy(copy, places.states(block, placement, layout.nbytes))
-            gradients = {} if placement.resident else self._gradients(block, host_gradients)
-            self.blocks[block.name] = BlockState(block, placement, layout, parameters, states, gradients, spare)
+                spare = BlockCopy(copy, places.states(block, placement, layout.nbytes, host_states))
+            gradients, streamed = self._gradients(block, placement, host_gradients)
+            self.blocks[block.name] = BlockState(
+                block, placement, layout, parameters, states, gradients, spare, streamed if streams else None
+            )
 
     def _open_update_staging(self, sizes: Arenas) -> StagingRing:
         """Opens what updates need beside gradients and states; returns the ring through which states on disk pass."""
-        working = self._arena(sizes.update_workspace + sizes.update_ring, Kind.STAGING, "update staging", pinned=False)
-        if working is None:
-            return StagingRing([])
-        largest = sizes.update_ring // UPDATE_RING
-        # Aligned carves first: what follows them needs no padding.
-        ring = StagingRing([working.carve(largest, PAGE) for _ in range(UPDATE_RING)] if largest else [])
-        if sizes.update_workspace:
+        working = self._arena(sizes.update_workspace, Kind.STAGING, "update workspace", pinned=False)
+        if working is not None:
             self.workspace = alone(working.carve(sizes.update_workspace))
-        return ring
+        ring = self._arena(sizes.update_ring, Kind.STAGING, "update staging", pinned=bool(sizes.moved_ring))
+        if ring is None:
+            return StagingRing([])
+        return StagingRing([ring.carve(sizes.update_ring // UPDATE_RING, PAGE) for _ in range(UPDATE_RING)])
 
-    def _open_staging(self, sizes: Arenas, streaming: Streaming, files: Mapping[str, DiskFile]) -> StagingRing:
+    def _open_staging(self, sizes: Arenas, streaming: Streaming, files: Mapping[str, TierFile]) -> StagingRing:
         """Opens what bytes pass through between the device and somewhere else; returns the slots on the host."""
         nbytes = sizes.gradient_staging + sizes.host_slots + sizes.activation_ring
         moving = self._arena(nbytes, Kind.STAGING, "transfer staging", pinned=True)
@@ -215,7 +138,9 @@ class Store:
         self._staging = alone(moving.carve(sizes.gradient_staging))
         return slots
 
-    def _arena(self, nbytes: int, kind: Kind, what: str, *, pinned: bool) -> HostArena | None:
+    def _arena(
+        self, nbytes: int, kind: Kind, what: str, stack: contextlib.ExitStack | None = None, *, pinned: bool
+    ) -> HostArena | None:
         if nbytes == 0:
             return None
         arena = HostArena(
@@ -226,23 +151,28 @@ class Store:
             pinner=self._pinner if pinned else None,
             what=what,
         )
-        self._stack.enter_context(arena)
+        (stack or self._stack).enter_context(arena)
         if arena.note:
             self.notes.append(arena.note)
         return arena
 
-    def _files(self, plan: Plan, sizes: Arenas) -> dict[str, DiskFile]:
+    def _files(self, plan: Plan, sizes: Arenas) -> dict[str, TierFile]:
         if not sizes.disk:
             return {}
         if plan.budget.disk is None:
             raise ConfigError("the plan puts something on disk and its budget names no disk; give disk=PATH:SIZE")
-        folder = self._stack.enter_context(
-            DiskFolder(
-                plan.budget.disk.path,
+        tier = self._disk = self._stack.enter_context(
+            DiskTier(
+                [Folder(share.path, share.nbytes) for share in plan.budget.disk.folders],
                 ledger=self._ledgers.disk,
                 needed=sizes.disk,
                 host_ledger=self._ledgers.host,
-                policy=DiskPolicy(block=DISK_BLOCK, bounce_buffers=DISK_BOUNCE),
+                # The bounce buffers are of one block, for which the plan has DISK_BLOCK.
+                policy=DiskPolicy(
+                    block=min(plan.streaming.disk_block, DISK_BLOCK),
+                    depth=plan.streaming.disk_depth,
+                    bounce_buffers=DISK_BOUNCE,
+                ),
             )
         )
         files = {}
@@ -252,7 +182,7 @@ class Store:
             ("activations", sizes.disk_activations, Kind.ACTIVATION),
         ):
             if nbytes:
-                files[name] = folder.create(name, nbytes, kind)
+                files[name] = tier.create(name, nbytes, kind)
         return files
 
     def _on_device(self, nbytes: int, kind: Kind, what: str) -> torch.Tensor:
@@ -260,25 +190,72 @@ class Store:
         self._device_buffers.append(buffer)
         return buffer
 
-    def _gradients(self, block: Block, arena: HostArena | None) -> dict[str, GradientBuffer]:
+    def _gradients(
+        self, block: Block, placement: Placement, arena: HostArena | None
+    ) -> tuple[dict[str, GradientBuffer], Streamed | None]:
         offsets, nbytes = gradient_offsets(block)
-        if arena is None or not nbytes:
-            return {}
-        buffer = arena.carve(nbytes)
+        if arena is None or not nbytes or placement.resident:
+            return {}, None
+        streamed = Streamed(arena.carve(nbytes), offsets, Deferred())
         by_name = {p.name: p for p in block.parameters}
-        return {
-            name: GradientBuffer(by_name[name], elements(buffer, by_name[name], offset), self.landing)
+        buffers = {
+            name: GradientBuffer(
+                by_name[name],
+                elements(streamed.gradients, by_name[name], offset),
+                self.landing,
+                streamed.deferred,
+            )
             for name, offset in offsets.items()
         }
+        return buffers, streamed
 
     @property
     def resident_buffers(self) -> Sequence[torch.Tensor]:
         """Device buffers of resident blocks: parameters and states."""
         return self._device_buffers
 
+    @property
+    def disk_written(self) -> int:
+        """Bytes written to disk so far."""
+        return 0 if self._disk is None else self._disk.written
+
     def fetch(self, block: str, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
         """Queues the copy of a block's home into a slot (``slots.BlockSource``)."""
         return self.blocks[block].parameters.fetch(target[: self.blocks[block].block.nbytes], after)
+
+    def make_room(self, micro_batches: int) -> None:
+        """Has room for what so many micro-batches move off the device at the same time; a plan has it for one. It is
+        kept. Raises ``HostOutOfMemory`` or ``DiskFull`` where a budget has none; nothing has changed then."""
+        further = micro_batches - self._micro_batches
+        if further <= 0:
+            return
+        with contextlib.ExitStack() as opened:
+            made = self._further_depots(further, f"activations-{micro_batches}", opened)
+            self._stack.push(opened.pop_all())
+        for fate, depots in made.items():
+            self.rows[fate] = self.depots[fate] = DepotRow((self.depots[fate], *depots))
+        self._micro_batches = micro_batches
+
+    def _further_depots(self, further: int, name: str, opened: contextlib.ExitStack) -> dict[Fate, list[Depot]]:
+        made: dict[Fate, list[Depot]] = {}
+        sizes = self.sizes
+        if Fate.OFFLOAD in self.depots:
+            nbytes = further * sizes.host_activations
+            arena = self._arena(nbytes, Kind.ACTIVATION, "activations of further micro-batches", opened, pinned=True)
+            if arena is not None:
+                # One each: what a micro-batch moves fills it to the byte, in whatever order they take turns.
+                parts = [arena.memory[i : i + sizes.host_activations] for i in range(0, nbytes, sizes.host_activations)]
+                made[Fate.OFFLOAD] = [HostDepot(self._device, part) for part in parts]
+        if Fate.DISK in self.depots and self._disk is not None:
+            what = "transfer staging of further micro-batches"
+            ring = self._arena(sizes.activation_ring, Kind.STAGING, what, opened, pinned=True)
+            if ring is not None:
+                whole = ring.carve(sizes.activation_ring // PAGE * PAGE, PAGE)
+                # The ring holds the largest of them: so much may be left over where one file ends.
+                size = further * sizes.disk_activations + whole.numel()
+                file = self._disk.create(name, size, Kind.ACTIVATION)
+                made[Fate.DISK] = [DiskDepot(self._device, whole, file)]
+        return made
 
     def fill(self, block: str, content: Callable[[Parameter], torch.Tensor | None]) -> None:
         """Writes parameters of ``block`` to their home, and to the fp32 master if there is one.
@@ -336,6 +313,9 @@ class Store:
 
     def settle(self) -> None:
         """Waits until every update of every block is at home."""
+        # First all of them to their lanes: one must not wait for the end of another.
+        for state in self.blocks.values():
+            state.queue_deferred()
         for state in self.blocks.values():
             state.settle()
 
@@ -349,6 +329,11 @@ class Store:
         """Frees arenas, files and device buffers. The caller has waited for all transfers."""
         while self._device_buffers:
             self._device.free(self._device_buffers.pop())
+        for state in self.blocks.values():
+            if state.streamed is not None:
+                state.streamed.deferred.drop()  # it holds the state that holds it
+        if self.cells is not None:
+            self.cells.close()
         # An arena is unmapped with the last tensor that looks into it. The user's optimizer goes on holding the
         # session; it must not go on holding the memory.
         self.blocks.clear()

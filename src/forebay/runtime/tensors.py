@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from forebay.layout import Piece
+from forebay.states import form_of
 from forebay.trace import Parameter
 
-__all__ = ["alone", "dtype_of", "elements", "flat", "shaped"]
+__all__ = ["alone", "dtype_of", "elements", "flat", "shaped", "state_view"]
 
 
 def dtype_of(parameter: Parameter) -> torch.dtype:
@@ -34,6 +36,14 @@ def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
         ordered = torch.empty_strided(parameter.shape, parameter.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
     return tensor.as_strided((parameter.numel,), (1,), tensor.storage_offset())
+
+
+def state_view(stream: torch.Tensor, state: str, piece: Piece) -> torch.Tensor:
+    """The values of ``piece`` in the bytes of one stream of its chunk: those of ``state``, in its dtype, 1-D."""
+    form = form_of(state)
+    start = form.count(piece.offset)
+    typed: torch.Tensor = stream.view(getattr(torch, form.dtype))
+    return typed[start : start + form.count(piece.stop - piece.start)]
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:

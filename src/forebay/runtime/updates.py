@@ -1,9 +1,9 @@
-"""Optimizer steps, chunk by chunk, where the states are."""
+"""Optimizer steps, chunk by chunk: where the states are, or on the device, to which they are brought for it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -11,13 +11,15 @@ from typing import Any, final
 import torch
 
 from forebay.device.base import Completion, Device
+from forebay.errors import ForebayError
 from forebay.kernels.team import Team
-from forebay.layout import MASTER, STATE_ITEMSIZE, Chunk, Piece, needs_master
-from forebay.optim.arithmetic import Arithmetic, Part, TorchArithmetic, host_arithmetic
+from forebay.layout import MASTER, Cell, Chunk, Piece, needs_master
+from forebay.optim.arithmetic import Arithmetic, Part, TorchArithmetic, host_arithmetic, place_of
 from forebay.optim.rules import UpdateRule
+from forebay.runtime.blockstate import BlockCopy, BlockState
+from forebay.runtime.cells import Cells, Load
 from forebay.runtime.homes import Checkout
-from forebay.runtime.store import BlockCopy, BlockState
-from forebay.runtime.tensors import elements, flat
+from forebay.runtime.tensors import dtype_of, elements, flat, state_view
 from forebay.timeline import Lane
 
 __all__ = ["Task", "Updater"]
@@ -37,16 +39,20 @@ class Task:
 @final
 class Updater:
     """Runs the update rule over blocks, on the host with the threads of ``team``. ``workspace`` (1-D uint8) is where
-    16-bit gradients become fp32 for an arithmetic that does not read them itself."""
+    16-bit gradients become fp32 for an arithmetic that does not read them itself. ``cells`` are where blocks are
+    updated that are brought to the device for it."""
 
-    def __init__(self, device: Device, rule: UpdateRule, workspace: torch.Tensor, team: Team) -> None:
+    def __init__(
+        self, device: Device, rule: UpdateRule, workspace: torch.Tensor, team: Team, cells: Cells | None = None
+    ) -> None:
         self._device = device
         self._rule = rule
         self._team = team
         self._on_host = host_arithmetic(rule, team, workspace)
         # Where the device's memory is the host's, one arithmetic does both: the place of an update changes no bit.
-        same = torch.device(device.name).type == "cpu"
-        self._on_device = host_arithmetic(rule, team, None) if same else TorchArithmetic(rule)
+        self._same = torch.device(device.name).type == "cpu"
+        self._on_device = self._arithmetic_there(None)
+        self._cells = cells
 
     def submit(self, state: BlockState, tasks: Mapping[str, Task], into: BlockCopy | None = None) -> Completion | None:
         """Queues the update of the parameters in ``tasks`` of a block whose gradients have landed.
@@ -60,37 +66,57 @@ class Updater:
         # Gradients that are still landing must be there before the update reads them.
         landed = tuple(g.arrived for n, g in state.gradients.items() if n in tasks and g.arrived is not None)
         loan = source.parameters.check_out(0, source.parameters.nbytes, f"read {block.name}", target.parameters)
+        read: Completion | None = None
         done: Completion | None = None
         for chunk in state.layout.chunks:
             if target is source and not any(piece.parameter.name in tasks for piece in chunk.pieces):
                 continue
             what = f"states of {block.name} at {chunk.offset}"
             states = source.states.check_out(chunk.offset, chunk.nbytes, f"read {what}", target.states)
-            # The first job brings the parameters for all of them: the lane runs in order.
-            loans = (states,) if done is not None else (states, loan)
-            job = partial(self.run_chunk, state, chunk, loan.buffer, loans, tasks)
-            done = self._device.submit(
-                Lane.UPDATE,
-                job,
-                after=(*landed, *loan.ready, *states.ready),
-                nbytes=_touched(state, chunk),
-                what=f"update {block.name}",
-            )
+            if state.streamed is not None:
+                read, done = self._in_cell(state, chunk, loan, states, landed, tasks)
+            else:
+                # The first job brings the parameters for all of them: the lane runs in order.
+                loans = (states,) if done is not None else (states, loan)
+                read = done = self._device.submit(
+                    Lane.UPDATE,
+                    partial(self.run_chunk, state, chunk, loan.buffer, loans, tasks),
+                    after=(*landed, *loan.ready, *states.ready),
+                    nbytes=state.layout.touched(chunk) + sum(one.brought for one in loans),
+                    what=f"update {block.name}",
+                )
             target.states.check_in(states, chunk.offset, done, f"write {what}")
         if done is not None:
             # The lane runs in order, so the last chunk's job stands for all of them.
             target.parameters.check_in(loan, 0, done, f"write {block.name}")
             for name in tasks:
-                state.gradients[name].read_by = done
+                state.gradients[name].read_by = read
         return done
+
+    def _in_cell(
+        self,
+        state: BlockState,
+        chunk: Chunk,
+        loan: Checkout,
+        states: Checkout,
+        landed: tuple[Completion, ...],
+        tasks: Mapping[str, Task],
+    ) -> tuple[Completion, Completion]:
+        """Queues the update of one chunk on the device: when its gradients have been read, and when it is done."""
+        if self._cells is None or state.streamed is None:
+            raise ForebayError(f"the plan does not update block {state.block.name} on the device")
+        gradients, offsets = state.streamed.gradients, state.streamed.offsets
+        load = Load(state.block.name, chunk, tasks.keys(), loan, states, gradients, offsets, landed)
+        return self._cells.update(load, partial(self.run_cell, state, chunk, tasks), state.layout.touched(chunk))
 
     def run_resident(self, state: BlockState, tasks: Mapping[str, Task], gradients: Mapping[str, torch.Tensor]) -> None:
         """Updates a block whose parameters, gradients and states are on the device, in the compute order."""
         parameters, states = state.parameters.read(), state.states.read()
         flattened = {p.name: flat(gradients[p.name], p) for p in state.block.parameters if p.name in tasks}
+        values = partial(_at_home, parameters, flattened)
         for chunk in state.layout.chunks:
             content = states[chunk.offset : chunk.offset + chunk.nbytes]
-            self._apply(state, chunk, parameters, content, tasks, flattened, self._on_device)
+            self._apply(state, chunk, content, values, tasks, self._on_device)
 
     def run_chunk(
         self,
@@ -105,50 +131,79 @@ class Updater:
         for loan in loans:
             loan.bring(self._team)
         gradients = {name: buffer.host for name, buffer in state.gradients.items() if name in tasks}
-        self._apply(state, chunk, parameters, loans[0].buffer, tasks, gradients, self._on_host)
+        self._apply(state, chunk, loans[0].buffer, partial(_at_home, parameters, gradients), tasks, self._on_host)
+
+    def run_cell(
+        self, state: BlockState, chunk: Chunk, tasks: Mapping[str, Task], cell: Cell, buffer: torch.Tensor
+    ) -> None:
+        """Updates one chunk in the ``buffer`` of its cell, on the device. Runs in the thread of that lane."""
+        # Made for each chunk: it holds memory of the device, and would hold it longer than the cells do.
+        arithmetic = self._arithmetic_there(None if self._cells is None else self._cells.widening)
+        self._apply(state, chunk, buffer[: chunk.nbytes], _in_cell(cell, chunk, buffer), tasks, arithmetic)
+
+    def _arithmetic_there(self, workspace: torch.Tensor | None) -> Arithmetic:
+        """Who updates what is on the device."""
+        if self._same:
+            return host_arithmetic(self._rule, self._team, workspace)
+        return TorchArithmetic(self._rule, workspace)
 
     def _apply(
         self,
         state: BlockState,
         chunk: Chunk,
-        parameters: torch.Tensor,
         content: torch.Tensor,
+        values: Values,
         tasks: Mapping[str, Task],
-        gradients: Mapping[str, torch.Tensor],
         arithmetic: Arithmetic,
     ) -> None:
+        """``content`` are the chunk's states."""
         # Pieces of the same group at the same step go through one call of the kernel.
         batches: dict[tuple[int, int], list[Piece]] = defaultdict(list)
         for piece in chunk.pieces:
             task = tasks.get(piece.parameter.name)
             if task is not None:
                 batches[(id(task.group), task.step)].append(piece)
-        typed = content.view(torch.float32)
-        streams = {
-            name: typed[i * chunk.elements : (i + 1) * chunk.elements] for i, name in enumerate(state.layout.streams)
-        }
+        streams = {name: content[at : at + nbytes] for name, (at, nbytes) in state.layout.spans(chunk).items()}
         for pieces in batches.values():
             task = tasks[pieces[0].parameter.name]
-            parts = [self._part(piece, parameters, gradients, streams) for piece in pieces]
+            parts = [self._part(piece, *values(piece), streams) for piece in pieces]
             arithmetic.update(parts, task.step, task.group)
 
     def _part(
         self,
         piece: Piece,
-        parameters: torch.Tensor,
-        gradients: Mapping[str, torch.Tensor],
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
         streams: Mapping[str, torch.Tensor],
     ) -> Part:
-        span = slice(piece.offset, piece.offset + piece.stop - piece.start)
         return Part(
-            elements(parameters, piece.parameter, piece.parameter.offset)[piece.start : piece.stop],
-            gradients[piece.parameter.name][piece.start : piece.stop],
-            streams[MASTER][span] if needs_master(piece.parameter) else None,
-            tuple(streams[name][span] for name in self._rule.state_names),
+            parameter,
+            gradient,
+            state_view(streams[MASTER], MASTER, piece) if needs_master(piece.parameter) else None,
+            tuple(state_view(streams[name], name, piece) for name in self._rule.state_names),
+            place_of(piece.parameter.numel, piece.start),
         )
 
 
-def _touched(state: BlockState, chunk: Chunk) -> int:
-    """Bytes that updating a chunk has to move at least: states and parameters in and out, gradients in."""
-    parameters = sum((p.stop - p.start) * p.parameter.nbytes // max(1, p.parameter.numel) for p in chunk.pieces)
-    return 2 * chunk.elements * STATE_ITEMSIZE * len(state.layout.streams) + 3 * parameters
+Values = Callable[[Piece], tuple[torch.Tensor, torch.Tensor]]
+"""The elements of a piece, 1-D: of its parameter, of its gradient."""
+
+
+def _at_home(
+    parameters: torch.Tensor, gradients: Mapping[str, torch.Tensor], piece: Piece
+) -> tuple[torch.Tensor, torch.Tensor]:
+    spec, span = piece.parameter, slice(piece.start, piece.stop)
+    return elements(parameters, spec, spec.offset)[span], gradients[spec.name][span]
+
+
+def _in_cell(cell: Cell, chunk: Chunk, buffer: torch.Tensor) -> Values:
+    offsets = {piece.offset: offset for piece, offset in zip(chunk.pieces, cell.offsets, strict=True)}
+
+    def values(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        def typed(area: int) -> torch.Tensor:
+            start = area + offsets[piece.offset]
+            return buffer[start : start + piece.nbytes].view(dtype_of(piece.parameter))
+
+        return typed(cell.parameters), typed(cell.gradients)
+
+    return values

@@ -54,11 +54,11 @@ class AccessOrder:
         """The next ``count`` different blocks of the record, in order."""
         ahead: list[str] = []
         record = self._records.get(self._kind, ())
-        for block in record[self._position :]:
+        for place in range(self._position, len(record)):
             if len(ahead) == count:
                 break
-            if block not in ahead:
-                ahead.append(block)
+            if record[place] not in ahead:
+                ahead.append(record[place])
         return ahead
 
     def distance(self, block: str) -> int:

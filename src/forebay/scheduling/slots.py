@@ -111,6 +111,7 @@ class SlotPool:
         self._distance = prefetch_distance
         self._on_vacate = on_vacate
         self._where: dict[str, Slot] = {}
+        self._fitting: dict[str, list[Slot]] = {}  # the slots that hold a block
         # Readers are taken and given back by finalizers too, in whatever thread drops the last view of a slot; the
         # lock is re-entrant because a garbage collection may run a finalizer while this thread holds it.
         self._lock = threading.RLock()
@@ -195,6 +196,7 @@ class SlotPool:
     def close(self) -> None:
         """Gives the slots' memory back. The caller has waited for all transfers and compute."""
         self._where.clear()
+        self._fitting.clear()
         while self.slots:
             slot = self.slots.pop()
             self._device.free(slot.buffer)
@@ -228,10 +230,12 @@ class SlotPool:
         Nothing with readers and nothing in ``keep`` goes; a prefetch (``keep`` not empty) evicts nothing that is
         needed sooner than ``block`` itself.
         """
-        nbytes = self._sizes[block]
-        fitting = [s for s in self.slots if s.dedicated_to == block] or [
-            s for s in self.slots if s.dedicated_to is None and s.nbytes >= nbytes
-        ]
+        if block not in self._fitting:
+            nbytes = self._sizes[block]
+            self._fitting[block] = [s for s in self.slots if s.dedicated_to == block] or [
+                s for s in self.slots if s.dedicated_to is None and s.nbytes >= nbytes
+            ]
+        fitting = self._fitting[block]
         free = [s for s in fitting if s.readers == 0 and s.occupant not in keep]
         if not free:
             return None

@@ -1,11 +1,12 @@
 """A program against a clock: how long a step takes, what waits for what, and how many bytes are where. No torch.
 
-``simulate`` goes from a plan to a ``Timeline``, ``play`` from a program; ``costs`` says how long one thing takes
-alone, ``sharing`` how much slower it is beside others, ``forecast`` sums a timeline up for people and planners.
+``simulate`` goes from a plan to a ``Timeline``, ``play`` from a program, ``pace`` to the seconds alone; ``costs`` says
+how long one thing takes alone, ``sharing`` how much slower it is beside others, ``forecast`` sums a timeline up for
+people and planners.
 """
 
 from forebay.simulation.costs import Costs
 from forebay.simulation.forecast import Forecast, forecast, limits, simulate, summarise
-from forebay.simulation.play import play
+from forebay.simulation.play import pace, play
 
-__all__ = ["Costs", "Forecast", "forecast", "limits", "play", "simulate", "summarise"]
+__all__ = ["Costs", "Forecast", "forecast", "limits", "pace", "play", "simulate", "summarise"]

@@ -86,6 +86,8 @@ class Costs:
         self.trace = trace
         self.machine = machine
         self._rates: dict[str, tuple[float, str]] = {}
+        # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
+        self._moves: dict[tuple[Verb, Lane, int], float] = {}
         self._works = tuple(self._cost(work) for work in trace.works)
         self._seconds = _Sums(trace, [c.seconds for c in self._works])
         self._measured = _Sums(trace, [c.seconds if c.source is Source.MEASURED else 0.0 for c in self._works])
@@ -121,30 +123,39 @@ class Costs:
 
         Raises ``ConfigError`` for an action on a disk that the machine does not have.
         """
+        verb = action.verb
+        if verb is Verb.COMPUTE:
+            first, last = action.ops
+            return self._seconds.between(first, last) + (last - first) * self.machine.watch_seconds * watched
+        if verb is Verb.ENCODE or verb is Verb.DECODE:
+            tensor = self._tensor(action)
+            codes = Codes.of(tensor.nbytes, tensor.dtype, action.bits)
+            return self.coding(codes, encode=verb is Verb.ENCODE, watched=watched)
+        key = verb, action.lane, action.nbytes
+        known = self._moves.get(key)
+        if known is None:
+            known = self._moves[key] = self._move(action)
+        return known
+
+    def _move(self, action: Action) -> float:
+        """Seconds of a transfer, an update, a read or a write."""
         nbytes, machine = action.nbytes, self.machine
         match action.verb:
-            case Verb.COMPUTE:
-                first, last = action.ops
-                return self._seconds.between(first, last) + (last - first) * machine.watch_seconds * watched
-            case Verb.ENCODE | Verb.DECODE:
-                tensor = self._tensor(action)
-                codes = Codes.of(tensor.nbytes, tensor.dtype, action.bits)
-                return self.coding(codes, encode=action.verb is Verb.ENCODE, watched=watched)
-            case Verb.FETCH | Verb.RELOAD:
+            case Verb.FETCH | Verb.RELOAD | Verb.LOAD:
                 return machine.h2d.seconds(nbytes)
-            case Verb.LAND | Verb.OFFLOAD:
+            case Verb.LAND | Verb.OFFLOAD | Verb.STORE:
                 return machine.d2h.seconds(nbytes)
             case Verb.ACCUMULATE:
                 # Copy and sum are jobs of one lane: the one staging buffer keeps them one after the other.
                 return machine.d2h.seconds(nbytes) + ADD_TRAFFIC * nbytes / machine.host_bandwidth
             case Verb.UPDATE:
-                if action.lane is Lane.COMPUTE:
+                # Where the device is the host's processor, what is on it is updated as at home.
+                if action.lane is Lane.COMPUTE or (action.lane is Lane.DEVICE_UPDATE and machine.device_kind != "cpu"):
                     return max(nbytes / machine.device_bandwidth, machine.launch_seconds)
                 return nbytes / machine.update_rate
             case Verb.READ:
                 return self._disk(action).read.seconds(nbytes)
-            case Verb.WRITE:
-                return self._disk(action).write.seconds(nbytes)
+        return self._disk(action).write.seconds(nbytes)
 
     def coding(self, codes: Codes, *, encode: bool, watched: bool = False) -> float:
         """Seconds of making ``codes`` on the device (``encode``), or of reading them: as measured

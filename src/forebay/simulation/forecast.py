@@ -14,7 +14,7 @@ from forebay.program import Program, Verb
 from forebay.simulation.costs import Costs
 from forebay.simulation.play import play
 from forebay.simulation.sharing import LANES
-from forebay.timeline import Event, Lane, Timeline, merge_busy
+from forebay.timeline import Lane, Timeline, covered
 from forebay.trace import Trace
 
 __all__ = [
@@ -145,6 +145,7 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
         Lane.H2D: machine.h2d.curve.best,
         Lane.D2H: machine.d2h.curve.best,
         Lane.UPDATE: machine.update_rate,
+        Lane.DEVICE_UPDATE: machine.update_rate if machine.device_kind == "cpu" else machine.device_bandwidth,
     }
     if machine.disk is not None:
         rates |= {
@@ -169,11 +170,11 @@ def _moved_in_last_step(program: Program) -> dict[Lane, int]:
 def _busy_in_last_step(timeline: Timeline) -> dict[Lane, float]:
     """Seconds of each lane inside the last step: work of one step that runs under the next counts there."""
     *_, start, end = accumulate(timeline.step_seconds, initial=0.0)
-    inside: dict[Lane, list[Event]] = {lane: [] for lane in Lane}
+    inside: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
     for event in timeline.events:
         if event.end > start and event.start < end:
-            inside[event.lane].append(replace(event, start=max(event.start, start), end=min(event.end, end)))
-    return {lane: merge_busy(events) for lane, events in inside.items()}
+            inside[event.lane].append((max(event.start, start), min(event.end, end)))
+    return {lane: covered(spans) for lane, spans in inside.items()}
 
 
 def _error(busy: Mapping[Lane, float], step: float, costs: Costs) -> float:

@@ -16,14 +16,14 @@ from typing import final
 from forebay.errors import PlanInvalid
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.program import Action, Program, Verb
+from forebay.program import Program, Verb
 from forebay.simulation.account import DeviceAccount, standing_usages, with_compute
 from forebay.simulation.costs import Costs
 from forebay.simulation.sharing import LANES, Sharing
 from forebay.timeline import Event, Lane, Timeline
 from forebay.trace import Trace
 
-__all__ = ["play"]
+__all__ = ["pace", "play"]
 
 COMPUTE, UPDATE = LANES.index(Lane.COMPUTE), LANES.index(Lane.UPDATE)
 
@@ -43,29 +43,76 @@ def play(
     that is not there.
     """
     costs = costs or Costs(trace, machine)
-    _refuse_unplayable(program)
-    clock = _Clock(program, costs, Sharing(machine))
-    clock.run()
+    account = DeviceAccount(program.standing.get(Tier.DEVICE, {}))
+    clock = _played(program, costs, _Books(program, account))
     return Timeline(
         events=clock.events(),
-        tiers=(clock.account.usage(), *standing_usages(program)),
+        tiers=(account.usage(), *standing_usages(program)),
         step_seconds=_step_seconds(program, clock.end, settled),
         counters={"fetches": sum(a.verb is Verb.FETCH for a in program.actions), "stalls": len(clock.stalls)},
     )
+
+
+def pace(program: Program, costs: Costs, *, settled: bool = False) -> tuple[float, ...]:
+    """The ``step_seconds`` of ``play`` alone, for who compares many programs: no event is made and no byte counted.
+    ``costs`` are those of the trace that ``program`` was lowered from."""
+    return _step_seconds(program, _played(program, costs, None).end, settled)
+
+
+def _played(program: Program, costs: Costs, books: _Books | None) -> _Clock:
+    _refuse_unplayable(program)
+    clock = _Clock(program, costs, Sharing(costs.machine), books)
+    clock.run()
+    return clock
+
+
+@final
+class _Books:
+    """The account of the device while a program is played."""
+
+    def __init__(self, program: Program, account: DeviceAccount) -> None:
+        self.account = account
+        self._actions = program.actions
+        self._with = with_compute(program.actions)
+        bound = self._with
+        self._bound = bound.behind.keys() | bound.holder.keys() | bound.holds.keys() | bound.takes.keys()
+
+    def ended(self, index: int, end: list[float]) -> bool:
+        """Action ``index`` has ended: its bytes are booked, and those of transfers that only waited for it. ``end`` are
+        the instants at which actions have ended (infinite: not yet). Returns whether any were."""
+        if index not in self._bound:
+            changes = self._actions[index].changes
+            if changes:
+                self.account.apply(changes)
+            return bool(changes)
+        apply, actions, bound = self.account.apply, self._actions, self._with
+        if not bound.behind.get(index) and end[bound.holder.get(index, index)] < inf:
+            apply(actions[index].changes)
+        for offload in bound.holds.get(index, ()):
+            if end[offload] < inf:
+                apply(actions[offload].changes)
+        for reload in bound.takes.get(index, ()):
+            if max(end[earlier] for earlier in bound.behind[reload]) < inf:
+                apply(actions[reload].changes)
+                self.account.mark(None)  # with the next one, something may go
+        return True
+
+    def mark(self, computing: int) -> None:
+        """All that ends at this instant has been booked; action ``computing`` goes on (below 0: nothing computes)."""
+        self.account.mark(self._actions[computing] if computing >= 0 else None)
 
 
 @final
 class _Clock:
     """The state of a run. ``start`` and ``end`` are the seconds of each action, ``stalls`` intervals of compute."""
 
-    def __init__(self, program: Program, costs: Costs, sharing: Sharing) -> None:
+    def __init__(self, program: Program, costs: Costs, sharing: Sharing, books: _Books | None) -> None:
         actions = program.actions
-        self.account = DeviceAccount(program.standing.get(Tier.DEVICE, {}))
         self.start = [inf] * len(actions)
         self.end = [inf] * len(actions)
         self.stalls: list[tuple[float, float]] = []
         self._actions = actions
-        self._with = with_compute(actions)
+        self._books = books
         treated = (Verb.OFFLOAD, Verb.ENCODE)
         moving = bool(program.slots) or any(a.recomputed or a.verb in treated for a in actions)
         watched = costs.machine.device_kind == "cpu" and moving
@@ -73,20 +120,24 @@ class _Clock:
         # Bytes/s of each action alone; the last is that of a lane that runs none.
         self._rates = [a.nbytes / s if s else 0.0 for a, s in zip(actions, self._seconds, strict=True)] + [0.0]
         self._sharing = sharing
-        # Reversed, so that the next action of a lane is popped off its end.
         self._queues: list[list[int]] = [[] for _ in LANES]
-        place = {lane: i for i, lane in enumerate(LANES)}
-        for index in range(len(actions) - 1, -1, -1):
-            self._queues[place[actions[index].lane]].append(index)
         fastest = [0.0] * len(LANES)
-        for action, rate in zip(actions, self._rates, strict=False):
+        place = {lane: i for i, lane in enumerate(LANES)}
+        for index, action in enumerate(actions):
             lane = place[action.lane]
-            fastest[lane] = max(fastest[lane], rate)
+            self._queues[lane].append(index)
+            if self._rates[index] > fastest[lane]:
+                fastest[lane] = self._rates[index]
+        for queue in self._queues:
+            queue.reverse()  # so that the next action of a lane is popped off its end
         self._crowds = sharing.may_crowd(fastest)
-        # Of each lane: the action that it runs (-1: none), when that will end if nothing changes, its share.
+        # The lanes that have anything to do. Of each lane: the action that it runs (-1: none), when that will end if
+        # nothing changes, its share; an action that the next one was seen to wait for (-1: none).
+        self._lanes = [lane for lane, queue in enumerate(self._queues) if queue]
         self._running = [-1] * len(LANES)
         self._finish = [inf] * len(LANES)
         self._share = [1.0] * len(LANES)
+        self._waits = [-1] * len(LANES)
         self._busy = 0
         self._compute_free = 0.0
 
@@ -104,70 +155,65 @@ class _Clock:
 
     def _start_ready(self, now: float) -> None:
         """Starts what the idle lanes can start at ``now``."""
-        end, actions = self.end, self._actions
-        for lane, queue in enumerate(self._queues):
-            if not queue or self._busy >> lane & 1:
+        end, running, waits, actions = self.end, self._running, self._waits, self._actions
+        for lane in self._lanes:
+            if running[lane] >= 0 or (waits[lane] >= 0 and end[waits[lane]] > now):
+                continue
+            queue = self._queues[lane]
+            if not queue:
                 continue
             index = queue[-1]
-            action = actions[index]
-            for earlier in action.after:
+            for earlier in actions[index].after:
                 if end[earlier] > now:
+                    waits[lane] = earlier
                     break
             else:
                 queue.pop()
-                self._begin(lane, index, action, now)
+                waits[lane] = -1
+                self._begin(lane, index, now)
 
-    def _begin(self, lane: int, index: int, action: Action, now: float) -> None:
+    def _begin(self, lane: int, index: int, now: float) -> None:
         self.start[index] = now
         self._running[lane] = index
         self._finish[lane] = now + self._seconds[index]
         self._share[lane] = 1.0
         self._busy |= 1 << lane
         if lane == COMPUTE:
-            self.account.begin(action)
+            if self._books is not None:
+                self._books.account.begin(self._actions[index])
             if now > self._compute_free:
                 self.stalls.append((self._compute_free, now))
 
     def _end_due(self, now: float) -> None:
         """Ends what is done at ``now``."""
-        account, finish = self.account, self._finish
-        for lane, index in enumerate(self._running):
+        end, finish, running, books = self.end, self._finish, self._running, self._books
+        booked = False
+        for lane in self._lanes:
             if finish[lane] > now:
                 continue
-            self.end[index] = now
-            self._running[lane] = -1
+            index = running[lane]
+            end[index] = now
+            running[lane] = -1
             finish[lane] = inf
             self._busy &= ~(1 << lane)
             if lane == COMPUTE:
                 self._compute_free = now
-            self._apply(index)
-        computing = self._running[COMPUTE]
-        account.mark(self._actions[computing] if computing >= 0 else None)
-
-    def _apply(self, index: int) -> None:
-        """Action ``index`` has ended: its bytes are booked, and those of transfers that only waited for it."""
-        apply, actions, bound = self.account.apply, self._actions, self._with
-        if not bound.behind.get(index) and self.end[bound.holder.get(index, index)] < inf:
-            apply(actions[index].changes)
-        for offload in bound.holds.get(index, ()):
-            if self.end[offload] < inf:
-                apply(actions[offload].changes)
-        for reload in bound.takes.get(index, ()):
-            if max(self.end[earlier] for earlier in bound.behind[reload]) < inf:
-                apply(actions[reload].changes)
-                self.account.mark(None)  # with the next one, something may go
+            if books is not None and books.ended(index, end):
+                booked = True
+        if booked and books is not None:
+            books.mark(running[COMPUTE])
 
     def _reshare(self, now: float) -> None:
         """Gives every running lane the share that it has from ``now`` on, and so another end."""
-        if self._crowds and self._running[UPDATE] >= 0:
+        running, old, finish = self._running, self._share, self._finish
+        if self._crowds and running[UPDATE] >= 0:
             rates = self._rates
-            shares = self._sharing.crowded(self._busy, [rates[index] for index in self._running])
+            shares = self._sharing.crowded(self._busy, [rates[index] for index in running])
         else:
             shares = self._sharing.shares(self._busy)
-        old, finish = self._share, self._finish
-        for lane, index in enumerate(self._running):
+        for lane in self._lanes:
             share = shares[lane]
-            if index >= 0 and share != old[lane]:
+            if share != old[lane] and running[lane] >= 0:
                 finish[lane] = now + (finish[lane] - now) * old[lane] / share
                 old[lane] = share
 
@@ -202,7 +248,7 @@ def _step_seconds(program: Program, end: list[float], settled: bool) -> tuple[fl
     waited = {Lane.COMPUTE} | ({Lane.UPDATE, Lane.DISK_WRITE} if settled else set())
     calls = [0.0] * program.steps
     for action, done in zip(program.actions, end, strict=True):
-        if action.lane in waited:
+        if action.lane in waited or (settled and action.verb is Verb.STORE):
             calls[action.step] = max(calls[action.step], done)
     seconds, before = [], 0.0
     for call in calls:

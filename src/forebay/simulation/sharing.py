@@ -3,7 +3,8 @@
 Every lane that runs keeps a share of the rate it has alone, and the shares change only when a lane starts or ends
 something. Three things are shared:
 
-*The link.* While h2d and d2h both run, each keeps ``duplex`` of its rate (measured that way).
+*The link.* While h2d and d2h both run, each keeps ``duplex`` of its rate (measured that way). The same of the disk:
+while it is read and written, each keeps ``Disk.duplex``.
 
 *The cores*, on machines where host lanes use those that compute (``shared_cores`` above 0). The model is fair
 sharing of processors, as the operating system's scheduler does it: a host lane is one thread, compute is one thread
@@ -28,11 +29,14 @@ from forebay.timeline import Lane
 
 __all__ = ["LANES", "Sharing"]
 
-LANES: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+LANES: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE, Lane.DEVICE_UPDATE)
 """The lanes that actions run on; their places here are the bits of a set of lanes."""
 
-COMPUTE, H2D, D2H, UPDATE = (1 << LANES.index(x) for x in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE))
+_COMPUTE, _H2D, _D2H, _UPDATE = map(LANES.index, (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE))
+COMPUTE, H2D, D2H, UPDATE = (1 << place for place in (_COMPUTE, _H2D, _D2H, _UPDATE))
 HOST = H2D | D2H | UPDATE
+THREADS = HOST | 1 << LANES.index(Lane.DEVICE_UPDATE)
+DISK = 1 << LANES.index(Lane.DISK_READ) | 1 << LANES.index(Lane.DISK_WRITE)
 
 
 @final
@@ -43,10 +47,12 @@ class Sharing:
         lost = machine.shared_cores
         self.crowding = min(1.0, lost / (1 - lost)) if lost < 1 else 1.0
         self._duplex = machine.duplex
+        self._disk_duplex = 1.0 if machine.disk is None else machine.disk.duplex
         self._bandwidth = machine.host_bandwidth
         copied = 2.0 if machine.device_kind == "cpu" else 1.0
         self._traffic = [1.0 if lane is Lane.UPDATE else copied for lane in LANES]
         self._known: dict[int, list[float]] = {}
+        self._crowded: dict[tuple[int, float, float, float], list[float]] = {}
 
     def may_crowd(self, fastest: list[float]) -> bool:
         """Whether host memory can become too slow, with ``fastest`` the most bytes/s of each lane alone."""
@@ -62,9 +68,16 @@ class Sharing:
 
     def crowded(self, busy: int, rates: list[float]) -> list[float]:
         """``shares`` with host memory; ``rates`` are the bytes/s that what each lane runs would have alone."""
-        shares = self.shares(busy)
         if not busy & UPDATE or not busy & (H2D | D2H):
-            return shares
+            return self.shares(busy)
+        key = busy, rates[_H2D], rates[_D2H], rates[_UPDATE]
+        known = self._crowded.get(key)
+        if known is None:
+            known = self._crowded[key] = self._crowd(busy, rates)
+        return known
+
+    def _crowd(self, busy: int, rates: list[float]) -> list[float]:
+        shares = self.shares(busy)
         alone = {i: rates[i] * self._traffic[i] for i in range(len(LANES)) if busy & HOST & (1 << i)}
         wanted = sum(rate * shares[i] for i, rate in alone.items())
         allowed = max(self._bandwidth, *alone.values())
@@ -73,9 +86,11 @@ class Sharing:
         return [s * allowed / wanted if i in alone else s for i, s in enumerate(shares)]
 
     def _share(self, lane: int, busy: int) -> float:
+        if lane & DISK:
+            return self._disk_duplex if busy & DISK == DISK else 1.0
         share = self._duplex if lane & (H2D | D2H) and busy & H2D and busy & D2H else 1.0
-        host = (busy & HOST).bit_count()
-        if lane & (COMPUTE | HOST):
+        host = (busy & THREADS).bit_count()
+        if lane & (COMPUTE | THREADS):
             threads = self.crowding * host
             # The tighter of the two: duplex was measured on the same cores, and has seen their sharing.
             share = min(share, 1 / (1 + threads) if busy & COMPUTE else 1 / max(1.0, threads))

@@ -16,7 +16,7 @@ from typing import Final, final
 
 from forebay.errors import ConfigError, DiskFull, StorageError
 from forebay.memory import Kind, Ledger
-from forebay.tiers.diskfile import NO_SPACE, Buffer, DiskFile, DiskPolicy, errno_words, storage_error
+from forebay.tiers.diskfile import NO_SPACE, Buffer, DiskFile, DiskPolicy, Meter, errno_words, storage_error
 from forebay.tiers.io import Io, SystemIo
 from forebay.units import format_bytes
 
@@ -32,7 +32,8 @@ class DiskFolder:
 
     Use it as a context manager or close it: the folder and the files are removed either way, also at the end of the
     interpreter. ``ledger`` (disk) counts the files' bytes; ``host_ledger`` counts ``policy.staging_nbytes`` as
-    ``Kind.STAGING``.
+    ``Kind.STAGING``; with ``bounce_of``, another folder whose bounce buffers are used, there are none to count.
+    ``meter`` counts the bytes written.
 
     Raises ``ConfigError`` for a path that is missing, not a folder or not writable, ``DiskFull`` when fewer than
     ``needed`` bytes are free, ``HostOutOfMemory`` from ``host_ledger``. Nothing is left behind then.
@@ -47,13 +48,15 @@ class DiskFolder:
         host_ledger: Ledger | None = None,
         policy: DiskPolicy | None = None,
         io: Io | None = None,
+        bounce_of: DiskFolder | None = None,
     ) -> None:
         self.policy = policy or DiskPolicy()
+        self.meter = Meter()
         self._ledger = ledger
         self._io = io or SystemIo()
         parent = Path(path)
         _check_parent(parent, needed, self._io)
-        staging = self.policy.staging_nbytes
+        staging = self.policy.staging_nbytes if bounce_of is None else 0
         if host_ledger is not None:
             host_ledger.charge(Kind.STAGING, staging, "bounce buffers of the disk tier")
         try:
@@ -62,13 +65,18 @@ class DiskFolder:
             if host_ledger is not None:
                 host_ledger.discharge(Kind.STAGING, staging)
             raise
-        self._bounce: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-        for _ in range(self.policy.bounce_buffers if self.policy.direct else 0):
-            self._bounce.put(mmap.mmap(-1, self.policy.block))
+        self._bounce: queue.SimpleQueue[mmap.mmap] = (
+            _bounce_buffers(self.policy) if bounce_of is None else bounce_of._bounce
+        )
         # Weak: a file that nobody holds closes itself, and the finalizer below must not keep its own folder alive.
         self._files: weakref.WeakValueDictionary[str, DiskFile] = weakref.WeakValueDictionary()
         # Runs once: at close, when the folder is collected, or when the interpreter ends.
         self._release = weakref.finalize(self, _remove_folder, self.path, os.getpid(), host_ledger, staging)
+
+    @property
+    def direct(self) -> bool:
+        """Whether every file that is open goes past the page cache."""
+        return all(file.direct for file in self._files.values())
 
     def create(self, name: str, nbytes: int, kind: Kind = Kind.STATE) -> DiskFile:
         """A new file of ``nbytes`` rounded up to the alignment, charged to the ledger as ``kind`` until it is closed.
@@ -102,6 +110,7 @@ class DiskFolder:
             policy=self.policy,
             io=self._io,
             bounce=self._bounce,
+            meter=self.meter,
         )
         self._files[name] = file
         return file
@@ -119,6 +128,13 @@ class DiskFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _bounce_buffers(policy: DiskPolicy) -> queue.SimpleQueue[mmap.mmap]:
+    buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(policy.bounce_buffers if policy.direct else 0):
+        buffers.put(mmap.mmap(-1, policy.block))
+    return buffers
 
 
 def _check_parent(parent: Path, needed: int, io: Io) -> None:

@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,17 @@ from forebay.memory import Kind, Ledger
 from forebay.tiers.io import Io
 from forebay.units import MiB, format_bytes
 
-__all__ = ["NO_SPACE", "Buffer", "DiskFile", "DiskPolicy", "errno_words", "storage_error"]
+__all__ = [
+    "NO_SPACE",
+    "Buffer",
+    "DiskFile",
+    "DiskPolicy",
+    "Meter",
+    "TierFile",
+    "bytes_of",
+    "errno_words",
+    "storage_error",
+]
 
 Buffer: TypeAlias = torch.Tensor | memoryview
 """A contiguous uint8 CPU tensor, or a contiguous memoryview of bytes."""
@@ -45,10 +56,13 @@ class DiskPolicy:
 
     ``block`` is the size of one system call, ``alignment`` what O_DIRECT wants of offsets, sizes and addresses,
     ``direct`` False keeps to the page cache. ``bounce_buffers`` blocks of host memory serve the callers whose own
-    memory is not aligned; more callers than that at one time wait for each other.
+    memory is not aligned; more callers than that at one time wait for each other. ``depth`` calls of one transfer are
+    in flight at a time; of a file over several folders, ``stripe`` bytes go to each in turn.
     """
 
     block: int = 4 * MiB
+    stripe: int = 4 * MiB
+    depth: int = 1
     alignment: int = 4096
     direct: bool = True
     bounce_buffers: int = 2
@@ -58,8 +72,11 @@ class DiskPolicy:
             raise ConfigError(
                 f"alignment must be a power of two from 512 to the page size {mmap.PAGESIZE}, got {self.alignment}"
             )
-        if self.block <= 0 or self.block % self.alignment:
-            raise ConfigError(f"block must be a multiple of the alignment {self.alignment}, got {self.block}")
+        for name, nbytes in (("block", self.block), ("stripe", self.stripe)):
+            if nbytes <= 0 or nbytes % self.alignment:
+                raise ConfigError(f"{name} must be a multiple of the alignment {self.alignment}, got {nbytes}")
+        if self.depth < 1:
+            raise ConfigError(f"depth must be 1 or more, got {self.depth}")
         if self.bounce_buffers < 1:
             raise ConfigError(f"bounce_buffers must be 1 or more, got {self.bounce_buffers}")
 
@@ -74,13 +91,45 @@ class DiskPolicy:
 
 
 @final
-class DiskFile:
+class Meter:
+    """Counts bytes, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Counts ``nbytes`` more."""
+        with self._lock:
+            self.nbytes += nbytes
+
+
+class TierFile(ABC):
+    """``nbytes`` on disk that are read and written at offsets and in sizes that are multiples of the alignment."""
+
+    nbytes: int
+
+    @abstractmethod
+    def read(self, offset: int, buffer: Buffer) -> None:
+        """Fills ``buffer`` with the bytes from ``offset`` on; blocks until they are there."""
+
+    @abstractmethod
+    def write(self, offset: int, buffer: Buffer) -> None:
+        """Writes ``buffer`` to ``offset`` and after; blocks until the kernel has taken all of it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for the calls that are under way, gives the space back; a second call does nothing."""
+
+
+@final
+class DiskFile(TierFile):
     """One file of a ``DiskFolder``, made by ``DiskFolder.create``.
 
     ``nbytes`` is its size, a multiple of the alignment. ``direct`` says whether it goes past the page cache: it turns
     False for good at the first refusal by the file system. ``ledger`` counts ``nbytes`` as ``kind`` until the file is
-    closed or collected. Several threads may read and write at one time; that they do not touch the same bytes is the
-    caller's business.
+    closed or collected; ``meter`` the bytes that are written. Several threads may read and write at one time; that
+    they do not touch the same bytes is the caller's business.
     """
 
     def __init__(
@@ -95,6 +144,7 @@ class DiskFile:
         policy: DiskPolicy,
         io: Io,
         bounce: queue.SimpleQueue[mmap.mmap],
+        meter: Meter,
     ) -> None:
         self.path = path
         self.nbytes = nbytes
@@ -103,6 +153,7 @@ class DiskFile:
         self._policy = policy
         self._io = io
         self._bounce = bounce
+        self._meter = meter
         self._idle = threading.Condition()
         self._transfers = 0
         self._closed = False
@@ -156,7 +207,7 @@ class DiskFile:
         self.close()
 
     def _transfer(self, verb: str, offset: int, buffer: Buffer) -> None:
-        view = _bytes_of(buffer)
+        view = bytes_of(buffer)
         self._check(verb, offset, view)
         with self._in_use():
             position = 0
@@ -221,7 +272,9 @@ class DiskFile:
     def _call(self, verb: str, offset: int, piece: memoryview) -> int:
         if verb == "read":
             return self._io.preadv(self._fd, piece, offset)
-        return self._io.pwritev(self._fd, piece, offset)
+        done = self._io.pwritev(self._fd, piece, offset)
+        self._meter.add(done)
+        return done
 
     def _bounced(self, verb: str, offset: int, piece: memoryview) -> int:
         """``_call`` by way of an aligned block, which nobody else has until it is put back."""
@@ -260,7 +313,7 @@ def errno_words(error: OSError) -> str:
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
-def _bytes_of(buffer: Buffer) -> memoryview:
+def bytes_of(buffer: Buffer) -> memoryview:
     """The memory of ``buffer`` as bytes. Raises ``StorageError`` for misuse."""
     if isinstance(buffer, torch.Tensor):
         if buffer.dtype is not torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from forebay.errors import ConfigError
 
-__all__ = ["HostMemory", "available_disk", "available_host_memory"]
+__all__ = ["HostMemory", "available_disk", "available_host_memory", "disks_of", "free_in"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,30 @@ def available_disk(path: str | os.PathLike[str]) -> int:
             f"cannot ask how much room {os.fspath(path)} has: {error.strerror}; name a folder that exists"
         ) from error
     return stat.f_bavail * stat.f_frsize
+
+
+def disks_of(paths: Sequence[str]) -> dict[int, str]:
+    """The file systems of ``paths``: the first path in each, by the number of its device.
+
+    Raises ``ConfigError`` if a path cannot be looked at.
+    """
+    found: dict[int, str] = {}
+    for path in paths:
+        try:
+            found.setdefault(os.stat(path).st_dev, path)
+        except OSError as error:
+            raise ConfigError(f"cannot look at {path}: {error.strerror}; name a folder that exists") from error
+    return found
+
+
+def free_in(paths: Sequence[str]) -> int:
+    """Bytes that may still be written to the file systems of ``paths``, each counted once.
+
+    Raises ``ConfigError`` if a path cannot be looked at.
+    """
+    if len(paths) == 1:
+        return available_disk(paths[0])
+    return sum(available_disk(path) for path in disks_of(paths).values())
 
 
 def _machine(root: Path) -> HostMemory:

@@ -98,6 +98,7 @@ class Chain:
             backward=halves[Phase.BACKWARD],
             device=standing - sum(group.held * len(group.blocks) for group in self.groups),
         )
+        self._solved: dict[tuple[int, int, int | None], Shares | None] = {}
         self._certain = _certain(costs.machine)
         self._likely = _likely(costs.machine, problem.overlap_update)
         homes = [home for group in self.groups for home in group.homes if home.shared]
@@ -120,8 +121,11 @@ class Chain:
     def shares(self, device: int, slots: int, host: int | None = None) -> Shares | None:
         """The best shares of the menus with ``device`` bytes of the device and ``slots`` bytes of them in shared slots;
         None if nothing fits. ``host``: bytes there, if less than allowed."""
-        x = self.programme(device, slots, host).solution()
-        return None if x is None else self.read(x)
+        key = device, slots, host
+        if key not in self._solved:
+            x = self.programme(device, slots, host).solution()
+            self._solved[key] = None if x is None else self.read(x)
+        return self._solved[key]
 
     def programme(self, device: int, slots: int, host: int | None = None) -> Programme:
         """The programme that ``shares`` solves. With whole blocks it takes branch and bound, for which the library

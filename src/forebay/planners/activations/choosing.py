@@ -45,6 +45,9 @@ MOST_RUNGS = 3
 RUNG_VISITS = 160
 """... and of a long trace so many as its visits go into this, but one in any case."""
 
+LEAN_RUNG = 2
+"""The rung of the ladder, from 0, whose choices of activations are tried with all of the device too."""
+
 WIDER = (4, 2)
 """Times the usual window that is taken where there is room for it."""
 
@@ -64,12 +67,24 @@ def seeds(bench: Bench) -> Iterator[Draft]:
     limit = bench.problem.limit(Tier.DEVICE)
     through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
     yield from _seeds(bench, limit, list(product(through, (_alike, early, spread))))
+    if not bench.is_long:
+        yield from _lean(bench, limit)
     for rung in _rungs(limit)[: _rungs_tried(bench)]:
         yield from _seeds(bench, rung, list(product(options(bench)[:1], (early, _alike))))
     lower = _rungs(bench.problem.limit(Tier.HOST))[: MOST_RUNGS - 1]
     # Nothing on the host is a budget too.
     for rung in (0, *lower) if _rungs_tried(bench) == MOST_RUNGS else ():
         yield from _seeds(bench, limit, list(product(options(bench)[:1], (early, _alike))), host=rung)
+
+
+def _lean(bench: Bench, limit: int) -> Iterator[Draft]:
+    """A draft near the optimum for a smaller device, and the rest of ``limit`` bytes for larger windows and blocks that
+    stay. Where compute binds, the programme takes no notice of what waits for links and updates: less to wait for is
+    worth more there than activations that stay."""
+    chain, lower = bench.chain, _rungs(limit)[LEAN_RUNG:]
+    draft = None if chain is None or not lower else _repaired(bench, chain, options(bench)[0], _alike, lower[0], None)
+    if draft is not None:
+        yield filled(bench, _widened(bench, draft, limit), Filling(), limit)
 
 
 def _seeds(

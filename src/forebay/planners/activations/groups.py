@@ -10,7 +10,7 @@ from math import inf
 from typing import final
 
 from forebay.arenas import home_nbytes
-from forebay.layout import MOVED_LEAST, STATE_ITEMSIZE, gradient_offsets, state_layout
+from forebay.layout import MOVED_LEAST, gradient_offsets, state_layout, states_nbytes
 from forebay.lowering.index import TraceIndex
 from forebay.memory import Tier
 from forebay.planners.activations.items import Items, items_of
@@ -216,7 +216,7 @@ class _Grouping:
         trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
         layout = state_layout(block, self._problem.state_names, 1 << 22)
         states = layout.nbytes
-        touched = sum(2 * p.numel * STATE_ITEMSIZE * len(layout.streams) + 3 * p.nbytes for p in trained)
+        touched = sum(2 * states_nbytes(layout.streams, p.numel) + 3 * p.nbytes for p in trained)
         gradients = gradient_offsets(block)[1]
         fetch = machine.h2d.seconds(block.nbytes)
         leave = sum(machine.d2h.seconds(p.nbytes) for p in trained)

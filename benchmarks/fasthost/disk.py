@@ -1,0 +1,202 @@
+"""The disk tier beside fio: whole files read, written, and read and written at one time.
+
+fio and the loop of ``raw`` are processes of their own; each contender has a file of its own in one folder, made and
+written once before anything is timed. The tier moves its file in chunks through the runtime's lanes and a ring of three
+buffers, in the calls that ``forebay doctor --disk`` finds fastest here. fio is tried in several ways; what counts is
+its best one. Where it is not installed, the best way of ``raw`` stands in for it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, final
+
+import torch
+
+from benchmarks.case import BenchmarkError
+from benchmarks.fasthost.record import Comparison, Row
+from benchmarks.fasthost.run import Measured, Say, compared, rotated
+from benchmarks.host import ROOT
+from forebay.device.base import Completion
+from forebay.device.cpu import CpuDevice
+from forebay.memory import Kind, Ledger, Tier
+from forebay.profiler.disk_rates import measure_disk
+from forebay.profiler.effort import CPU_EFFORT
+from forebay.tiers.arena import HostArena
+from forebay.tiers.diskfile import DiskPolicy
+from forebay.tiers.stripes import DiskTier, Folder
+from forebay.timeline import Lane
+from forebay.units import MiB
+
+__all__ = ["WAYS", "Fio", "Raw", "compare", "fio_version", "installed"]
+
+VERBS: Final = ("read", "write", "both")
+WAYS: Final = ((MiB, 2), (2 * MiB, 1), (4 * MiB, 1), (4 * MiB, 2), (4 * MiB, 4))
+"""Bytes of a call and calls in flight, for fio and for the loop."""
+
+CHUNK: Final = 32 * MiB
+TARGET: Final = 0.9
+
+
+def compare(folder: Path, command: str, *, quick: bool, say: Say) -> Comparison:
+    """Measures the disk of ``folder``, in which files of some 2 GiB are made and removed again."""
+    nbytes = (64 if quick else 512) * MiB
+    return compared(
+        "disk",
+        "How fast does the disk tier read and write, beside fio?",
+        "the tier's bytes/s over those of the best other way",
+        command,
+        lambda: _measured(folder, nbytes, 2 if quick else 7, say),
+        keep=not quick,
+        say=say,
+    )
+
+
+def _measured(folder: Path, nbytes: int, rounds: int, say: Say) -> Measured:
+    fio = installed()
+    with tempfile.TemporaryDirectory(dir=folder, prefix="forebay-bench-") as inside:
+        path = Path(inside)
+        device = CpuDevice()
+        found = measure_disk(device, inside, CPU_EFFORT).disk
+        policy = DiskPolicy(block=found.block, depth=found.depth)
+        with DiskTier([Folder(inside)], Ledger(Tier.DISK), policy=policy) as tier:
+            subject = _Tier(device, tier, nbytes)
+            try:
+                turns = _turns(path, nbytes, fio, subject)
+                seconds = rotated(turns, rounds, 1, say)
+            finally:
+                subject.close()
+                device.close()
+    rows = [row for verb in VERBS for row in _rows(verb, seconds, nbytes, found.block, found.depth)]
+    version = {} if fio is None else fio_version(fio)
+    absent = () if fio is not None else ("fio: not installed; the loop of benchmarks/fasthost/raw.py stands in for it",)
+    setting = f"files of {nbytes // MiB} MiB, {rounds} rounds; both: half of the bytes each way"
+    return Measured(rows, setting, absent, version)
+
+
+def fio_version(program: str) -> dict[str, str]:
+    """Its version, as a record names it."""
+    return {"fio": _said([program, "--version"]).strip().removeprefix("fio-")}
+
+
+def installed() -> str | None:
+    """Where fio is."""
+    return shutil.which("fio")
+
+
+def _turns(
+    path: Path, nbytes: int, fio: str | None, subject: _Tier
+) -> dict[tuple[str, str, int, int], Callable[[], float]]:
+    turns: dict[tuple[str, str, int, int], Callable[[], float]] = {}
+    for verb in VERBS:
+        for number, (block, depth) in enumerate(WAYS):
+            # Beside fio the loop shows no more than that neither is at fault: two ways are enough for that.
+            raw = ("raw",) if fio is None or number < 2 else ()
+            for name in (*raw, "fio") if fio is not None else raw:
+                way = (Fio(fio) if name == "fio" and fio else Raw()).seconds
+                key = (name, verb, block, depth)
+                file = path / name
+                turns[key] = lambda way=way, v=verb, f=file, b=block, d=depth: way(v, f, nbytes, b, d)  # type: ignore[misc]
+        turns["forebay", verb, 0, 0] = lambda v=verb: subject.seconds(v)  # type: ignore[misc]
+    for name in {key[0] for key in turns} - {"forebay"}:
+        Raw().seconds("write", path / name, nbytes, 4 * MiB, 1)  # real bytes in real blocks
+    return turns
+
+
+def _rows(
+    verb: str, seconds: Mapping[tuple[str, str, int, int], list[float]], nbytes: int, block: int, depth: int
+) -> list[Row]:
+    own = seconds["forebay", verb, 0, 0]
+    others = {key: taken for key, taken in seconds.items() if key[1] == verb and key[0] != "forebay"}
+    names = sorted({key[0] for key in others})
+    best = {n: min((k for k in others if k[0] == n), key=lambda k: median(others[k])) for n in names}
+    base = others[best["fio" if "fio" in best else "raw"]]
+    rows = [
+        Row(f"{key[0]} {verb}", f"{key[2] // MiB} MiB, {key[3]} in flight", tuple(others[key]), nbytes=nbytes)
+        for key in best.values()
+    ]
+    ratios = tuple(theirs / mine for theirs, mine in zip(base, own, strict=True))
+    what = f"chunks of {CHUNK // MiB} MiB in calls of {block // MiB} MiB, {depth} in flight"
+    target = None if verb == "both" else TARGET
+    return [*rows, Row(f"forebay {verb}", what, tuple(own), ratios, target, at_least=True, nbytes=nbytes)]
+
+
+@final
+class Fio:
+    """fio in a process of its own, over a file that is there."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def seconds(self, verb: str, path: Path, nbytes: int, block: int, depth: int) -> float:
+        """By fio's own account of the time between its first and its last transfer."""
+        half = nbytes // 2
+        common = [self._program, f"--filename={path}", f"--bs={block}", f"--iodepth={depth}", "--direct=1"]
+        common += ["--ioengine=libaio", "--output-format=json", "--allow_file_create=0"]
+        jobs = [f"--name={verb}", f"--rw={verb}", f"--size={nbytes}"]
+        if verb == "both":
+            jobs = ["--name=read", "--rw=read", f"--size={half}", "--name=write", "--rw=write", f"--size={half}"]
+            jobs += [f"--offset={half}"]
+        told: Any = json.loads(_said([*common, *jobs]))
+        return max(float(job[kind]["runtime"]) for job in told["jobs"] for kind in ("read", "write")) / 1e3
+
+
+@final
+class Raw:
+    """The loop of ``raw``, which makes the file where it is not there."""
+
+    def seconds(self, verb: str, path: Path, nbytes: int, block: int, depth: int) -> float:
+        """By the loop's own clock, without the start of its process."""
+        module = [sys.executable, "-m", "benchmarks.fasthost.raw"]
+        return float(_said([*module, verb, str(path), str(nbytes), str(block), str(depth)]))
+
+
+def _said(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"{command[0]} ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
+    return done.stdout
+
+
+@final
+class _Tier:
+    """A file of ``tier``, moved in chunks by the lanes of ``device``."""
+
+    def __init__(self, device: CpuDevice, tier: DiskTier, nbytes: int) -> None:
+        self._device = device
+        self._file = tier.create("subject", nbytes)
+        # Three buffers for each direction, as of the ring through which states pass.
+        self._arena = HostArena(6 * CHUNK, Kind.STAGING, ledger=Ledger(Tier.HOST), what="ring")
+        self._arena.memory.random_(generator=torch.Generator().manual_seed(0))
+        for start in range(0, nbytes, CHUNK):
+            self._file.write(start, self._arena.view(0, CHUNK))
+
+    def seconds(self, verb: str) -> float:
+        """Wall time until the last chunk is there."""
+        nbytes = self._file.nbytes
+        half = nbytes // 2
+        spans = {"read": ((Lane.DISK_READ, 0, nbytes),), "write": ((Lane.DISK_WRITE, 0, nbytes),)}
+        parts = spans.get(verb, ((Lane.DISK_READ, 0, half), (Lane.DISK_WRITE, half, nbytes)))
+        begin = time.perf_counter()
+        done: list[Completion] = []
+        for lane, start, stop in parts:
+            ring = 0 if lane is Lane.DISK_READ else 3
+            for number, offset in enumerate(range(start, stop, CHUNK)):
+                buffer = self._arena.view((ring + number % 3) * CHUNK, min(CHUNK, stop - offset))
+                move = self._file.read if lane is Lane.DISK_READ else self._file.write
+                job = lambda move=move, offset=offset, buffer=buffer: move(offset, buffer)  # noqa: E731
+                done.append(self._device.submit(lane, job, nbytes=buffer.numel()))
+        for completion in done:
+            completion.wait()
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        self._arena.close()

@@ -1,0 +1,54 @@
+"""The disk without forebay: the least program that reads or writes a file past the page cache, in a process of its own.
+
+python -m benchmarks.fasthost.raw read FILE BYTES BLOCK THREADS
+
+``both`` reads the first half of the file and writes the second at the same time. Prints seconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One pass over the file."""
+    verb, path = arguments[0], arguments[1]
+    nbytes, block, count = map(int, arguments[2:])
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    half = nbytes // 2
+    spans = {"read": [("read", 0, nbytes)], "write": [("write", 0, nbytes)]}
+    parts = spans.get(verb, [("read", 0, half), ("write", half, nbytes)])
+    threads = []
+    for kind, start, stop in parts:
+        for number in range(count):
+            args = (fd, kind, range(start + number * block, stop, count * block), block, stop)
+            threads.append(threading.Thread(target=_move, args=args))
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(time.perf_counter() - begin)
+    os.close(fd)
+    return 0
+
+
+def _move(fd: int, kind: str, offsets: range, block: int, stop: int) -> None:
+    buffer = mmap.mmap(-1, block)
+    buffer.write(os.urandom(block))
+    for offset in offsets:
+        view = memoryview(buffer)[: min(block, stop - offset)]
+        done = os.preadv(fd, [view], offset) if kind == "read" else os.pwritev(fd, [view], offset)
+        if done != len(view):
+            raise OSError(f"{kind} of {len(view)} bytes at {offset} moved {done}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

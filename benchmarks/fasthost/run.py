@@ -1,0 +1,72 @@
+"""The frame of every comparison: who measured, on what, and that nobody changed the code meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from benchmarks.case import BenchmarkError
+from benchmarks.fasthost.record import Comparison, Row
+from benchmarks.host import CpuMeter, code, hardware, versions
+from benchmarks.measure import in_rotation
+
+__all__ = ["Measured", "Say", "compared", "rotated"]
+
+Say = Callable[[str], None]
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a topic hands to the frame; ``versions`` are those of what only this topic uses."""
+
+    rows: Sequence[Row]
+    setting: str
+    left_out: Sequence[str] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def compared(
+    topic: str, question: str, ratio: str, command: str, measure: Callable[[], Measured], *, keep: bool, say: Say
+) -> Comparison:
+    """Runs ``measure`` and puts what it found into a record. Raises ``BenchmarkError`` where the figures are to be kept
+    (``keep``) and the code changed meanwhile."""
+    import torch
+
+    before, meter, date = code(), CpuMeter(), datetime.now(UTC)
+    found = measure()
+    if keep and code() != before:
+        raise BenchmarkError("sources or commit changed during the run; run it again, in a checkout nobody edits")
+    for row in found.rows:
+        ratio_words = "" if row.ratio is None else f"  ratio {row.ratio:.3f} ({min(row.ratios):.3f} - "
+        ratio_words += "" if row.ratio is None else f"{max(row.ratios):.3f})"
+        say(f"{row.name:44} {row.median_seconds:8.4f} s{ratio_words}{'' if row.met is not False else '  MISSED'}")
+    return Comparison(
+        topic=topic,
+        question=question,
+        ratio=ratio,
+        setting=found.setting,
+        date=date,
+        command=command,
+        hardware=hardware(with_gpu=False),
+        versions={**versions(), **found.versions},
+        threads=torch.get_num_threads(),
+        other_cores=meter.others(),
+        code=before,
+        rows=tuple(found.rows),
+        left_out=tuple(found.left_out),
+    )
+
+
+def rotated(turns: Mapping[Key, Callable[[], float]], rounds: int, warmup: int, say: Say) -> dict[Key, list[float]]:
+    """Seconds of every turn, one entry a round, in rotating order; ``warmup`` rounds before them are not counted."""
+    seconds: dict[Key, list[float]] = {key: [] for key in turns}
+    for number in range(warmup + rounds):
+        for key, turn in in_rotation(list(turns.items()), number):
+            taken = turn()
+            if number >= warmup:
+                seconds[key].append(taken)
+        say(f"  round {number + 1} of {warmup + rounds}")
+    return seconds

@@ -1,0 +1,146 @@
+"""A model whose compute is a timed wait: what a step on a device of its own is like where there is only the host.
+
+On ``cpu`` compute and updates share the cores, so that nothing can be hidden. Here forward and backward of a layer take
+a fixed time in which the calling thread sleeps, as a thread does that waits for a device. All else is real: parameters
+are fetched, saved and fetched again, gradients land, updates run, and the output of a layer depends on its parameters,
+so that a step on old ones shows in the loss. The gradient of a layer is the same bytes each time, as if a device had
+made them in its own memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from forebay.arenas import arenas
+from forebay.memory import Tier
+from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.runtime.blocks import find_blocks
+from forebay.units import GiB
+
+__all__ = ["AMPLE", "Pace", "TimedModel", "plan_by_hand", "spread"]
+
+AMPLE = 64 * GiB
+"""Bytes: a budget that nothing comes near to."""
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+@final
+class Pace:
+    """Seconds that a layer takes in ``forward`` and in ``backward``."""
+
+    def __init__(self) -> None:
+        self.forward = 0.0
+        self.backward = 0.0
+
+    def spread(self, seconds: float, layers: int) -> None:
+        """Has forward and backward of all layers take ``seconds``, backward twice as long as forward."""
+        self.forward, self.backward = seconds / 3 / layers, 2 * seconds / 3 / layers
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, pace: Pace, gradient: torch.Tensor) -> torch.Tensor:
+        start = time.perf_counter()
+        ctx.save_for_backward(weight)
+        ctx.pace, ctx.gradient = pace, gradient
+        made = x + weight[0, : x.shape[-1]].float()
+        _sleep_until(start + pace.forward)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        start = time.perf_counter()
+        (weight,) = ctx.saved_tensors  # which fetches it, as a layer's backward does
+        # An alias of its own: autograd takes it over as the gradient without a copy.
+        made = ctx.gradient.detach().view(weight.shape)
+        _sleep_until(start + ctx.pace.backward)
+        return gradients[0], made, None, None
+
+
+def _sleep_until(moment: float) -> None:
+    left = moment - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+@final
+class _Layer(nn.Module):
+    def __init__(self, pace: Pace, gradient: torch.Tensor, rows: int, width: int, number: int) -> None:
+        super().__init__()
+        start = torch.randn(rows, width, generator=torch.Generator().manual_seed(number)) * 0.02
+        self.weight = nn.Parameter(start.to(gradient.dtype))
+        self._pace = pace
+        self._gradient = [gradient]  # in a list: it is no buffer of the model's
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = _Timed.apply(x, self.weight, self._pace, self._gradient[0])  # type: ignore[no-untyped-call]
+        return made
+
+
+@final
+class TimedModel(nn.Module):
+    """``layers`` layers of ``elements`` parameters of ``dtype`` each. Called with x of shape (1, width), fp32."""
+
+    WIDTH = 1024
+
+    def __init__(self, layers: int, elements: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.pace = Pace()
+        gradient = torch.full((elements,), 1e-3, dtype=dtype)
+        rows = elements // self.WIDTH
+        made = (_Layer(self.pace, gradient, rows, self.WIDTH, number) for number in range(layers))
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def spread(model: nn.Module, share: float) -> list[str]:
+    """A ``share`` of the blocks, evenly over all of them, the one among them whose gradient lands first.
+
+    Where updates take turns to run under backward and under the next forward, each has the time of its neighbours.
+    """
+    landing = [block.name for block in reversed(find_blocks(model).model.blocks) if block.gradient_nbytes]
+    count = round(share * len(landing))
+    return [landing[number * len(landing) // count] for number in range(count)]
+
+
+def plan_by_hand(
+    model: nn.Module,
+    *,
+    states: Tier,
+    overlap: bool,
+    speculate: Sequence[str] = (),
+    chunk: int,
+    disk: DiskBudget | None = None,
+    disk_block: int | None = None,
+    disk_depth: int = 1,
+) -> Plan:
+    """Every block streams through four slots; ``states`` is where the optimizer's live. ``chunk`` are the elements of
+    an update job; ``overlap`` lets updates run under the next forward."""
+    blocks = find_blocks(model).model
+    largest = max(block.nbytes for block in blocks.blocks)
+    placements = tuple(
+        Placement(b.name, Tier.DEVICE if b.held else Tier.HOST, Tier.HOST, states) for b in blocks.blocks
+    )
+    streaming = Streaming(
+        slots=(largest,) * 4,
+        prefetch_distance=3,
+        gradient_window=2 * largest,
+        update_chunk=chunk,
+        overlap_update=overlap,
+        disk_block=Streaming().disk_block if disk_block is None else disk_block,
+        disk_depth=disk_depth,
+    )
+    names = tuple(speculate)
+    sizes = arenas(blocks, placements, streaming, STATES, names)
+    budget = Budget(AMPLE, disk=disk)
+    return Plan("by hand", budget, placements, streaming, AMPLE, sizes.host, sizes.disk, speculate=names)

@@ -1,0 +1,260 @@
+"""Adam over one block of elements whose moments are codes, in vectors and two loops. The operations are ``adam``'s.
+
+``begin_block`` decodes the moments and moves them on; then their largest are known, which are the new scales.
+``finish_block`` moves the parameters and encodes the moments: what encodes runs while the divisions and the root of the
+step go on. With all but the encoding in one loop a processor has no room for enough of its turns at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from forebay.kernels.lanes import HALF, LANES, Code, Lanes, constants
+from forebay.kernels.native import Form
+from forebay.kernels.shares import BLOCK
+
+__all__ = ["SCALES", "begin_block", "finish_block"]
+
+GRADIENT, TARGET, FIRST, SECOND, BOOK, OWN, SCALES, CODES = range(8)
+"""Streams: gradient, master, the two blocks of new moments, what is only read, the parameter, scales, codes."""
+
+_FLOAT, _HALF_FLOAT, _I8, _I16, _I32, _I64 = (
+    ir.FloatType(),
+    ir.HalfType(),
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+)
+_FLOATS, _INTS, _SHORTS, _BYTES = (ir.VectorType(element, LANES) for element in (_FLOAT, _I32, _I16, _I8))
+_QUIET_NAN: Final = 0x7FC0
+
+
+def _kinds(bits: int) -> tuple[Code, Code]:
+    return (Code.SIGNED_8, Code.UNSIGNED_8) if bits == 8 else (Code.SIGNED_4, Code.LINEAR_4)
+
+
+def _places(builder: Any, packs: bool) -> Any:
+    """A loop over the bytes of a block's codes, ``LANES`` at a time."""
+    zero, step = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
+    return cgutils.for_range_slice(builder, zero, ir.Constant(_I64, HALF if packs else BLOCK), step, intp=_I64)
+
+
+def _parts(builder: Any, place: Any, packs: bool) -> list[Any]:
+    """The first elements of bytes from ``place`` on."""
+    return [place, builder.add(place, ir.Constant(_I64, HALF))] if packs else [place]
+
+
+@final
+class _Step:
+    """Writes the arithmetic of a step. ``scalars_at`` are ``adam_scalars``."""
+
+    def __init__(self, lanes: Lanes, scalars_at: Any, parameter: Form, gradient: Form, *, coupled: bool) -> None:
+        self._lanes = lanes
+        self._parameter = parameter
+        self._gradient = gradient
+        self.coupled = coupled
+        builder = lanes.builder
+        at = builder.inttoptr(scalars_at, _FLOAT.as_pointer())
+        numbers = [builder.load(builder.gep(at, [ir.Constant(_I64, place)]), align=4) for place in range(9)]
+        self.near = builder.fcmp_ordered("!=", numbers[2], ir.Constant(_FLOAT, 0.0))
+        self._numbers = [lanes.splat(number) for number in numbers]
+
+    def gradients(self, at: Any, place: Any) -> Any:
+        """``LANES`` gradients, as fp32."""
+        lanes, builder = self._lanes, self._lanes.builder
+        if self._gradient is Form.FP32:
+            return lanes.load(at, place, _FLOAT, GRADIENT)
+        raw = lanes.load(at, place, _I16, GRADIENT)
+        if self._gradient is Form.FP16:
+            return builder.fpext(builder.bitcast(raw, ir.VectorType(_HALF_FLOAT, LANES)), _FLOATS)
+        return lanes.floats(builder.shl(builder.zext(raw, _INTS), lanes.integer(16)))
+
+    def moments(self, g: Any, p_at: Any, place: Any, m: Any, v: Any, *, near: bool) -> list[Any]:
+        """Both moments after the step. ``near``: the scalar of that name."""
+        lanes, builder = self._lanes, self._lanes.builder
+        decay, rate, _, beta2, rest2, *_, sign = self._numbers
+        signed = builder.fmul(g, sign)
+        if self.coupled:
+            g = signed = lanes.fma(lanes.load(p_at, place, _FLOAT, TARGET), decay, signed)
+            apart = builder.fsub(g, m)
+        else:
+            # A change of sign rounds nothing, and squares do not see it.
+            apart = lanes.fma(g, sign, builder.fneg(m))
+        m = lanes.fma(rate, apart, m if near else signed)
+        return [m, lanes.fma(builder.fmul(rest2, g), g, builder.fmul(v, beta2))]
+
+    def parameters(self, p: Any, m: Any, v: Any) -> Any:
+        """The parameters after the step."""
+        lanes, builder = self._lanes, self._lanes.builder
+        decay, _, _, _, _, bias2, eps, pace, _ = self._numbers
+        if not self.coupled:
+            p = builder.fmul(p, decay)
+        root = lanes.call(f"llvm.sqrt.v{LANES}f32", _FLOATS, v)
+        below = builder.fadd(builder.fdiv(root, bias2), eps)
+        return builder.fadd(p, builder.fdiv(builder.fmul(pace, m), below))
+
+    def keep(self, own_at: Any, place: Any, p: Any) -> None:
+        """Writes parameters that are narrower than their master, rounded to nearest, ties to even."""
+        lanes, builder = self._lanes, self._lanes.builder
+        if self._parameter is Form.FP16:
+            narrow = builder.bitcast(builder.fptrunc(p, ir.VectorType(_HALF_FLOAT, LANES)), _SHORTS)
+            lanes.store(own_at, place, narrow, OWN)
+        if self._parameter is not Form.BF16:
+            return
+        bits = lanes.bits(p)
+        odd = builder.and_(builder.lshr(bits, lanes.integer(16)), lanes.integer(1))
+        rounded = builder.add(bits, builder.add(odd, lanes.integer(0x7FFF)))
+        narrow = builder.trunc(builder.lshr(rounded, lanes.integer(16)), _SHORTS)
+        quiet = ir.Constant(_SHORTS, [_QUIET_NAN] * LANES)
+        # A NaN with a full mantissa would carry into the sign and come out as 0.
+        lanes.store(own_at, place, builder.select(builder.fcmp_unordered("uno", p, p), quiet, narrow), OWN)
+
+
+@final
+class _Sums:
+    """Writes what is added up over a block: squares of gradients, and the largest of both moments."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._squares = cgutils.alloca_once(lanes.builder, _FLOATS)
+        self._most = [cgutils.alloca_once(lanes.builder, _INTS) for _ in range(2)]
+        lanes.builder.store(lanes.number(0), self._squares)
+        for held in self._most:
+            lanes.builder.store(lanes.integer(0), held)
+
+    def add(self, g: Any, moments: list[Any]) -> None:
+        """Takes ``LANES`` elements in."""
+        lanes, builder = self._lanes, self._lanes.builder
+        builder.store(lanes.fma(g, g, builder.load(self._squares)), self._squares)
+        # Bits are ordered as magnitudes are, and NaN above all; the second moment has no sign but that of a NaN.
+        for size, held in zip((lanes.magnitude(moments[0]), lanes.bits(moments[1])), self._most, strict=True):
+            before = builder.load(held)
+            builder.store(builder.select(builder.icmp_unsigned(">", size, before), size, before), held)
+
+    def results(self) -> list[Any]:
+        """All three, as fp32."""
+        lanes, builder = self._lanes, self._lanes.builder
+        reduce = f"llvm.vector.reduce.umax.v{LANES}i32"
+        largest = [builder.bitcast(lanes.call(reduce, _I32, builder.load(held)), _FLOAT) for held in self._most]
+        kind = ir.FunctionType(_FLOAT, [_FLOAT, _FLOATS])
+        add_up = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
+        # The order of a sum of squares does not matter.
+        whole = [ir.Constant(_FLOAT, 0.0), builder.load(self._squares)]
+        return [builder.call(add_up, whole, fastmath=("reassoc",)), *largest]
+
+
+_NUMBER = types.int64
+_PAIR, _TRIPLE = types.UniTuple(_NUMBER, 2), types.UniTuple(_NUMBER, 3)
+_FACTORS = types.UniTuple(types.float32, 2)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def begin_block(
+    context: Any,
+    parameters: Any,
+    codes: Any,
+    moments: Any,
+    tables: Any,
+    scales: Any,
+    scalars_at: Any,
+    forms: Any,
+    bits: Any,
+    coupled: Any,
+) -> Any:
+    """Moves the moments of a whole block; returns the sum of the squares of its gradients and the largest of either.
+
+    Addresses: ``parameters`` of gradient, parameter in fp32 and parameter; ``codes`` of both moments, ``moments`` of
+    where both go as fp32, ``tables`` of both codes, ``scalars_at`` of ``adam_scalars``. ``scales``: of both moments.
+    Constants: ``forms`` (16 times the parameter's, and the gradient's), ``bits`` and ``coupled`` (0 or 1).
+    """
+    found = constants(forms, bits, coupled)
+    if found is None:
+        return None
+    own, given = (Form(form) for form in divmod(found[0], 16))
+    kinds = _kinds(found[1])
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        groups = [cgutils.unpack_tuple(builder, argument) for argument in arguments[:5]]
+        (g_at, wide_at, _), codes_at, new_at, table_at, factors = groups
+        lanes = Lanes(context, builder, BOOK)
+        step = _Step(lanes, arguments[5], own, given, coupled=bool(found[2]))
+        sums, splats = _Sums(lanes), [lanes.splat(factor) for factor in factors]
+
+        def loop(place: Any, *, near: bool) -> None:
+            held = [
+                lanes.unpacked(lanes.load(at, place, _I8, CODES), kind)
+                for at, kind in zip(codes_at, kinds, strict=True)
+            ]
+            for here, *pair in zip(_parts(builder, place, kinds[0].packs), *held, strict=True):
+                m, v = (
+                    builder.fmul(lanes.decoded(code, table, kind), splat)
+                    for code, table, kind, splat in zip(pair, table_at, kinds, splats, strict=True)
+                )
+                g = step.gradients(g_at, here)
+                made = step.moments(g, wide_at, here, m, v, near=near)
+                sums.add(g, made)
+                for at, moment, stream in zip(new_at, made, (FIRST, SECOND), strict=True):
+                    lanes.store(at, here, moment, stream)
+
+        # Asked once, and not for every vector.
+        with builder.if_else(step.near) as branches:
+            for branch, near in zip(branches, (True, False), strict=True):
+                with branch, _places(builder, kinds[0].packs) as (place, _):
+                    loop(place, near=near)
+        return context.make_tuple(builder, signature.return_type, sums.results())
+
+    result = types.UniTuple(types.float32, 3)
+    return result(_TRIPLE, _PAIR, _PAIR, _PAIR, _FACTORS, _NUMBER, forms, bits, coupled), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def finish_block(
+    context: Any,
+    parameters: Any,
+    codes: Any,
+    moments: Any,
+    tables: Any,
+    inverses: Any,
+    scalars_at: Any,
+    forms: Any,
+    bits: Any,
+    coupled: Any,
+) -> Any:
+    """Moves the parameters of a whole block by the moments that ``begin_block`` made, and encodes these.
+
+    ``inverses``: what both are multiplied by before; all else as there.
+    """
+    found = constants(forms, bits, coupled)
+    if found is None:
+        return None
+    own, given = (Form(form) for form in divmod(found[0], 16))
+    kinds = _kinds(found[1])
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        groups = [cgutils.unpack_tuple(builder, argument) for argument in arguments[:5]]
+        (_, wide_at, own_at), codes_at, new_at, table_at, factors = groups
+        lanes = Lanes(context, builder, BOOK)
+        step = _Step(lanes, arguments[5], own, given, coupled=bool(found[2]))
+        splats = [lanes.splat(factor) for factor in factors]
+        with _places(builder, kinds[0].packs) as (place, _):
+            made: list[list[Any]] = [[], []]
+            for here in _parts(builder, place, kinds[0].packs):
+                new = [lanes.load(at, here, _FLOAT, stream) for at, stream in zip(new_at, (FIRST, SECOND), strict=True)]
+                p = step.parameters(lanes.load(wide_at, here, _FLOAT, TARGET), *new)
+                lanes.store(wide_at, here, p, TARGET)
+                step.keep(own_at, here, p)
+                for moment, splat, table, kind, found_codes in zip(new, splats, table_at, kinds, made, strict=True):
+                    found_codes.append(lanes.encoded(builder.fmul(moment, splat), table, kind))
+            for at, found_codes in zip(codes_at, made, strict=True):
+                low, *high = found_codes
+                whole = builder.or_(low, builder.shl(high[0], lanes.integer(4))) if high else low
+                lanes.store(at, place, builder.trunc(whole, _BYTES), CODES)
+        return context.get_dummy_value()
+
+    return types.void(_TRIPLE, _PAIR, _PAIR, _PAIR, _FACTORS, _NUMBER, forms, bits, coupled), generate

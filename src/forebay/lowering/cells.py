@@ -1,0 +1,110 @@
+"""Updates on the device on paper: a chunk's way to its cell and home again (``runtime.cells``). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import final
+
+from forebay.arenas import Arenas
+from forebay.device.base import Completion
+from forebay.layout import Chunk, cell_of, gradient_offsets, spans_of, state_layout
+from forebay.lowering.recorder import Paper, Recorded, Recorder
+from forebay.plans import Plan
+from forebay.program import Verb
+from forebay.scheduling.staging import StagingRing
+from forebay.timeline import Lane
+from forebay.trace import Block, Trace
+
+__all__ = ["PaperCells"]
+
+Waits = tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What moves for one chunk of a block: bytes of its cell, of its states, and of each piece of parameters that is
+    loaded, of gradients, of parameters that are stored."""
+
+    cell: int
+    states: int
+    loaded: tuple[int, ...]
+    gradients: tuple[int, ...]
+    stored: tuple[int, ...]
+
+
+@final
+class PaperCells:
+    """The cells of a plan, and the blocks that are updated in them."""
+
+    def __init__(self, trace: Trace, plan: Plan, sizes: Arenas, recorder: Recorder) -> None:
+        self._recorder = recorder
+        cell = sizes.update_cell
+        count = (sizes.device_updates - sizes.update_widening) // cell if cell else 0
+        self._ring = StagingRing([Paper(cell)] * count)
+        self._blocks = frozenset(plan.update_on_device)
+        self._chunks: Callable[[Block], tuple[Chunk, ...]] = lambda block: (
+            state_layout(block, trace.state_names, plan.streaming.update_chunk).chunks
+        )
+        self._moves: dict[tuple[str, frozenset[int]], tuple[_Moves, ...]] = {}
+
+    def __contains__(self, block: str) -> bool:
+        return block in self._blocks
+
+    def update(
+        self, block: Block, tasks: frozenset[int], number: int, touched: int, landed: Waits, ready: Waits, states: Waits
+    ) -> tuple[Recorded, Recorded]:
+        """The update of chunk ``number`` of ``block``, of the parameters in ``tasks`` (places in the block), after all
+        of ``landed`` (its gradients), ``ready`` (its parameters) and ``states``. Returns the actions by which the
+        gradients have been read and all is at home."""
+        moves = self._moves_of(block, tasks)[number]
+        staging, free = self._ring.take(moves.cell)
+        arrived: list[Recorded] = []
+
+        def move(lane: Lane, verb: Verb, what: str, sizes: Iterable[int], after: Iterable[Completion]) -> None:
+            for nbytes in filter(None, sizes):
+                arrived.append(
+                    self._recorder.add(
+                        lane,
+                        verb,
+                        f"{verb.value} {what}{block.name}",
+                        after=after,
+                        nbytes=nbytes,
+                        block=block.name,
+                        chunk=number,
+                    )
+                )
+
+        move(Lane.H2D, Verb.LOAD, "states of ", (moves.states,), (*free, *states))
+        move(Lane.H2D, Verb.LOAD, "parameters of ", moves.loaded, (*free, *ready))
+        move(Lane.H2D, Verb.LOAD, "gradients of ", moves.gradients, (*free, *landed))
+        read = arrived[-1]
+        updated = self._recorder.add(
+            Lane.DEVICE_UPDATE,
+            Verb.UPDATE,
+            f"update {block.name}",
+            after=arrived,
+            nbytes=touched,
+            block=block.name,
+            chunk=number,
+        )
+        after = (updated, *ready, *states)
+        move(Lane.D2H, Verb.STORE, "states of ", (moves.states,), after)
+        move(Lane.D2H, Verb.STORE, "", moves.stored, after)
+        staging.busy = arrived[-1]
+        return read, arrived[-1]
+
+    def _moves_of(self, block: Block, tasks: frozenset[int]) -> tuple[_Moves, ...]:
+        key = block.name, tasks
+        known = self._moves.get(key)
+        if known is None:
+            names = {block.parameters[place].name for place in tasks}
+            offsets, _ = gradient_offsets(block)
+            made = []
+            for chunk in self._chunks(block):
+                spans = spans_of(chunk, offsets, names)
+                every = tuple(span.nbytes for span in spans)
+                loaded = tuple(span.nbytes for span in spans if not span.written)
+                made.append(_Moves(cell_of(chunk).nbytes, chunk.nbytes, loaded, every, every))
+            known = self._moves[key] = tuple(made)
+        return known

@@ -1,0 +1,100 @@
+"""The most bytes on the device beside the arenas, with what is under way in either direction. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import final
+
+import numpy as np
+
+from forebay.lowering.arrangement import positions
+from forebay.lowering.columns import Column, column
+from forebay.lowering.index import NEVER, TraceIndex
+from forebay.lowering.lives import Profile
+from forebay.plans import Streaming
+
+__all__ = ["Landings", "Transit"]
+
+
+@final
+class Landings:
+    """The gradients of a pass in the order in which they are complete: after which op, of which block, their bytes, and
+    what their root has beyond them: a root may be larger than the gradient in it, and the window counts the gradient.
+    """
+
+    def __init__(self, index: TraceIndex) -> None:
+        done = sorted((c for visit in index.completed for c in visit), key=lambda c: c.op)
+        sizes = [index.trace.sources[c.parameter].nbytes for c in done]
+        roots = [index.roots[c.root].nbytes if c.root in index.roots else 0 for c in done]
+        self.ops = column([c.op for c in done])
+        self.nbytes = column(sizes)
+        self.excess = column([max(0, root - size) for root, size in zip(roots, sizes, strict=True)])
+        self._numbers = {name: number for number, name in enumerate(dict.fromkeys(index.blocks))}
+        self._block = column([self._numbers[index.blocks[c.parameter]] for c in done])
+
+    def of(self, blocks: Collection[str]) -> Column:
+        """The places of the gradients of ``blocks``."""
+        chosen = np.zeros(len(self._numbers), bool)
+        chosen[[self._numbers[name] for name in blocks if name in self._numbers]] = True
+        return np.flatnonzero(chosen[self._block])
+
+
+@final
+class Transit:
+    """What ``profile`` of a trace of ``ops`` takes with activations and gradients under way."""
+
+    def __init__(self, profile: Profile, ops: int) -> None:
+        self._profile = profile
+        self._whole = column(profile.with_outputs)
+        self._place = column(positions(profile.runs, ops))
+        self._moving = self._moves()
+
+    def most(self, streaming: Streaming, landings: Landings, hosted: Collection[str], missing: int) -> int:
+        """The most bytes at any time. Gradients of the blocks ``hosted`` leave; ``missing`` bytes of such more are
+        complete as soon as the first one is."""
+        window, there = streaming.gradient_window, self._with_moves(streaming)
+        leaving = landings.of(hosted) if window > 0 else column(())
+        if not len(leaving):
+            return int(there.max(initial=0))
+        # Before a gradient is complete, those before it may be under way, and what is in no gradient of their roots.
+        ends = self._place[landings.ops[leaving]] + 1
+        complete = np.cumsum(landings.nbytes[leaving]) + missing
+        under_way = np.r_[0, complete]
+        beside = np.minimum(under_way, window) + landings.excess[leaving].sum()
+        beside[:-1][under_way[:-1] == 0] = 0
+        # Of gradients that are complete after the same op, what counts is what was there before the first.
+        first = np.flatnonzero(np.diff(ends, prepend=0) > 0)
+        starts, beside = np.r_[0, ends[first]], np.r_[beside[first], beside[-1]]
+        if starts[-1] == len(there):
+            return int(max((np.maximum.reduceat(there, starts[:-1]) + beside[:-1]).max(), beside[-1]))
+        return int((np.maximum.reduceat(there, starts) + beside).max())
+
+    def _with_moves(self, streaming: Streaming) -> Column:
+        """The most bytes at each position with activations under way, gradients left out.
+
+        Until backward asks for the first one, of those that Python has let go at most ``offload_window`` bytes are
+        still on the device, on their way to the host: when a copy is queued compute waits until no more are. From the
+        first position of backward on, of those that were not asked for yet at most ``reload_window`` bytes are there.
+        """
+        if self._moving is None:
+            return self._whole
+        let_go, waiting = self._moving
+        leaving = np.minimum(let_go, streaming.offload_window)
+        leaving[self._profile.asking + 1 :] = 0
+        coming = np.minimum(waiting, streaming.reload_window)
+        coming[: self._profile.forward] = 0
+        return self._whole + np.maximum(leaving, coming)
+
+    def _moves(self) -> tuple[Column, Column] | None:
+        """Of each position the bytes that forward has let go, and those that backward has not asked for; None where
+        nothing moves."""
+        if not self._profile.moves:
+            return None
+        end = len(self._whole)
+        gone, asked = np.zeros(end + 1, np.int64), np.zeros(end + 1, np.int64)
+        for move in self._profile.moves:
+            if move.leaves:
+                gone[move.until + 1] += move.moved
+                if move.asked != NEVER:
+                    asked[move.asked] += move.moved
+        return np.cumsum(gone)[:end], asked.sum() - np.cumsum(asked)[:end]

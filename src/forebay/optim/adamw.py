@@ -1,0 +1,55 @@
+"""AdamW with moments in as few bytes as are asked for."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from forebay.errors import OptimizerError
+from forebay.optim.lean import ElementwiseOptimizer
+from forebay.optim.rules import AdamRule
+from forebay.states import MOMENTS, Moments
+
+__all__ = ["AdamW"]
+
+
+@final
+class AdamW(ElementwiseOptimizer):
+    """Loshchilov and Hutter (2019), algorithm 2, as ``torch.optim.AdamW``.
+
+    ``moments``: ``float32`` (8 bytes an element), the bits of torch's fused kernel on x86-64; ``bfloat16`` (4), rounded
+    up or down by chance; ``8bit`` (2.03; Dettmers et al., 2022) and ``4bit`` (1.03; Li et al., 2023), in codes with a
+    scale for every 256 elements. Moments that are not fp32 change the numbers.
+
+    Raises ``OptimizerError`` for hyperparameters out of range and for other moments.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        moments: Moments = "float32",
+        maximize: bool = False,
+    ) -> None:
+        if moments not in MOMENTS:
+            raise OptimizerError(f"moments are kept as {', '.join(MOMENTS)}, not {moments!r}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "moments": moments,
+            "maximize": maximize,
+            "amsgrad": False,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def rule(self) -> AdamRule:
+        moments = {group["moments"] for group in self.param_groups}
+        if len(moments) > 1:
+            raise OptimizerError("moments differ between parameter groups; give each form an optimizer of its own")
+        return AdamRule(decoupled=True, amsgrad=False, moments=moments.pop())

@@ -1,0 +1,94 @@
+"""Which kernel does what a rule says, and with which numbers. Imports numba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forebay.kernels import adam, adam_low, lion, sgd
+from forebay.kernels.native import Form
+from forebay.optim.rules import AdamRule, LionRule, SgdRule
+
+__all__ = ["Choose", "Launch", "chooser_of"]
+
+Launch = Callable[[Any, int, int], float]
+"""A kernel for given hyperparameters: called with rows, share and shares."""
+
+Choose = Callable[[Form, Form, int, Mapping[str, Any]], Launch]
+"""The kernel for a parameter's form, a gradient's form, a step and a group."""
+
+
+def chooser_of(rule: AdamRule | LionRule | SgdRule) -> tuple[Choose, tuple[str, ...]]:
+    """What chooses the kernels of ``rule``, and the columns of their rows."""
+    if isinstance(rule, SgdRule):
+        return _choose_sgd, sgd.COLUMNS
+    if isinstance(rule, LionRule):
+        return _choose_lion, lion.COLUMNS
+    if rule.moments in ("8bit", "4bit"):
+        return _adam_low_chooser(rule), adam_low.COLUMNS
+    return _adam_chooser(rule), adam.COLUMNS
+
+
+def _adam_numbers(rule: AdamRule, step: int, group: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Whether the decay is part of the gradient, and the scalars of a step."""
+    decay = float(group["weight_decay"])
+    coupled = not rule.decoupled and decay != 0
+    beta1, beta2 = group["betas"]
+    scalars = adam.adam_scalars(
+        step,
+        float(group["lr"]),
+        float(beta1),
+        float(beta2),
+        float(group["eps"]),
+        decay,
+        coupled=coupled,
+        maximize=bool(group["maximize"]),
+    )
+    return coupled, scalars
+
+
+def _adam_chooser(rule: AdamRule) -> Choose:
+    state = Form.BF16 if rule.moments == "bfloat16" else Form.FP32
+
+    def choose(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+        coupled, scalars = _adam_numbers(rule, step, group)
+        kernel = adam.adam_kernel(parameter, gradient, coupled=coupled, amsgrad=bool(group["amsgrad"]), state=state)
+        # The step is the seed: where moments are rounded by chance, every step draws anew.
+        return lambda rows, share, shares: kernel(rows, share, shares, scalars, step)
+
+    return choose
+
+
+def _adam_low_chooser(rule: AdamRule) -> Choose:
+    bits = 8 if rule.moments == "8bit" else 4
+    book = adam_low.codebook(bits)
+
+    def choose(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+        coupled, scalars = _adam_numbers(rule, step, group)
+        kernel = adam_low.adam_low_kernel(parameter, gradient, bits, coupled=coupled)
+        return lambda rows, share, shares: kernel(rows, share, shares, scalars, book)
+
+    return choose
+
+
+def _choose_lion(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+    beta1, beta2 = group["betas"]
+    kernel = lion.lion_kernel(parameter, gradient)
+    scalars = lion.lion_scalars(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]))
+    return lambda rows, share, shares: kernel(rows, share, shares, scalars)
+
+
+def _choose_sgd(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+    decay, momentum = float(group["weight_decay"]), float(group["momentum"])
+    kernel = sgd.sgd_kernel(
+        parameter, gradient, decay=decay != 0, momentum=momentum != 0, nesterov=bool(group["nesterov"])
+    )
+    scalars = sgd.sgd_scalars(
+        float(group["lr"]),
+        momentum,
+        float(group["dampening"]),
+        decay,
+        first=step == 1,
+        maximize=bool(group["maximize"]),
+    )
+    return lambda rows, share, shares: kernel(rows, share, shares, scalars)

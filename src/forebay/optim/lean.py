@@ -1,0 +1,194 @@
+"""Optimizers of forebay's own: they step by themselves, in plain PyTorch, and behind ``forebay.prepare``.
+
+Parameters of 16 bits have an fp32 master copy among their states (``master``), as in a prepared model; what a step
+makes is written to both. Saved states are those of a prepared optimizer of the same kind, and the other way round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+
+from forebay.errors import OptimizerError
+from forebay.kernels.team import Team, cores
+from forebay.layout import MASTER
+from forebay.optim.arithmetic import Arithmetic, Part, TorchArithmetic, host_arithmetic, place_of
+from forebay.optim.rules import RuledOptimizer, UpdateRule
+from forebay.optim.streamed import check_states, frozen_group
+from forebay.states import form_of, plain_name
+
+__all__ = ["ElementwiseOptimizer", "LeanOptimizer", "check_numbers", "in_order"]
+
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_numbers(group: Mapping[str, Any]) -> None:
+    """Raises ``OptimizerError`` for hyperparameters that no step has: below 0, or betas of 1 and more."""
+    for name in ("lr", "weight_decay", *(("eps",) if isinstance(group.get("eps"), float) else ())):
+        if not float(group[name]) >= 0:
+            raise OptimizerError(f"{name} must be 0 or more, got {group[name]}")
+    for beta in group.get("betas", ()):
+        if not 0 <= float(beta) < 1:
+            raise OptimizerError(f"betas must be 0 or more and below 1, got {group['betas']}")
+
+
+class LeanOptimizer(RuledOptimizer):
+    """Steps over parameters where they are."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads are no state; they start anew with the next step.
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+    @abstractmethod
+    def _new_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The states before the first step, without ``step`` and master."""
+
+    @abstractmethod
+    def _check_saved(self, name: str, parameter: torch.Tensor, saved: Mapping[str, Any]) -> None:
+        """Raises ``OptimizerError`` where the states in ``saved`` are not those of a parameter."""
+
+    @abstractmethod
+    def _step_group(self, parameters: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        """Updates parameters that have a gradient, and whose states have counted the step."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters. Raises ``OptimizerError`` for hyperparameters out of range."""
+        check_numbers({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step. Returns the closure's loss if there is one.
+
+        Raises ``OptimizerError`` for a sparse gradient and for parameters that are not floating point or not dense.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                if parameter.grad.layout is not torch.strided:
+                    raise OptimizerError("a gradient is sparse; make the embedding with sparse=False")
+                self._state_of(parameter)["step"] += 1
+            self._step_group(parameters, frozen_group(group))
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` gave, of this optimizer or of one that was prepared.
+
+        Raises ``OptimizerError`` for states of another kind, shape or form.
+        """
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=False):
+            saved = state_dict["state"].get(key)
+            if saved:
+                self._check_saved(f"parameter {key}", parameter, saved)
+        super().load_state_dict(state_dict)
+        # torch casts states to their parameter's dtype: codes, scales and masters stay what they are.
+        for key, parameter in zip(keys, parameters, strict=True):
+            saved = state_dict["state"].get(key)
+            if saved:
+                self.state[parameter] = {
+                    name: value.to("cpu" if name == "step" else parameter.device, copy=True)
+                    for name, value in saved.items()
+                }
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            _expect_dense(parameter)
+            state.update(step=torch.tensor(0.0), **self._new_states(parameter))
+        if parameter.dtype is not torch.float32 and MASTER not in state:
+            state[MASTER] = parameter.detach().float()
+        return state
+
+
+@final
+class _Arithmetics:
+    """Who computes a rule: one for host memory, with threads of its own, and one for any other device."""
+
+    def __init__(self, rule: UpdateRule) -> None:
+        team = Team(cores())
+        self._host = host_arithmetic(rule, team, None)
+        self._elsewhere = TorchArithmetic(rule)
+        weakref.finalize(self, team.close)
+
+    def of(self, device: torch.device) -> Arithmetic:
+        """For tensors on ``device``."""
+        return self._host if device.type == "cpu" else self._elsewhere
+
+
+class ElementwiseOptimizer(LeanOptimizer):
+    """Steps by its ``rule``, which looks at each element, or block of elements, by itself."""
+
+    _arithmetics: _Arithmetics | None = None
+
+    def _new_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = {}
+        for name in self.rule.state_names:
+            form = form_of(name)
+            dtype: torch.dtype = getattr(torch, form.dtype)
+            if form.is_elementwise:
+                made[plain_name(name)] = torch.zeros_like(parameter, dtype=dtype)
+            else:
+                count = form.count(parameter.numel())
+                made[plain_name(name)] = torch.zeros(count, dtype=dtype, device=parameter.device)
+        return made
+
+    def _check_saved(self, name: str, parameter: torch.Tensor, saved: Mapping[str, Any]) -> None:
+        check_states(name, parameter, saved, self.rule.state_names)
+
+    def _step_group(self, parameters: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        rule = self.rule
+        if self._arithmetics is None:
+            self._arithmetics = _Arithmetics(rule)
+        together: dict[tuple[torch.device, int], list[Part]] = defaultdict(list)
+        for parameter in parameters:
+            state = self.state[parameter]
+            together[parameter.device, int(state["step"])].append(_part(parameter, state, rule.state_names))
+        for (device, step), parts in together.items():
+            self._arithmetics.of(device).update(parts, step, numbers)
+
+
+def _part(parameter: torch.Tensor, state: Mapping[str, Any], names: Sequence[str]) -> Part:
+    if parameter.grad is None:
+        raise OptimizerError("a parameter without a gradient has no step")
+    flat = partial(in_order, like=parameter)
+    return Part(
+        flat(parameter),
+        flat(parameter.grad),
+        flat(state[MASTER]) if MASTER in state else None,
+        tuple(
+            flat(state[plain_name(name)]) if form_of(name).is_elementwise else state[plain_name(name)] for name in names
+        ),
+        place_of(parameter.numel(), 0),
+    )
+
+
+def in_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of ``tensor`` in one dimension, in the order in which those of ``like`` lie; a copy where they lie
+    in another."""
+    if tensor.stride() != like.stride():
+        ordered = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _expect_dense(parameter: torch.Tensor) -> None:
+    if parameter.dtype not in _DTYPES:
+        raise OptimizerError(f"a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            raise OptimizerError("a parameter overlaps itself or has gaps; make it dense (parameter.contiguous())")
+        expected *= size

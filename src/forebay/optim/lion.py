@@ -1,0 +1,32 @@
+"""Lion: one moment, and a step of the same size for every element."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from forebay.optim.lean import ElementwiseOptimizer
+from forebay.optim.rules import LionRule
+
+__all__ = ["Lion"]
+
+
+@final
+class Lion(ElementwiseOptimizer):
+    """Chen et al. (2023), "Symbolic discovery of optimization algorithms", algorithm 2: 4 bytes of state an element.
+
+    The paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by as much. Raises
+    ``OptimizerError`` for hyperparameters out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @property
+    def rule(self) -> LionRule:
+        return LionRule()

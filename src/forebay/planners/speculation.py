@@ -1,0 +1,156 @@
+"""Which blocks are updated ahead of their step, while backward still runs, into a second copy at home.
+
+An update that runs under the next forward holds up the fetch of its block; one that has run under backward does not.
+Those that are taken, more and more of them, are spread over the model as evenly as their number allows: updates under
+backward then have the landings of those between them to catch up in, and so has the forward, for the ones that it
+waits for. Were the last ones taken, updates would be behind at the end of backward, and none left to do in the second
+half of forward. (Simulated, 18 blocks whose states are on a disk as slow as compute: 1.03 times the longer of the two
+with 12 spread ones, 1.16 times with the last 12.) It costs a second copy of parameters and states in the tiers where
+they live, and what is in memory has to be copied there. The simulation says whether that pays.
+
+Lian et al., "SuperOffload" (ASPLOS 2026), call a step that is made before it is known to be wanted speculation, then
+validation. Ours differs in what it takes for granted and in keeping the old copy (``runtime.speculation``).
+
+More blocks are tried as long as the step gains, in steps that do not depend on the room: more room adds choices at the
+end and takes none away, so that no plan is slower for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from math import ceil
+
+from forebay.memory import Tier
+from forebay.planners.bench import Bench
+from forebay.planners.homes import more_on_disk
+from forebay.planners.parts import Draft
+
+__all__ = ["GAIN", "MORE_GAIN", "ahead", "candidates", "fastest_ahead", "second_copies"]
+
+GAIN = 0.01
+"""Second copies that save less than this share of a step are not worth their bytes."""
+
+MORE_GAIN = 0.002
+"""Nor are more of them that save less than this share beside fewer."""
+
+WORSE = 0.05
+"""Where a step is slower by more than this share than with fewer, no more are tried."""
+
+RUNGS = 8
+"""Of all blocks that are updated on the host, one part in so many more is tried at a time."""
+
+FEW_RUNGS = 4
+"""The same for long steps (``Bench.is_long``), until one gains nothing."""
+
+DISK_RUNGS = 3
+"""Of those that have all on disk: nothing of them is copied."""
+
+OTHERS = 3
+"""Drafts behind the fastest one that are tried with second copies too: they may gain more."""
+
+SPENT = 0.5
+"""Of what a search may simulate, so much may go to those."""
+
+
+def ahead(bench: Bench, draft: Draft) -> Draft:
+    """``draft`` with the updates ahead of their step that make it faster; without a trace, as it is."""
+    able = candidates(bench, draft)
+    if not able or bench.at_least(draft) > bench.seconds(draft) * (1 - GAIN):
+        return draft
+    homes = {p.block: p for p in draft.placements}
+    # Where the host has no room for the second copies of some, those of others may still go to disk.
+    on_disk = tuple(b for b in able if homes[b].parameters is Tier.DISK and homes[b].states is Tier.DISK)
+    found = [draft]
+    if able != on_disk:
+        found.append(_climbed(bench, draft, _choices(bench, draft, able, FEW_RUNGS if bench.is_long else RUNGS)))
+    enough = bench.seconds(draft) * (1 - GAIN)
+    found += _choices(bench, draft, on_disk, DISK_RUNGS)
+    best = min(found, key=bench.seconds)
+    return best if bench.seconds(best) < enough else draft
+
+
+def _climbed(bench: Bench, draft: Draft, choices: Iterator[Draft]) -> Draft:
+    """The last of ``choices``, more and more updates ahead of their step, that is worth it."""
+    best = draft
+    for more in choices:
+        if bench.seconds(more) < bench.seconds(best) * (1 - MORE_GAIN):
+            best = more
+        elif bench.is_long or bench.seconds(more) > bench.seconds(best) * (1 + WORSE):
+            break  # the update lane has too much to copy: the more, the worse
+    return best
+
+
+def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Draft:
+    """``ahead`` of the fastest draft, ``best``, or of another one that ``may_take`` accepts and that gains more: with
+    more on disk, where a second copy takes no host memory, or nearly as fast as ``best``."""
+    chosen = ahead(bench, best)
+    if bench.is_long or not candidates(bench, best):
+        return chosen
+    began = bench.simulated, bench.actions
+    for other in chain(more_on_disk(bench, best), bench.fastest(1 + OTHERS)):
+        if bench.spent(*began, SPENT):
+            break
+        enough = bench.seconds(chosen) * (1 - MORE_GAIN)
+        if other != best and bench.at_least(other) < enough and _fits(bench, other):
+            more = ahead(bench, other)
+            if bench.seconds(more) < enough and may_take(more):
+                chosen = more
+    return chosen
+
+
+def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
+    """The blocks of ``draft`` that could be updated ahead of their step, those first whose gradients land first.
+
+    Where updates and compute share the cores, an update is no faster under backward than after it: only blocks that
+    have to wait for the disk gain anything there.
+    """
+    if bench.liveness is None:
+        return ()
+    index, landed = bench.liveness.index, dict[str, int]()
+    for done in (done for visit in index.completed for done in visit):
+        block = index.blocks[done.parameter]
+        landed[block] = max(landed.get(block, 0), done.op)
+    hosted = [p for p in draft.placements if not p.resident and p.block in landed]
+    if not bench.problem.overlap_update:
+        hosted = [p for p in hosted if Tier.DISK in (p.parameters, p.states)]
+    return tuple(sorted((p.block for p in hosted), key=lambda block: landed[block]))
+
+
+def second_copies(bench: Bench, draft: Draft) -> dict[Tier, int]:
+    """Bytes of the second copies under ``draft``, by tier; those of ``pinned`` are on the host too."""
+    once, twice = bench.arenas(replace(draft, speculate=())), bench.arenas(draft)
+    return {
+        Tier.HOST: twice.host - once.host,
+        Tier.PINNED: bench.pinned(twice) - bench.pinned(once),
+        Tier.DISK: twice.disk - once.disk,
+    }
+
+
+def _choices(bench: Bench, draft: Draft, able: Sequence[str], rungs: int) -> Iterator[Draft]:
+    """``draft`` with updates of more and more of ``able`` ahead of their step, one part in ``rungs`` at a time, as far
+    as there is room."""
+    for count in dict.fromkeys(ceil(rung * len(able) / rungs) for rung in range(1, 1 + rungs)):
+        chosen = _spread(able, count)
+        more = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in chosen))
+        if not _fits_at_home(bench, more):
+            return
+        yield more
+
+
+def _spread(able: Sequence[str], count: int) -> frozenset[str]:
+    """``count`` of ``able``, evenly, the first one among them."""
+    return frozenset(able[number * len(able) // count] for number in range(count))
+
+
+def _fits(bench: Bench, draft: Draft) -> bool:
+    return bench.fits_device(draft) and _fits_at_home(bench, draft)
+
+
+def _fits_at_home(bench: Bench, draft: Draft) -> bool:
+    """Whether host and disk have room, and nothing loses its page-locked memory to second copies."""
+    sizes, problem = bench.arenas(draft), bench.problem
+    if sizes.host > problem.limit(Tier.HOST) or sizes.disk > problem.limit(Tier.DISK):
+        return False
+    return bench.pageable(sizes) <= bench.pageable(bench.arenas(replace(draft, speculate=())))

@@ -1,0 +1,126 @@
+"""One block at run time: its copies at home, its landed gradients, its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from forebay.errors import ForebayError
+from forebay.layout import MASTER, StateLayout, needs_master
+from forebay.plans import Placement
+from forebay.runtime.deferred import Deferred
+from forebay.runtime.gradients import GradientBuffer
+from forebay.runtime.homes import Home
+from forebay.runtime.tensors import state_view
+from forebay.trace import Block, Parameter
+
+__all__ = ["BlockCopy", "BlockState", "Streamed"]
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """A block's parameters and optimizer states at home: what an update reads, or what it makes."""
+
+    parameters: Home
+    states: Home
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What the update of a block on the device asks for beside its homes: its landed ``gradients`` (1-D uint8, host),
+    each at one of ``offsets`` (bytes), and the place where the update is until it is queued."""
+
+    gradients: torch.Tensor
+    offsets: Mapping[str, int]
+    deferred: Deferred
+
+
+@final
+class BlockState:
+    """One block at run time: its homes, its landed gradients, and how many steps each parameter has taken.
+
+    ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
+    the next step may be made before the step is asked for. A block that is updated on the device is ``streamed``.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        placement: Placement,
+        layout: StateLayout,
+        parameters: Home,
+        states: Home,
+        gradients: Mapping[str, GradientBuffer],
+        spare: BlockCopy | None = None,
+        streamed: Streamed | None = None,
+    ) -> None:
+        self.block = block
+        self.placement = placement
+        self.layout = layout
+        self.current = self._first = BlockCopy(parameters, states)
+        self.spare = spare
+        self.streamed = streamed
+        self.gradients = gradients
+        self.steps = {p.name: 0 for p in block.parameters if p.trainable}
+
+    @property
+    def parameters(self) -> Home:
+        """The current copy of the parameters. Who asks for it waits for ``written``, so no update may be missing."""
+        self.queue_deferred()
+        return self.current.parameters
+
+    @property
+    def states(self) -> Home:
+        """The current copy of the optimizer states, like ``parameters``."""
+        self.queue_deferred()
+        return self.current.states
+
+    def queue_deferred(self) -> None:
+        """Queues the update that a step has asked for, if it is not queued yet."""
+        if self.streamed is not None:
+            self.streamed.deferred.now()
+
+    def exchange(self) -> None:
+        """The spare copy becomes the current one, and the current one the spare."""
+        if self.spare is None:
+            raise ForebayError(f"block {self.block.name} has one copy at home, the plan does not speculate on it")
+        self.current, self.spare = self.spare, self.current
+
+    def come_home(self) -> None:
+        """Has the parameters in the copy that was the current one at first. Only for a session that ends: the states do
+        not come with them. The caller has waited for all jobs."""
+        if self.current is not self._first:
+            self._first.parameters.write(self.parameters.read())
+            self.current = self._first
+
+    def settle(self) -> None:
+        """Waits until every update of this block has been written to its homes."""
+        self.parameters.settle()
+        self.states.settle()
+
+    def streams_of(self, parameter: Parameter) -> tuple[str, ...]:
+        """Names of the state streams that mean something for ``parameter``."""
+        return tuple(s for s in self.layout.streams if s != MASTER or needs_master(parameter))
+
+    def stream(self, name: str, parameter: Parameter, states: torch.Tensor) -> torch.Tensor:
+        """A copy of one state stream of ``parameter`` (1-D), gathered from ``states`` (``self.states.read()``)."""
+        parts = [view for owner, view in self._stream_views(name, states) if owner == parameter.name]
+        return torch.cat(parts)
+
+    def write_stream(self, name: str, parameter: Parameter, states: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes ``value`` (1-D) as one state stream of ``parameter`` into ``states``."""
+        start = 0
+        for owner, view in self._stream_views(name, states):
+            if owner == parameter.name:
+                view.copy_(value[start : start + view.numel()])
+                start += view.numel()
+
+    def _stream_views(self, name: str, states: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in self.layout.chunks:
+            start, nbytes = self.layout.spans(chunk)[name]
+            stream = states[chunk.offset + start : chunk.offset + start + nbytes]
+            for piece in chunk.pieces:
+                yield piece.parameter.name, state_view(stream, name, piece)

@@ -1,0 +1,28 @@
+"""What belongs to one pass, and not to the model: several passes may be under way and take turns (accumulate.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import nn
+
+from forebay.trace import Block
+
+__all__ = ["Pass"]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Pass:
+    """A forward of the root that runs or waits for its turn, in one thread from its beginning to its end.
+
+    ``running`` are the modules whose forward runs, innermost last, each with the blocks that it opened. ``scopes`` is
+    what the thread has entered for the length of the forward.
+    """
+
+    running: list[tuple[nn.Module, Sequence[Block]]] = field(default_factory=list)
+    scopes: ExitStack = field(default_factory=ExitStack)
+    training: bool = False

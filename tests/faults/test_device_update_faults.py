@@ -1,0 +1,283 @@
+"""Updates on the device that fail, that nobody asked for any more, or that a plan cannot have."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forebay
+import forebay.optim
+from forebay.arenas import Sizer, arenas
+from forebay.checking import check
+from forebay.device.base import Delays
+from forebay.device.cpu import CpuDevice
+from forebay.errors import ConfigError, DiskFull, ForebayError, PlanInvalid
+from forebay.memory import Tier
+from forebay.plans import Plan
+from forebay.runtime.blocks import find_blocks
+from forebay.runtime.hooks import session_of
+from forebay.runtime.updates import Updater
+from forebay.timeline import Lane
+from forebay.units import MiB
+from tests.faults.test_bad_plans import MACHINE, PLAN, TRACE
+from tests.faults.test_release import (
+    AMPLE,
+    WIDTH,
+    Late,
+    Refuses,
+    adamw,
+    disk_plan,
+    fill_disk,
+    mapped,
+    network,
+    nothing_left_behind,
+    quick_collections,
+    step,
+)
+
+__all__ = ["nothing_left_behind", "quick_collections"]
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def on_device(where: str, folder: Path) -> Plan:
+    """Every block at home on the host or on disk, updated on the device two chunks at a time."""
+    plan = disk_plan(folder)
+    homes = plan.placements
+    if where == "host":
+        homes = tuple(replace(p, parameters=Tier.HOST, states=Tier.HOST) for p in homes)
+    names, model = tuple(p.block for p in homes), find_blocks(network()).model
+    window = Sizer(model, STATES, plan.streaming.update_chunk).update_window(names, 2)
+    streaming = replace(plan.streaming, update_window=window)
+    sizes = arenas(model, homes, streaming, STATES, (), names)
+    return replace(
+        plan,
+        placements=homes,
+        streaming=streaming,
+        update_on_device=names,
+        device=plan.device + window,
+        host=sizes.host,
+        disk=sizes.disk,
+    )
+
+
+class Trained:
+    """A prepared model beside the same one under plain PyTorch."""
+
+    def __init__(self, where: str, folder: Path, delays: Delays | None = None) -> None:
+        self.device = CpuDevice(8 * MiB, delays=delays)
+        model = network()
+        self.model, self.optimizer = forebay.prepare(
+            model,
+            adamw(model),
+            plan=on_device(where, folder),
+            device_memory=AMPLE,
+            disk=f"{folder}:64MiB",
+            device=self.device,
+        )
+        self.reference = network()
+        self.plain = torch.optim.AdamW(self.reference.parameters(), lr=1e-2, fused=True)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            step(self.model, self.optimizer)
+            step(self.reference, self.plain)
+
+    def backward(self) -> None:
+        self.model(torch.ones(2, WIDTH)).square().mean().backward()
+
+    def assert_equal(self) -> None:
+        values = forebay.parameters(self.model)
+        assert all(torch.equal(values[n], p) for n, p in self.reference.named_parameters())
+
+    def close(self) -> None:
+        forebay.close(self.model)
+        live = self.device.usage().live
+        self.device.close()
+        assert live == 0
+
+
+@pytest.fixture(params=["host", "disk"])
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Blocks whose updates on the device fail as long as they are in the set."""
+    blocks: set[str] = set()
+    whole = Updater.run_cell
+
+    def run_cell(self: Updater, state: Any, *rest: Any) -> None:
+        if state.block.name in blocks:
+            raise ForebayError(f"no update of {state.block.name} today")
+        whole(self, state, *rest)
+
+    monkeypatch.setattr(Updater, "run_cell", run_cell)
+    return blocks
+
+
+def test_same_numbers_as_plain_pytorch(where: str, tmp_path: Path) -> None:
+    run = Trained(where, tmp_path)
+    run.steps(3)
+    run.assert_equal()
+    run.close()
+
+
+def test_an_update_that_fails_is_told_by_the_next_who_needs_it(where: str, failing: set[str], tmp_path: Path) -> None:
+    """And nothing of it is written home: the old values stand."""
+    run = Trained(where, tmp_path)
+    run.steps(1)
+    forebay.synchronize(run.model)
+    home = session_of(run.model).session.store.blocks["1"].current
+    before = [content.read().clone() for content in (home.parameters, home.states)]
+    failing.add("1")
+    run.backward()
+    run.optimizer.step()
+    with pytest.raises(ForebayError, match="no update of 1"):
+        run.backward()
+    home.parameters.written = home.states.written = None  # not to be told again
+    assert all(map(torch.equal, before, (home.parameters.read(), home.states.read())))
+    with contextlib.suppress(ForebayError):
+        forebay.close(run.model)
+    run.device.close()
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    run = Trained("disk", tmp_path)
+    run.steps(2)
+    forebay.synchronize(run.model)
+    fill_disk("states")
+    run.backward()
+    run.optimizer.step()
+    with pytest.raises(DiskFull, match=r"states.*No space left"):
+        forebay.synchronize(run.model)
+    with contextlib.suppress(DiskFull):
+        forebay.close(run.model)
+    run.device.close()
+
+
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE])
+def test_close_with_updates_that_are_not_queued_yet(where: str, lane: Lane, tmp_path: Path) -> None:
+    """They were asked for: the parameters are those after the step."""
+    run = Trained(where, tmp_path, Late(lane))
+    run.steps(2)
+    forebay.close(run.model)
+    assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), run.reference.parameters(), strict=True))
+    run.close()
+
+
+def test_a_model_that_is_dropped_with_updates_that_are_not_queued_yet(where: str, tmp_path: Path) -> None:
+    before = mapped()
+    run = Trained(where, tmp_path)
+    run.steps(1)
+    gone, device = weakref.ref(run.model), run.device
+    del run
+    gc.collect()
+    assert gone() is None
+    assert device.usage().live == 0
+    assert mapped() == before
+    device.close()
+
+
+def test_the_window_goes_when_the_session_does(tmp_path: Path) -> None:
+    """Although the optimizer is still there, which holds the session and its updater."""
+    run = Trained("host", tmp_path)
+    run.steps(1)
+    nbytes = forebay.report(run.model).plan.streaming.update_window
+    windows = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.nbytes == nbytes and t.dim() == 1]
+    assert len(windows) == 1
+    gone = weakref.ref(windows.pop().untyped_storage())
+    assert gone() is not None
+    run.close()
+    assert run.optimizer is not None and gone() is None
+
+
+@pytest.mark.parametrize("nth", range(5, 120, 14))
+def test_a_job_that_no_lane_takes(where: str, nth: int, tmp_path: Path) -> None:
+    run = Trained(where, tmp_path, Refuses(nth))
+
+    def train() -> None:
+        for _ in range(4):
+            step(run.model, run.optimizer)
+
+    with pytest.raises(ForebayError, match=r"^refused: "):
+        train()
+    with contextlib.suppress(ForebayError):
+        forebay.close(run.model)
+    # torch's engine keeps what is left of a graph whose backward failed until the next backward.
+    torch.ones(1, requires_grad=True).sum().backward()
+    gc.collect()
+    live = run.device.usage().live
+    run.device.close()
+    assert live == 0
+
+
+def test_a_block_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    plan = on_device("host", tmp_path)
+    model = network()
+    model[2].requires_grad_(False)
+    with pytest.raises(ConfigError, match="updates on the device block 2, which trains nothing"):
+        forebay.prepare(model, adamw(model), plan=plan, device_memory=AMPLE, device="cpu")
+
+
+def test_states_in_fewer_bits_are_refused(tmp_path: Path) -> None:
+    """They are widened on the device, which the window has no room for."""
+    model = network()
+    optimizer = forebay.optim.AdamW(model.parameters(), moments="8bit")
+    with pytest.raises(ConfigError, match=r"updates block 0 on the device.*states in fewer bits"):
+        forebay.prepare(model, optimizer, plan=on_device("host", tmp_path), device_memory=AMPLE, device="cpu")
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"update_on_device": ("9",)}, "update_on_device names block 9, which the plan does not place"),
+    "twice": ({"update_on_device": ("1", "2", "1")}, "update_on_device names block 1 twice"),
+    "ahead too": ({"speculate": ("3", "2")}, "block 2 is updated on the device, and an update ahead"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_plan_that_updates_on_the_device_what_it_cannot(how: str, tmp_path: Path) -> None:
+    changes, words = WRONG[how]
+    with pytest.raises(ConfigError, match=words):
+        replace(on_device("host", tmp_path), **changes)
+
+
+def test_a_resident_block_is_there_already(tmp_path: Path) -> None:
+    plan = on_device("host", tmp_path)
+    stays = replace(plan.placements[1], parameters=Tier.DEVICE, gradients=Tier.DEVICE, states=Tier.DEVICE)
+    with pytest.raises(ConfigError, match=r"block 1 is resident.*take it out of update_on_device"):
+        replace(plan, placements=(plan.placements[0], stays, *plan.placements[2:]))
+
+
+def test_a_window_is_needed_with_room_for_a_chunk(tmp_path: Path) -> None:
+    plan = on_device("host", tmp_path)
+    with pytest.raises(ConfigError, match="has no update_window"):
+        replace(plan, streaming=replace(plan.streaming, update_window=0))
+    with pytest.raises(ConfigError, match="update_window must be 0 bytes or more"):
+        replace(plan.streaming, update_window=-1)
+    # A chunk of 2,048 elements: two states, the parameters and the gradients in fp32.
+    least = 2048 * (2 * 4 + 4 + 4)
+    short = replace(plan, streaming=replace(plan.streaming, update_window=least - 1))
+    model = network()
+    with pytest.raises(ConfigError, match=f"update_window is {least - 1} bytes and one chunk .* takes {least}"):
+        forebay.prepare(model, adamw(model), plan=short, device_memory=AMPLE, device="cpu")
+
+
+def test_the_checker_does_not_prove_what_it_does_not_know() -> None:
+    plan = replace(PLAN, update_on_device=("b1",), streaming=replace(PLAN.streaming, update_window=MiB))
+    with pytest.raises(PlanInvalid, match="block b1 is updated on the device") as caught:
+        check(TRACE, MACHINE, plan)
+    assert caught.value.subject == "b1"
+
+
+def test_a_plan_keeps_what_it_updates_on_the_device(tmp_path: Path) -> None:
+    plan = on_device("host", tmp_path)
+    assert Plan.from_json(plan.to_json()) == plan

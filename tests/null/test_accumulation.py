@@ -1,0 +1,104 @@
+"""What several micro-batches take that pass the model together, and plans that leave room for them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.errors import ConfigError, DoesNotFit
+from forebay.lowering import accumulation_of, device_bound
+from forebay.memory import Tier
+from forebay.planners import Bench, Problem, make_plan
+from forebay.planners.room import leave_room
+from forebay.plans import UNLIMITED, Accumulation, Plan
+from forebay.units import MiB
+from tests.null.planning import ENOUGH, asked, chain, machine
+
+LAYERS, WIDTH, ACTIVATION = 4, 256, 65536
+TRACE = chain(LAYERS, width=WIDTH, activation=ACTIVATION)
+PARAMETERS = 3 * WIDTH * WIDTH * 4
+COUNT = 4
+
+
+def planned(policy: str, device: int = ENOUGH) -> Plan:
+    return make_plan(asked(TRACE, machine(), device=device), policy)
+
+
+def of(plan: Plan) -> Accumulation:
+    found = accumulation_of(TRACE, plan)
+    assert found is not None
+    return found
+
+
+def test_nothing_that_streams_needs_no_room() -> None:
+    assert accumulation_of(TRACE, planned("resident")) is None
+
+
+def test_each_further_micro_batch_keeps_its_activations() -> None:
+    """In front of the last layer a micro-batch holds the three matrices of each layer before it, what goes from each to
+    the next, and its input."""
+    plan = planned("stream")
+    need = of(plan)
+    layers = LAYERS - 1
+    kept = layers * 3 * ACTIVATION
+    assert kept <= need.device_further <= kept + (layers + 2) * ACTIVATION
+    assert need.needed(Tier.DEVICE, 1) >= device_bound(TRACE, plan) + PARAMETERS
+    assert need.needed(Tier.DEVICE, 5) - need.needed(Tier.DEVICE, 2) == 3 * need.device_further
+    assert (need.host_further, need.disk_further) == (0, 0)
+
+
+def test_with_recomputation_only_what_goes_from_block_to_block() -> None:
+    need = of(planned("stream-recompute"))
+    assert need.device_further <= (LAYERS + 2) * ACTIVATION
+
+
+def test_what_moves_takes_room_on_the_host_instead() -> None:
+    plan = planned("offload-all", 6 * MiB)
+    need = of(plan)
+    assert need.host_further == plan.streaming.host_activations > 0
+    assert need.device_further < of(planned("stream")).device_further
+
+
+def test_how_many_fit() -> None:
+    need = Accumulation(device=100, device_further=10, host=50, host_further=0, disk=0, disk_further=0)
+    assert [need.most(Tier.DEVICE, n) for n in (99, 100, 109, 110, 145)] == [0, 1, 1, 2, 5]
+    assert need.most(Tier.HOST, 50) == UNLIMITED
+    assert all(need.needed(Tier.DEVICE, need.most(Tier.DEVICE, n)) <= n for n in range(100, 200))
+
+
+def auto(problem: Problem, bench: Bench) -> Plan:
+    return make_plan(problem, "auto", bench)
+
+
+def test_a_plan_leaves_room() -> None:
+    """The budget has room for them where blocks run again; for one micro-batch the planner keeps more than that."""
+    budget = of(planned("stream-recompute")).needed(Tier.DEVICE, COUNT) * 11 // 10
+    problem = asked(TRACE, machine(), device=budget)
+    one, _ = leave_room(problem, 1, auto)
+    assert one == make_plan(problem, "auto")
+    assert of(one).most(Tier.DEVICE, budget) < COUNT
+    several, bench = leave_room(problem, COUNT, auto)
+    assert of(several).most(Tier.DEVICE, budget) >= COUNT
+    assert several.budget == problem.budget
+    assert several.reasons[-1].startswith(f"leaves room for {COUNT} micro-batches")
+    bench.prove(several)
+
+
+def test_no_plan_leaves_room() -> None:
+    device = planned("stream-recompute").device
+    says = r"no plan leaves room for 64 micro-batches at a time; .* device: they take"
+    with pytest.raises(DoesNotFit, match=says) as e:
+        leave_room(asked(TRACE, machine(), device=device), 64, auto)
+    assert e.value.needed > e.value.allowed == device
+    with pytest.raises(DoesNotFit) as without:
+        leave_room(asked(TRACE, machine(), device=1024), COUNT, auto)
+    assert "no plan leaves room" not in str(without.value)
+
+
+def test_micro_batches_that_cannot_be_planned_for() -> None:
+    problem = asked(TRACE, machine(), device=ENOUGH)
+    with pytest.raises(ConfigError, match="micro_batches must be 1 or more, got 0"):
+        leave_room(problem, 0, auto)
+    with pytest.raises(ConfigError, match="known only with a batch"):
+        leave_room(replace(problem, trace=None, machine=None), 2, auto)

@@ -1,0 +1,78 @@
+"""A disk as it is measured, and several of them side by side."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forebay.device.cpu import CpuDevice
+from forebay.errors import ConfigError
+from forebay.machine import Curve, Disk, Link
+from forebay.plans import DiskBudget
+from forebay.profiler.disk_rates import measure_disk
+from forebay.profiler.effort import CPU_EFFORT
+from forebay.profiler.here import this_machine
+from forebay.profiler.probe import nominal
+from forebay.simulation.sharing import DISK, LANES, Sharing
+from forebay.tiers.host import available_disk, disks_of, free_in
+from forebay.timeline import Lane
+from forebay.units import KiB, MiB
+
+LINK = Link(Curve(((MiB, 1e9),)))
+
+
+def test_a_disk_is_measured_in_the_way_that_the_runtime_will_use(tmp_path: Path) -> None:
+    effort = replace(CPU_EFFORT, rounds=2, bound=0.05, disk_sizes=(64 * KiB, 256 * KiB), disk_file=MiB)
+    device = CpuDevice()
+    found = measure_disk(device, str(tmp_path), effort)
+    device.close()
+    disk = found.disk
+    assert disk.block in (MiB, 2 * MiB, 4 * MiB) and 1 <= disk.depth <= 4 and 0 < disk.duplex <= 1
+    assert [size for size, _ in disk.read.curve.points] == [64 * KiB, 256 * KiB]
+    assert f"{disk.depth} at a time" in found.remark and str(tmp_path) in found.remark
+    assert not any(tmp_path.iterdir())
+
+
+def test_reading_and_writing_share_a_disk() -> None:
+    machine = replace(nominal("cpu"), disk=Disk(MiB, LINK, LINK, duplex=0.6))
+    read, write = LANES.index(Lane.DISK_READ), LANES.index(Lane.DISK_WRITE)
+    sharing = Sharing(machine)
+    assert sharing.shares(1 << read)[read] == sharing.shares(1 << write)[write] == 1.0
+    both = sharing.shares(DISK)
+    assert both[read] == both[write] == 0.6
+    assert both[LANES.index(Lane.COMPUTE)] == Sharing(replace(machine, disk=None)).shares(DISK)[0]
+
+
+@pytest.mark.parametrize("wrong", [{"duplex": 0.0}, {"duplex": 1.1}, {"depth": 0}, {"block": 0}])
+def test_what_no_disk_is_like_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="disk"):
+        Disk(MiB, LINK, LINK, **wrong)
+
+
+def test_folders_of_one_file_system_have_its_room_once(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    paths = [str(tmp_path / name) for name in "ab"]
+    assert disks_of(paths) == {os.stat(tmp_path).st_dev: paths[0]}
+    alone, _ = this_machine("cpu", DiskBudget(paths[0]))
+    both, notes = this_machine("cpu", DiskBudget.of(",".join(paths)))
+    assert alone.disk is not None and both.disk is not None
+    assert both.disk.read == alone.disk.read and not any("side by side" in note for note in notes)
+    assert abs(free_in(paths) - available_disk(paths[0])) < 64 * MiB  # others write meanwhile
+    with pytest.raises(ConfigError, match="cannot look at"):
+        free_in([paths[0], f"{tmp_path}/missing"])
+
+
+def test_two_disks_are_twice_as_fast_for_twice_the_bytes(tmp_path: Path) -> None:
+    other = "/dev/shm"
+    if not os.path.isdir(other) or os.stat(other).st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("one file system is all there is")
+    one, _ = this_machine("cpu", DiskBudget(str(tmp_path)))
+    two, notes = this_machine("cpu", DiskBudget.of(f"{tmp_path},{other}"))
+    assert one.disk is not None and two.disk is not None
+    assert two.disk.read.curve.points == tuple((2 * size, 2 * rate) for size, rate in one.disk.read.curve.points)
+    assert two.disk.write.seconds(16 * MiB) == pytest.approx(one.disk.write.seconds(8 * MiB))
+    assert any(note.startswith("2 disks of one rate side by side") for note in notes)
