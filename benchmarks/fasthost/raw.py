@@ -7,6 +7,7 @@ python -m benchmarks.fasthost.raw read FILE BYTES BLOCK THREADS
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -15,6 +16,9 @@ import time
 from collections.abc import Sequence
 
 __all__ = ["main"]
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,10 +45,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _move(fd: int, kind: str, offsets: range, block: int, stop: int) -> None:
-    buffer = mmap.mmap(-1, block)
-    buffer.write(os.urandom(block))
+    # Huge pages, as of the tier's arena: fewer segments that the disk is asked for.
+    huge = mmap.mmap(-1, block + HUGE)
+    huge.madvise(mmap.MADV_HUGEPAGE)
+    huge.write(os.urandom(len(huge)))
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(huge)) % HUGE
+    buffer = memoryview(huge)[start : start + block]
     for offset in offsets:
-        view = memoryview(buffer)[: min(block, stop - offset)]
+        view = buffer[: min(block, stop - offset)]
         done = os.preadv(fd, [view], offset) if kind == "read" else os.pwritev(fd, [view], offset)
         if done != len(view):
             raise OSError(f"{kind} of {len(view)} bytes at {offset} moved {done}")
