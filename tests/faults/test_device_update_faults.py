@@ -16,8 +16,6 @@ import forebay
 import forebay.optim
 from forebay.arenas import Sizer, arenas
 from forebay.checking import check
-from forebay.device.base import Delays
-from forebay.device.cpu import CpuDevice
 from forebay.errors import ConfigError, DiskFull, ForebayError, PlanInvalid
 from forebay.memory import Tier
 from forebay.plans import Plan
@@ -29,7 +27,6 @@ from forebay.units import MiB
 from tests.faults.test_bad_plans import MACHINE, PLAN, TRACE
 from tests.faults.test_release import (
     AMPLE,
-    WIDTH,
     Late,
     Refuses,
     adamw,
@@ -41,6 +38,7 @@ from tests.faults.test_release import (
     quick_collections,
     step,
 )
+from tests.faults.trained import Trained
 
 __all__ = ["nothing_left_behind", "quick_collections"]
 
@@ -68,42 +66,6 @@ def on_device(where: str, folder: Path) -> Plan:
     )
 
 
-class Trained:
-    """A prepared model beside the same one under plain PyTorch."""
-
-    def __init__(self, where: str, folder: Path, delays: Delays | None = None) -> None:
-        self.device = CpuDevice(8 * MiB, delays=delays)
-        model = network()
-        self.model, self.optimizer = forebay.prepare(
-            model,
-            adamw(model),
-            plan=on_device(where, folder),
-            device_memory=AMPLE,
-            disk=f"{folder}:64MiB",
-            device=self.device,
-        )
-        self.reference = network()
-        self.plain = torch.optim.AdamW(self.reference.parameters(), lr=1e-2, fused=True)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            step(self.model, self.optimizer)
-            step(self.reference, self.plain)
-
-    def backward(self) -> None:
-        self.model(torch.ones(2, WIDTH)).square().mean().backward()
-
-    def assert_equal(self) -> None:
-        values = forebay.parameters(self.model)
-        assert all(torch.equal(values[n], p) for n, p in self.reference.named_parameters())
-
-    def close(self) -> None:
-        forebay.close(self.model)
-        live = self.device.usage().live
-        self.device.close()
-        assert live == 0
-
-
 @pytest.fixture(params=["host", "disk"])
 def where(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -125,7 +87,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_same_numbers_as_plain_pytorch(where: str, tmp_path: Path) -> None:
-    run = Trained(where, tmp_path)
+    run = Trained(on_device(where, tmp_path), tmp_path)
     run.steps(3)
     run.assert_equal()
     run.close()
@@ -133,7 +95,7 @@ def test_same_numbers_as_plain_pytorch(where: str, tmp_path: Path) -> None:
 
 def test_an_update_that_fails_is_told_by_the_next_who_needs_it(where: str, failing: set[str], tmp_path: Path) -> None:
     """And nothing of it is written home: the old values stand."""
-    run = Trained(where, tmp_path)
+    run = Trained(on_device(where, tmp_path), tmp_path)
     run.steps(1)
     forebay.synchronize(run.model)
     home = session_of(run.model).session.store.blocks["1"].current
@@ -151,7 +113,7 @@ def test_an_update_that_fails_is_told_by_the_next_who_needs_it(where: str, faili
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    run = Trained("disk", tmp_path)
+    run = Trained(on_device("disk", tmp_path), tmp_path)
     run.steps(2)
     forebay.synchronize(run.model)
     fill_disk("states")
@@ -167,7 +129,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE])
 def test_close_with_updates_that_are_not_queued_yet(where: str, lane: Lane, tmp_path: Path) -> None:
     """They were asked for: the parameters are those after the step."""
-    run = Trained(where, tmp_path, Late(lane))
+    run = Trained(on_device(where, tmp_path), tmp_path, Late(lane))
     run.steps(2)
     forebay.close(run.model)
     assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), run.reference.parameters(), strict=True))
@@ -176,7 +138,7 @@ def test_close_with_updates_that_are_not_queued_yet(where: str, lane: Lane, tmp_
 
 def test_a_model_that_is_dropped_with_updates_that_are_not_queued_yet(where: str, tmp_path: Path) -> None:
     before = mapped()
-    run = Trained(where, tmp_path)
+    run = Trained(on_device(where, tmp_path), tmp_path)
     run.steps(1)
     gone, device = weakref.ref(run.model), run.device
     del run
@@ -189,7 +151,7 @@ def test_a_model_that_is_dropped_with_updates_that_are_not_queued_yet(where: str
 
 def test_the_window_goes_when_the_session_does(tmp_path: Path) -> None:
     """Although the optimizer is still there, which holds the session and its updater."""
-    run = Trained("host", tmp_path)
+    run = Trained(on_device("host", tmp_path), tmp_path)
     run.steps(1)
     nbytes = forebay.report(run.model).plan.streaming.update_window
     windows = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.nbytes == nbytes and t.dim() == 1]
@@ -202,7 +164,7 @@ def test_the_window_goes_when_the_session_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nth", range(5, 120, 14))
 def test_a_job_that_no_lane_takes(where: str, nth: int, tmp_path: Path) -> None:
-    run = Trained(where, tmp_path, Refuses(nth))
+    run = Trained(on_device(where, tmp_path), tmp_path, Refuses(nth))
 
     def train() -> None:
         for _ in range(4):

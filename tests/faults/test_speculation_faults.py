@@ -16,19 +16,15 @@ import torch
 import forebay
 from forebay.arenas import arenas
 from forebay.checking import check
-from forebay.device.base import Delays
-from forebay.device.cpu import CpuDevice
 from forebay.errors import ConfigError, DiskFull, ForebayError, PlanInvalid
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.updates import Updater
 from forebay.timeline import Lane
-from forebay.units import MiB
 from tests.faults.test_bad_plans import MACHINE, PLAN, TRACE
 from tests.faults.test_release import (
     AMPLE,
-    WIDTH,
     Late,
     Refuses,
     adamw,
@@ -40,6 +36,7 @@ from tests.faults.test_release import (
     quick_collections,
     step,
 )
+from tests.faults.trained import Trained
 
 __all__ = ["nothing_left_behind", "quick_collections"]
 
@@ -54,45 +51,6 @@ def speculating(where: str, folder: Path) -> Plan:
     names = tuple(p.block for p in homes)
     sizes = arenas(find_blocks(network()).model, homes, plan.streaming, STATES, names)
     return replace(plan, placements=homes, speculate=names, host=sizes.host, disk=sizes.disk)
-
-
-class Trained:
-    """A prepared model beside the same one under plain PyTorch."""
-
-    def __init__(self, where: str, folder: Path, delays: Delays | None = None) -> None:
-        self.device = CpuDevice(8 * MiB, delays=delays)
-        model = network()
-        self.model, self.optimizer = forebay.prepare(
-            model,
-            adamw(model),
-            plan=speculating(where, folder),
-            device_memory=AMPLE,
-            disk=f"{folder}:64MiB",
-            device=self.device,
-        )
-        self.reference = network()
-        self.plain = torch.optim.AdamW(self.reference.parameters(), lr=1e-2, fused=True)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            step(self.model, self.optimizer)
-            step(self.reference, self.plain)
-
-    def backward(self) -> None:
-        self.model(torch.ones(2, WIDTH)).square().mean().backward()
-
-    def assert_equal(self) -> None:
-        values = forebay.parameters(self.model)
-        assert all(torch.equal(values[n], p) for n, p in self.reference.named_parameters())
-
-    def counter(self, name: str) -> int:
-        return forebay.report(self.model).timeline.counters[name]
-
-    def close(self) -> None:
-        forebay.close(self.model)
-        live = self.device.usage().live
-        self.device.close()
-        assert live == 0
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -127,7 +85,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> set[str]:
 def test_an_update_that_failed_before_its_step(where: str, failing: set[str], tmp_path: Path) -> None:
     """The step says so, before anything has changed. When it is tried again, it starts from the copy that stands; not
     on disk, where a staging buffer whose bytes were never written is not given to anybody else."""
-    run = Trained(where, tmp_path)
+    run = Trained(speculating(where, tmp_path), tmp_path)
     run.steps(1)
     forebay.synchronize(run.model)
     failing.update(p.block for p in forebay.report(run.model).plan.placements)
@@ -149,7 +107,7 @@ def test_an_update_that_failed_before_its_step(where: str, failing: set[str], tm
 
 def test_an_update_that_failed_and_was_never_asked_for(failing: set[str], tmp_path: Path) -> None:
     """A skipped step: all goes on, and who waits for everything is told once."""
-    run = Trained("host", tmp_path)
+    run = Trained(speculating("host", tmp_path), tmp_path)
     run.steps(1)
     forebay.synchronize(run.model)
     failing.add("2")
@@ -167,7 +125,7 @@ def test_an_update_that_fails_after_its_step(
     where: str, failing: set[str], gate: threading.Event, tmp_path: Path
 ) -> None:
     """It was taken over while it was queued: like any update that fails, it is told by the next who needs it."""
-    run = Trained(where, tmp_path)
+    run = Trained(speculating(where, tmp_path), tmp_path)
     run.steps(1)
     forebay.synchronize(run.model)
     gate.clear()
@@ -185,7 +143,7 @@ def test_an_update_that_fails_after_its_step(
 
 @pytest.mark.parametrize("file", ["states", "parameters"])
 def test_a_disk_that_is_full_ahead_of_the_step(file: str, tmp_path: Path) -> None:
-    run = Trained("disk", tmp_path)
+    run = Trained(speculating("disk", tmp_path), tmp_path)
     run.steps(2)
     forebay.synchronize(run.model)
     fill_disk(file)
@@ -203,7 +161,7 @@ def test_a_disk_that_is_full_ahead_of_the_step(file: str, tmp_path: Path) -> Non
 
 def test_close_between_backward_and_step(where: str, tmp_path: Path) -> None:
     """What ran ahead was never asked for: the model is as the last step left it."""
-    run = Trained(where, tmp_path, Late(Lane.UPDATE))
+    run = Trained(speculating(where, tmp_path), tmp_path, Late(Lane.UPDATE))
     run.steps(2)
     run.backward()
     assert run.counter("speculated") > run.counter("committed")
@@ -213,7 +171,7 @@ def test_close_between_backward_and_step(where: str, tmp_path: Path) -> None:
 
 
 def test_close_with_a_step_that_was_taken_over(where: str, tmp_path: Path) -> None:
-    run = Trained(where, tmp_path, Late(Lane.UPDATE))
+    run = Trained(speculating(where, tmp_path), tmp_path, Late(Lane.UPDATE))
     run.steps(3)
     assert run.counter("committed") > 0
     forebay.close(run.model)
@@ -225,7 +183,7 @@ def test_close_with_a_step_that_was_taken_over(where: str, tmp_path: Path) -> No
 def test_second_copies_go_when_the_session_does(steps: int, tmp_path: Path) -> None:
     """After an odd number of steps the second copies are the current ones; after an even one the first."""
     before = mapped()
-    run = Trained("host", tmp_path)
+    run = Trained(speculating("host", tmp_path), tmp_path)
     run.steps(steps)
     assert run.counter("committed") == steps * 4
     forebay.close(run.model)
@@ -237,7 +195,7 @@ def test_second_copies_go_when_the_session_does(steps: int, tmp_path: Path) -> N
 
 
 def test_a_model_that_is_dropped_with_updates_ahead(where: str, tmp_path: Path) -> None:
-    run = Trained(where, tmp_path)
+    run = Trained(speculating(where, tmp_path), tmp_path)
     run.steps(1)
     run.backward()
     gone, device = weakref.ref(run.model), run.device
@@ -250,7 +208,7 @@ def test_a_model_that_is_dropped_with_updates_ahead(where: str, tmp_path: Path) 
 
 def test_backward_that_ends_halfway(where: str, tmp_path: Path) -> None:
     """Blocks behind the fault have run ahead; their outcome is of a step that never comes."""
-    run = Trained(where, tmp_path)
+    run = Trained(speculating(where, tmp_path), tmp_path)
     run.steps(1)
     before = run.counter("speculated")
     handle = run.model[1].register_forward_hook(lambda m, a, out: out.register_hook(fault) and None)
@@ -272,7 +230,7 @@ def test_backward_that_ends_halfway(where: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nth", range(3, 60, 7))
 def test_a_job_that_no_lane_takes(where: str, nth: int, tmp_path: Path) -> None:
-    run = Trained(where, tmp_path, Refuses(nth))
+    run = Trained(speculating(where, tmp_path), tmp_path, Refuses(nth))
 
     def train() -> None:
         for _ in range(4):
