@@ -41,11 +41,15 @@ class ColdStopwatch(Stopwatch):
     """A wall clock for one op of a step on ``cpu``: what comes before it there has used the caches for other things.
 
     Alone and again and again, an op finds its arguments in the cache: summed up, such times were 6 to 18 % below the
-    steps of six models, these within 7 % (2 cores of an AMD EPYC, 32 MiB of L3).
+    steps of six models. With caches full of other bytes, all of them, an op also waits for the code that every op
+    runs through, which a step keeps warm: models of many small ops were foretold 10 to 28 % too slow. So the
+    arguments are cold here, and the code is not (docs/log.md, 2026-11-21; 2 cores of an AMD EPYC, 32 MiB of L3).
     """
 
     def __init__(self, nbytes: int = 96 * MiB) -> None:
         self._elsewhere = torch.zeros(nbytes // 4)
+        self._small = torch.ones(8, 8)
+        self._parallel = torch.ones(256, 256)
 
     def cool(self) -> None:
         """Fills the caches with other bytes, on all cores."""
@@ -53,9 +57,19 @@ class ColdStopwatch(Stopwatch):
 
     def seconds(self, work: Callable[[], Any]) -> float:
         self.cool()
+        self._wake()
         start = time.perf_counter()
         work()
         return max(time.perf_counter() - start, 1e-9)
+
+    def _wake(self) -> None:
+        """Runs ops of the kinds that every step has, on a few bytes: dispatcher, allocator and threads are awake."""
+        small, parallel = self._small, self._parallel
+        for _ in range(3):
+            torch.softmax((small @ small + small) * 2, -1).sum(0)
+            small.t().contiguous().to(torch.float64)
+            torch.empty(parallel.numel())
+            (parallel @ parallel).add(1.0)
 
 
 @final
