@@ -134,7 +134,12 @@ def merged(rows: Sequence[Row]) -> dict[str, Row]:
     for row in rows:
         known = found.get(row.name)
         if known is not None:
-            row = replace(known, seconds=known.seconds + row.seconds, ratios=known.ratios + row.ratios)
+            row = replace(
+                known,
+                seconds=known.seconds + row.seconds,
+                ratios=known.ratios + row.ratios,
+                rounds=known.rounds + row.rounds,
+            )
         found[row.name] = row
     return found
 
@@ -145,22 +150,26 @@ def race(
     pace: Pace,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
+    first: int = 0,
 ) -> tuple[Row, ...]:
     """Takes the rounds of ``entries``, which are set up, and returns their rows. ``plain`` is who ratios are taken to.
+
+    ``first`` is the number of the first round, of the warm-up.
 
     Raises ``BenchmarkError`` where plain fails or two contenders do not compute the same.
     """
     baseline = next(entry for entry in entries if entry.row.name == plain)
     start = clock()
-    for index in range(pace.warmup):
+    for index in range(first, first + pace.warmup):
         _round(entries, baseline, index)
     rounds = pace.rounds(clock() - start)
-    for index in range(pace.warmup, pace.warmup + rounds):
+    first += pace.warmup
+    for index in range(first, first + rounds):
         turns = _round(entries, baseline, index)
         for entry in entries:
             if entry.row.name in turns:
                 entry.seconds[index] = turns[entry.row.name].seconds / pace.steps
-        done = index - pace.warmup + 1
+        done = index - first + 1
         say(f"  round {done} of {rounds}: {len(turns)} turns, plain {turns[plain].seconds / pace.steps:.3f} s")
     return tuple(_scored(entry, baseline) for entry in entries)
 
@@ -209,6 +218,7 @@ def _scored(entry: Entry, baseline: Entry) -> Row:
         row,
         seconds=tuple(entry.seconds.values()),
         ratios=tuple(entry.seconds[index] / baseline.seconds[index] for index in shared),
+        rounds=tuple(entry.seconds),
     )
 
 

@@ -30,7 +30,8 @@ class State(StrEnum):
 @dataclass(frozen=True)
 class Row:
     """One contender. ``budget`` is in bytes (None: it has none), ``label`` what it is called. ``seconds`` are per step
-    and ``ratios`` to plain in the same round, one entry a round. ``exact`` says that its first loss must be plain's to
+    and ``ratios`` to plain in the same round, one entry a round; ``rounds`` numbers them: who has a number in common
+    took turns. ``exact`` says that its first loss must be plain's to
     the last bit; else up to rounding. ``detail`` says why there is no figure. A plan that is that of another row ran
     once: ``measured_as`` names that row.
     """
@@ -47,6 +48,7 @@ class Row:
     host: int | None = None
     seconds: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
+    rounds: tuple[int, ...] = ()
     predicted: Figures | None = None
     measured_as: str | None = None
 
@@ -59,6 +61,12 @@ class Row:
     def ratio(self) -> float | None:
         """Median of the per-round ratios; None without one."""
         return median(self.ratios) if self.ratios else None
+
+    def beside(self, other: Row) -> tuple[float, ...]:
+        """Seconds of this row over those of ``other``, for every round that both took part in."""
+        theirs = dict(zip(other.rounds, other.seconds, strict=False))
+        mine = zip(self.rounds, self.seconds, strict=False)
+        return tuple(seconds / theirs[number] for number, seconds in mine if number in theirs)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.activations.models import BATCHES, ZooModel, chosen
 from benchmarks.activations.planned import Candidate, candidates, same_plan
-from benchmarks.activations.race import Entry, Pace, count, heats, merged, race, set_up
+from benchmarks.activations.race import Entry, Pace, Start, count, heats, merged, race, set_up
 from benchmarks.activations.record import Comparison, Field, Row, State
 from benchmarks.case import BenchmarkError, Contender, DeviceKind, Job
 from benchmarks.host import CpuMeter, code, hardware, versions
@@ -23,7 +23,7 @@ from forebay.machine import Machine
 if TYPE_CHECKING:
     from benchmarks.measure import Runner
 
-__all__ = ["COMPILED", "QUICK", "Settings", "compare", "follow", "footprint", "rows_of"]
+__all__ = ["COMPILED", "QUICK", "Settings", "compare", "follow", "footprint", "paired", "rows_of"]
 
 COMPILED = (0.25, 0.5, 0.75)
 """Activation memory budgets of ``torch.compile``."""
@@ -49,6 +49,9 @@ ROCKMATE = (
 
 PACE = Pace(seconds=420.0)
 """Of all heats of a model together."""
+
+DUEL = 7
+"""Rounds at the least of a heat in which a rival is: there ``auto`` and the rival are held against each other."""
 
 
 @dataclass(frozen=True)
@@ -127,17 +130,34 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     rows = rows_of(found)
     contenders = _contenders(found, rows)
     say(f"  {len(found)} plans asked for, {len(contenders)} different ones")
-    # What has a rival's peak for its budget first: in the heat of that rival.
-    contenders.sort(key=lambda entry: not entry.row.label.startswith(AS))
-    running = [*(entry for entry in entries if entry.row.state is State.MEASURED), *contenders]
-    raced: list[Row] = []
+    running = paired([entry for entry in entries if entry.row.state is State.MEASURED], contenders)
     groups = heats(running, "plain", int(SHARE_OF_MEMORY * psutil.virtual_memory().available), footprint)
+    return Field(model.name, job.batch, plain, _ordered(entries, rows, merged(_raced(groups, settings, start, say))))
+
+
+def paired(rivals: Sequence[Entry], contenders: Sequence[Entry]) -> list[Entry]:
+    """Everyone, each rival followed by what has its peak for a budget: so they come into one heat."""
+    running = []
+    for rival in rivals:
+        running += [rival, *(entry for entry in contenders if entry.row.label == AS + rival.row.name)]
+    return running + [entry for entry in contenders if entry not in running]
+
+
+def _raced(
+    groups: Sequence[Sequence[Entry]], settings: Settings, start: Start, say: Callable[[str], None]
+) -> list[Row]:
+    """The rows of all heats, whose rounds are numbered through."""
+    raced: list[Row] = []
     for number, group in enumerate(groups, 1):
         say(f"  heat {number} of {len(groups)}: {', '.join(entry.row.name for entry in group)}")
         share = len(group) / sum(map(len, groups))
+        pace = replace(settings.pace, seconds=share * settings.pace.seconds)
+        if any(entry.row.label.startswith(AS) for entry in group):
+            pace = replace(pace, least=min(max(pace.least, DUEL), pace.most))
+        first = max((index + 1 for row in raced for index in row.rounds), default=0)
         with set_up(group, start):
-            raced += race(group, "plain", replace(settings.pace, seconds=share * settings.pace.seconds), say)
-    return Field(model.name, job.batch, plain, _ordered(entries, rows, merged(raced)))
+            raced += race(group, "plain", pace, say, first=first)
+    return raced
 
 
 def footprint(row: Row) -> int:
@@ -174,7 +194,8 @@ def _budgets(plain: int, peaks: dict[str, int | None], shares: Sequence[int]) ->
     """Shares of plain's peak, and the peak of every rival that takes less than plain: there they are held against each
     other."""
     grid = [(f"{share} %", plain * share // 100) for share in shares]
-    return grid + [(f"{AS}{name}", peak) for name, peak in peaks.items() if peak is not None and peak < plain]
+    # The rivals' come first: of several budgets with one plan the first is the one that runs, in its rival's heat.
+    return [(f"{AS}{name}", peak) for name, peak in peaks.items() if peak is not None and peak < plain] + grid
 
 
 def _planned(
@@ -227,6 +248,7 @@ def follow(rows: Sequence[Row]) -> list[Row]:
                 host=ran.host,
                 seconds=ran.seconds,
                 ratios=ran.ratios,
+                rounds=ran.rounds,
             )
         done.append(row)
     return done

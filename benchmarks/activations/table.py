@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
-from benchmarks.activations.planned import AUTO, HERE
+from benchmarks.activations.planned import AUTO
 from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
 from benchmarks.host import slug
 from benchmarks.table import QUIET_CORES, README, replace_between
@@ -33,17 +34,18 @@ def render(comparisons: Sequence[Comparison]) -> str:
 
 
 def held_against(field: Field, rival: Row) -> Row | None:
-    """The fastest run of ``auto`` (either series) that took no more of the device than ``rival`` did; None if none."""
+    """The run of ``auto`` that took turns with ``rival`` and as much of the device as ``rival`` did or less; None if
+    there is none. Of several, the one that was given most."""
     able = [
         row
         for row in field.rows
-        if row.series in (AUTO, HERE)
-        and row.ratio is not None
+        if row.series == AUTO
+        and row.beside(rival)
         and row.device is not None
         and rival.device is not None
         and row.device <= rival.device
     ]
-    return min(able, key=lambda row: row.ratio or 0.0, default=None)
+    return max(able, key=lambda row: row.budget or 0, default=None)
 
 
 def _section(comparison: Comparison) -> str:
@@ -79,12 +81,16 @@ def _field(field: Field) -> str:
 
 
 def _verdict(field: Field, rival: Row) -> str:
-    """How the best run of ``auto`` within the rival's peak compares."""
-    best = held_against(field, rival)
-    if best is None or best.ratio is None or rival.ratio is None:
-        return f"Within the peak of {rival.name} no run of auto was measured."
-    verdict = "on or below" if best.ratio <= rival.ratio else "above"
-    return f"Within the peak of {rival.name} ({rival.ratio:.3f}): {best.name} takes {best.ratio:.3f}, {verdict} it."
+    """How ``auto`` within the rival's peak compares, round by round."""
+    held = held_against(field, rival)
+    if held is None:
+        return f"Within the peak of {rival.name} no run of auto was measured beside it."
+    ratios = held.beside(rival)
+    verdict = "on or below it" if median(ratios) <= 1 else "above it"
+    return (
+        f"Within the peak of {rival.name}: {held.name} takes {median(ratios):.3f} of its step ({min(ratios):.3f} - "
+        f"{max(ratios):.3f}, {len(ratios)} rounds), {verdict}."
+    )
 
 
 def _row(field: Field, row: Row) -> str:

@@ -1,15 +1,17 @@
-"""Rounds: rates measured, every plan foretold with them, every plan run; and again.
+"""Rounds: rates measured, every plan run; and again; and measured once more.
 
-A shared host can become half as fast from one second to the next. A step that is foretold with the rates of one moment
-and runs in another is then wrong for a reason that is not the prediction's, so each step is compared with the rates of
-its own round, and the median of the rounds is what counts. Nothing of a run is in what is foretold.
+A shared host can become half as fast from one second to the next: the steps of one run, one after the other, lie 15 %
+above and below their median. A step that is foretold with the rates of one moment and runs in another is then wrong for
+a reason that is not the prediction's. So the runs of a round are foretold with the rates measured before them and with
+those measured after them, and the mean counts; a run has enough steps for a median that some slow ones do not move; and
+what counts of a plan is the median of its rounds. Nothing of a run is in what is foretold.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
     from forebay.profiler.capture import Captured
     from forebay.trace import Trace
 
-__all__ = ["ROUNDS", "Foretold", "Ran", "beside", "foretell", "measure", "run"]
+__all__ = ["ROUNDS", "Foretold", "Ran", "beside", "between", "foretell", "measure", "run"]
 
-ROUNDS = 5
-WARM_STEPS, STEPS = 2, 2
+ROUNDS = 4
+WARM_STEPS, STEPS = 2, 5
 OP_SECONDS = 6.0
 
 
@@ -67,6 +69,13 @@ def foretell(trace: Trace, machine: Machine, plan: Plan) -> Foretold:
     peaks = {usage.tier: usage.peak for usage in foretold.tiers}
     figures = Figures(peaks.get(Tier.DEVICE, 0), peaks.get(Tier.HOST, 0), forecast.step_seconds)
     return Foretold(figures, forecast.measured_share)
+
+
+def between(before: Foretold, after: Foretold) -> Foretold:
+    """What is foretold of a run between two measurements of the machine: bytes do not differ, of seconds the mean."""
+    seconds = (before.figures.step_seconds + after.figures.step_seconds) / 2
+    measured_share = min(before.measured_share, after.measured_share)
+    return Foretold(replace(before.figures, step_seconds=seconds), measured_share)
 
 
 def run(entry: Entry, plan: Plan) -> Ran:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from benchmarks.case import BenchmarkError
 from benchmarks.host import ROOT, CpuMeter, code, hardware, versions
 from benchmarks.prediction.record import Comparison, Run
-from benchmarks.prediction.rounds import ROUNDS, Foretold, Ran, beside, foretell, measure, run
+from benchmarks.prediction.rounds import ROUNDS, Foretold, Ran, beside, between, foretell, measure, run
 from benchmarks.prediction.zoo import ZOO, Entry
 from forebay.machine import Machine
 from forebay.plans import Budget, Plan
@@ -94,18 +94,21 @@ def main(name: str) -> None:
 
 
 def _runs(entry: Entry) -> Iterator[Run]:
-    """All plans of ``entry``, each foretold and run once in every round. The rates of the first decide the plans."""
+    """All plans of ``entry``, each foretold and run once in every round. The first rates decide the plans."""
     from forebay.profiler.capture import capture
 
     captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
     trace, machine = captured.trace, measure(captured)
     plans = list(_plans(trace, machine))
     pairs: list[list[tuple[Foretold, Ran]]] = [[] for _ in plans]
-    for number in range(ROUNDS):
-        if number:
-            machine = measure(captured)
-        for (_, plan), found in zip(plans, pairs, strict=True):
-            found.append((foretell(trace, machine, plan), run(entry, plan)))
+    before = [foretell(trace, machine, plan) for _, plan in plans]
+    for _ in range(ROUNDS):
+        ran = [run(entry, plan) for _, plan in plans]
+        machine = measure(captured)
+        after = [foretell(trace, machine, plan) for _, plan in plans]
+        for found, *foretold, one in zip(pairs, before, after, ran, strict=True):
+            found.append((between(*foretold), one))
+        before = after
     for (level, plan), found in zip(plans, pairs, strict=True):
         yield beside(entry, level, plan, found)
 

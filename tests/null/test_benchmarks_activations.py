@@ -14,7 +14,7 @@ from benchmarks.activations.models import chosen
 from benchmarks.activations.planned import Candidate
 from benchmarks.activations.race import Entry, Pace, count, heats, merged, race, set_up
 from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
-from benchmarks.activations.run import follow, footprint, rows_of
+from benchmarks.activations.run import follow, footprint, paired, rows_of
 from benchmarks.activations.table import held_against, render, write
 from benchmarks.case import Account, BenchmarkError, Contender, Job, OutOfMemory, Running
 from benchmarks.host import Code, Hardware
@@ -131,6 +131,14 @@ def test_rounds_go_on_for_as_long_as_was_allowed() -> None:
     with set_up(entries, lambda contender: ScriptRunner(contender)):  # type: ignore[arg-type]
         rows = race(entries, "plain", pace, lambda line: None, clock=lambda: next(times))
     assert [len(row.seconds) for row in rows] == [4, 4]
+    assert [row.rounds for row in rows] == [(1, 2, 3, 4)] * 2
+
+
+def test_the_rounds_of_a_later_heat_have_other_numbers() -> None:
+    entries = [entry(Script("plain"))]
+    with set_up(entries, lambda contender: ScriptRunner(contender)):  # type: ignore[arg-type]
+        (row,) = race(entries, "plain", Pace(3, 3), lambda line: None, first=5)
+    assert row.rounds == (6, 7, 8)
 
 
 def test_a_heat_has_plain_and_what_fits_beside_it() -> None:
@@ -144,8 +152,33 @@ def test_a_heat_has_plain_and_what_fits_beside_it() -> None:
 
 
 def test_who_was_in_two_heats_has_the_rounds_of_both() -> None:
-    rows = merged([row("plain", 1, 1.0), row("a", 1, 2.0), row("plain", 1, 1.5)])
+    rows = merged([row("plain", 1, 1.0), row("a", 1, 2.0), replace(row("plain", 1, 1.5), rounds=(4,))])
     assert rows["plain"].ratios == (1.0, 1.5) and rows["a"].ratios == (2.0,)
+    assert rows["plain"].rounds == (0, 4)
+
+
+def test_only_rounds_that_both_took_part_in_are_compared() -> None:
+    one = replace(row("a", 1, 1.0), seconds=(2.0, 3.0, 5.0), rounds=(1, 2, 3))
+    other = replace(row("b", 1, 1.0), seconds=(4.0, 10.0), rounds=(1, 3))
+    assert one.beside(other) == (0.5, 0.5)
+    assert one.beside(replace(other, rounds=(8, 9))) == ()
+
+
+def test_a_rival_is_followed_by_what_has_its_peak_for_a_budget() -> None:
+    def labelled(series: str, label: str) -> Entry:
+        name = f"{series} {label}".strip()
+        return Entry(Script(name), replace(row(name, 1, 1.0), label=label))
+
+    rivals = [labelled("plain", ""), labelled("checkpoint", ""), labelled("save_on_cpu", "")]
+    own = [labelled("auto", label) for label in ("50 %", "as save_on_cpu", "as checkpoint")]
+    assert [entry.row.name for entry in paired(rivals, own)] == [
+        "plain",
+        "checkpoint",
+        "auto as checkpoint",
+        "save_on_cpu",
+        "auto as save_on_cpu",
+        "auto 50 %",
+    ]
 
 
 def test_a_process_takes_its_tiers_and_a_share_for_python() -> None:
@@ -198,7 +231,7 @@ def test_a_turn_has_two_steps_and_a_model_a_name() -> None:
 def row(name: str, device: int | None, ratio: float | None, **more: Any) -> Row:
     rounds = () if ratio is None else (ratio,)
     made = Row(name, name.partition(" ")[0], name, name.partition(" ")[2], None, State.MEASURED, device=device)
-    return replace(made, seconds=rounds, ratios=rounds, host=0, **more)
+    return replace(made, seconds=rounds, ratios=rounds, rounds=(0,) * len(rounds), host=0, **more)
 
 
 FIELD = Field(
@@ -210,10 +243,12 @@ FIELD = Field(
         row("checkpoint", 60 * MIB, 1.3),
         row("save_on_cpu", 30 * MIB, 1.1),
         Row("rockmate", "rockmate", "Rockmate", "", None, State.LEFT_OUT, detail="not here"),
-        row("auto 90 %", 90 * MIB, 1.0),
-        row("auto 60 %", 55 * MIB, 1.2, predicted=Figures(56 * MIB, 0, 1.5)),
+        row("auto 90 %", 90 * MIB, 1.0, budget=90 * MIB),
+        row("auto 60 %", 55 * MIB, 1.17, budget=60 * MIB, predicted=Figures(56 * MIB, 0, 1.5)),
+        row("auto 40 %", 40 * MIB, 1.1, budget=40 * MIB),
+        replace(row("auto 20 %", 20 * MIB, 1.0), rounds=(7,)),
         row("auto-activations 50 %", 50 * MIB, 1.25),
-        row("auto 20 %", None, None, detail="too small"),
+        row("auto 10 %", None, None, detail="too small"),
     ),
 )
 RESULT = Comparison(
@@ -232,19 +267,23 @@ RESULT = Comparison(
 
 
 def test_auto_is_held_against_a_rival_within_the_rivals_peak() -> None:
-    best = held_against(FIELD, FIELD.row("checkpoint"))
-    assert best is not None and best.name == "auto 60 %"  # the one of 90 % is faster and takes more
-    assert held_against(FIELD, FIELD.row("save_on_cpu")) is None
+    held = held_against(FIELD, FIELD.row("checkpoint"))
+    assert held is not None and held.name == "auto 60 %"  # the one of 90 % takes more, the one of 40 % was given less
+    assert held_against(FIELD, FIELD.row("save_on_cpu")) is None  # the one of 20 % took no turns with it
 
 
 def test_the_table_says_peak_share_prediction_and_verdict() -> None:
     text = render([RESULT])
-    assert "Within the peak of checkpoint (1.300): auto 60 % takes 1.200, on or below it." in text
-    assert "Within the peak of save_on_cpu no run of auto was measured." in text
-    # 56 foretold for 55 measured: 1.82 % too much; 1.5 s for 1.2 s: a quarter too much.
+    # 1.17 s for 1.3 s in the one round that both took part in.
     assert (
-        "| auto | 60 % | auto 60 % | 55.0 MiB | 55.0% | 56.0 MiB (+1.82%) | 0.0 MiB | 1.200 s | 1.200 (1.200 - 1.200) "
-        "| 1.500 s (+25.0%) |" in text
+        "Within the peak of checkpoint: auto 60 % takes 0.900 of its step (0.900 - 0.900, 1 rounds), on or below it."
+        in text
+    )
+    assert "Within the peak of save_on_cpu no run of auto was measured beside it." in text
+    # 56 foretold for 55 measured: 1.82 % too much; 1.5 s for 1.17 s: 28.2 % too much.
+    assert (
+        "| auto | 60 % = 60 MiB | auto 60 % | 55.0 MiB | 55.0% | 56.0 MiB (+1.82%) | 0.0 MiB | 1.170 s | 1.170 (1.170 - 1.170) "
+        "| 1.500 s (+28.2%) |" in text
     )
     assert "| rockmate | - | Rockmate; left out; not here | - | - | - | - | - | - | - |" in text
     assert "0.50 cores busy with others" in text and "commit 0123456789ab with changes" in text
