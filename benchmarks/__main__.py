@@ -3,6 +3,7 @@
 scripts/bench list
 scripts/bench run resident-cpu streamed-cpu
 scripts/bench predict
+scripts/bench planning 12 100
 scripts/bench activations gpt2-14m
 scripts/bench update
 scripts/bench disk --folder /tmp
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "list": _list,
             "run": _run,
             "predict": _predict,
+            "planning": _planning,
             "activations": _activations,
             "update": _update,
             **dict.fromkeys(HOST_TOPICS, _host),
@@ -71,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--revision", help="the commit, where the code is a copy and no repository")
     predict = commands.add_parser("predict", help="hold predictions against runs, and keep the comparison")
     predict.add_argument("models", nargs="*", metavar="MODEL", help="default: the whole zoo")
+    planning = commands.add_parser("planning", help="how long it takes to plan models of many layers")
+    planning.add_argument("layers", nargs="*", type=int, metavar="LAYERS", help="default: 12, 32 and 100")
     activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
     activations.add_argument(
         "models", nargs="*", metavar="MODEL", help="default: all of benchmarks/activations/models.py"
@@ -118,6 +122,12 @@ def _predict(options: argparse.Namespace) -> None:
     from benchmarks.prediction.run import compare
 
     print(f"kept as {ARCHIVE.save(compare(options.models, say=lambda line: print(line, flush=True))).name}")
+
+
+def _planning(options: argparse.Namespace) -> None:
+    from benchmarks.planning import compare
+
+    compare(options.layers, say=lambda line: print(line, flush=True))
 
 
 def _activations(options: argparse.Namespace) -> None:

@@ -1,20 +1,23 @@
-"""The disk tier beside fio: whole files read, written, and read and written at one time.
+"""The disk tier beside fio: a whole file read, written, and read and written at one time.
 
-fio and the loop of ``raw`` are processes of their own; each contender has a file of its own in one folder, made and
-written once before anything is timed. The tier moves its file in chunks through the runtime's lanes and a ring of three
-buffers, in the calls that ``forebay doctor --disk`` finds fastest here. fio is tried in several ways; what counts is
-its best one. Where it is not installed, the best way of ``raw`` stands in for it.
+Everyone has the same file, made and written once before anything is timed: where a file lies, and what of it a host
+caches, is the same for all. fio and the loop of ``raw`` are processes of their own, and all three move bytes from and
+to huge pages that have been touched before; fio in the pages that it takes by itself has rows of its own. The tier
+moves the file in chunks through the runtime's lanes and a ring of three buffers, in the calls that ``forebay doctor
+--disk`` finds fastest here. fio and the loop are tried in several ways; what counts is the best of all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, final
@@ -22,6 +25,7 @@ from typing import Any, Final, final
 import torch
 
 from benchmarks.case import BenchmarkError
+from benchmarks.fasthost.raw import HUGE
 from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
 from benchmarks.host import ROOT
@@ -36,7 +40,13 @@ from forebay.tiers.stripes import DiskTier, Folder
 from forebay.timeline import Lane
 from forebay.units import MiB
 
-__all__ = ["WAYS", "Fio", "Raw", "compare", "fio_version", "installed"]
+__all__ = ["WAYS", "Fio", "Mover", "Raw", "compare", "fio_version", "installed", "movers"]
+
+Mover = Callable[[str, Path, int, int, int], float]
+"""Seconds of a verb over the first bytes of a file that is there, in calls of so many bytes, so many in flight."""
+
+Key = tuple[str, str, int, int]
+"""Who does what in which way."""
 
 VERBS: Final = ("read", "write", "both")
 WAYS: Final = ((MiB, 2), (2 * MiB, 1), (4 * MiB, 1), (4 * MiB, 2), (4 * MiB, 4))
@@ -47,7 +57,7 @@ TARGET: Final = 0.9
 
 
 def compare(folder: Path, command: str, *, quick: bool, say: Say) -> Comparison:
-    """Measures the disk of ``folder``, in which files of some 2 GiB are made and removed again."""
+    """Measures the disk of ``folder``, in which a file of half a GiB is made and removed again."""
     nbytes = (64 if quick else 512) * MiB
     return compared(
         "disk",
@@ -63,22 +73,20 @@ def compare(folder: Path, command: str, *, quick: bool, say: Say) -> Comparison:
 def _measured(folder: Path, nbytes: int, rounds: int, say: Say) -> Measured:
     fio = installed()
     with tempfile.TemporaryDirectory(dir=folder, prefix="forebay-bench-") as inside:
-        path = Path(inside)
         device = CpuDevice()
         found = measure_disk(device, inside, CPU_EFFORT).disk
         policy = DiskPolicy(block=found.block, depth=found.depth)
         with DiskTier([Folder(inside)], Ledger(Tier.DISK), policy=policy) as tier:
             subject = _Tier(device, tier, nbytes)
             try:
-                turns = _turns(path, nbytes, fio, subject)
-                seconds = rotated(turns, rounds, 1, say)
+                seconds = rotated(_turns(_only_open(inside), nbytes, subject), rounds, 1, say)
             finally:
                 subject.close()
                 device.close()
     rows = [row for verb in VERBS for row in _rows(verb, seconds, nbytes, found.block, found.depth)]
     version = {} if fio is None else fio_version(fio)
     absent = () if fio is not None else ("fio: not installed; the loop of benchmarks/fasthost/raw.py stands in for it",)
-    setting = f"files of {nbytes // MiB} MiB, {rounds} rounds; both: half of the bytes each way"
+    setting = f"one file of {nbytes // MiB} MiB, {rounds} rounds; both: half of the bytes each way"
     return Measured(rows, setting, absent, version)
 
 
@@ -92,28 +100,41 @@ def installed() -> str | None:
     return shutil.which("fio")
 
 
-def _turns(
-    path: Path, nbytes: int, fio: str | None, subject: _Tier
-) -> dict[tuple[str, str, int, int], Callable[[], float]]:
-    turns: dict[tuple[str, str, int, int], Callable[[], float]] = {}
+def movers() -> Mapping[str, Mover]:
+    """Everyone who moves bytes without forebay here, by name."""
+    fio = installed()
+    found: dict[str, Mover] = {"raw": Raw().seconds}
+    if fio is not None:
+        found |= {"fio": Fio(fio).seconds, "fio in 4 KiB pages": Fio(fio, huge=False).seconds}
+    return found
+
+
+def _only_open(folder: str) -> Path:
+    """The one file that this process has open in ``folder``, by a name under which others can open it: the tier takes
+    away the one that it made it with."""
+    inside = os.path.realpath(folder)
+    (found,) = (path for path in Path(f"/proc/{os.getpid()}/fd").iterdir() if _target(path).startswith(inside))
+    return found
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # a descriptor that the listing itself had
+        return ""
+
+
+def _turns(file: Path, nbytes: int, subject: _Tier) -> dict[Key, Callable[[], float]]:
+    turns: dict[Key, Callable[[], float]] = {}
     for verb in VERBS:
-        for number, (block, depth) in enumerate(WAYS):
-            # The loop reads into huge pages, as the tier does and fio does not: two ways are enough to show that.
-            raw = ("raw",) if fio is None or number < 2 else ()
-            for name in (*raw, "fio") if fio is not None else raw:
-                way = (Fio(fio) if name == "fio" and fio else Raw()).seconds
-                key = (name, verb, block, depth)
-                file = path / name
-                turns[key] = lambda way=way, v=verb, f=file, b=block, d=depth: way(v, f, nbytes, b, d)  # type: ignore[misc]
-        turns["forebay", verb, 0, 0] = lambda v=verb: subject.seconds(v)  # type: ignore[misc]
-    for name in {key[0] for key in turns} - {"forebay"}:
-        Raw().seconds("write", path / name, nbytes, 4 * MiB, 1)  # real bytes in real blocks
+        for name, moves in movers().items():
+            for block, depth in WAYS:
+                turns[name, verb, block, depth] = partial(moves, verb, file, nbytes, block, depth)
+        turns["forebay", verb, 0, 0] = partial(subject.seconds, verb)
     return turns
 
 
-def _rows(
-    verb: str, seconds: Mapping[tuple[str, str, int, int], list[float]], nbytes: int, block: int, depth: int
-) -> list[Row]:
+def _rows(verb: str, seconds: Mapping[Key, list[float]], nbytes: int, block: int, depth: int) -> list[Row]:
     own = seconds["forebay", verb, 0, 0]
     others = {key: taken for key, taken in seconds.items() if key[1] == verb and key[0] != "forebay"}
     names = sorted({key[0] for key in others})
@@ -131,27 +152,29 @@ def _rows(
 
 @final
 class Fio:
-    """fio in a process of its own, over a file that is there."""
+    """fio in a process of its own, over a file that is there; ``huge``: from and to huge pages."""
 
-    def __init__(self, program: str) -> None:
+    def __init__(self, program: str, *, huge: bool = True) -> None:
         self._program = program
+        # fio asks for no huge pages of this kind, but glibc does for it.
+        self._tunables = f"glibc.malloc.hugetlb={int(huge)}"
 
     def seconds(self, verb: str, path: Path, nbytes: int, block: int, depth: int) -> float:
         """By fio's own account of the time between its first and its last transfer."""
         half = nbytes // 2
         common = [self._program, f"--filename={path}", f"--bs={block}", f"--iodepth={depth}", "--direct=1"]
-        common += ["--ioengine=libaio", "--output-format=json", "--allow_file_create=0"]
+        common += ["--ioengine=libaio", "--output-format=json", "--allow_file_create=0", f"--iomem_align={HUGE}"]
         jobs = [f"--name={verb}", f"--rw={verb}", f"--size={nbytes}"]
         if verb == "both":
             jobs = ["--name=read", "--rw=read", f"--size={half}", "--name=write", "--rw=write", f"--size={half}"]
             jobs += [f"--offset={half}"]
-        told: Any = json.loads(_said([*common, *jobs]))
+        told: Any = json.loads(_said([*common, *jobs], GLIBC_TUNABLES=self._tunables))
         return max(float(job[kind]["runtime"]) for job in told["jobs"] for kind in ("read", "write")) / 1e3
 
 
 @final
 class Raw:
-    """The loop of ``raw``, which makes the file where it is not there."""
+    """The loop of ``raw``."""
 
     def seconds(self, verb: str, path: Path, nbytes: int, block: int, depth: int) -> float:
         """By the loop's own clock, without the start of its process."""
@@ -159,8 +182,9 @@ class Raw:
         return float(_said([*module, verb, str(path), str(nbytes), str(block), str(depth)]))
 
 
-def _said(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def _said(command: list[str], **environment: str) -> str:
+    around = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise BenchmarkError(f"{command[0]} ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
     return done.stdout

@@ -3,8 +3,8 @@
 The model of ``timed``, whose forward and backward take 0, 1 and 2 times as long as the disk needs for the states of a
 step. Two of three blocks are updated under backward, into the second range that each has on disk; the others under the
 next forward, which wants the first blocks first: so the disk has work all the time, and what a forward waits for is
-never behind what it does not want yet. The disk's own time is that of fio, or of ``raw`` where there is none, which
-reads and writes as many bytes at one time in a process of its own, in the same rounds, in the best of several ways.
+never behind what it does not want yet. The disk's own time is that of fio or of ``raw``, which reads and writes as many
+bytes at one time in a process of its own, in the same rounds, in the best of several ways.
 A turn is timed as in ``hidden``.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final, final
 
-from benchmarks.fasthost.disk import WAYS, Fio, Raw, fio_version, installed
+from benchmarks.fasthost.disk import WAYS, Raw, fio_version, installed, movers
 from benchmarks.fasthost.hidden import NEVER, Stepped
 from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
@@ -73,7 +73,7 @@ def _measured(folder: Path, elements: int, rounds: int, say: Say) -> Measured:
         try:
             subject.turn(2, NEVER)
             disk_seconds = raw.choose()
-            say(f"  {nbytes / MiB:.0f} MiB read and as many written take {disk_seconds:.3f} s")
+            say(f"  {nbytes / MiB:.0f} MiB read and as many written take {disk_seconds:.3f} s ({raw.way})")
             seconds = rotated(_turns(subject, base, raw, disk_seconds), rounds, 1, say)
             note = subject.speculation()
         finally:
@@ -83,7 +83,7 @@ def _measured(folder: Path, elements: int, rounds: int, say: Say) -> Measured:
         f"step; 2 of 3 blocks are updated under backward; disk in calls of {found.block // MiB} MiB, {found.depth} in "
         f"flight; {rounds} rounds of {STEPS} steps"
     )
-    return Measured(_rows(seconds, nbytes, note), setting, versions=raw.versions)
+    return Measured(_rows(seconds, nbytes, note, raw.way), setting, versions=raw.versions)
 
 
 def _plan(model: TimedModel, folder: str, disk: Disk) -> Plan:
@@ -111,9 +111,10 @@ def _turns(subject: Stepped, base: Stepped, raw: _RawDisk, disk_seconds: float) 
     return turns
 
 
-def _rows(seconds: Mapping[str, list[float]], nbytes: int, note: str) -> list[Row]:
+def _rows(seconds: Mapping[str, list[float]], nbytes: int, note: str, way: str) -> list[Row]:
     disk = seconds["disk alone"]
-    rows = [Row("disk alone", "the states' bytes read and written at one time", tuple(disk), nbytes=2 * nbytes)]
+    what = f"the states' bytes read and written at one time: {way}"
+    rows = [Row("disk alone", what, tuple(disk), nbytes=2 * nbytes)]
     for times in TIMES:
         compute, step = seconds[f"compute {times}"], seconds[f"step {times}"]
         bound = [max(c, d) for c, d in zip(compute, disk, strict=True)]
@@ -132,21 +133,27 @@ class _RawDisk:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes = path, nbytes
-        self._way = WAYS[0]
+        self._ways = [(name, block, depth) for name in movers() for block, depth in WAYS]
         fio = installed()
-        self._moves = Raw().seconds if fio is None else Fio(fio).seconds
         self.versions = {} if fio is None else fio_version(fio)
         Raw().seconds("write", path, nbytes, 4 * MiB, 1)  # real bytes in real blocks
 
     def choose(self) -> float:
         """Takes the fastest way from now on; its seconds."""
-        taken = {way: median(self._once(way) for _ in range(3)) for way in WAYS}
-        self._way = min(taken, key=lambda way: taken[way])
-        return taken[self._way]
+        taken = {way: median(self._once(way) for _ in range(3)) for way in self._ways}
+        self._ways = [min(taken, key=lambda way: taken[way])]
+        return taken[self._ways[0]]
+
+    @property
+    def way(self) -> str:
+        """The way that is taken, in words."""
+        name, block, depth = self._ways[0]
+        return f"{name}, {block // MiB} MiB, {depth} in flight"
 
     def seconds(self) -> float:
         """Of one pass."""
-        return self._once(self._way)
+        return self._once(self._ways[0])
 
-    def _once(self, way: tuple[int, int]) -> float:
-        return self._moves("both", self._path, self._nbytes, *way)
+    def _once(self, way: tuple[str, int, int]) -> float:
+        name, block, depth = way
+        return movers()[name]("both", self._path, self._nbytes, block, depth)

@@ -6,7 +6,7 @@ steps with ``torch.nn.utils.clip_grad_norm_`` before them, in three modes:
 
 ``plain``        The update is waited for.
 ``deferred``     The next forward waits for each block's update when it comes to the block.
-``speculative``  Three of eight blocks are updated into a second copy as soon as their gradients have landed; the next
+``speculative``  Three of four blocks are updated into a second copy as soon as their gradients have landed; the next
                  forward waits for the others. They are spread over all blocks: so both the updates under backward and
                  those under forward have time until the next one.
 
@@ -43,9 +43,13 @@ SHARE: Final = 0.5
 NEVER: Final = 1e9
 ALWAYS: Final = 1e-3
 CHUNK: Final = 1 << 20
-AHEAD: Final = 3 / 8
-"""Of all blocks, those that are updated under backward. An update into a second copy moves three times the bytes of
-one in place: it reads the first copy and writes the second, and then reads and writes that."""
+AHEAD: Final = 3 / 4
+"""Of all blocks, those that are updated under backward, into a second copy.
+
+With ``u`` the seconds of all updates, forward and backward take ``u / SHARE = 2 u``, backward two thirds of that. So
+``4/3 u`` fit under backward and ``2/3 u`` under the next forward: a share from 1/3 to 1, as long as an update from one
+copy into another takes no longer than one in place. 3/4 leaves both some time. Every fourth block is left, and forward
+wants it when it has computed three others."""
 
 
 @final
@@ -118,7 +122,7 @@ class Stepped:
 
 
 def compare(command: str, *, quick: bool, say: Say) -> Comparison:
-    """Runs all modes. Takes some 12 GiB of host memory."""
+    """Runs all modes. Takes some 14 GiB of host memory."""
     elements = (1 << 20) if quick else ELEMENTS
     return compared(
         "hidden step",
@@ -162,7 +166,8 @@ def _subjects(elements: int) -> dict[str, Stepped]:
         return plan_by_hand(model, states=Tier.HOST, overlap=True, chunk=CHUNK)
 
     def speculative(model: TimedModel) -> Plan:
-        return plan_by_hand(model, states=Tier.HOST, overlap=True, speculate=spread(model, AHEAD), chunk=CHUNK)
+        ahead = spread(model, AHEAD, first=True)
+        return plan_by_hand(model, states=Tier.HOST, overlap=True, speculate=ahead, chunk=CHUNK)
 
     return {
         "base": Stepped(LAYERS, elements, None),
@@ -200,7 +205,7 @@ _WHAT: Final = {
     "update alone": "from step() to the last write, nothing beside it",
     "plain": "the update is waited for",
     "deferred": "the next forward waits for each block",
-    "speculative": "3 of 8 blocks updated into a second copy under backward",
+    "speculative": "3 of 4 blocks updated into a second copy under backward",
 }
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["HUGE", "main"]
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
@@ -45,8 +45,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _move(fd: int, kind: str, offsets: range, block: int, stop: int) -> None:
-    # Huge pages, as of the tier's arena: fewer segments that the disk is asked for.
-    huge = mmap.mmap(-1, block + HUGE)
+    # Huge pages, as of the tier's arena: fewer segments that the disk is asked for. Private: shared memory gets none,
+    # whatever is advised (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``never`` unless somebody sets it).
+    huge = mmap.mmap(-1, block + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     huge.madvise(mmap.MADV_HUGEPAGE)
     huge.write(os.urandom(len(huge)))
     start = -ctypes.addressof(ctypes.c_char.from_buffer(huge)) % HUGE

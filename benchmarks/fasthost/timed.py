@@ -103,14 +103,17 @@ class TimedModel(nn.Module):
         return x.sum()
 
 
-def spread(model: nn.Module, share: float) -> list[str]:
+def spread(model: nn.Module, share: float, *, first: bool = False) -> list[str]:
     """A ``share`` of the blocks, evenly over all of them, the one among them whose gradient lands first.
 
-    Where updates take turns to run under backward and under the next forward, each has the time of its neighbours.
+    Where updates take turns to run under backward and under the next forward, each has the time of its neighbours. With
+    ``first`` it is the first of forward that is among them: it lands last and is wanted first, so that its update has
+    the time of the norm. That leaves the beginning of backward without an update, which has to have time to spare.
     """
-    landing = [block.name for block in reversed(find_blocks(model).model.blocks) if block.gradient_nbytes]
-    count = round(share * len(landing))
-    return [landing[number * len(landing) // count] for number in range(count)]
+    blocks = [block.name for block in find_blocks(model).model.blocks if block.gradient_nbytes]
+    order = blocks if first else blocks[::-1]
+    count = round(share * len(order))
+    return [order[number * len(order) // count] for number in range(count)]
 
 
 def plan_by_hand(

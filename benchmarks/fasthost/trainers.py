@@ -1,4 +1,4 @@
-"""Who trains in ``zero``: plain PyTorch, DeepSpeed's ZeRO and forebay, one loop, each in a process of its own.
+"""Who trains in ``zero`` and ``accumulate``: plain PyTorch and forebay, one loop, each in a process of its own.
 
 Nobody goes back to the first parameters between turns, which an engine that keeps copies of them cannot: all take the
 same steps on the same batches from the start, so that their losses tell whether they compute the same.
@@ -7,21 +7,19 @@ same steps on the same batches from the start, so that their losses tell whether
 from __future__ import annotations
 
 import gc
-import os
-import socket
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from benchmarks.case import Account, BenchmarkError, Contender, Job, LaneUse, Running
+from benchmarks.case import Account, Contender, Job, LaneUse, Running
 
 if TYPE_CHECKING:
     import torch
 
     from forebay.plans import Plan
 
-__all__ = ["Accumulating", "DeepSpeed", "Forebay", "How", "Mode", "Plain"]
+__all__ = ["LEARNING_RATE", "Accumulating", "Forebay", "How", "Loop", "Mode", "Plain"]
 
 LEARNING_RATE = 1e-4
 
@@ -30,7 +28,7 @@ Mode = Literal["offload", "infinity", "nvme"]
 on the host too (ZeRO-Infinity: stage 3); parameters and optimizer states on disk (ZeRO-Infinity with NVMe)."""
 
 
-class _Loop(Running):
+class Loop(Running):
     """Makes the batches; a subclass takes the steps."""
 
     def __init__(self, job: Job) -> None:
@@ -87,7 +85,7 @@ class Plain(Contender):
         return _Eager(job, model, optimizer)
 
 
-class _Eager(_Loop):
+class _Eager(Loop):
     def __init__(self, job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(job)
         self._model, self._optimizer = model, optimizer
@@ -191,81 +189,6 @@ class _Prepared(_Eager):
         api.close(self._model)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeed(Contender):
-    """DeepSpeed in fp32 on the CPU with DeepSpeedCPUAdam, where Python finds the package."""
-
-    name: str
-    what: str
-    mode: Mode
-
-    @property
-    def budgets(self) -> Mapping[str, str]:
-        return {}
-
-    def start(self, job: Job) -> Running:
-        os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
-        try:
-            import deepspeed  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as error:
-            raise BenchmarkError(f"DeepSpeed: {error}") from error
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-        model = job.model.build(job.seq, "cpu")
-        job.scratch.mkdir(parents=True, exist_ok=True)
-        config = _config(job, self.mode)
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        engine.train()
-        return _Engine(job, engine)
-
-
-def _config(job: Job, mode: Mode) -> dict[str, Any]:
-    place = {"device": "nvme", "nvme_path": str(job.scratch)} if mode == "nvme" else {"device": "cpu"}
-    zero: dict[str, Any] = {
-        "stage": 2 if mode == "offload" else 3,
-        "offload_optimizer": {**place, "pin_memory": False},
-        "overlap_comm": False,  # there is nobody to talk to
-        "contiguous_gradients": True,
-    }
-    if mode != "offload":
-        zero["offload_param"] = {**place, "pin_memory": False}
-    if mode == "nvme":
-        # Its own pipeline: the next group is read and the last one written while one is updated.
-        zero["offload_optimizer"] |= {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
-        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": 16 << 20}
-        zero["sub_group_size"] = 4 << 20
-    return {
-        "train_micro_batch_size_per_gpu": job.batch,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
-        "zero_optimization": zero,
-        "aio": {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "single_submit": False},
-        "wall_clock_breakdown": False,
-        "steps_per_print": 1 << 30,
-    }
-
-
-@final
-class _Engine(_Loop):
-    def __init__(self, job: Job, engine: Any) -> None:
-        super().__init__(job)
-        self._engine = engine
-
-    def train(self, batch: Mapping[str, torch.Tensor]) -> Any:
-        loss = self._engine(**batch).loss
-        self._engine.backward(loss)
-        self._engine.step()
-        return loss.detach()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 How = Literal["plain", "one", "loop", "layers"]
 """PyTorch's loop; under forebay: one micro-batch alone, the loop over all, ``forebay.accumulate``."""
 
@@ -299,7 +222,7 @@ class Accumulating(Contender):
 
 
 @final
-class _Accumulation(_Loop):
+class _Accumulation(Loop):
     def __init__(self, job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, how: How) -> None:
         super().__init__(job)
         self._model, self._optimizer, self._how = model, optimizer, how

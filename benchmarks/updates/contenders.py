@@ -15,7 +15,7 @@ from forebay.kernels.adam import COLUMNS, adam_kernel, adam_scalars
 from forebay.kernels.adam_low import adam_low_kernel, codebook, state_nbytes
 from forebay.kernels.lion import COLUMNS as LION
 from forebay.kernels.lion import lion_kernel, lion_scalars
-from forebay.kernels.native import Form
+from forebay.kernels.native import Apart, Form
 from forebay.kernels.team import Team
 
 __all__ = ["MAKERS", "Buffers"]
@@ -28,7 +28,8 @@ CHUNK = 1 << 22
 
 @final
 class Buffers:
-    """The memory that contenders share: fp32 master, moments and wide gradient, bf16 parameter and gradient, codes."""
+    """The memory that contenders share: fp32 master, moments and wide gradient, bf16 parameter and gradient, codes, and
+    a ``second`` copy of parameter, master and moments."""
 
     def __init__(self, elements: int) -> None:
         self.elements = elements
@@ -39,6 +40,7 @@ class Buffers:
         codes, scales = state_nbytes(elements, 8)
         self.codes = [torch.full((codes,), 150, dtype=torch.uint8) for _ in range(2)]
         self.scales = [torch.full((scales // 4,), 1e-3), torch.full((scales // 4,), 1e-6)]
+        self.second = [held.clone() for held in (self.parameter, self.master, self.exp_avg, self.exp_avg_sq)]
         self.halves = [torch.full((elements,), value, dtype=torch.bfloat16) for value in (1e-4, 1e-8)]
 
 
@@ -149,6 +151,22 @@ def _forebay_wide(held: Buffers, team: Team, chunk: int | None = None) -> Conten
     return _kernel(name, 28, held, team, Form.FP32, states, Form.FP32, chunk)
 
 
+def _forebay_apart(held: Buffers, team: Team) -> Contender:
+    both = Apart.WIDE | Apart.MOMENTS
+    kernel = adam_kernel(Form.BF16, Form.BF16, coupled=False, amsgrad=False, apart=both)
+    scalars = adam_scalars(STEP, **GROUP, coupled=False, maximize=False)
+    first = [held.parameter, held.master, held.exp_avg, held.exp_avg_sq]
+    rows = np.zeros((1, 2 * len(COLUMNS)), dtype=np.int64)
+    for start, tensors in zip((0, len(COLUMNS)), (first, held.second), strict=True):
+        row = [held.elements, held.gradient.data_ptr(), *(t.data_ptr() for t in tensors)]
+        rows[0, start : start + len(row)] = row
+
+    def work() -> None:
+        team.run(lambda share, shares: kernel(rows, share, shares, scalars, STEP), held.elements)
+
+    return Work("forebay, the same into a second copy", 28, work)
+
+
 def _forebay_half(held: Buffers, team: Team) -> Contender:
     return _kernel("forebay, bf16 states", 20, held, team, Form.BF16, held.halves, Form.BF16)
 
@@ -202,6 +220,7 @@ MAKERS: tuple[Callable[[Buffers, Team], Contender], ...] = (
     _cast_in_chunks,
     _forebay,
     lambda held, team: _forebay(held, team, CHUNK),
+    _forebay_apart,
     _torch_wide,
     _torch_wide_in_chunks,
     _forebay_wide,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -166,10 +167,8 @@ class _Asking:
             return self._in_pieces(cut)
         if loss != "auto" or self.batch is None:
             return self._made(0)
-        found = cut_for(self.model, self.batch, self.budget.device, here)
-        if isinstance(found, str):
-            return self._made(0)
-        return choose_plan(lambda: self._made(0), lambda: self._in_pieces(found), found)
+        find = partial(cut_for, self.model, self.batch, self.budget.device, here)
+        return choose_plan(lambda: self._made(0), self._in_pieces, find)
 
     def _in_pieces(self, cut: Cut) -> Plan:
         return cut.of(self._made(cut.piece))
@@ -191,10 +190,12 @@ class _Asking:
             machine=machine,
             compress=self.compress,
         )
-        plan, bench = leave_room(problem, self.micro_batches, lambda asked, own: make_plan(asked, self.policy, own))
+        room = leave_room(problem, self.micro_batches, lambda asked, own: make_plan(asked, self.policy, own))
+        plan, bench = room.plan, room.bench
         if trace is not None and machine is not None:
             bench.prove(plan)
-            plan = with_figures(trace, machine, plan, notes, liveness=bench.liveness)
+            many = self.micro_batches
+            plan = with_figures(trace, machine, plan, notes, liveness=bench.liveness, micro_batches=many)
         return plan
 
     def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
@@ -270,13 +271,13 @@ class _Tensors(Mapping[str, torch.Tensor]):
 def parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Full-precision copies of a prepared model's parameters on the host, by plain PyTorch name, read when asked."""
     session = _session(model)
-    return _Tensors(list(session.parameters), session.full_precision)
+    return _Tensors(list(session.parameters), session.contents.full_precision)
 
 
 def gradients(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Copies, on the host, of the gradients that there are now, by plain PyTorch name, read when asked."""
     session = _session(model)
-    return _Tensors([n for n, p in session.parameters.items() if p.grad is not None], session.gradient)
+    return _Tensors([n for n, p in session.parameters.items() if p.grad is not None], session.contents.gradient)
 
 
 def synchronize(model: nn.Module) -> None:
@@ -293,6 +294,7 @@ def report(model: nn.Module) -> RunReport:
         elapsed=session.elapsed,
         steps=session.steps,
         micro_batches=session.measure.micro_batches,
+        together=session.measure.together,
     )
 
 

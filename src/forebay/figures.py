@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forebay.lowering import Liveness, accumulation_of, lower
+from forebay.lowering import Liveness, accumulation_of, sketch
 from forebay.machine import Machine
 from forebay.plans import Plan
-from forebay.simulation import Costs, pace
+from forebay.simulation import Costs, pace, together
 from forebay.trace import Trace
 
 __all__ = ["source_of", "with_figures"]
 
 
 def with_figures(
-    trace: Trace, machine: Machine, plan: Plan, notes: tuple[str, ...] = (), *, liveness: Liveness | None = None
+    trace: Trace,
+    machine: Machine,
+    plan: Plan,
+    notes: tuple[str, ...] = (),
+    *,
+    liveness: Liveness | None = None,
+    micro_batches: int = 1,
 ) -> Plan:
     """``plan`` with the seconds of its simulated step and of each further micro-batch, where they come from, and the
-    bytes that several micro-batches take which pass the model together.
+    bytes that several micro-batches take which pass the model together; of ``micro_batches`` of them the seconds too.
 
     ``notes`` are what else is to be said about ``machine``. ``liveness`` is that of the trace, if the caller has it.
     Raises ``ConfigError`` where the plan and the machine do not go together.
@@ -25,18 +31,22 @@ def with_figures(
     costs, liveness = Costs(trace, machine), liveness or Liveness(trace)
 
     def seconds(micro_batches: int) -> float:
-        program = lower(trace, plan, micro_batches=micro_batches, liveness=liveness, accounts=False)
+        program = sketch(trace, plan, micro_batches=micro_batches, liveness=liveness)
         return pace(program, costs, settled=not plan.streaming.overlap_update)[-1]
 
     step = seconds(1) if plan.step_seconds is None else plan.step_seconds
     two = seconds(2)
+    accumulation = accumulation_of(trace, plan, liveness=liveness)
+    if accumulation is not None and micro_batches > 1:
+        found = together(plan, costs, micro_batches, liveness=liveness)
+        accumulation = replace(accumulation, micro_batches=micro_batches, step_seconds=found.seconds)
     # All rates of a machine that was never measured are typical ones: more about one of them says nothing new.
     more = notes if machine.source == "measured" else ()
     return replace(
         plan,
         step_seconds=step,
         micro_batch_seconds=max(0.0, two - step),
-        accumulation=accumulation_of(trace, plan, liveness=liveness),
+        accumulation=accumulation,
         notes=(source_of(machine, costs.measured_share), *more),
     )
 

@@ -41,6 +41,7 @@ __all__ = [
     "spans_of",
     "state_layout",
     "states_nbytes",
+    "untrained_nbytes",
 ]
 
 PAGE = 4096
@@ -64,6 +65,11 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
 def needs_master(parameter: Parameter) -> bool:
     """Whether an update needs an fp32 master copy: the parameter is trained in 16 bits."""
     return parameter.trainable and parameter.dtype in ("bfloat16", "float16")
+
+
+def untrained_nbytes(block: Block) -> int:
+    """Bytes of the parameters that no update changes. One that writes another copy of the block takes them along."""
+    return sum(parameter.nbytes for parameter in block.parameters if not parameter.trainable)
 
 
 def gradient_offsets(block: Block) -> tuple[dict[str, int], int]:
@@ -185,8 +191,15 @@ class StateLayout:
         return made
 
     def touched(self, chunk: Chunk) -> int:
-        """Bytes that updating ``chunk`` has to move at least: states and parameters in and out, gradients in."""
-        return 2 * states_nbytes(self.streams, chunk.elements) + 3 * sum(piece.nbytes for piece in chunk.pieces)
+        """Bytes that updating ``chunk`` has to move at least: states and parameters in and out, gradients in. The same
+        in place and from one copy into another."""
+        return touched_nbytes(self.streams, chunk.elements, sum(piece.nbytes for piece in chunk.pieces))
+
+
+def touched_nbytes(streams: Iterable[str], elements: int, nbytes: int) -> int:
+    """Bytes that an update of ``elements`` elements has to move at least: their states and the ``nbytes`` of their
+    parameters in and out, as many bytes of gradients in."""
+    return 2 * states_nbytes(streams, elements) + 3 * nbytes
 
 
 def states_nbytes(streams: Iterable[str], elements: int) -> int:

@@ -96,12 +96,13 @@ class Machine:
 
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
-    host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, ledger).
+    host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes).
     ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go before everything else.
     ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is written.
 
     Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,
-    ``pinned_capacity`` what may be page-locked (0: this device needs none).
+    ``update_elements`` the elements/s of updates that are known to differ from that, because the cores bind and not the
+    bytes, by ``forebay.states.update_kind``; ``pinned_capacity`` what may be page-locked (0: this device needs none).
 
     Sharing: ``duplex`` is the share of its rate that each direction of the h2d/d2h pair keeps while both are busy;
     ``shared_cores`` the share of its rate that compute loses while a host lane is busy (0 where the device has an
@@ -126,6 +127,7 @@ class Machine:
     watch_seconds: float = 0.0
     disk: Disk | None = None
     op_seconds: Mapping[str, float] = field(default_factory=dict)
+    update_elements: Mapping[str, float] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     schema: int = MACHINE_SCHEMA
 
@@ -146,6 +148,7 @@ class Machine:
             "host_bandwidth": self.host_bandwidth,
             "update_rate": self.update_rate,
             **{f"compute.{dtype}": rate for dtype, rate in self.compute.items()},
+            **{f"update_elements.{kind}": rate for kind, rate in self.update_elements.items()},
         }
         for name, value in positive.items():
             if value <= 0:

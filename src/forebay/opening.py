@@ -139,7 +139,7 @@ def _take_over(session: Session, model: nn.Module, bound: BoundModel, head: Reco
             for buffer in model.buffers():
                 if buffer.device != session.torch_device:
                     buffer.data = buffer.data.to(session.torch_device)
-        session.unwritten |= meta
+        session.contents.unwritten |= meta
         attachment = Attachment(session, model, bound.modules)
         if head is not None:
             # After the hooks of the attachment: those see to the head's parameters.
@@ -156,12 +156,12 @@ def _put_back(session: Session, spec: Parameter, parameter: nn.Parameter, *, was
         empty = torch.empty_strided(spec.shape, spec.stride, dtype=parameter.dtype, device="meta")
         torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     else:
-        parameter.data = session.value(spec.name)
+        parameter.data = session.contents.value(spec.name)
 
 
 def _point_away(session: Session, state: BlockState, spec: Parameter, parameter: nn.Parameter) -> None:
     """Points a parameter at its home (of a resident block: for good; another: until it is hidden)."""
-    value = session.value(spec.name) if state.placement.resident else session.stand_in(spec)
+    value = session.contents.value(spec.name) if state.placement.resident else session.stand_in(spec)
     if parameter.is_meta:
         # Another kind of tensor cannot become param.data; the object, which the optimizer knows, stays the same.
         torch.utils.swap_tensors(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))

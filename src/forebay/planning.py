@@ -18,10 +18,11 @@ from forebay.memory import Tier, TierUsage
 from forebay.phases import phases
 from forebay.planners import Bench, Problem, alternatives, make_plan
 from forebay.planners.parts import Draft
+from forebay.planners.room import Room, leave_room
 from forebay.planners.speculation import second_copies
 from forebay.plans import Budget, Plan
-from forebay.reporting.forecast import Alternative, PlanReport, StepForecast
-from forebay.simulation import Costs, Forecast, play, summarise
+from forebay.reporting.forecast import AccumulationForecast, Alternative, PlanReport, StepForecast
+from forebay.simulation import Costs, Forecast, by_turns, draws, play, summarise, together
 from forebay.timeline import Timeline
 from forebay.trace import Footprint, Trace
 from forebay.units import format_bytes, format_seconds
@@ -62,110 +63,126 @@ def assess(
     notes: tuple[str, ...] = (),
     cut: Cut | None = None,
     compress: int = 0,
+    micro_batches: int = 1,
 ) -> PlanReport:
     """Whether ``trace`` can be trained on ``machine`` within ``budget``, how, and how fast.
 
     ``model`` is its name in the report, ``notes`` what the report shall say beside. ``cut`` is how ``trace`` computes
-    the loss, None: from all logits at once. ``compress``: see ``Problem``. A plan is checked before it is reported.
-    Raises ``UsageError`` for input that cannot be used, and ``ForebayError`` where that check finds a fault.
+    the loss, None: from all logits at once. ``compress``: see ``Problem``. There is room for ``micro_batches`` that
+    pass the model together. It is checked before it is reported. Raises ``UsageError`` for input that cannot be used,
+    and ``ForebayError`` where that check finds a fault.
     """
     with collector_paused():
-        return _assessed(model, problem_of(trace, machine, budget, compress), trace, machine, policy, notes, cut)
+        problem = problem_of(trace, machine, budget, compress)
+        allowed = {tier: problem.limit(tier) for tier in Tier}
+        if not machine.pinned_capacity:
+            del allowed[Tier.PINNED]  # this device needs none
+        notes = (*notes, *_less_than_allowed(budget, machine), *trace.notes)
+        start = time.perf_counter()
+        try:
+            room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
+        except DoesNotFit as refusal:
+            report = PlanReport(model, machine.name, policy, allowed, time.perf_counter() - start, notes=notes)
+            return replace(report, alternatives=_nearest(refusal), reasons=(_why(refusal),))
+        report = PlanReport(model, machine.name, room.plan.planner, allowed, time.perf_counter() - start, notes=notes)
+        return _filled(report, room, trace, machine, cut, micro_batches)
 
 
-def _assessed(
-    model: str,
-    problem: Problem,
-    trace: Trace,
-    machine: Machine,
-    policy: str,
-    notes: tuple[str, ...],
-    cut: Cut | None,
+def _filled(
+    report: PlanReport, room: Room, trace: Trace, machine: Machine, cut: Cut | None, micro_batches: int
 ) -> PlanReport:
-    allowed = {tier: problem.limit(tier) for tier in Tier}
-    if not machine.pinned_capacity:
-        del allowed[Tier.PINNED]  # this device needs none
-    notes = (*notes, *_less_than_allowed(problem.budget, machine), *trace.notes)
-    start = time.perf_counter()
-    bench = Bench(problem)
-    try:
-        plan = make_plan(problem, policy, bench)
-    except DoesNotFit as refusal:
-        return PlanReport(
-            model=model,
-            machine=machine.name,
-            policy=policy,
-            budgets=allowed,
-            solve_seconds=time.perf_counter() - start,
-            alternatives=_nearest(refusal),
-            reasons=(_why(refusal),),
-            notes=notes,
-        )
-    solved = time.perf_counter() - start
-    plan = replace(plan, fingerprint=trace.fingerprint)
-    timeline, forecast = _own(policy, lambda: predict(trace, machine, plan, bench))
+    """``report``, which has no plan yet, with the one of ``room``."""
+    bench, notes, allowed = room.bench, report.notes, report.budgets
+    plan = replace(room.plan, fingerprint=trace.fingerprint)
+    timeline, forecast = _own(plan.planner, lambda: predict(trace, machine, plan, bench))
     peaks = {usage.tier: usage.peak for usage in timeline.tiers}
     found = phases(trace, plan, {tier: peaks.get(tier, 0) for tier in Tier})
     beside = max(p.host + p.beside for p in found.values()) - allowed[Tier.HOST]
     plan = replace(plan, step_seconds=forecast.step_seconds)
-    settled = with_figures(trace, machine, plan, liveness=bench.liveness)
+    settled = with_figures(trace, machine, plan, liveness=bench.liveness, micro_batches=micro_batches)
+    accumulation = None if micro_batches == 1 else _accumulated(settled, room, micro_batches)
+    if accumulation is not None and settled.accumulation is None:
+        notes = (*notes, "nothing streams: forebay.accumulate is the loop over the micro-batches")
+    elif accumulation is not None and draws(trace):
+        notes = (*notes, "forward draws random numbers: together too, micro-batches pass it one by one, as in the loop")
     if cut is not None:
         settled, notes = cut.of(settled), (*notes, NO_LOGITS)
-    return PlanReport(
-        model=model,
-        machine=machine.name,
-        policy=plan.planner,
-        budgets=allowed,
-        solve_seconds=solved,
+    return replace(
+        report,
         plan=settled,
         step=_step(forecast),
         tiers=tuple(_limited(usage, allowed) for usage in timeline.tiers),
         second_copies=second_copies(bench, Draft.of(plan)),
         phases=found,
+        accumulation=accumulation,
         alternatives=_instead(bench, plan),
         reasons=settled.reasons,
         notes=(*notes, *forecast.notes, *_source(machine, forecast), *_passing(beside)),
     )
 
 
-def choose_plan(plain: Callable[[], Plan], chunked: Callable[[], Plan], cut: Cut) -> Plan:
+def _accumulated(plan: Plan, room: Room, micro_batches: int) -> AccumulationForecast:
+    """What the micro-batches take together under ``plan``, that of ``room`` with its figures, and one by one under the
+    plan that has all the room for one at a time."""
+    costs, liveness, needs = room.bench.costs, room.bench.liveness, plan.accumulation
+    alone = plan
+    if room.alone_bench is not room.bench:
+        alone = with_figures(costs.trace, costs.machine, room.alone, liveness=room.alone_bench.liveness)
+    loop = by_turns(alone, costs, micro_batches, liveness=liveness)
+    found = loop if needs is None else together(plan, costs, micro_batches, liveness=liveness)
+    peaks = plan.peaks(micro_batches)
+    return AccumulationForecast(micro_batches, found.seconds, found.moved, peaks, loop.seconds, loop.moved)
+
+
+def choose_plan(plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find: Callable[[], Cut | str]) -> Plan:
     """The plan of ``plain``, or the one of ``chunked`` where it gains by that and gives the same bits.
 
-    Where the bits are not known to be the same, ``chunked`` is not taken and not made: whoever wants it asks for it.
-    Raises what ``plain`` raises where there is no plan.
+    ``find`` says how the loss would be cut, or why not. It is not asked, and ``chunked`` is not made, where that could
+    gain nothing; nor is ``chunked`` where the bits are not known to be the same: whoever wants it asks for it. Raises
+    what ``plain`` raises where there is no plan.
     """
     try:
         first = plain()
     except DoesNotFit as refusal:
+        cut = find()
+        if isinstance(cut, str):
+            raise
         if not cut.exact:
             text = f"{refusal}; loss='chunked' takes {format_bytes(cut.piece)} of logits at a time instead of "
             text += f"{format_bytes(cut.logits)}, and may round otherwise"
             raise DoesNotFit(
                 text, tier=refusal.tier, needed=refusal.needed, allowed=refusal.allowed, nearest=refusal.nearest
             ) from refusal
-        return _or(chunked, refusal)
-    if not cut.exact:
+        try:
+            return chunked(cut)
+        except ModelError:  # the model's loss is not one to be cut
+            raise refusal from None
+    if gives_up_nothing(first) or isinstance(cut := find(), str) or not cut.exact:
         return first
     try:
-        second = chunked()
+        second = chunked(cut)
     except (DoesNotFit, ModelError):
         return first
-    return second if (second.step_seconds or inf) < (first.step_seconds or 0.0) else first
+    return second if (_seconds(second) or inf) < (_seconds(first) or 0.0) else first
 
 
-def _or(chunked: Callable[[], Plan], refusal: DoesNotFit) -> Plan:
-    """The plan of ``chunked``; ``refusal``, of the plain one, where the model's loss is not one to be cut."""
-    try:
-        return chunked()
-    except ModelError:
-        raise refusal from None
+def gives_up_nothing(plan: Plan) -> bool:
+    """Whether ``plan`` would be the same with more memory, so that a loss in pieces, which only saves memory, gains it
+    nothing: all blocks stay on the device, none runs again, and no activation moves or is coded."""
+    return all(p.resident for p in plan.placements) and not plan.recompute and not plan.activations
+
+
+def _seconds(plan: Plan) -> float | None:
+    """Of a step of as many micro-batches as the plan was asked for."""
+    count = 1 if plan.accumulation is None else plan.accumulation.micro_batches
+    return plan.seconds_of_step(count, count)
 
 
 def choose_report(plain: PlanReport, chunked: PlanReport, cut: Cut) -> PlanReport:
     """The report that a user is given of the two: ``chunked`` where it gains and gives the same bits; else ``plain``,
     with the other one as an alternative if it gains."""
     spent = plain.solve_seconds + chunked.solve_seconds
-    seconds = [inf if report.step is None else report.step.seconds for report in (plain, chunked)]
+    seconds = [inf if report.seconds is None else report.seconds for report in (plain, chunked)]
     if not chunked.fits or seconds[1] >= seconds[0]:
         return replace(plain, solve_seconds=spent)
     if cut.exact:

@@ -248,7 +248,8 @@ class Streaming:
 @dataclass(frozen=True)
 class Accumulation:
     """Bytes that n micro-batches of ``forebay.accumulate`` take at most: ``device + (n - 1) * device_further``, and so
-    on the host and on disk."""
+    on the host and on disk. ``step_seconds`` is the predicted time of a step of ``micro_batches`` of them, as many as
+    the plan was asked to leave room for (None: for one)."""
 
     device: int
     device_further: int
@@ -256,6 +257,8 @@ class Accumulation:
     host_further: int
     disk: int
     disk_further: int
+    micro_batches: int = 1
+    step_seconds: float | None = None
 
     def needed(self, tier: Tier, micro_batches: int) -> int:
         """Bytes of the device, of the host or of the disk that so many micro-batches take."""
@@ -292,8 +295,7 @@ class Plan:
     the update makes of them goes home again. ``loss_piece`` (0: all at once) are the most bytes of logits at a time
     from which the loss of a language model is computed. ``fingerprint`` is that of the trace that the plan was made
     for ("": none). ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result
-    differ from plain PyTorch; the latter is empty for a lossless plan. ``accumulation`` says what several micro-batches
-    take that pass the model together (None: unknown, or nothing that streams).
+    differ from plain PyTorch (lossless: nothing). ``accumulation``: see there (None: unknown, or nothing that streams).
     """
 
     planner: str
@@ -323,7 +325,6 @@ class Plan:
             raise ConfigError(
                 f"this plan has schema {self.schema}, this forebay reads schema {PLAN_SCHEMA}; make the plan again"
             )
-
         if self.loss_piece < 0:
             raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
         self._check_updates("speculate", self.speculate)
@@ -365,12 +366,24 @@ class Plan:
         """What is treated otherwise than ``block`` as a whole."""
         return next((s.treatments for s in self.activations if block in s.blocks), ())
 
-    def seconds_of_step(self, micro_batches: int = 1) -> float | None:
-        """Predicted seconds of a step of ``micro_batches`` forward and backward passes; None where it is not known."""
+    def seconds_of_step(self, micro_batches: int = 1, together: int = 1) -> float | None:
+        """Predicted seconds of a step of ``micro_batches`` forward and backward passes, ``together`` of which pass the
+        model at a time; None where it is not known."""
         if self.step_seconds is None or micro_batches == 1:
             return self.step_seconds
+        if together > 1:
+            needs = self.accumulation
+            known = None if needs is None or needs.micro_batches != micro_batches else needs.step_seconds
+            return known if together == micro_batches else None
         more = self.micro_batch_seconds
         return None if more is None else self.step_seconds + (micro_batches - 1) * more
+
+    def peaks(self, together: int = 1) -> dict[Tier, int]:
+        """Predicted peaks in bytes while so many micro-batches pass the model at a time."""
+        found = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.PINNED: self.pinned, Tier.DISK: self.disk}
+        if together > 1 and self.accumulation is not None:
+            found |= {tier: self.accumulation.needed(tier, together) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
+        return found
 
     def to_json(self) -> str:
         """The plan as one JSON object."""

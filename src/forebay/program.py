@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from forebay.memory import Kind, Tier
 from forebay.timeline import Lane
 
-__all__ = ["Action", "Change", "Program", "Use", "Verb"]
+__all__ = ["Action", "Change", "Outline", "Program", "Sketch", "Use", "Verb"]
 
 
 class Verb(StrEnum):
@@ -72,7 +73,8 @@ class Action:
     RELOAD       the root ``tensor`` for backward; it takes ``peak`` from when it is issued, and ``changes`` says what
                  stays and what went just before. Both of ``ops`` are the op that comes next when it is issued: of a
                  block that runs again, named ops before that were given what they have made
-    LOAD, STORE  ``block`` and the ``chunk`` of its states. The UPDATE between them is on lane DEVICE_UPDATE
+    LOAD, STORE  ``block`` and the ``chunk`` of its states; ``part`` is what of it moves: STATE, PARAMETER or GRADIENT.
+                 The UPDATE between them is on lane DEVICE_UPDATE
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
                  resident block as a whole (UPDATE). With ``tensor``: that root, or its codes; ``ring`` is where READ
                  puts it, until its RELOAD is done
@@ -101,6 +103,7 @@ class Action:
     tensor: int = -1
     bits: int = 0
     ring: int = -1
+    part: Kind | None = None
 
 
 @dataclass(frozen=True)
@@ -115,5 +118,31 @@ class Program:
     actions: tuple[Action, ...]
     slots: tuple[int, ...]
     standing: Mapping[Tier, Mapping[Kind, int]]
+    steps: int
+    micro_batches: int
+
+
+class Outline(NamedTuple):
+    """What of an action its seconds follow from, under the same names. A search makes tens of thousands, and an action
+    has twice as many fields."""
+
+    lane: Lane
+    verb: Verb
+    what: str
+    step: int
+    after: tuple[int, ...]
+    nbytes: int = 0
+    ops: tuple[int, int] = (0, 0)
+    tensor: int = -1
+    bits: int = 0
+    recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A program of which nothing is asked but how long it takes and what it moves: the same actions in outline."""
+
+    actions: tuple[Outline, ...]
+    slots: tuple[int, ...]
     steps: int
     micro_batches: int

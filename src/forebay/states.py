@@ -24,6 +24,7 @@ __all__ = [
     "moment_states",
     "plain_name",
     "state_changes",
+    "update_kind",
 ]
 
 BLOCK = 256
@@ -102,6 +103,14 @@ def moment_states(names: Iterable[str], moments: Moments) -> tuple[str, ...]:
     if moments == "bfloat16":
         return tuple(f"{name}:bfloat16" for name in names)
     return tuple(state for name in names for state in (f"{name}:{moments}", f"{name}_scale:scale"))
+
+
+def update_kind(states: Iterable[str]) -> str:
+    """What an update of ``states`` is called where a machine keeps its rate: their names and their form, without scales
+    (``"exp_avg+exp_avg_sq:8bit"``). ``""`` for an optimizer that keeps none."""
+    moments = [state for state in states if form_of(state).name != "scale"]
+    forms = dict.fromkeys(form_of(state).name for state in moments)
+    return f"{'+'.join(map(plain_name, moments))}:{'+'.join(forms)}" if moments else ""
 
 
 _WORDS = {

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from forebay.memory import TierUsage
 
-__all__ = ["Event", "Lane", "Timeline", "covered", "merge_busy"]
+__all__ = ["CROSSING", "Event", "Lane", "Timeline", "covered", "merge_busy"]
 
 
 class Lane(StrEnum):
@@ -26,6 +26,10 @@ class Lane(StrEnum):
     DEVICE_UPDATE = "device_update"  # of what has come to the device for it, beside compute
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
+
+
+CROSSING = (Lane.H2D, Lane.D2H, Lane.DISK_READ, Lane.DISK_WRITE)
+"""The lanes that move bytes from one tier to another."""
 
 
 @dataclass(frozen=True, slots=True)

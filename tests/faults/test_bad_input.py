@@ -4,10 +4,6 @@ and the optimizer as they were; and no thread, descriptor or file left behind.""
 from __future__ import annotations
 
 import gc
-import os
-import resource
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,42 +15,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import forebay
-from forebay.errors import (
-    ConfigError,
-    DoesNotFit,
-    ForebayError,
-    ModelError,
-    OptimizerError,
-    StorageError,
-    UnitError,
-    UsageError,
-)
+from forebay.errors import ConfigError, DoesNotFit, ForebayError, ModelError, OptimizerError, UnitError, UsageError
+from forebay.planners import PLANNERS
 from forebay.plans import PLAN_SCHEMA, Plan
 from forebay.tiers.host import available_host_memory
-
-WIDTH = 512
-NOBODY = 65534
-
-
-def network(width: int = WIDTH) -> nn.Module:
-    """Four blocks of 1.0 MiB; with gradients and AdamW 16 MiB in all."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def a_batch(width: int = WIDTH) -> torch.Tensor:
-    return torch.ones(2, width)
-
-
-def plan_for(model: nn.Module, **options: Any) -> Plan:
-    model, _ = forebay.prepare(model, adamw(model), device_memory="64MiB", policy="stream", device="cpu", **options)
-    plan = forebay.report(model).plan
-    forebay.close(model)
-    return plan
+from tests.faults.footing import (
+    ON_DISK,
+    WIDTH,
+    Footing,
+    a_batch,
+    adamw,
+    assert_trains,
+    assert_trains_under_forebay,
+    network,
+    plan_for,
+)
 
 
 class MyAdamW(torch.optim.AdamW):
@@ -86,9 +61,6 @@ def a_file(folder: Path) -> str:
     return f"{folder / 'file'}:1GiB"
 
 
-ON_DISK = {"host_memory": "15MiB", "device_memory": "6MiB"}
-"""Budgets that put states on disk."""
-
 TABLE: dict[str, Bad] = {
     "budget below the largest block": Bad(
         lambda m, f: {"device_memory": "900KiB", "batch": a_batch()},
@@ -118,7 +90,7 @@ TABLE: dict[str, Bad] = {
     "unknown policy": Bad(
         lambda m, f: {"policy": "magic"},
         ConfigError,
-        ("unknown policy 'magic'", "there are auto, chen, keep, offload-all, recompute, resident, stream"),
+        ("unknown policy 'magic'", f"there are {', '.join(sorted(PLANNERS))}"),
     ),
     "unknown device": Bad(lambda m, f: {"device": "abacus"}, ModelError, ("no device 'abacus'", "use one of cpu")),
     "disk path missing": Bad(
@@ -198,17 +170,6 @@ TABLE: dict[str, Bad] = {
 }
 
 
-def descriptors() -> list[str]:
-    """What this process has open: a path each."""
-    found = []
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except OSError:
-            continue  # the descriptor of the listing itself
-    return sorted(path for path in found if "/proc/" not in path)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> Iterator[None]:
     """What is there already (torch and its modules) is not searched again at every collection."""
@@ -216,49 +177,6 @@ def quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@dataclass(frozen=True)
-class Footing:
-    """What must be the same afterwards."""
-
-    threads: set[threading.Thread]
-    descriptors: list[str]
-    parameters: list[nn.Parameter]
-    values: list[torch.Tensor]
-    addresses: list[int]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Footing:
-        gc.collect()
-        parameters = list(model.parameters())
-        return cls(
-            set(threading.enumerate()),
-            descriptors(),
-            parameters,
-            [p.detach().clone() for p in parameters],
-            [p.data_ptr() for p in parameters],
-        )
-
-    def assert_kept(self, model: nn.Module, *, moved: bool = False) -> None:
-        gc.collect()
-        assert set(threading.enumerate()) == self.threads
-        assert descriptors() == self.descriptors
-        now = list(model.parameters())
-        assert all(p is q for p, q in zip(now, self.parameters, strict=True))
-        assert all(torch.equal(p, value) for p, value in zip(now, self.values, strict=True))
-        assert moved or [p.data_ptr() for p in now] == self.addresses
-        hooks = [m for m in model.modules() if m._forward_pre_hooks or m._forward_hooks]
-        assert not hooks and all(not p._post_accumulate_grad_hooks for p in now)
-
-
-def assert_trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A plain step changes every parameter as it should."""
-    before = [p.detach().clone() for p in model.parameters()]
-    model(a_batch()).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -288,78 +206,6 @@ def test_refused(name: str, tmp_path: Path) -> None:
     prepared, made = forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
     assert_trains_under_forebay(prepared, made)
     forebay.close(prepared)
-
-
-def assert_trains_under_forebay(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    before = dict(forebay.parameters(model).items())
-    model(a_batch()).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(not torch.equal(value, before[name]) for name, value in forebay.parameters(model).items())
-
-
-def test_disk_without_room_for_the_file(tmp_path: Path) -> None:
-    """The system refuses a file of that size after the arenas were made: all of them go again."""
-    model = network()
-    optimizer = adamw(model)
-    footing = Footing.of(model)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(StorageError, match=r"cannot make .*MiB of .*states.*File too large"):
-            forebay.prepare(model, optimizer, device="cpu", disk=f"{tmp_path}:1GiB", **ON_DISK)  # type: ignore[arg-type]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    footing.assert_kept(model)
-    assert not any(tmp_path.iterdir())
-    assert_trains(model, optimizer)
-
-
-class NoHooks(nn.Linear):
-    """A module that takes no forward hook: prepare fails after the parameters were moved."""
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no hooks here")
-
-
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_a_failure_after_the_parameters_were_moved(tmp_path: Path, on_disk: bool) -> None:
-    model = network()
-    model.append(NoHooks(WIDTH, WIDTH))
-    optimizer = adamw(model)
-    options: dict[str, Any] = {"device_memory": "64MiB", "policy": "stream"}
-    if on_disk:
-        options |= {"host_memory": "18MiB", "disk": f"{tmp_path}:1GiB"}
-    footing = Footing.of(model)
-    with pytest.raises(RuntimeError, match="no hooks here"):
-        forebay.prepare(model, optimizer, device="cpu", **options)
-    footing.assert_kept(model, moved=True)
-    assert not any(tmp_path.iterdir())
-    assert_trains(model, optimizer)
-
-
-@pytest.fixture
-def read_only() -> Iterator[Path]:
-    """A folder that this process may look into and not write to; root gives its rights up for the time."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o555)
-    was = os.geteuid()
-    if was == 0:
-        os.seteuid(NOBODY)
-    yield folder
-    os.seteuid(was)
-    folder.rmdir()
-
-
-def test_read_only_disk(read_only: Path) -> None:
-    model = network()
-    optimizer = adamw(model)
-    footing = Footing.of(model)
-    with pytest.raises(ConfigError, match=r"cannot be written: Permission denied.*change its permissions, or name"):
-        forebay.prepare(model, optimizer, device="cpu", disk=f"{read_only}:1GiB", **ON_DISK)  # type: ignore[arg-type]
-    footing.assert_kept(model)
-    assert not any(read_only.iterdir())
-    assert_trains(model, optimizer)
 
 
 def test_model_on_another_device() -> None:

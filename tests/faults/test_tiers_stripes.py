@@ -19,7 +19,7 @@ from forebay.memory import Kind, Ledger, Tier
 from forebay.tiers.diskfile import DiskPolicy
 from forebay.tiers.stripes import DiskTier, Folder, lay_out
 from forebay.units import MiB
-from tests.faults.test_tiers_disk import PAGE, ScriptedIo, pattern
+from tests.faults.scripted_io import PAGE, ScriptedIo, pattern
 
 STRIPE = 4 * PAGE
 POLICY = DiskPolicy(block=2 * PAGE, stripe=STRIPE, depth=2)

@@ -22,7 +22,7 @@ from tests.null.programs import drop
 from tests.null.strategies import Case
 from tests.null.treating import TreatedOps
 
-__all__ = ["CORRUPTIONS", "Spoiled", "behind"]
+__all__ = ["CORRUPTIONS", "Spoiled", "behind", "reaches"]
 
 Spoiled = tuple[Program, frozenset[str]]
 """A program that is wrong, and what its fault may be ascribed to."""
@@ -299,7 +299,7 @@ def lose_dependency(case: Case, program: Program) -> list[Spoiled]:
             if subjects or (earlier, index) in asked or _moves(treated, program.actions[earlier], action):
                 less = tuple(a for a in action.after if a != earlier)
                 spoiled = _with(program, index, after=less)
-                if not _reaches(spoiled, earlier, index):
+                if not reaches(spoiled, earlier, index):
                     made.append((spoiled, subjects | moved))  # what is lost with a fetch may be a reload before it
     return made
 
@@ -348,7 +348,7 @@ def _needs(case: Case, program: Program, used: list[tuple[int, int, Use]], first
     return frozenset()
 
 
-def _reaches(program: Program, first: int, second: int) -> bool:
+def reaches(program: Program, first: int, second: int) -> bool:
     """Whether ``second`` comes after ``first`` by lanes and dependencies."""
     before: dict[Lane, int] = {}
     follows: list[list[int]] = []

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from forebay.arenas import UPDATE_RING, arenas, home_nbytes
-from forebay.layout import state_layout
+from forebay.layout import Chunk, cell_of, needs_master, state_layout
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan
 from forebay.program import Action, Program, Use, Verb
@@ -30,7 +30,8 @@ def plain_program(trace: Trace, plan: Plan, steps: int = 2, micro_batches: int =
 def device_standing(trace: Trace, plan: Plan, *, gradients: bool = False) -> int:
     """Bytes that are on the device all the time; with ``gradients`` also those that come with a pass and stay."""
     inputs = sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT) if trace.device == "cuda" else 0
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
+    there = plan.update_on_device
+    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names, update_on_device=there)
     return sizes.device - (0 if gradients else sizes.device_gradients) + trace.model.buffer_nbytes + inputs
 
 
@@ -76,8 +77,14 @@ class PlainLowering:
                 if placement.block not in self.plan.speculate:
                     self._update(placement.block)
             self.last.update(self.other)
+        plan = self.plan
         sizes = arenas(
-            self.trace.model, self.plan.placements, self.plan.streaming, self.trace.state_names, self.plan.speculate
+            self.trace.model,
+            plan.placements,
+            plan.streaming,
+            self.trace.state_names,
+            plan.speculate,
+            plan.update_on_device,
         )
         stands = {
             Tier.DEVICE: {Kind.PARAMETER: device_standing(self.trace, self.plan)},
@@ -212,12 +219,16 @@ class PlainLowering:
                 read = self.add(Lane.DISK_READ, Verb.READ, what, after, block=block, chunk=number, nbytes=chunk.nbytes)
             # Parameters change only when the last fetch of the step has copied them.
             fetched = None if ahead or home is not None else self.last.get(("fetch", block))
-            after = [self.last["land", block], home, read, fetched]
-            update = self.add(Lane.UPDATE, Verb.UPDATE, f"update {block}", after, block=block, chunk=number)
+            if block in self.plan.update_on_device:
+                stored, update = self._update_there(block, number, chunk, [home, fetched], read)
+            else:
+                after = [self.last["land", block], home, read, fetched]
+                update = self.add(Lane.UPDATE, Verb.UPDATE, f"update {block}", after, block=block, chunk=number)
+                stored = update
             if read is not None:
                 what = f"write states of {block} at {chunk.offset}"
                 write = self.add(
-                    Lane.DISK_WRITE, Verb.WRITE, what, [update], block=block, chunk=number, nbytes=chunk.nbytes
+                    Lane.DISK_WRITE, Verb.WRITE, what, [stored], block=block, chunk=number, nbytes=chunk.nbytes
                 )
                 written["states", (block, number)] = write
                 self.rings["states"].append(write)
@@ -227,6 +238,66 @@ class PlainLowering:
             write = self.add(Lane.DISK_WRITE, Verb.WRITE, f"write {block}", after, block=block, chunk=-1)
             written["write", block] = write
             self.rings["host"].append(write)
+
+    def _update_there(
+        self, block: str, number: int, chunk: Chunk, home: list[int | None], read: int | None
+    ) -> tuple[int, int]:
+        """A chunk to the device and back: when its states are at home, and when its parameters are. ``home``: what has
+        brought those or may still read them."""
+        trained = {self.names[v.resolve(g.parameter)][0] for _, v, op in self.trace.ops() for g in op.gradients}
+        own = [p for p in chunk.pieces if p.parameter.name in trained]
+        nbytes = {Kind.STATE: chunk.nbytes, Kind.GRADIENT: sum(p.nbytes for p in own)}
+        nbytes[Kind.PARAMETER] = sum(p.nbytes for p in own if not needs_master(p.parameter))
+        free = self._ring("cells", self._cells())
+        known = {
+            Kind.STATE: [read, self.last.get(("kept", (block, number)))],
+            Kind.PARAMETER: [*home[:1], self.last.get(("stored", (block, number)))],
+            Kind.GRADIENT: [self.last["land", block]],
+        }
+        loads: list[int | None] = [
+            self.add(
+                Lane.H2D,
+                Verb.LOAD,
+                f"load {part.value}s of {block}",
+                [free, *after],
+                block=block,
+                chunk=number,
+                part=part,
+                nbytes=nbytes[part],
+            )
+            for part, after in known.items()
+            if nbytes[part]
+        ]
+        update = self.add(Lane.DEVICE_UPDATE, Verb.UPDATE, f"update {block}", loads, block=block, chunk=number)
+        kept = stored = update
+        if chunk.nbytes:
+            what = f"store states of {block}"
+            kept = self.add(
+                Lane.D2H, Verb.STORE, what, [update], block=block, chunk=number, part=Kind.STATE, nbytes=chunk.nbytes
+            )
+        stored = self.add(
+            Lane.D2H,
+            Verb.STORE,
+            f"store {block}",
+            [update, *home],
+            block=block,
+            chunk=number,
+            part=Kind.PARAMETER,
+            nbytes=sum(p.nbytes for p in own),
+        )
+        self.last["kept", (block, number)], self.last["stored", (block, number)] = kept, stored
+        self.rings["cells"].append(stored)
+        return kept, stored
+
+    def _cells(self) -> int:
+        """As many of the largest as the window holds beside the gradients that one of them widens."""
+        layouts = [
+            state_layout(self.blocks[name], self.trace.state_names, self.plan.streaming.update_chunk)
+            for name in self.plan.update_on_device
+        ]
+        widened = max((4 * c.elements for one in layouts if "master" in one.streams for c in one.chunks), default=0)
+        largest = max(cell_of(c).nbytes for one in layouts for c in one.chunks)
+        return (self.plan.streaming.update_window - widened) // largest
 
 
 def drop(program: Program, index: int) -> Program:

@@ -75,14 +75,16 @@ def test_a_plan_leaves_room() -> None:
     """The budget has room for them where blocks run again; for one micro-batch the planner keeps more than that."""
     budget = of(planned("stream-recompute")).needed(Tier.DEVICE, COUNT) * 11 // 10
     problem = asked(TRACE, machine(), device=budget)
-    one, _ = leave_room(problem, 1, auto)
+    one = leave_room(problem, 1, auto).plan
     assert one == make_plan(problem, "auto")
     assert of(one).most(Tier.DEVICE, budget) < COUNT
-    several, bench = leave_room(problem, COUNT, auto)
+    room = leave_room(problem, COUNT, auto)
+    several = room.plan
+    assert room.alone == one
     assert of(several).most(Tier.DEVICE, budget) >= COUNT
     assert several.budget == problem.budget
     assert several.reasons[-1].startswith(f"leaves room for {COUNT} micro-batches")
-    bench.prove(several)
+    room.bench.prove(several)
 
 
 def test_no_plan_leaves_room() -> None:

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.case import DeviceKind
 from benchmarks.cases import CASES
-from tests.null.test_benchmarks import Clock
+from tests.null.benching import Clock
 
 
 def part(name: str, seconds: int = 100, command: tuple[str, ...] = ()) -> gpu.Part:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.case import Account, BenchmarkError, LaneUse
-from benchmarks.fasthost import accumulation, zero
+from benchmarks.fasthost import accumulation, rival, zero
 from benchmarks.fasthost.record import ARCHIVE, Comparison, Row
 from benchmarks.fasthost.run import Measured, compared, rotated
 from benchmarks.fasthost.table import render, write
@@ -100,8 +100,13 @@ def test_the_loop_beside_fio_moves_every_byte(tmp_path: Path, verb: str) -> None
 
 
 def test_zero_compares_what_each_adds_to_plain() -> None:
-    seconds = {"plain-fused": [1.0, 1.0, 1.0], "deepspeed nvme": [1.4, 0.9, 2.0], "forebay nvme": [1.1, 1.0, 1.5]}
-    memory = {"plain-fused": 3, "deepspeed nvme": 4, "forebay nvme": 2}
+    seconds = {
+        "plain-fused": [0.9, 1.0, 1.1],
+        "plain-again": [1.1, 1.0, 0.9],  # with the one before it: 1.0 in each round
+        "deepspeed nvme": [1.4, 0.9, 2.0],
+        "forebay nvme": [1.1, 1.0, 1.5],
+    }
+    memory = {"plain-fused": 3, "plain-again": 3, "deepspeed nvme": 4, "forebay nvme": 2}
     named = {contender.name: contender for contender in zero._contenders()}
     assert {"plain", *seconds} <= named.keys()
     (row,) = zero._row(named["forebay nvme"], seconds, memory)
@@ -112,6 +117,14 @@ def test_zero_compares_what_each_adds_to_plain() -> None:
     assert plain.ratios == () and plain.target is None
     with pytest.raises(BenchmarkError, match="forebay nvme has losses"):
         zero._check(0, {"plain-fused": (1.0,), "forebay nvme": (1.1,)})
+
+
+def test_a_build_of_extensions_that_never_ended_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "cpu_adam").mkdir()
+    rival.check_unlocked(tmp_path)
+    (tmp_path / "cpu_adam" / "lock").touch()
+    with pytest.raises(BenchmarkError, match=r"cpu_adam/lock is there.* remove the file"):
+        rival.check_unlocked(tmp_path)
 
 
 def test_accumulation_compares_bytes_with_those_of_one_micro_batch() -> None:

@@ -14,7 +14,9 @@ from forebay.planners import Bench, Problem
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.rounding import diffused, sorted_out
+from forebay.planners.device_updates import there
 from forebay.planners.parts import Draft
+from forebay.planners.shapes import options, streamed_through, usual_window
 from forebay.plans import Budget, DiskBudget
 from forebay.trace import Footprint
 from tests.null.planning import ENOUGH, asked, chain, machine, whole
@@ -120,6 +122,20 @@ def test_no_simulated_step_is_below_the_bound(case: Case) -> None:
     bench = Bench(problem)
     draft = Draft(case.plan.placements, case.plan.streaming, case.plan.recompute)
     assert programme(problem).bound() <= bench.exact(draft).step_seconds * (1 + 1e-9)
+
+
+def test_no_step_with_updates_on_the_device_is_below_the_bound() -> None:
+    """Links are fast and the host is slow to update: what is at home there had better be updated on the device."""
+    trace = chain(8)
+    probe = Bench(asked(trace, machine(), device=ENOUGH))
+    base = streamed_through(probe, options(probe)[0], usual_window(probe))
+    names = [p.block for p in base.placements]
+    room = probe.device(base) + probe.sizer(base.streaming.update_chunk).update_window(names)
+    on = machine(compute=2e7, h2d=1e9, d2h=1e9, update=1e6)
+    bench = Bench(asked(trace, on, device=room))
+    moved = there(bench, base)
+    assert moved.update_on_device
+    assert bench.bound <= bench.exact(moved).step_seconds < bench.exact(base).step_seconds / 2
 
 
 # Rounding.

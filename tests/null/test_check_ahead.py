@@ -313,12 +313,3 @@ def test_a_gradient_says_of_which_step_it_is() -> None:
             with pytest.raises(PlanInvalid, match=text) as caught:
                 check(CHAIN, MACHINE, plan, replace(program, actions=tuple(actions)))
             assert (caught.value.action, caught.value.subject) == (index, action.parameter)
-
-
-def test_updates_on_the_device_of_blocks_that_stream_are_refused() -> None:
-    """Whether they read what they should is not proven: nothing is promised then."""
-    plan = roomy(CHAIN)
-    plan = replace(plan, streaming=replace(plan.streaming, update_window=1 << 20), update_on_device=("b1",))
-    with pytest.raises(PlanInvalid, match="block b1 is updated on the device and has its home elsewhere") as caught:
-        check(CHAIN, MACHINE, plan)
-    assert caught.value.subject == "b1"

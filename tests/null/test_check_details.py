@@ -13,7 +13,6 @@ from forebay.lowering import lower
 from forebay.memory import Kind, Tier
 from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
 from forebay.program import Action, Program, Verb
-from forebay.timeline import Lane
 from forebay.trace import Model, Phase, Trace
 from tests.null.ahead import ahead, issued_earlier
 from tests.null.corruptions import behind
@@ -146,17 +145,6 @@ def test_a_mask_may_be_what_a_block_that_runs_again_does_not_read() -> None:
 # Programs that are not whole.
 
 CHAIN = chain_trace([block(f"b{i}", ((32, 32), "float32", True)) for i in range(2)])
-
-
-def test_what_has_no_proof_runs_on_no_lane() -> None:
-    """States that pass through the device: a plan that asks for that is refused, and so is a program that does it."""
-    plan = roomy(CHAIN)
-    program = plain_program(CHAIN, plan, 1)
-    for verb, lane in ((Verb.LOAD, Lane.H2D), (Verb.STORE, Lane.D2H), (Verb.UPDATE, Lane.DEVICE_UPDATE)):
-        more = replace(program, actions=(*program.actions, Action(lane, verb, "more", 0, "b0")))
-        with pytest.raises(PlanInvalid, match=f"a {verb.value} cannot run on lane {lane.value}") as caught:
-            check(CHAIN, MACHINE, plan, more)
-        assert caught.value.action == len(program.actions)
 
 
 @pytest.mark.parametrize("ops", [(0, 10_000), (3, 2), (-1, 2)])

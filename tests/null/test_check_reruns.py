@@ -241,3 +241,46 @@ def test_codes_that_nobody_will_ask_for_go_with_forward(op: str) -> None:
     assert made == sum(level[profile.forward] for level in profile.levels.values()) == OUT
     assert needed(trace, plan) == OUT + 100_000
     check(trace, MACHINE, tight(plan, trace))
+
+
+def test_what_is_made_again_goes_though_a_later_block_still_holds_the_first() -> None:
+    """b reads what a has saved, and autograd lets go of b's own only at the end: until then b's rerun might ask for it.
+    What a's rerun makes of it goes with a's backward all the same. The last op takes the most: beside it there are the
+    first copy, what a hands on, and the gradients of both parameters."""
+    b = TraceBuilder(Model(tuple(block(n, ((4,), "float32", True)) for n in BLOCKS), 0), {"input_ids": OUT})
+    x = b.ids["input_ids"]
+    v = b.begin("a", Phase.FORWARD)
+    v.given = (x,)
+    made = v.make("linear", [x, b.ids["a.0"]], S, saved=True)
+    v.save()
+    out = v.make("out", [made], OUT)
+    first = b.end(v)
+    v = b.begin("b", Phase.FORWARD)
+    v.given = (made, out)
+    own = v.make("linear", [made, out, b.ids["b.0"]], S, saved=True)
+    v.save()
+    loss = v.make("out", [own], 4)
+    v.drop(made, out, own)
+    second = b.end(v)
+    v = b.begin("b", Phase.BACKWARD)
+    g = v.make("out_backward", [loss, own], OUT, Kind.TEMPORARY)
+    v.drop(loss)
+    gradient = v.make("dgrad", [g, made], OUT, Kind.TEMPORARY)
+    v.complete(b.ids["b.0"], v.make("wgrad", [g, own], 16, Kind.GRADIENT))
+    v.drop(g)
+    v.unsave(own, own=True)
+    b.end(v)
+    v = b.begin("a", Phase.BACKWARD)
+    v.complete(b.ids["a.0"], v.make("wgrad", [gradient, made], 16, Kind.GRADIENT))
+    v.drop(gradient)
+    v.unsave(made, own=True)
+    b.end(v)
+    b.let_go(first)
+    v = b.begin("", Phase.BACKWARD)
+    v.drop(v.make("last", [x], 8 * S, Kind.TEMPORARY))
+    b.end(v)
+    b.let_go(second)
+    trace = b.trace()
+    placements = tuple(Placement(name, *RESIDENT) for name in BLOCKS)
+    plan = plan_for(trace, placements, Streaming(), BLOCKS, roomy=True)
+    assert needed(trace, plan) == (8 + 1) * S + OUT + 2 * 16

@@ -54,6 +54,7 @@ PLAN_FLAGS = {
     "--batch",
     "--seq",
     "--dtype",
+    "--accumulate",
     "--optimizer",
     "--device-memory",
     "--host-memory",
@@ -68,7 +69,15 @@ PLAN_FLAGS = {
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("train", "--help"), ("demo", "--help"), ("doctor", "--help"), ("plan", "--help")]
+    "arguments",
+    [
+        ("--help",),
+        ("train", "--help"),
+        ("demo", "--help"),
+        ("doctor", "--help"),
+        ("plan", "--help"),
+        ("compare", "--help"),
+    ],
 )
 def test_help_loads_nothing_heavy(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(

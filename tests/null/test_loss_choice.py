@@ -10,27 +10,36 @@ import pytest
 
 from forebay.errors import ConfigError, DoesNotFit, ModelError
 from forebay.loss import Cut
+from forebay.memory import Tier
 from forebay.planning import choose_plan, choose_report
-from forebay.plans import Plan
+from forebay.plans import Placement, Plan
 from forebay.reporting.forecast import PlanReport
 from tests.null.test_plan_report import PLAN, STEP
 
 EXACT, OTHER = Cut(1024, 65536, exact=True), Cut(1024, 65536, exact=False)
 
 
-def taking(seconds: float) -> Callable[[], Plan]:
-    return lambda: replace(PLAN, step_seconds=seconds)
+def exact() -> Cut:
+    return EXACT
 
 
-def refused() -> NoReturn:
+def other() -> Cut:
+    return OTHER
+
+
+def taking(seconds: float) -> Callable[..., Plan]:
+    return lambda *asked: replace(PLAN, step_seconds=seconds)
+
+
+def refused(*asked: object) -> NoReturn:
     raise DoesNotFit("device memory: too little", tier="device", needed=9, allowed=5)
 
 
-def unfit() -> NoReturn:
+def unfit(*asked: object) -> NoReturn:
     raise ModelError("its loss cannot be cut")
 
 
-def never() -> NoReturn:
+def never(*asked: object) -> NoReturn:
     raise AssertionError("nobody should have asked")
 
 
@@ -44,24 +53,39 @@ def report(seconds: float | None) -> PlanReport:
 
 @pytest.mark.parametrize(("chunked", "taken"), [(1.0, 1.0), (3.0, 2.0), (2.0, 2.0)])
 def test_the_faster_plan_is_taken_where_both_fit(chunked: float, taken: float) -> None:
-    assert choose_plan(taking(2.0), taking(chunked), EXACT).step_seconds == taken
+    assert choose_plan(taking(2.0), taking(chunked), exact).step_seconds == taken
 
 
 def test_pieces_are_taken_where_nothing_else_fits() -> None:
-    assert choose_plan(refused, taking(3.0), EXACT).step_seconds == 3.0
+    assert choose_plan(refused, taking(3.0), exact).step_seconds == 3.0
     with pytest.raises(DoesNotFit, match="too little"):
-        choose_plan(refused, refused, EXACT)
+        choose_plan(refused, refused, exact)
     with pytest.raises(DoesNotFit, match="too little"):
-        choose_plan(refused, unfit, EXACT)
-    assert choose_plan(taking(2.0), refused, EXACT).step_seconds == 2.0
-    assert choose_plan(taking(2.0), unfit, EXACT).step_seconds == 2.0
+        choose_plan(refused, unfit, exact)
+    assert choose_plan(taking(2.0), refused, exact).step_seconds == 2.0
+    assert choose_plan(taking(2.0), unfit, exact).step_seconds == 2.0
 
 
 def test_what_may_round_otherwise_is_named_and_not_taken() -> None:
-    assert choose_plan(taking(2.0), never, OTHER).step_seconds == 2.0
+    assert choose_plan(taking(2.0), never, other).step_seconds == 2.0
     with pytest.raises(DoesNotFit, match=r"loss='chunked' takes 1.0 KiB of logits .* instead of 64.0 KiB") as error:
-        choose_plan(refused, never, OTHER)
+        choose_plan(refused, never, other)
     assert (error.value.tier, error.value.needed, error.value.allowed) == ("device", 9, 5)
+
+
+def test_a_loss_that_is_not_cut_has_one_plan() -> None:
+    assert choose_plan(taking(2.0), never, lambda: "it is little").step_seconds == 2.0
+    with pytest.raises(DoesNotFit, match=r"too little$"):
+        choose_plan(refused, never, lambda: "it is little")
+
+
+def test_where_all_fits_nobody_asks_how_the_loss_could_be_cut() -> None:
+    """Pieces save memory and nothing else: a plan that gives up nothing for want of it gains nothing by them."""
+    home = Placement("layers.0", Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
+    resident = replace(PLAN, placements=(home,), step_seconds=2.0)
+    assert choose_plan(lambda: resident, never, never) is resident
+    for given_up in (replace(resident, recompute=("layers.0",)), replace(PLAN, step_seconds=2.0)):
+        assert choose_plan(lambda plan=given_up: plan, taking(1.0), exact).step_seconds == 1.0
 
 
 def test_a_report_says_why_and_what_else_there_is() -> None:

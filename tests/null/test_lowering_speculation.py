@@ -185,18 +185,17 @@ def network(dtype: str = "bfloat16") -> Trace:
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_memory_is_copied_and_disk_is_not(home: str) -> None:
-    """Bytes of an update: states and parameters in and out, gradients in; ahead of its step also the copies."""
+def test_an_update_into_another_copy_moves_no_more(home: str) -> None:
+    """Bytes of an update: states and parameters in and out, gradients in, ahead of its step as well. What is not
+    trained goes along, unless all of the block passes through memory anyway."""
     trace = network()
     plan = roomy(trace, HOMES[home], slots=2)
     plan = replace(plan, streaming=replace(plan.streaming, update_chunk=1024))
     usual = sum(a.nbytes for _, a in of(lower(trace, plan, steps=1), Verb.UPDATE))
     ahead = speculating(trace, plan, frozenset({"b1", "b2"}))
     more = sum(a.nbytes for _, a in of(lower(trace, ahead, steps=1), Verb.UPDATE)) - usual
-    # bf16 with a master and two moments: 12 bytes of state an element; b1 trains 1024 of them and b2 2048.
-    states = 0 if HOMES[home][2] is Tier.DISK else 12 * (1024 + 2048)
-    parameters = 0 if HOMES[home][0] is Tier.DISK else 2 * 2048 * 2
-    assert more == 2 * (states + parameters)
+    # b1 has 1024 elements of bf16 that are not trained.
+    assert more == (0 if HOMES[home][0] is Tier.DISK else 2 * 1024 * 2)
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -33,6 +33,7 @@ KEYS = {
     "peaks",
     "budgets",
     "phases",
+    "accumulation",
     "solve_seconds",
     "alternatives",
     "reasons",

@@ -171,3 +171,19 @@ def test_reasons_speak_of_the_same_step_where_comparisons_are_coarse() -> None:
     words = against(bench, draft, other, "otherwise")
     theirs = mine * bench.seconds(other) / coarse
     assert f"({format_seconds(theirs)} " in words
+
+
+def test_what_is_on_disk_moves_in_calls_that_suit_it() -> None:
+    """And what a plan says of them is decided with the rest of it: nothing is simulated or proven once more for it."""
+    assert ON.disk is not None
+    slow = replace(ON, disk=replace(ON.disk, block=2 * MiB, depth=3))
+    usual = Streaming()
+    for host, block, depth in ((STAGING, 2 * MiB, 3), (ENOUGH, usual.disk_block, usual.disk_depth)):
+        asking = asked(TRACE, slow, device=ENOUGH, host=host, disk=ENOUGH)
+        bench = Bench(asking)
+        plan = make_plan(asking, "offload-all", bench)
+        assert (plan.streaming.disk_block, plan.streaming.disk_depth) == (block, depth)
+        assert bool(plan.disk) is (host == STAGING)
+        played = bench.played(plan)
+        assert bench.played(replace(plan, reasons=()))[0] is played[0]
+        assert on_host(bench, Draft.of(plan)).streaming.disk_block == usual.disk_block

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from forebay.errors import ConfigError
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Accumulation, Budget, DiskBudget, Placement, Plan, Streaming
 from forebay.reporting.run import RunReport
 from forebay.reporting.table import closing_table
 from forebay.timeline import Event, Lane, Timeline
@@ -146,6 +146,22 @@ def test_the_predicted_step_is_scaled_to_the_micro_batches_of_a_step() -> None:
     unknown = replace(four, plan=replace(PLAN, micro_batch_seconds=None))
     assert unknown.predicted_step_seconds is None
     assert row(show(unknown), "step") == "step - 2.00 s -"
+
+
+def test_micro_batches_that_pass_together_are_predicted_together() -> None:
+    needs = Accumulation(10, 5, 20, 1, 30, 2, micro_batches=4, step_seconds=2.5)
+    four = replace(REPORT, plan=replace(PLAN, accumulation=needs), micro_batches=4, together=4)
+    assert four.predicted_step_seconds == 2.5
+    assert four.predicted_peaks() == {Tier.DEVICE: 25, Tier.HOST: 23, Tier.PINNED: PLAN.pinned, Tier.DISK: 36}
+    assert "- a step is 4 micro-batches, 4 of which pass the model together" in show(four)
+    assert replace(four, together=1).predicted_step_seconds == pytest.approx(1.6 + 3 * 1.2)
+    assert replace(four, together=1).predicted_peaks()[Tier.DEVICE] == PLAN.device
+    # Nobody has simulated a step of two times two.
+    assert replace(four, together=2).predicted_step_seconds is None
+    assert RunReport.from_json(four.to_json()).together == 4
+    for wrong in (0, 5):
+        with pytest.raises(ConfigError, match="at most all of them at a time"):
+            replace(four, together=wrong)
 
 
 def test_table_sets_predicted_beside_measured() -> None:

@@ -9,8 +9,21 @@ import pytest
 
 from forebay.memory import Kind, Tier
 from forebay.program import Action, Change
+from forebay.simulation.play import play
 from forebay.timeline import Lane, Timeline
-from tests.null.simulating import RATE, compute, fetch, flat_link, offload, reload, run, spans
+from tests.null.simulating import (
+    MACHINE,
+    RATE,
+    compute,
+    fetch,
+    flat_link,
+    offload,
+    programmed,
+    reload,
+    run,
+    seconds_trace,
+    spans,
+)
 
 N = 200
 TWO_SECONDS = N / RATE
@@ -96,9 +109,12 @@ def test_what_goes_between_two_reloads_is_gone_before_the_second(order: Sequence
     assert next(u for u in done.tiers if u.tier is Tier.DEVICE).live == 2 * N
 
 
-def test_ops_are_watched_where_activations_move() -> None:
-    """On ``cpu`` the byte ledger looks at every op of a step whose saved tensors come and go."""
-    plain = run(making(0, N), seconds=[1.0], device_kind="cpu", watch_seconds=0.5)
-    moving = run(making(0, N), offload(N, 0, ops=(0, 1)), seconds=[1.0], device_kind="cpu", watch_seconds=0.5)
-    assert spans(plain, Lane.COMPUTE) == [(0.0, 1.0)]
-    assert spans(moving, Lane.COMPUTE) == [(0.0, 1.5)]
+def test_only_where_parameters_come_and_go_do_ops_take_longer() -> None:
+    """On ``cpu``. Where activations move, or blocks run again, the byte ledger rests in the steps that count."""
+    machine = replace(MACHINE, device_kind="cpu", watch_seconds=0.5)
+    again = replace(making(0, N), recomputed=True)
+    for slots, seconds in (((), 1.0), ((N,), 1.5)):
+        for actions in ((making(0, N),), (again,), (making(0, N), offload(N, 0, ops=(0, 1)))):
+            program = replace(programmed(*actions), slots=slots)
+            played = play(program, seconds_trace([1.0]), machine)
+            assert spans(played, Lane.COMPUTE) == [(0.0, seconds)]

@@ -33,26 +33,35 @@ def _loop(model: nn.Module, batches: list[dict[str, Any]]) -> list[torch.Tensor]
 
 
 def assert_same_accumulation(
-    case: Case, dtype: torch.dtype, *, steps: int = 2, count: int = 3, clip: float | None = 0.5, **prepare: Any
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    steps: int = 2,
+    count: int = 3,
+    clip: float | None = 0.5,
+    device: str = "cpu",
+    **prepare: Any,
 ) -> nn.Module:
     """Losses, gradients, buffers and random numbers of ``steps`` steps of ``count`` micro-batches equal those of the
     loop, and so do the parameters after each step. Returns the prepared model, still open."""
-    model, reference = case.model(dtype), case.model(dtype)
+    model, reference = case.model(dtype), case.model(dtype).to(device)
     made = adamw([p for p in model.parameters() if p.requires_grad])
-    model, made = forebay.prepare(model, made, case.inputs(0, dtype), device="cpu", **prepare)
+    model, made = forebay.prepare(model, made, case.inputs(0, dtype), device=device, **prepare)
     for step in range(steps):
         values = forebay.parameters(model)
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
                 parameter.copy_(values[name])
         reference.zero_grad()
-        batches = [case.inputs(step * count + micro, dtype) for micro in range(count)]
+        batches = [
+            {k: v.to(device) for k, v in case.inputs(step * count + micro, dtype).items()} for micro in range(count)
+        ]
         torch.manual_seed(step)
         expected = _loop(reference, batches)
-        after = torch.get_rng_state()
+        after = _random_states(device)
         torch.manual_seed(step)
         losses = forebay.accumulate(model, batches, loss_of)
-        assert torch.equal(torch.get_rng_state(), after)
+        assert all(map(torch.equal, _random_states(device), after))
         assert len(losses) == count
         assert all(map(torch.equal, losses, expected)), (step, losses, expected)
         _assert_same(model, reference)
@@ -64,12 +73,17 @@ def assert_same_accumulation(
     return model
 
 
+def _random_states(device: str) -> list[torch.Tensor]:
+    on_device = [torch.cuda.get_rng_state(device)] if torch.device(device).type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
+
+
 def _assert_same(model: nn.Module, reference: nn.Module) -> None:
     gradients = forebay.gradients(model)
     expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     assert set(gradients) == set(expected)
     for name, gradient in expected.items():
-        assert torch.equal(gradients[name], gradient), name
+        assert torch.equal(gradients[name], gradient.cpu()), name
     buffers = dict(reference.named_buffers())
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name

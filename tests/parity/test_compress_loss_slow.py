@@ -23,7 +23,6 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import forebay
 from forebay.compression import CODE_BITS
@@ -36,7 +35,7 @@ from forebay.planning import problem_of
 from forebay.plans import Budget, Plan, Selection
 from forebay.trace import Phase, Trace
 from tests.null.strategies import roomy_machine
-from tests.parity.test_codec_loss_slow import LEARNT, WORST, entropy, speeches
+from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, speeches
 
 pytestmark = pytest.mark.slow
 
@@ -44,23 +43,6 @@ STEPS, LAST = 150, 30
 BATCH, SEQ, SPEECHES = 8, 64, 16
 BOUNDS = {8: WORST, 4: 2 * WORST, 2: 4 * WORST}
 """By bits: how much worse than plain the end may be, as a share."""
-
-
-def model() -> LlamaForCausalLM:
-    """0.2 million parameters, attention in one piece."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
 
 
 def widest(trace: Trace, bits: int, again: bool) -> Plan:
@@ -87,7 +69,7 @@ def widest(trace: Trace, bits: int, again: bool) -> Plan:
 def ended(bits: int, again: bool, seed: int = 0) -> float:
     """Mean loss of the last steps. ``seed`` is that of the rounding."""
     text = speeches(SPEECHES)
-    made = model()
+    made = byte_llama()
     optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
     windows = Windows(text, batch=BATCH, seq=SEQ, seed=0)
     plan = widest(forebay.profile(made, windows.batch(0), optimizer), bits, again)

@@ -7,71 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import forebay
-from forebay.arenas import DISK_BLOCK, UPDATE_RING, Sizer, arenas
+from forebay.arenas import DISK_BLOCK, UPDATE_RING, arenas
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane, Timeline
-from forebay.units import MiB
-
-WIDTH, BLOCKS, STEPS = 64, 4, 3
-ELEMENTS = WIDTH * WIDTH
-STATES = ("exp_avg", "exp_avg_sq")
-AMPLE = 4 * MiB
-
-# Bytes of an element: of a parameter and its gradient, of its states (a 16-bit parameter has an fp32 master), and of
-# the gradient where an update widens it.
-WIDTHS = {torch.float32: (4, 2 * 4, 0), torch.bfloat16: (2, 3 * 4, 4)}
-
-
-def network(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)]).to(dtype)
-
-
-def plan_for(dtype: torch.dtype, home: Tier, there: int, folder: Path, *, chunks: int = 1, cells: int = 2) -> Plan:
-    """The first ``there`` blocks are updated on the device, each in ``chunks`` chunks, in a window of ``cells``."""
-    model = find_blocks(network(dtype)).model
-    nbytes = model.blocks[0].nbytes
-    names = tuple(b.name for b in model.blocks[:there])
-    chunk = ELEMENTS // chunks
-    streaming = Streaming(
-        slots=(nbytes, nbytes),
-        host_slots=(nbytes, nbytes),
-        gradient_window=nbytes,
-        update_chunk=chunk,
-        update_window=Sizer(model, STATES, chunk).update_window(names, cells),
-    )
-    placements = tuple(Placement(b.name, home, Tier.HOST, home) for b in model.blocks)
-    sizes = arenas(model, placements, streaming, STATES, (), names)
-    disk = DiskBudget(str(folder), 64 * MiB) if home is Tier.DISK else None
-    return Plan(
-        "test", Budget(AMPLE, disk=disk), placements, streaming, AMPLE, sizes.host, sizes.disk, update_on_device=names
-    )
-
-
-def train(dtype: torch.dtype, plan: Plan) -> Timeline:
-    model = network(dtype)
-    disk = plan.budget.disk
-    model, optimizer = forebay.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        plan=plan,
-        device_memory=AMPLE,
-        disk=None if disk is None else f"{disk.path}:{disk.nbytes}B",
-        device="cpu",
-    )
-    for _ in range(STEPS):
-        model(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    forebay.synchronize(model)
-    timeline = forebay.report(model).timeline
-    forebay.close(model)
-    return timeline
+from tests.parity.square import AMPLE, BLOCKS, ELEMENTS, STATES, STEPS, WIDTH, WIDTHS, network, plan_for, train
 
 
 def used(timeline: Timeline) -> dict[Tier, TierUsage]:
@@ -85,11 +27,11 @@ def test_on_the_device(dtype: torch.dtype, chunks: int, cells: int, tmp_path: Pa
     widened to fp32. Beside the window there is what updates at home leave there: two slots, at most a gradient that
     is under way and one that is made, and a few activations of two rows."""
     width, states, widened = (n * ELEMENTS // chunks for n in WIDTHS[dtype])
-    plan = plan_for(dtype, Tier.HOST, BLOCKS, tmp_path, chunks=chunks, cells=cells)
+    plan = plan_for(dtype, Tier.HOST, tmp_path, there=BLOCKS, chunks=chunks, cells=cells)
     window = cells * (states + 2 * width) + widened
     assert plan.streaming.update_window == window
     gradient, rows = ELEMENTS * WIDTHS[dtype][0], 2 * WIDTH * WIDTHS[dtype][0]
-    for one, expected in ((plan, window), (plan_for(dtype, Tier.HOST, 0, tmp_path, chunks=chunks), 0)):
+    for one, expected in ((plan, window), (plan_for(dtype, Tier.HOST, tmp_path, chunks=chunks), 0)):
         device = used(train(dtype, one))[Tier.DEVICE]
         assert device.at_peak[Kind.STAGING] == expected
         assert 2 * gradient <= device.peak - expected < 4 * gradient + 6 * rows
@@ -102,7 +44,7 @@ def test_at_home(dtype: torch.dtype, home: Tier, tmp_path: Path) -> None:
     missing where it updates nothing."""
     width, states, workspace = (n * ELEMENTS for n in WIDTHS[dtype])
     for there in (0, 1, BLOCKS):
-        plan = plan_for(dtype, home, there, tmp_path)
+        plan = plan_for(dtype, home, tmp_path, there=there)
         host = used(train(dtype, plan))[Tier.HOST]
         # One gradient waits to be added to what has landed before.
         staging = width + (workspace if there < BLOCKS else 0)
@@ -122,9 +64,9 @@ def test_over_the_link(dtype: torch.dtype, chunks: int, tmp_path: Path) -> None:
     width, states, _ = WIDTHS[dtype]
     up, down = states + width + (width if dtype is torch.float32 else 0), states + width
     assert (up, down) == ((16, 12) if dtype is torch.float32 else (14, 14))
-    home = train(dtype, plan_for(dtype, Tier.HOST, 0, tmp_path, chunks=chunks)).moved()
+    home = train(dtype, plan_for(dtype, Tier.HOST, tmp_path, chunks=chunks)).moved()
     for there in (1, BLOCKS):
-        moved = train(dtype, plan_for(dtype, Tier.HOST, there, tmp_path, chunks=chunks)).moved()
+        moved = train(dtype, plan_for(dtype, Tier.HOST, tmp_path, there=there, chunks=chunks)).moved()
         elements = STEPS * there * ELEMENTS
         assert moved[Lane.H2D] - home[Lane.H2D] == up * elements
         assert moved[Lane.D2H] - home[Lane.D2H] == down * elements
@@ -134,8 +76,8 @@ def test_over_the_link(dtype: torch.dtype, chunks: int, tmp_path: Path) -> None:
 
 
 def test_disk_bytes_are_those_of_an_update_at_home(tmp_path: Path) -> None:
-    home = train(torch.bfloat16, plan_for(torch.bfloat16, Tier.DISK, 0, tmp_path)).moved()
-    there = train(torch.bfloat16, plan_for(torch.bfloat16, Tier.DISK, BLOCKS, tmp_path)).moved()
+    home = train(torch.bfloat16, plan_for(torch.bfloat16, Tier.DISK, tmp_path)).moved()
+    there = train(torch.bfloat16, plan_for(torch.bfloat16, Tier.DISK, tmp_path, there=BLOCKS)).moved()
     for lane in (Lane.DISK_READ, Lane.DISK_WRITE):
         assert there[lane] == home[lane] > 0
 
@@ -147,7 +89,7 @@ def test_what_the_device_copies_from_would_like_to_be_page_locked(home: Tier, tm
     states = 8 * ELEMENTS
     pinnable = []
     for there in (0, 1):
-        plan = plan_for(torch.float32, home, there, tmp_path)
+        plan = plan_for(torch.float32, home, tmp_path, there=there)
         model = find_blocks(network(torch.float32)).model
         sizes = arenas(model, plan.placements, plan.streaming, STATES, (), plan.update_on_device)
         pinnable.append(sum(nbytes for _, nbytes in sizes.pinnable))
@@ -156,7 +98,7 @@ def test_what_the_device_copies_from_would_like_to_be_page_locked(home: Tier, tm
 
 def test_the_window_is_in_the_plan(tmp_path: Path) -> None:
     """A plan that promises less device memory than slots and window take is refused before anything is opened."""
-    plan = plan_for(torch.float32, Tier.HOST, BLOCKS, tmp_path)
+    plan = plan_for(torch.float32, Tier.HOST, tmp_path, there=BLOCKS)
     sizes = arenas(
         find_blocks(network(torch.float32)).model, plan.placements, plan.streaming, STATES, (), plan.update_on_device
     )

@@ -40,6 +40,12 @@ def test_links_are_as_slow_as_in_the_step_and_keep_the_form_of_their_curve() -> 
     assert (found.d2h, found.update_rate) == (MACHINE.d2h, 1e9)
 
 
+def test_what_cores_bind_loses_the_same_share_as_other_updates() -> None:
+    machine = replace(MACHINE, update_elements={"exp_avg:float32": 8e9})
+    found = as_in_a_step(machine, {Lane.UPDATE: (machine.update_rate / 4, 1 << 20)})
+    assert found.update_elements == {"exp_avg:float32": 2e9}
+
+
 def test_nothing_is_faster_in_a_step_than_alone() -> None:
     fast = {lane: (1e15, 1 << 20) for lane in (Lane.H2D, Lane.D2H, Lane.UPDATE)}
     found = as_in_a_step(MACHINE, fast)

@@ -16,10 +16,9 @@ from forebay.kernels.adam import adam_kernel, adam_scalars
 from forebay.kernels.lion import COLUMNS as LION
 from forebay.kernels.lion import lion_kernel, lion_scalars
 from forebay.kernels.native import Form
-from forebay.kernels.norms import square_kernel
 from forebay.kernels.sgd import COLUMNS as SGD
 from forebay.kernels.sgd import sgd_kernel, sgd_scalars
-from tests.parity.kernel_rig import COUNTS, DTYPES, SHARES, Memory, memory, run, same
+from tests.parity.kernel_rig import COUNTS, DTYPES, Memory, memory, run, same
 
 FORMS = [(Form.FP32, Form.FP32), (Form.BF16, Form.BF16), (Form.FP16, Form.FP16), (Form.BF16, Form.FP32)]
 """Parameter and gradient: what models have, and bf16 models whose gradients are summed in fp32."""
@@ -190,17 +189,3 @@ def test_lion_is_the_papers(forms: tuple[Form, Form]) -> None:
         momentum.mul_(beta2).add_(gradient * (1 - beta2))
         theirs.parameter.copy_(theirs.master)
         assert_same(ours, theirs, (forms, count))
-
-
-@pytest.mark.parametrize("form", list(Form))
-def test_squares(form: Form) -> None:
-    kernel = square_kernel(form)
-    for count in COUNTS:
-        values = memory(count, form, form, states=0).gradient
-        found = run(kernel, [[count, values.data_ptr()]])
-        assert found == pytest.approx(float(values.double().square().sum()), rel=1e-6)
-    values[7] = float("nan")
-    assert torch.tensor(run(kernel, [[count, values.data_ptr()]])).isnan()
-    values[7] = float("inf")
-    assert run(kernel, [[count, values.data_ptr()]]) == float("inf")
-    assert run(kernel, [[0, 0]] * SHARES) == 0.0

@@ -10,13 +10,12 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import forebay
 from forebay.data.text import Windows
 from forebay.optim import AdamW, Lion
 from forebay.states import Moments
-from tests.parity.test_codec_loss_slow import LEARNT, WORST, entropy, speeches
+from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, speeches
 
 pytestmark = pytest.mark.slow
 
@@ -25,27 +24,10 @@ SEEDS = (0, 1, 2)
 SPEECHES = 16
 
 
-def model(seed: int) -> LlamaForCausalLM:
-    """0.2 million parameters."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-
-
 @cache
 def ended(moments: Moments | None, seed: int, policy: str | None = None) -> float:
     """Mean loss of the last steps; ``moments`` None: Lion. ``policy``: of a prepared model."""
-    made, windows = model(seed), Windows(speeches(SPEECHES), batch=8, seq=64, seed=seed)
+    made, windows = byte_llama(seed), Windows(speeches(SPEECHES), batch=8, seq=64, seed=seed)
     optimizer: torch.optim.Optimizer = (
         Lion(made.parameters(), lr=6e-4, weight_decay=0.05)
         if moments is None

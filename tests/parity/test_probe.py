@@ -58,6 +58,8 @@ def test_everything_is_found(measured: tuple[Machine, Path]) -> None:
     assert {"float32", "bfloat16"} <= set(machine.compute)
     for figure in (machine.device_bandwidth, machine.host_bandwidth, machine.update_rate, machine.launch_seconds):
         assert figure > 0
+    assert {kind.partition(":")[2] for kind in machine.update_elements} == {"bfloat16", "8bit", "4bit", "float32"}
+    assert all(rate > 0 for rate in machine.update_elements.values())
     assert machine.watch_seconds >= 0 and 0 < machine.duplex <= 1 and 0 <= machine.shared_cores <= 1
     for link in (machine.h2d, machine.d2h):
         assert [size for size, _ in link.curve.points] == [64 * KiB, 256 * KiB, MiB]

@@ -12,7 +12,8 @@ ring        what is on its way to disk, or from there, is not overwritten in the
 residency   a parameter is read from a slot that holds its block, with the values of the step: of a block that is
             updated ahead of its step, out of the copy that the updates of the steps before have made
 gradients   every gradient lands once in every pass, when it is complete
-updates     every trainable element is updated once in every step, after its gradient, with its states
+updates     every trainable element is updated once in every step, after its gradient, with its states; what of that is
+            done on the device for a block whose home is elsewhere gets there and home again (``cells``)
 capacity    the device has room at every instant, within the budget and within what the plan promises (``transit``)
 
 All of it is proved for the trace and for each of its extremes: the routes that take the most memory.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import final
 
 from forebay.checking.capacity import check_account, check_device
+from forebay.checking.cells import check_window
 from forebay.checking.computing import largest, walk
 from forebay.checking.fitting import allowances, check_names, check_standing, layouts, standing, staying_gradients
 from forebay.checking.gradients import landings
@@ -56,6 +58,7 @@ def check(
     """
     check_names(trace, plan)
     chunks = layouts(trace, plan)
+    check_window(trace, plan, chunks)
     stands = standing(trace, plan, chunks)
     most = {**stands, Tier.DEVICE: stands[Tier.DEVICE] + staying_gradients(trace, plan)}
     check_standing(most, machine, plan)

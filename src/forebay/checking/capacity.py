@@ -115,9 +115,12 @@ def _needs(order: Order, passes: Passes, landed: Mapping[tuple[int, int], int], 
         between, during = coming.at(moment.action, moment.then)
         if between:
             needs.append(_Need(moment, moment.before, leaving.most(between), True))
-        needs.append(_Need(moment, moment.nbytes, leaving.most(during, moment.action), False))
-        if moment.then < 0:
-            leaving.let_go(moment.action)  # compute, or who comes after it
+        if moment.then < 0:  # compute: what is away when it starts is so for whoever comes after it
+            leaving.let_go(moment.action)
+            in_transit = leaving.most(during)
+        else:
+            in_transit = leaving.most(during, moment.action)
+        needs.append(_Need(moment, moment.nbytes, in_transit, False))
     return needs
 
 
@@ -199,7 +202,7 @@ class _Claims:
 
     def _arrive(self, *actions: int) -> None:
         """What is back for certain when each of ``actions`` starts."""
-        while self._arriving and all(self._order.before(self._arriving[0][0], index) for index in actions):
+        while self._arriving and all([self._order.before(self._arriving[0][0], index) for index in actions]):
             self._steady += self._arriving.popleft()[1]
 
     def _let_go(self) -> None:
@@ -210,6 +213,8 @@ class _Claims:
     def _steady_with(self, coming: Sequence[tuple[int, int]], at: int = -1) -> int:
         """The most at once of what stands, what may not have left yet and what may be there again: now, or when action
         ``at`` starts."""
+        if not coming and at < 0:
+            return self._steady
         return self._steady - self._leaving.nbytes + self._leaving.most(coming, at)
 
     def _note(self, index: int, nbytes: int) -> None:
@@ -225,7 +230,7 @@ def _made(action: Action) -> int:
 
 
 def _change(action: Action) -> int:
-    return sum(change.nbytes for change in action.changes)
+    return sum([change.nbytes for change in action.changes]) if action.changes else 0
 
 
 def _no_room(step: Step, program: Program, need: _Need, tensor: int | None, standing: int, allowed: int) -> DoesNotFit:

@@ -108,6 +108,7 @@ class _Walker:
         self.passes = Passes(
             offloads=self.transfers.offloads, reloads=self.transfers.reloads, around=computes_around(program)
         )
+        self.makes_treated = {step.birth[root] for root in live.treated.ways}
         self.wanted = wanted
         self.largest: int | None = None
         self.next_op = 0
@@ -255,21 +256,22 @@ class _Walker:
         left = 0  # what has left the account of the step, not yet the device
         held = self.step.trace.held_nbytes if self.number and not again else 0  # in forward
         wanted = self.wanted[1] if index == self.wanted[0] else -1
+        live, last_forward = self.live, self.last_forward
         for number in range(start, stop):
-            nbytes = self._start(index, number, again) + left + (held if number <= self.last_forward else 0)
+            nbytes = self._start(index, number, again) + left + (held if number <= last_forward else 0)
             if nbytes > most or number == start:
                 most, op = nbytes, number
             if number == wanted:
-                self.largest = self.live.largest()
-            live = self.live.nbytes + self.live.kept
-            gone = self.live.finish(number, again=again)
+                self.largest = live.largest()
+            there = live.nbytes + live.kept
+            gone = live.finish(number, again=again)
             leaves = 0 if gone is None else self._leave(index, gone)
             left += leaves
-            self.dropping = live - self.live.nbytes - self.live.kept - leaves
-            if number == self.last_forward and not again:
-                self.live.forward_is_over()
+            self.dropping = there - live.nbytes - live.kept - leaves
+            if number == last_forward and not again:
+                live.forward_is_over()
                 # A loss outside of the model, made of what forward leaves.
-                most = max(most, self.live.nbytes + left + self.step.trace.unseen_nbytes)
+                most = max(most, live.nbytes + left + self.step.trace.unseen_nbytes)
         self.passes.moments.append(Moment(index, most, op, before))
 
     def _start(self, index: int, number: int, again: bool) -> int:
@@ -283,7 +285,7 @@ class _Walker:
             nbytes = self.live.start(number, again=again)
         except Missing as missing:
             raise self._missing(index, missing) from None
-        if not again:
+        if not again and number in self.makes_treated:
             self.transfers.made(number, index)
         return nbytes
 

@@ -41,10 +41,6 @@ def check_names(trace: Trace, plan: Plan) -> None:
         raise _invalid((unknown or missing)[0], f"this plan was made for another model: {what}; make the plan again")
     if twice:
         raise _invalid(twice[0], f"the plan places block {listed(twice)} more than once; keep one placement")
-    if plan.update_on_device:
-        there = listed(plan.update_on_device)
-        text = f"block {there} is updated on the device and has its home elsewhere, which has no proof yet; take it out"
-        raise _invalid(plan.update_on_device[0], text)
     for name in plan.recompute:
         if name not in blocks:
             raise _invalid(
@@ -93,15 +89,18 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     """Bytes of every tier that are there all the time under ``plan``; pinned: what would like to be page-locked.
 
     ``state`` are the ``layouts``. Gradients that stay on the device are none of them: ``staying_gradients``. A block
-    that is updated ahead of its step has its parameters and states at home twice.
+    that is updated ahead of its step has its parameters and states at home twice. One that is updated on the device
+    passes through a window there, and its states are copied from home and back.
     """
     blocks = {b.name: b for b in trace.model.blocks}
     pairs = [(blocks[p.block], p) for p in plan.placements]
     device = trace.model.buffer_nbytes + sum(plan.streaming.slots)
     if trace.device == "cuda":
         device += sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
+    device += plan.streaming.update_window if plan.update_on_device else 0
     host = pinned = disk = 0
-    ring = workspace = largest_gradient = 0
+    ring = workspace = largest_gradient = moved = 0
+    through_ring = False
     for block, placement in pairs:
         copies = 2 if block.name in plan.speculate else 1
         states = sum(c.nbytes for c in state[block.name].chunks) * copies
@@ -121,13 +120,17 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             ring = max((ring, *(c.nbytes for c in state[block.name].chunks)))
         else:
             host += states
-        if MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
+        if block.name in plan.update_on_device:
+            moved += states if placement.states is Tier.HOST else 0
+            through_ring = through_ring or (placement.states is Tier.DISK and states > 0)
+        elif MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
             workspace = max((workspace, *(STATE_ITEMSIZE * c.elements for c in state[block.name].chunks)))
     pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
     disk += plan.streaming.disk_activations
     if any(p.parameters is Tier.DISK for _, p in pairs):
         pinned += sum(plan.streaming.host_slots)
     host += pinned + UPDATE_RING * ring + workspace + (DISK_BLOCK * DISK_BOUNCE if disk else 0)
+    pinned += moved + UPDATE_RING * ring * through_ring
     return {Tier.DEVICE: device, Tier.HOST: host, Tier.PINNED: pinned, Tier.DISK: disk}
 
 

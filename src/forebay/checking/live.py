@@ -113,12 +113,19 @@ class Live:
         """
         step, op = self._step, self._step.ops[number]
         self._latest = number
-        self._turn(op.visit if again else -1)
+        running = op.visit if again else -1
+        if running != self._running_again:
+            self._turn(running)
         if op.opens and not again and op.visit in self.partners:
             self._hold_inputs(op.visit)
-        backward = again or op.backward
+        first, remade, away = self._first, self._remade, self._away
         for root in op.reads:
-            if not self._is_there(root, backward):
+            if root in away:
+                # Backward asks for what stands for a moved one, whoever holds that beside.
+                there = root in (self._back if again or op.backward else first)
+            else:
+                there = root in first or root in remade
+            if not there:
                 raise Missing(number, root)
         for root in op.made:
             if again:
@@ -226,12 +233,6 @@ class Live:
             self._away[root] = others
             others = 0
         self._first[root] = PYTHON | others
-
-    def _is_there(self, root: int, backward: bool) -> bool:
-        """Whether an op finds ``root``. Backward asks for what stands for a moved one, whoever holds that beside."""
-        if root in self._away:
-            return root in self._back if backward else root in self._first
-        return root in self._first or root in self._remade
 
     def _free(self, number: int, again: bool) -> Sequence[int]:
         """Lets go of what nobody holds after op ``number``. Returns the roots that only their way to the host keeps."""

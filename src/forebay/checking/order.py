@@ -19,7 +19,9 @@ _LANES = {
     Verb.ACCUMULATE: (Lane.D2H,),
     Verb.OFFLOAD: (Lane.D2H,),
     Verb.RELOAD: (Lane.H2D,),
-    Verb.UPDATE: (Lane.UPDATE, Lane.COMPUTE),
+    Verb.UPDATE: (Lane.UPDATE, Lane.COMPUTE, Lane.DEVICE_UPDATE),
+    Verb.LOAD: (Lane.H2D,),
+    Verb.STORE: (Lane.D2H,),
     Verb.READ: (Lane.DISK_READ,),
     Verb.WRITE: (Lane.DISK_WRITE,),
 }
@@ -49,9 +51,10 @@ class Order:
             for earlier in action.after:
                 if not 0 <= earlier < index:
                     raise fault(program, index, action.what, f"it waits for action {earlier}, which is not before it")
-                clock = list(map(max, clock, self._clock[earlier]))
-                own = self._lane[earlier]
-                clock[own] = max(clock[own], self._position[earlier] + 1)
+                own, position = self._lane[earlier], self._position[earlier]
+                if clock[own] <= position:  # or else that, and all that it had waited for, is known to be done
+                    clock = list(map(max, clock, self._clock[earlier]))
+                    clock[own] = position + 1
             clock[lane] = counts[lane]  # all before it on its lane
             self._lane.append(lane)
             self._position.append(counts[lane])

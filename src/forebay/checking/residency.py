@@ -11,9 +11,9 @@ from forebay.checking.computing import Passes
 from forebay.checking.order import Order
 from forebay.checking.step import Step
 from forebay.checking.words import fault
-from forebay.memory import Tier
+from forebay.memory import Kind, Tier
 from forebay.plans import Plan
-from forebay.program import Program, Use, Verb
+from forebay.program import Action, Program, Use, Verb
 
 __all__ = ["Residency"]
 
@@ -39,6 +39,7 @@ class Residency:
         self._order = order
         self._placements = {p.block: p for p in plan.placements}
         self._two_copies = frozenset(plan.speculate)
+        self._there = frozenset(plan.update_on_device)
         self._ends = passes.ends
         self._blocks = {b.name: b for b in step.trace.model.blocks}
         self._fetches: dict[int, list[int]] = defaultdict(list)
@@ -50,11 +51,19 @@ class Residency:
                 self._note_fetch(index)
             elif action.verb is Verb.READ and action.chunk < 0:
                 self._reads[action.block].append(index)
-            changes_home = Verb.WRITE if self._on_disk(action.block) else Verb.UPDATE
-            if action.verb is changes_home and (action.chunk < 0 or changes_home is Verb.UPDATE):
+            if self._changes_home(action):
                 # All of a step run on one lane: the first and the last stand for those between.
                 first, _ = self._changes[action.block].get(action.step, (index, index))
                 self._changes[action.block][action.step] = first, index
+
+    def _changes_home(self, action: Action) -> bool:
+        """Whether it changes what a fetch copies: of a block on disk the write of its parameters does, of one that is
+        updated on the device what brings them home."""
+        if self._on_disk(action.block):
+            return action.verb is Verb.WRITE and action.chunk < 0
+        if action.block in self._there:
+            return action.verb is Verb.STORE and action.part is Kind.PARAMETER
+        return action.verb is Verb.UPDATE
 
     def _on_disk(self, block: str) -> bool:
         return block in self._placements and self._placements[block].parameters is Tier.DISK

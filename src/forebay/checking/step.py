@@ -66,8 +66,9 @@ class Step:
             segment = trace.segments[visit.segment]
             # A reference is a place in this list: those of ports count from its end.
             ids = [*range(visit.first_tensor, visit.first_tensor + len(segment.tensors)), *reversed(visit.ports)]
+            roots = [self._root[number] for number in ids]
             for op in segment.ops:
-                self.ops.append(self._flat(op, place, ids))
+                self.ops.append(self._flat(op, place, ids, roots))
         # Of every visit the roots that it is given, or reads and does not make.
         self.inputs: list[set[int]] = [set() for _ in trace.visits]
         for flat in self.ops:
@@ -86,10 +87,11 @@ class Step:
         for root, n in last.items():
             self.ending.setdefault(n, []).append(root)
 
-    def _flat(self, op: Op, place: int, ids: Sequence[int]) -> FlatOp:
-        """The next op, one of the visit at ``place``; ``ids`` are those of the tensors by their references."""
+    def _flat(self, op: Op, place: int, ids: Sequence[int], root_of: Sequence[int]) -> FlatOp:
+        """The next op, one of the visit at ``place``; ``ids`` are those of the tensors by their references, ``root_of``
+        those of their roots."""
         number, sources, roots, work = len(self.ops), self.sources, self._root, self.trace.works[op.work]
-        inputs = sorted({roots[ids[t]] for t in op.inputs})
+        inputs = sorted({root_of[t] for t in op.inputs})
         view = not work.flops and not work.nbytes
         # An op that works in place has for its output what is there already.
         outputs = [t for t in dict.fromkeys([ids[t] for t in op.outputs]) if t >= sources]

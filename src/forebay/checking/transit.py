@@ -87,6 +87,8 @@ class Leaving:
         it had waited for is gone."""
         gone, nbytes = self._away(at, 0) if at >= 0 else (0, 0)
         left = most = self.nbytes - nbytes
+        if not coming:
+            return most
         back = 0
         for action, more in coming:
             back += more

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import final
 
 from forebay.arenas import UPDATE_RING
+from forebay.checking.cells import Cells, Work
 from forebay.checking.computing import Passes
 from forebay.checking.order import Order
 from forebay.checking.step import Step
@@ -49,6 +50,7 @@ class Updates:
         self._fetched = {read: fetch for fetch, read in sources.items()}
         self._placements = {p.block: p for p in plan.placements}
         self._ahead = frozenset(plan.speculate)
+        self._cells = Cells(plan, program, order, layouts)
         self._ids = step.ids
         # Parameters with a gradient, of every block, and those that have elements in a chunk of it.
         self._trained_of = {
@@ -60,6 +62,7 @@ class Updates:
             for block, layout in layouts.items()
             for number, chunk in enumerate(layout.chunks)
         }
+        self._latest_landing: dict[Key, int] = {}
         self._moves: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._seen: dict[Verb, dict[Key, list[int]]] = {verb: defaultdict(list) for verb in Verb}
         for index, action in enumerate(program.actions):
@@ -82,6 +85,7 @@ class Updates:
                     self._check_home(name, step)
         self._check_ring()
         self._check_host_slots()
+        self._check_buffers(*self._cells.uses(), "cells of the update_window")
 
     def _note(self, index: int, action: Action) -> None:
         placement = self._placements.get(action.block)
@@ -139,29 +143,47 @@ class Updates:
     def _check_chunk(self, placement: Placement, chunk: int, step: int) -> None:
         program, order, block = self._program, self._order, placement.block
         names = self._wanted(block, chunk)
-        near = max((self._landing(name, step) for name in names), default=-1)
-        update = self._once(Verb.UPDATE, (block, chunk, step), names, near)
+        latest = self._latest(block, chunk, step)
+        update = self._once(Verb.UPDATE, (block, chunk, step), names, latest)
+        there = block in self._cells.blocks
+        if update is not None and program.actions[update].lane is not (Lane.DEVICE_UPDATE if there else Lane.UPDATE):
+            where = "device, on the device_update lane" if there else "host, on the update lane"
+            raise fault(program, update, block, f"block {block} is updated on the {where}")
+        if there:
+            self._cells.check_chunk(block, chunk, step, names, -1 if update is None else update)
         if update is None:
             return
-        if program.actions[update].lane is not Lane.UPDATE:
-            raise fault(program, update, block, f"block {block} is updated on the host, on the update lane")
-        self._check_time(block, names, step, update)
-        for name in self._trained[block, chunk]:
-            following = self._moves[name, step + 1][:1]
-            if following and not order.before(update, following[0]):
-                text = f"the next gradient of {name} may overwrite the one that action {update} reads"
-                raise fault(program, following[0], name, text)
+        for reader in self._work(block, chunk, step, update).gradients if there else (update,):
+            self._check_time(block, names if latest < 0 or not order.before(latest, reader) else [], step, reader)
+            for name in self._trained[block, chunk]:
+                following = self._moves[name, step + 1][:1]
+                if following and not order.before(reader, following[0]):
+                    text = f"the next gradient of {name} may overwrite the one that action {reader} reads"
+                    raise fault(program, following[0], name, text)
         if placement.states is Tier.DISK and self._layouts[block].chunks[chunk].nbytes:
             self._check_states(block, chunk, step, names, update)
+
+    def _work(self, block: str, chunk: int, step: int, update: int) -> Work:
+        """What an update does where things are at home."""
+        return self._cells.work(block, chunk, step) if block in self._cells.blocks else Work.at_home(update)
 
     def _landing(self, name: str, step: int) -> int:
         """The action by whose end the gradient of a parameter has landed for the last time in a step."""
         return self._landed[self._ids[name], (step + 1) * self._program.micro_batches - 1]
 
+    def _latest(self, block: str, chunk: int, step: int) -> int:
+        """The last landing of what a chunk is updated for (-1: nothing). Landings are on one lane, in order: who comes
+        after that one comes after all of them."""
+        key = block, -1 if block in self._ahead else chunk, step
+        if key not in self._latest_landing:
+            landings = (self._landing(name, step) for name in self._wanted(block, chunk))
+            self._latest_landing[key] = max(landings, default=-1)
+        return self._latest_landing[key]
+
     def _check_time(self, block: str, names: list[str], step: int, update: int) -> None:
-        """An update comes after the gradients that it is for, and when the step is asked for, which is after all of
-        backward is issued. One ahead of its step comes after all that lands in its block: whatever lands later tells
-        the step that the update has to be done again."""
+        """An update (or what reads gradients for it) comes after the gradients of ``names``, and when the step is asked
+        for, which is after all of backward is issued. One ahead of its step comes after all that lands in its block:
+        whatever lands later tells the step that the update has to be done again."""
         program = self._program
         for name in names:
             landing = self._landing(name, step)
@@ -182,12 +204,15 @@ class Updates:
         write = self._once(Verb.WRITE, (block, chunk, step), names, update)
         if read is None or write is None:
             return
-        if not self._order.before(read, update):
-            text = f"the states of chunk {chunk} of block {block} may not have been read (action {read})"
-            raise fault(self._program, update, block, text)
-        if not self._order.before(update, write):
-            text = f"it writes the states of chunk {chunk} of block {block}, which action {update} may still change"
-            raise fault(self._program, write, block, text)
+        work = self._work(block, chunk, step, update)
+        for user in work.states:
+            if not self._order.before(read, user):
+                text = f"the states of chunk {chunk} of block {block} may not have been read (action {read})"
+                raise fault(self._program, user, block, text)
+        for user in work.stored:
+            if not self._order.before(user, write):
+                text = f"it writes the states of chunk {chunk} of block {block}, which action {user} may still change"
+                raise fault(self._program, write, block, text)
         earlier = self._seen[Verb.WRITE][block, chunk, step - 1]
         if earlier and not self._order.before(earlier[0], read):
             text = f"it reads states of chunk {chunk} of block {block} that action {earlier[0]} may not have written"
@@ -197,8 +222,10 @@ class Updates:
             raise fault(self._program, read, block, text)
 
     def _updates_of(self, block: str, step: int) -> list[int]:
+        """The actions by which the updates of a block in a step read or write its parameters at home."""
         chunks = range(len(self._layouts[block].chunks))
-        return [i for chunk in chunks for i in self._seen[Verb.UPDATE][block, chunk, step]]
+        updates = ((chunk, i) for chunk in chunks for i in self._seen[Verb.UPDATE][block, chunk, step])
+        return [use for chunk, i in updates for use in self._work(block, chunk, step, i).parameters]
 
     def _check_home(self, block: str, step: int) -> None:
         """Parameters on disk: read before the updates of the step, written once after them."""

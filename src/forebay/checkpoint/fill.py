@@ -88,7 +88,7 @@ def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
     """Loads every parameter and persistent buffer of ``model`` from a folder of safetensors."""
     weights = _Weights(Path(folder))
     for block in session.model.blocks:
-        session.write({spec.name: weights.parameter(spec) for spec in block.parameters})
+        session.contents.write({spec.name: weights.parameter(spec) for spec in block.parameters})
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in weights:
@@ -125,7 +125,7 @@ def _initialize_block(session: Session, block: Block, model: nn.Module, modules:
             f"{type(model).__name__} does not initialise {missed[0]} by itself; build the model with real values on "
             f"the cpu, or load weights with forebay.load"
         )
-    session.write(values)
+    session.contents.write(values)
 
 
 def _modules_of(block: Block, modules: Mapping[str, nn.Module]) -> list[str]:

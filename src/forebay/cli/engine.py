@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,17 @@ class Engine(Protocol):
         loss: Loss,
         compress: int,
         device: str,
+        micro_batches: int,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Puts model and optimizer under a plan."""
+
+    def accumulate(
+        self,
+        model: nn.Module,
+        micro_batches: Iterable[Any],
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Adds up the gradients of several micro-batches, each of which passes a block before the next is fetched."""
 
     def load(self, model: nn.Module, folder: str) -> None:
         """Streams the safetensors of ``folder`` into the tiers."""

@@ -33,7 +33,16 @@ Dtype = Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloa
 Optimizer = Annotated[str | None, typer.Option(help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.")]
 DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
 HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")]
-DiskPath = Annotated[str | None, typer.Option(metavar="PATH[:SIZE],...", help="Folder for a disk tier, or several.")]
+DiskPath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH[:SIZE],...",
+        help="Folder for a disk tier, or one on each of several disks: /a:1TiB,/b:1TiB.",
+    ),
+]
+MachineName = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
+]
 Policy = Annotated[str | None, typer.Option(help="The planner.")]
 LossWay = Annotated[
     str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
@@ -44,6 +53,7 @@ Bits = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Batch = Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")]
+Accumulate = Annotated[int | None, typer.Option(help="Micro-batches in an optimizer step.")]
 
 
 def main() -> None:
@@ -76,7 +86,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate, after a warmup over a tenth of the steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Decides random weights and the order of the text.")] = None,
     dtype: Dtype = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches in an optimizer step.")] = None,
+    accumulate: Accumulate = None,
     clip_norm: Annotated[float | None, typer.Option(help="Clip the gradients to this norm.")] = None,
     optimizer: Optimizer = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
@@ -160,13 +170,12 @@ def plan(
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
+    accumulate: Accumulate = None,
     optimizer: Optimizer = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk: DiskPath = None,
-    machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
-    ] = None,
+    machine: MachineName = None,
     policy: Policy = None,
     loss: LossWay = None,
     compress: Bits = None,
@@ -180,6 +189,7 @@ def plan(
             "batch": batch,
             "seq": seq,
             "dtype": dtype,
+            "accumulate": accumulate,
             "optimizer": optimizer,
             "device_memory": device_memory,
             "host_memory": host_memory,
@@ -201,11 +211,9 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
 
     from forebay.cli.plan import make_settings, write_plan
     from forebay.cli.plan import plan as make_report
-    from forebay.recipes import load_recipe, recipe_names
     from forebay.reporting.plan import plan_table
 
-    recipe = load_recipe(flags["model"]).train if flags["model"] in recipe_names() else {}
-    report = make_report(make_settings(recipe, flags))
+    report = make_report(make_settings(_of_recipe(flags["model"]), flags))
     if out is not None and report.fits:
         write_plan(report, out)
     if as_json:
@@ -213,6 +221,59 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
     else:
         Console().print(plan_table(report))
     return report.fits
+
+
+@app.command()
+def compare(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for forebay plan.")],
+    states: Annotated[
+        bool, typer.Option("--states", help="Only policies for parameters, gradients and states, and auto.")
+    ] = False,
+    budgets: Annotated[
+        str | None, typer.Option(metavar="SIZE,...", help="Device budgets; else what the machine has.")
+    ] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    dtype: Dtype = None,
+    optimizer: Optimizer = None,
+    host_memory: HostMemory = None,
+    disk: DiskPath = None,
+    machine: MachineName = None,
+    json: AsJson = False,
+) -> None:
+    """Put policies side by side: the predicted step, what each tier holds, what crosses each link."""
+    with _errors_as_messages():
+        flags = {
+            "model": model,
+            "batch": batch,
+            "seq": seq,
+            "dtype": dtype,
+            "optimizer": optimizer,
+            "host_memory": host_memory,
+            "disk": disk,
+            "machine": machine,
+        }
+        if not _compare(flags, budgets, states, json):
+            raise typer.Exit(EXIT_NO)
+
+
+def _compare(flags: Mapping[str, Any], budgets: str | None, states: bool, as_json: bool) -> bool:
+    """Prints the answer and returns whether any policy fits."""
+    from json import dumps
+
+    from rich.console import Console
+
+    from forebay.cli.compare import compare as make_comparison
+    from forebay.cli.compare import parse_budgets
+    from forebay.cli.plan import make_settings
+    from forebay.reporting.comparison import comparison_tables
+
+    found = make_comparison(make_settings(_of_recipe(flags["model"]), flags), parse_budgets(budgets), states=states)
+    if as_json:
+        print(dumps([candidate.to_json_dict() for candidate in found.candidates]))
+    else:
+        Console().print(comparison_tables(found.title, found.candidates, found.notes))
+    return any(candidate.feasible for candidate in found.candidates)
 
 
 def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) -> None:
@@ -224,13 +285,11 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) ->
     from forebay.cli.progress import choose_view
     from forebay.cli.train import train as run_training
     from forebay.config import make_config, read_yaml
-    from forebay.recipes import load_recipe, recipe_names
     from forebay.reporting.table import closing_table
 
     settings = {} if config_file is None else read_yaml(config_file)
     model = flags["model"] or settings.get("model")
-    recipe = load_recipe(model).train if model in recipe_names() else {}
-    config = make_config(recipe, settings, flags)
+    config = make_config(_of_recipe(model), settings, flags)
     result = run_training(config, api, choose_view(Console(stderr=True)))
     if as_json:
         print(dumps(result.to_json_dict()))
@@ -239,6 +298,13 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) ->
     console.print(closing_table(result.report, result.losses))
     if result.folder is not None:
         console.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _of_recipe(model: str | None) -> Mapping[str, Any]:
+    """Settings that come with a model which has a name."""
+    from forebay.recipes import load_recipe, recipe_names
+
+    return load_recipe(model).train if model is not None and model in recipe_names() else {}
 
 
 def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:

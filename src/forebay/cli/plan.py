@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from forebay.recipes.tasks import Sample
     from forebay.reporting.forecast import PlanReport
 
-__all__ = ["PlanSettings", "make_settings", "plan", "write_plan"]
+__all__ = [
+    "PlanSettings",
+    "capture_step",
+    "chosen_machine",
+    "disk_budget",
+    "make_settings",
+    "plan",
+    "with_ops",
+    "write_plan",
+]
 
 
 class PlanSettings(BaseModel):
@@ -41,6 +50,7 @@ class PlanSettings(BaseModel):
     policy: str = "auto"
     loss: Loss = "auto"
     compress: Bits = 0
+    accumulate: int = Field(default=1, ge=1)
 
 
 def make_settings(*layers: Mapping[str, Any]) -> PlanSettings:
@@ -65,27 +75,39 @@ def plan(settings: PlanSettings) -> PlanReport:
     import torch
 
     from forebay.planners import PLANNERS
-    from forebay.planning import assess, choose_report
+    from forebay.planning import assess, choose_report, gives_up_nothing
     from forebay.profiler.loss import cut_for, forced_cut
     from forebay.recipes.tasks import sample
 
     if settings.policy not in PLANNERS:
         raise ConfigError(f"--policy: there is no {settings.policy!r}; policies are {', '.join(sorted(PLANNERS))}")
-    folder = _disk(settings)
-    machine, notes = _machine(settings, folder)
+    folder = disk_budget(settings)
+    machine, notes = chosen_machine(settings, folder)
     device = machine.device_capacity if settings.device_memory is None else settings.device_memory
     found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
     budget = Budget(device, settings.host_memory, None, folder)
 
     def report(cut: Cut | None) -> PlanReport:
-        captured, name = _capture(settings, found, machine, cut)
-        on, timed = (machine, ()) if settings.machine is not None else _with_ops(captured, machine)
-        return assess(name, captured.trace, on, budget, settings.policy, (*notes, *timed), cut, settings.compress)
+        captured, name = capture_step(settings, found, machine, cut)
+        on, timed = (machine, ()) if settings.machine is not None else with_ops(captured, machine)
+        return assess(
+            name,
+            captured.trace,
+            on,
+            budget,
+            settings.policy,
+            (*notes, *timed),
+            cut,
+            settings.compress,
+            settings.accumulate,
+        )
 
     here = torch.device(machine.device_kind) if settings.machine is None else None
     if settings.loss == "chunked":
         return report(forced_cut(found.model, found.batch, device, here))
     plain = report(None)
+    if plain.plan is not None and gives_up_nothing(plain.plan):
+        return plain  # whatever the loss: it is not captured, and not planned, twice
     cut = cut_for(found.model, found.batch, device, here) if settings.loss == "auto" else ""
     if isinstance(cut, str):
         return plain
@@ -106,7 +128,8 @@ def write_plan(report: PlanReport, path: Path) -> None:
         raise StorageError(f"cannot write the plan to {path}: {error.strerror or error}") from None
 
 
-def _disk(settings: PlanSettings) -> DiskBudget | None:
+def disk_budget(settings: PlanSettings) -> DiskBudget | None:
+    """What ``--disk`` allows. Raises ``ConfigError``."""
     if settings.disk is None:
         return None
     try:
@@ -115,7 +138,7 @@ def _disk(settings: PlanSettings) -> DiskBudget | None:
         raise ConfigError(f"--disk: {error}") from None
 
 
-def _machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Machine, tuple[str, ...]]:
+def chosen_machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Machine, tuple[str, ...]]:
     """The machine that ``--machine`` names: a file or an entry of the catalogue, None: this one; and remarks on it."""
     if settings.machine is None:
         from forebay.profiler.here import this_machine
@@ -132,7 +155,7 @@ def _machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Machine, 
     return machine, ()
 
 
-def _with_ops(captured: Captured, machine: Machine) -> tuple[Machine, tuple[str, ...]]:
+def with_ops(captured: Captured, machine: Machine) -> tuple[Machine, tuple[str, ...]]:
     """This machine with the seconds of the step's ops, if its rates were measured too, and remarks on them.
 
     Beside typical rates they would say nothing: a plan weighs ops against transfers.
@@ -144,7 +167,7 @@ def _with_ops(captured: Captured, machine: Machine) -> tuple[Machine, tuple[str,
     return found.machine, (*remarks, *([found.note] if found.note else []))
 
 
-def _capture(settings: PlanSettings, found: Sample, machine: Machine, cut: Cut | None) -> tuple[Captured, str]:
+def capture_step(settings: PlanSettings, found: Sample, machine: Machine, cut: Cut | None) -> tuple[Captured, str]:
     """One step of the model, and what the report calls it."""
     from forebay.profiler.capture import capture
 

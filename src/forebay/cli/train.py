@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
 from forebay.cli.engine import Engine
+from forebay.cli.loop import Accumulate, train_loop
 from forebay.cli.progress import StepResult, View
-from forebay.errors import ConfigError, ModelError, StorageError
+from forebay.errors import ConfigError, DoesNotFit, ModelError, StorageError
+from forebay.memory import Tier
 from forebay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -61,22 +63,12 @@ def train(config: TrainConfig, engine: Engine, view: View) -> TrainResult:
     view.note(_opening(config, model, source, tokenizer, windows))
 
     batch = {name: tensor.to(device) for name, tensor in windows.batch(0).items()}
-    model, optimizer = engine.prepare(
-        model,
-        _optimizer(config, model),
-        batch,
-        device_memory=config.device_memory,
-        host_memory=config.host_memory,
-        disk=config.disk,
-        policy=config.policy,
-        loss=config.loss,
-        compress=config.compress,
-        device=device,
-    )
+    model, optimizer, together = _prepared(config, engine, view, model, batch, device)
     try:
-        view.note(_promise(engine.report(model).plan, config.accumulate))
+        view.note(_promise(engine.report(model).plan, config.accumulate, together))
         _fill(engine, model, source, config.seed)
-        losses = _loop(config, engine, view, folder, (model, optimizer, windows, device))
+        accumulate = engine.accumulate if together > 1 else None
+        losses = _loop(config, engine, view, folder, (model, optimizer, windows, device), accumulate)
         engine.synchronize(model)
         tokens = config.steps * config.tokens_per_step
         report = replace(engine.report(model), tokens=tokens)
@@ -87,16 +79,51 @@ def train(config: TrainConfig, engine: Engine, view: View) -> TrainResult:
     return TrainResult(report, losses, config.run)
 
 
+def _prepared(
+    config: TrainConfig, engine: Engine, view: View, model: nn.Module, batch: Mapping[str, torch.Tensor], device: str
+) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """Model and optimizer under a plan, and how many micro-batches pass the model together: all of a step, where a plan
+    has room for them and foretells a faster step; else 1."""
+
+    def prepared(micro_batches: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return engine.prepare(
+            model,
+            _optimizer(config, model),
+            batch,
+            device_memory=config.device_memory,
+            host_memory=config.host_memory,
+            disk=config.disk,
+            policy=config.policy,
+            loss=config.loss,
+            compress=config.compress,
+            device=device,
+            micro_batches=micro_batches,
+        )
+
+    count = config.accumulate
+    try:
+        made = prepared(count)
+    except (DoesNotFit, ConfigError) as refusal:
+        if count == 1:
+            raise
+        made = prepared(1)  # and if it was not the micro-batches, the same is refused again
+        view.note(f"the micro-batches of a step go one by one: {refusal}")
+        return *made, 1
+    plan = engine.report(made[0]).plan
+    seconds, one_by_one = plan.seconds_of_step(count, count), plan.seconds_of_step(count)
+    gains = seconds is not None and one_by_one is not None and seconds < one_by_one
+    return *made, count if gains else 1
+
+
 def _loop(
     config: TrainConfig,
     engine: Engine,
     view: View,
     folder: RunFolder | None,
     prepared: tuple[nn.Module, torch.optim.Optimizer, Windows, str],
+    accumulate: Accumulate | None,
 ) -> tuple[float, ...]:
     """Runs the loop with its losses shown and kept; returns them."""
-    from forebay.cli.loop import train_loop
-
     losses: list[float] = []
     with ExitStack() as stack:
         log = None if folder is None else stack.enter_context(folder.open_losses())
@@ -110,7 +137,7 @@ def _loop(
 
         view.start(config.steps, lambda: _device_peak(engine.report(prepared[0])))
         stack.callback(view.stop)
-        train_loop(config, *prepared, on_step)
+        train_loop(config, *prepared, on_step, accumulate)
     return tuple(losses)
 
 
@@ -161,8 +188,6 @@ def _fill(engine: Engine, model: nn.Module, source: ModelSource, seed: int) -> N
 
 
 def _device_peak(report: RunReport) -> int | None:
-    from forebay.memory import Tier
-
     usage = report.usage(Tier.DEVICE)
     return None if usage is None else usage.peak
 
@@ -177,11 +202,12 @@ def _opening(config: TrainConfig, model: nn.Module, source: ModelSource, tokeniz
     )
 
 
-def _promise(plan: Plan, micro_batches: int) -> str:
+def _promise(plan: Plan, micro_batches: int, together: int) -> str:
     """What the plan says that the run will need and take, and why, before anything of the model is loaded."""
-    tiers = {"device": plan.device, "host": plan.host, "disk": plan.disk}
-    needs = ", ".join(f"{format_bytes(nbytes)} on the {tier}" for tier, nbytes in tiers.items() if nbytes)
-    seconds = plan.seconds_of_step(micro_batches)
+    peaks = plan.peaks(together)
+    tiers = (tier for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK) if peaks[tier])
+    needs = ", ".join(f"{format_bytes(peaks[tier])} on the {tier.value}" for tier in tiers)
+    seconds = plan.seconds_of_step(micro_batches, together)
     takes = "the time of a step is not known" if seconds is None else f"{format_seconds(seconds)} a step"
     return "\n  - ".join([f"plan by {plan.planner}: {needs}; {takes}", *plan.reasons, *plan.notes])
 

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.kernels.jit import compiled
-from forebay.kernels.native import Form, fma, load, loose_add, store, store_drawn
+from forebay.kernels.lines import drain, lines_for, place_in, send
+from forebay.kernels.native import Apart, Form, fma, load, loose_add, store, store_drawn, written
 from forebay.kernels.shares import BLOCK, begin_of
 from forebay.kernels.stamp import STAMP
 
@@ -70,42 +71,61 @@ def adam_scalars(
 
 
 @cache
-def adam_kernel(parameter: Form, gradient: Form, *, coupled: bool, amsgrad: bool, state: Form = Form.FP32) -> Kernel:
+def adam_kernel(
+    parameter: Form,
+    gradient: Form,
+    *,
+    coupled: bool,
+    amsgrad: bool,
+    state: Form = Form.FP32,
+    apart: Apart = Apart.NOTHING,
+) -> Kernel:
     """The kernel for these forms; a parameter that is not fp32 has an fp32 master.
 
     ``coupled``: a weight decay that is part of the gradient (Adam), and not 0. ``state``, fp32 or bf16, is the form of
-    the moments. Call it with the table of rows, the share, the number of shares, ``adam_scalars`` and the seed of the
-    step; it returns the sum of the squares of the share's gradients, inf where one is too large for fp32. Raises
-    ``ValueError`` for moments in fp16, whose range a second moment leaves.
+    the moments; ``apart`` what is written elsewhere than read. Call it with the table of rows, the share, the number of
+    shares, ``adam_scalars`` and the seed of the step; it returns the sum of the squares of the share's gradients, inf
+    where one is too large for fp32. Raises ``ValueError`` for moments in fp16, whose range a second moment leaves.
     """
     if state is Form.FP16:
         raise ValueError("moments are fp32 or bf16, not fp16")
     own, given, held, fp32, stamp = int(parameter), int(gradient), int(state), int(Form.FP32), STAMP
     narrow, drawn = parameter is not Form.FP32, state is Form.BF16
+    moved, p_moved, m_moved = bool(apart), Apart.WIDE in apart, Apart.MOMENTS in apart
+    own_moved, top_moved = moved and narrow, m_moved and amsgrad
+    out, own_size, size = len(COLUMNS) if apart else 0, parameter.itemsize, state.itemsize
+    p_made, m_made, v_made, top_made = written(1, p_moved), *(written(stream, m_moved) for stream in (2, 3, 4))
 
     @compiled
     def kernel(rows: Any, share: Any, shares: Any, scalars: Any, seed: Any) -> Any:
         decay, rate, near, beta2 = scalars[0], scalars[1], scalars[2] != 0, scalars[3]
         rest2, bias2, eps, pace, sign = scalars[4], scalars[5], scalars[6], scalars[7], scalars[8]
         squares = np.float64(stamp - stamp)
+        lines = lines_for(5) if moved else 0
+        p_lines, own_lines = lines if p_moved else 0, lines if own_moved else 0
+        m_lines, top_lines = lines if m_moved else 0, lines if top_moved else 0
         for row in range(rows.shape[0]):
-            count, g_at, own_at, wide_at = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3]
+            count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             m_at, v_at, top_at = rows[row, 4], rows[row, 5], rows[row, 6]
+            own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
+            m_out, v_out, top_out = rows[row, out + 4], rows[row, out + 5], rows[row, out + 6]
             # The hash takes the lower half of a salt; the upper one is the second moment's.
             salt = seed * _SPREAD + rows[row, 7]
             other, third = (seed * _SPREAD >> 32) + rows[row, 7], (seed * _SPREAD >> 16) + rows[row, 7]
-            target_at = wide_at if narrow else own_at
             begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             last = min(end, count - count % VECTOR)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)
+                p_to, own_to = place_in(p_lines, 0, p_out, block, 4), place_in(own_lines, 1, own_out, block, own_size)
+                m_to, v_to = place_in(m_lines, 2, m_out, block, size), place_in(m_lines, 3, v_out, block, size)
+                top_to = place_in(top_lines, 4, top_out, block, size)
                 for whole in (True, False):
                     first = block if whole else max(block, last)
                     stop = min(block + BLOCK, last if whole else end)
                     for i in range(first, stop):
                         g = load(g_at, i, given, 0)
                         part = loose_add(part, g * g)
-                        p, m, v = load(target_at, i, fp32, 1), load(m_at, i, held, 2), load(v_at, i, held, 3)
+                        p, m, v = load(p_at, i, fp32, 1), load(m_at, i, held, 2), load(v_at, i, held, 3)
                         g = g * sign
                         if coupled:
                             g = fma(p, decay, g)
@@ -114,23 +134,30 @@ def adam_kernel(parameter: Form, gradient: Form, *, coupled: bool, amsgrad: bool
                         m = fma(rate, g - m, m if near else g)
                         v = fma(rest2 * g, g, v * beta2) if whole else fma(v, beta2, rest2 * g * g)
                         if drawn:
-                            store_drawn(m_at, i, m, salt, 2)
-                            store_drawn(v_at, i, v, other, 3)
+                            store_drawn(m_to, i, m, salt, m_made)
+                            store_drawn(v_to, i, v, other, v_made)
                         else:
-                            store(m_at, i, m, fp32, 2)
-                            store(v_at, i, v, fp32, 3)
+                            store(m_to, i, m, fp32, m_made)
+                            store(v_to, i, v, fp32, v_made)
                         if amsgrad:
                             top = load(top_at, i, held, 4)
                             v = top if top >= v else v
                             if drawn:
-                                store_drawn(top_at, i, v, third, 4)
+                                store_drawn(top_to, i, v, third, top_made)
                             else:
-                                store(top_at, i, v, fp32, 4)
+                                store(top_to, i, v, fp32, top_made)
                         p = p + pace * m / (math.sqrt(v) / bias2 + eps)
-                        store(target_at, i, p, fp32, 1)
+                        store(p_to, i, p, fp32, p_made)
                         if narrow:
-                            store(own_at, i, p, own, 5)
+                            store(own_to, i, p, own, 5)
                 squares += part
+                made = min(BLOCK, end - block)
+                send(p_lines, 0, p_out, block, 4, made)
+                send(own_lines, 1, own_out, block, own_size, made)
+                send(m_lines, 2, m_out, block, size, made)
+                send(m_lines, 3, v_out, block, size, made)
+                send(top_lines, 4, top_out, block, size, made)
+        drain(lines)
         return squares
 
     return kernel

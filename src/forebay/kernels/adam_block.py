@@ -15,10 +15,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from forebay.kernels.lanes import HALF, LANES, Code, Lanes, constants
-from forebay.kernels.native import Form
+from forebay.kernels.native import Apart, Form, written
 from forebay.kernels.shares import BLOCK
 
-__all__ = ["SCALES", "begin_block", "finish_block"]
+__all__ = ["GRADIENT", "SCALES", "begin_block", "finish_block"]
 
 GRADIENT, TARGET, FIRST, SECOND, BOOK, OWN, SCALES, CODES = range(8)
 """Streams: gradient, master, the two blocks of new moments, what is only read, the parameter, scales, codes."""
@@ -169,9 +169,9 @@ def begin_block(
 ) -> Any:
     """Moves the moments of a whole block; returns the sum of the squares of its gradients and the largest of either.
 
-    Addresses: ``parameters`` of gradient, parameter in fp32 and parameter; ``codes`` of both moments, ``moments`` of
-    where both go as fp32, ``tables`` of both codes, ``scalars_at`` of ``adam_scalars``. ``scales``: of both moments.
-    Constants: ``forms`` (16 times the parameter's, and the gradient's), ``bits`` and ``coupled`` (0 or 1).
+    Addresses: ``parameters`` of gradient and parameter in fp32; ``codes`` of both moments, ``moments`` of where both go
+    as fp32, ``tables`` of both codes, ``scalars_at`` of ``adam_scalars``. ``scales``: of both moments. Constants:
+    ``forms`` (16 times the parameter's, and the gradient's), ``bits`` and ``coupled`` (0 or 1).
     """
     found = constants(forms, bits, coupled)
     if found is None:
@@ -181,7 +181,7 @@ def begin_block(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         groups = [cgutils.unpack_tuple(builder, argument) for argument in arguments[:5]]
-        (g_at, wide_at, _), codes_at, new_at, table_at, factors = groups
+        (g_at, wide_at), codes_at, new_at, table_at, factors = groups
         lanes = Lanes(context, builder, BOOK)
         step = _Step(lanes, arguments[5], own, given, coupled=bool(found[2]))
         sums, splats = _Sums(lanes), [lanes.splat(factor) for factor in factors]
@@ -210,7 +210,7 @@ def begin_block(
         return context.make_tuple(builder, signature.return_type, sums.results())
 
     result = types.UniTuple(types.float32, 3)
-    return result(_TRIPLE, _PAIR, _PAIR, _PAIR, _FACTORS, _NUMBER, forms, bits, coupled), generate
+    return result(_PAIR, _PAIR, _PAIR, _PAIR, _FACTORS, _NUMBER, forms, bits, coupled), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -225,20 +225,24 @@ def finish_block(
     forms: Any,
     bits: Any,
     coupled: Any,
+    apart: Any,
 ) -> Any:
     """Moves the parameters of a whole block by the moments that ``begin_block`` made, and encodes these.
 
-    ``inverses``: what both are multiplied by before; all else as there.
+    Addresses: ``parameters`` of the parameter in fp32, of where it goes, and of where the parameter itself does;
+    ``codes`` of where both moments go. ``inverses``: what both are multiplied by before. Constant: ``apart``
+    (``Apart``). All else as there.
     """
-    found = constants(forms, bits, coupled)
+    found = constants(forms, bits, coupled, apart)
     if found is None:
         return None
     own, given = (Form(form) for form in divmod(found[0], 16))
-    kinds = _kinds(found[1])
+    kinds, elsewhere = _kinds(found[1]), Apart(found[3])
+    to_wide, to_codes = written(TARGET, Apart.WIDE in elsewhere), written(CODES, Apart.MOMENTS in elsewhere)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         groups = [cgutils.unpack_tuple(builder, argument) for argument in arguments[:5]]
-        (_, wide_at, own_at), codes_at, new_at, table_at, factors = groups
+        (wide_at, wide_out, own_out), codes_out, new_at, table_at, factors = groups
         lanes = Lanes(context, builder, BOOK)
         step = _Step(lanes, arguments[5], own, given, coupled=bool(found[2]))
         splats = [lanes.splat(factor) for factor in factors]
@@ -247,14 +251,14 @@ def finish_block(
             for here in _parts(builder, place, kinds[0].packs):
                 new = [lanes.load(at, here, _FLOAT, stream) for at, stream in zip(new_at, (FIRST, SECOND), strict=True)]
                 p = step.parameters(lanes.load(wide_at, here, _FLOAT, TARGET), *new)
-                lanes.store(wide_at, here, p, TARGET)
-                step.keep(own_at, here, p)
+                lanes.store(wide_out, here, p, to_wide)
+                step.keep(own_out, here, p)
                 for moment, splat, table, kind, found_codes in zip(new, splats, table_at, kinds, made, strict=True):
                     found_codes.append(lanes.encoded(builder.fmul(moment, splat), table, kind))
-            for at, found_codes in zip(codes_at, made, strict=True):
+            for at, found_codes in zip(codes_out, made, strict=True):
                 low, *high = found_codes
                 whole = builder.or_(low, builder.shl(high[0], lanes.integer(4))) if high else low
-                lanes.store(at, place, builder.trunc(whole, _BYTES), CODES)
+                lanes.store(at, place, builder.trunc(whole, _BYTES), to_codes)
         return context.get_dummy_value()
 
-    return types.void(_TRIPLE, _PAIR, _PAIR, _PAIR, _FACTORS, _NUMBER, forms, bits, coupled), generate
+    return types.void(_TRIPLE, _PAIR, _PAIR, _PAIR, _FACTORS, _NUMBER, forms, bits, coupled, apart), generate

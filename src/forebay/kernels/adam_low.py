@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from forebay.kernels.adam_block import SCALES, begin_block, finish_block
+from forebay.kernels.adam_block import GRADIENT, SCALES, begin_block, finish_block
 from forebay.kernels.codes import TABLE, code_table
 from forebay.kernels.jit import compiled, part
-from forebay.kernels.native import Form, as_float, copy_bytes, greater, load, magnitude, store
+from forebay.kernels.native import Apart, Form, as_float, copy_bytes, greater, load, magnitude, store, written
 from forebay.kernels.shares import BLOCK, begin_of
 from forebay.kernels.stamp import STAMP
 
@@ -61,6 +61,28 @@ def _inverse(scale: Any) -> Any:
     return np.float32(1) / scale if scale >= _SMALLEST else np.float32(0)
 
 
+_ROW: Final = 4 * BLOCK
+_SPARE: Final = 8 * _ROW
+"""Bytes of a block of anything, and of all that a block cut short needs: gradient, parameter in fp32, where it goes,
+where the parameter itself goes; the codes of both moments, and where both go."""
+
+
+@part
+def _in_spare(spare_at: Any, read: Any, held: Any, size: Any, given_size: Any, width: Any) -> Any:
+    """Brings the first ``size`` elements of a block to a place where there are more behind them; returns what the block
+    is read from there and written to, as ``begin_block`` and ``finish_block`` are given it."""
+    g_here, p_here, codes = spare_at, spare_at + _ROW, spare_at + 4 * _ROW
+    # Beyond the row no gradient is left of another one.
+    for i in range(BLOCK):
+        store(g_here, i, np.float32(0), _FP32, GRADIENT)
+    copy_bytes(read[0], g_here, size * given_size)
+    copy_bytes(read[1], p_here, size * 4)
+    copy_bytes(held[0], codes, min(size, width))
+    copy_bytes(held[1], codes + _ROW, min(size, width))
+    moved = (p_here, spare_at + 2 * _ROW, spare_at + 3 * _ROW)
+    return (g_here, p_here), moved, (codes, codes + _ROW), (codes + 2 * _ROW, codes + 3 * _ROW)
+
+
 @part
 def _largest(values: Any, count: Any) -> Any:
     """The largest magnitude of the first ``count`` values of a block; what is beyond them becomes 0."""
@@ -72,18 +94,21 @@ def _largest(values: Any, count: Any) -> Any:
 
 
 @cache
-def adam_low_kernel(parameter: Form, gradient: Form, bits: int, *, coupled: bool) -> Kernel:
+def adam_low_kernel(
+    parameter: Form, gradient: Form, bits: int, *, coupled: bool, apart: Apart = Apart.NOTHING
+) -> Kernel:
     """The kernel for these forms and ``bits`` (8 or 4); a parameter that is not fp32 has an fp32 master.
 
     Called with rows, share, shares, ``adam_scalars`` and ``codebook(bits)``; returns the sum of the squares of the
-    share's gradients. A block with inf or NaN in a moment has a scale that says so, and nothing in it decodes to a
-    finite value. Raises ``ValueError`` for other numbers of bits.
+    share's gradients. ``apart`` is what is written elsewhere than read. A block with inf or NaN in a moment has a scale
+    that says so, and nothing in it decodes to a finite value. Raises ``ValueError`` for other numbers of bits.
     """
     if bits not in (4, 8):
         raise ValueError(f"moments have 8 or 4 bits, not {bits}")
     narrow, width, stamp = parameter is not Form.FP32, BLOCK * bits // 8, STAMP
-    forms, decays = 16 * int(parameter) + int(gradient), int(coupled)
+    forms, decays, elsewhere = 16 * int(parameter) + int(gradient), int(coupled), int(apart)
     own_size, given_size = parameter.itemsize, gradient.itemsize
+    out, to_scales = len(COLUMNS) if apart else 0, written(SCALES, Apart.MOMENTS in apart)
 
     @compiled
     def kernel(rows: Any, share: Any, shares: Any, scalars: Any, book: Any) -> Any:
@@ -91,47 +116,45 @@ def adam_low_kernel(parameter: Form, gradient: Form, bits: int, *, coupled: bool
         numbers = np.int64(scalars.ctypes.data)
         # One block of both new moments; and of all else, where a row ends within a block: vectors are whole, and
         # nothing beyond the row's last element may be read or written.
-        m_new, v_new = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-        spare_codes, spare = np.zeros((2, BLOCK), np.uint8), np.zeros((3, BLOCK), np.float32)
-        new = (np.int64(m_new.ctypes.data), np.int64(v_new.ctypes.data))
+        m_new, v_new, spare = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.zeros(_SPARE, np.uint8)
+        new, spare_at = (np.int64(m_new.ctypes.data), np.int64(v_new.ctypes.data)), np.int64(spare.ctypes.data)
         squares = np.float64(stamp - stamp)
         for row in range(rows.shape[0]):
-            count, g_at, own_at, wide_at = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3]
+            count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             m_at, m_scale_at, v_at, v_scale_at = rows[row, 4], rows[row, 5], rows[row, 6], rows[row, 7]
-            target_at = wide_at if narrow else own_at
+            own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
+            m_out, m_scale_out, v_out, v_scale_out = (
+                rows[row, out + 4],
+                rows[row, out + 5],
+                rows[row, out + 6],
+                rows[row, out + 7],
+            )
             begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             for block in range(begin, end, BLOCK):
                 size, number = min(BLOCK, end - block), block // BLOCK
-                m_codes, v_codes = m_at + number * width, v_at + number * width
-                g_here, p_here, own_here = g_at + block * given_size, target_at + block * 4, own_at + block * own_size
+                read = (g_at + block * given_size, p_at + block * 4)
+                moved = (p_at + block * 4, p_out + block * 4, own_out + block * own_size)
+                held = (m_at + number * width, v_at + number * width)
+                kept = (m_out + number * width, v_out + number * width)
                 if size < BLOCK:
-                    m_codes, v_codes = np.int64(spare_codes[0].ctypes.data), np.int64(spare_codes[1].ctypes.data)
-                    copy_bytes(m_at + number * width, m_codes, min(size, width))
-                    copy_bytes(v_at + number * width, v_codes, min(size, width))
-                    g_here, p_here = np.int64(spare[0].ctypes.data), np.int64(spare[1].ctypes.data)
-                    own_here = np.int64(spare[2].ctypes.data)
-                    spare[0] = np.float32(0)  # beyond the row no gradient is left of another one
-                    copy_bytes(g_at + block * given_size, g_here, size * given_size)
-                    copy_bytes(target_at + block * 4, p_here, size * 4)
-                here, held = (g_here, p_here, own_here), (m_codes, v_codes)
+                    read, moved, held, kept = _in_spare(spare_at, read, held, size, given_size, width)
                 factors = (load(m_scale_at, number, _FP32, SCALES), load(v_scale_at, number, _FP32, SCALES))
-                part, m_scale, v_scale = begin_block(here, held, new, tables, factors, numbers, forms, bits, decays)
+                part, m_scale, v_scale = begin_block(read, held, new, tables, factors, numbers, forms, bits, decays)
                 squares += part
                 if size < BLOCK:
                     # What is beyond the row has no part in a scale.
                     m_scale, v_scale = _largest(m_new, size), _largest(v_new, size)
-                store(m_scale_at, number, m_scale, _FP32, SCALES)
-                store(v_scale_at, number, v_scale, _FP32, SCALES)
+                store(m_scale_out, number, m_scale, _FP32, to_scales)
+                store(v_scale_out, number, v_scale, _FP32, to_scales)
                 inverses = (_inverse(m_scale), _inverse(v_scale))
-                finish_block(here, held, new, tables, inverses, numbers, forms, bits, decays)
+                finish_block(moved, kept, new, tables, inverses, numbers, forms, bits, decays, elsewhere)
                 if size < BLOCK:
-                    copy_bytes(p_here, target_at + block * 4, size * 4)
+                    copy_bytes(moved[1], p_out + block * 4, size * 4)
                     if narrow:
-                        copy_bytes(own_here, own_at + block * own_size, size * own_size)
-                    copy_bytes(m_codes, m_at + number * width, min(size, width))
-                    copy_bytes(v_codes, v_at + number * width, min(size, width))
+                        copy_bytes(moved[2], own_out + block * own_size, size * own_size)
+                    copy_bytes(kept[0], m_out + number * width, min(size, width))
+                    copy_bytes(kept[1], v_out + number * width, min(size, width))
         # A use of the working memory after the last access to it: its address alone does not keep it.
-        kept = m_new.size + v_new.size + spare_codes.size + spare.size - 7 * BLOCK
-        return squares + kept
+        return squares + (m_new.size + v_new.size + spare.size - 2 * BLOCK - _SPARE)
 
     return kernel

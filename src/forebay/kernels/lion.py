@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.kernels.jit import compiled
-from forebay.kernels.native import Form, load, loose_add, store
+from forebay.kernels.lines import drain, lines_for, place_in, send
+from forebay.kernels.native import Apart, Form, load, loose_add, store, written
 from forebay.kernels.shares import BLOCK, begin_of
 from forebay.kernels.stamp import STAMP
 
@@ -30,37 +31,51 @@ def lion_scalars(lr: float, beta1: float, beta2: float, weight_decay: float) -> 
 
 
 @cache
-def lion_kernel(parameter: Form, gradient: Form) -> Kernel:
+def lion_kernel(parameter: Form, gradient: Form, *, apart: Apart = Apart.NOTHING) -> Kernel:
     """The kernel for these forms; called like ``adam_kernel``'s, and returns the same sum of squares.
 
     A parameter whose direction is exactly 0 decays and moves no further; one whose direction is NaN becomes NaN.
     """
     own, given, fp32, stamp = int(parameter), int(gradient), int(Form.FP32), STAMP
     narrow = parameter is not Form.FP32
+    moved, p_moved, m_moved = bool(apart), Apart.WIDE in apart, Apart.MOMENTS in apart
+    own_moved = moved and narrow
+    out, own_size = len(COLUMNS) if apart else 0, parameter.itemsize
+    p_made, m_made = written(1, p_moved), written(2, m_moved)
 
     @compiled
     def kernel(rows: Any, share: Any, shares: Any, scalars: Any) -> Any:
         decay, beta1, rest1, beta2, rest2, lr = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5]
         zero = np.float32(0)
         squares = np.float64(stamp - stamp)
+        lines = lines_for(3) if moved else 0
+        p_lines, own_lines, m_lines = lines if p_moved else 0, lines if own_moved else 0, lines if m_moved else 0
         for row in range(rows.shape[0]):
-            count, g_at, own_at, wide_at, m_at = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
-            target_at = wide_at if narrow else own_at
+            count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
+            own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
+            m_at, m_out = rows[row, 4], rows[row, out + 4]
             begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)
+                p_to, own_to = place_in(p_lines, 0, p_out, block, 4), place_in(own_lines, 1, own_out, block, own_size)
+                m_to = place_in(m_lines, 2, m_out, block, 4)
                 for i in range(block, min(block + BLOCK, end)):
-                    g, p, m = load(g_at, i, given, 0), load(target_at, i, fp32, 1), load(m_at, i, fp32, 2)
+                    g, p, m = load(g_at, i, given, 0), load(p_at, i, fp32, 1), load(m_at, i, fp32, 2)
                     part = loose_add(part, g * g)
                     c = m * beta1 + g * rest1
                     # The last case is 0, or NaN as it is.
                     move = lr if c > zero else (-lr if c < zero else c)
                     p = p * decay - move
-                    store(target_at, i, p, fp32, 1)
-                    store(m_at, i, m * beta2 + g * rest2, fp32, 2)
+                    store(p_to, i, p, fp32, p_made)
+                    store(m_to, i, m * beta2 + g * rest2, fp32, m_made)
                     if narrow:
-                        store(own_at, i, p, own, 5)
+                        store(own_to, i, p, own, 5)
                 squares += part
+                made = min(BLOCK, end - block)
+                send(p_lines, 0, p_out, block, 4, made)
+                send(own_lines, 1, own_out, block, own_size, made)
+                send(m_lines, 2, m_out, block, 4, made)
+        drain(lines)
         return squares
 
     return kernel

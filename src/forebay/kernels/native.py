@@ -7,7 +7,7 @@ without a test. Nothing is contracted or reordered but what ``fma`` and ``loose_
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any, Final
 
 from llvmlite import ir
@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 __all__ = [
     "STREAMS",
+    "Apart",
     "Form",
     "as_float",
     "copy_bytes",
@@ -29,10 +30,28 @@ __all__ = [
     "store",
     "store_drawn",
     "tag",
+    "written",
 ]
 
-STREAMS: Final = 8
-"""How many streams a kernel may have."""
+STREAMS: Final = 16
+"""How many streams a kernel may have. The second half are those of what is written apart (``written``)."""
+
+
+class Apart(IntFlag):
+    """What a kernel writes elsewhere than it reads it, and leaves as it is where it was: the fp32 parameter, or the
+    master of a narrower one; the moments. The narrower parameter itself is never read.
+
+    If there is anything, a row of the table is followed by a second one in the same columns, by what is written.
+    """
+
+    NOTHING = 0
+    WIDE = 1
+    MOMENTS = 2
+
+
+def written(stream: int, apart: bool) -> int:
+    """The stream of what is written for what ``stream`` reads: the same in place, another one ``apart``."""
+    return stream + STREAMS // 2 if apart else stream
 
 
 class Form(IntEnum):

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from forebay.kernels.adam import VECTOR
 from forebay.kernels.jit import compiled
-from forebay.kernels.native import Form, fma, load, loose_add, store
+from forebay.kernels.lines import drain, lines_for, place_in, send
+from forebay.kernels.native import Apart, Form, fma, load, loose_add, store, written
 from forebay.kernels.shares import BLOCK, begin_of
 from forebay.kernels.stamp import STAMP
 
@@ -38,13 +39,25 @@ def sgd_scalars(
 
 
 @cache
-def sgd_kernel(parameter: Form, gradient: Form, *, decay: bool, momentum: bool, nesterov: bool) -> Kernel:
+def sgd_kernel(
+    parameter: Form,
+    gradient: Form,
+    *,
+    decay: bool,
+    momentum: bool,
+    nesterov: bool,
+    apart: Apart = Apart.NOTHING,
+) -> Kernel:
     """The kernel for these forms; a parameter that is not fp32 has an fp32 master.
 
     ``decay``: the weight decay is not 0. Called like ``adam_kernel``'s, and returns the same sum of squares.
     """
     own, given, fp32, stamp = int(parameter), int(gradient), int(Form.FP32), STAMP
     narrow = parameter is not Form.FP32
+    moved, p_moved = bool(apart), Apart.WIDE in apart
+    own_moved, b_moved = moved and narrow, Apart.MOMENTS in apart and momentum
+    out, own_size = len(COLUMNS) if apart else 0, parameter.itemsize
+    p_made, b_made = written(1, p_moved), written(2, b_moved)
 
     @compiled
     def kernel(rows: Any, share: Any, shares: Any, scalars: Any) -> Any:
@@ -57,20 +70,25 @@ def sgd_kernel(parameter: Form, gradient: Form, *, decay: bool, momentum: bool, 
             scalars[5],
         )
         squares = np.float64(stamp - stamp)
+        lines = lines_for(3) if moved else 0
+        p_lines, own_lines, b_lines = lines if p_moved else 0, lines if own_moved else 0, lines if b_moved else 0
         for row in range(rows.shape[0]):
-            count, g_at, own_at, wide_at, b_at = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
-            target_at = wide_at if narrow else own_at
+            count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
+            own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
+            b_at, b_out = rows[row, 4], rows[row, out + 4]
             begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             last = min(end, count - count % VECTOR)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)
+                p_to, own_to = place_in(p_lines, 0, p_out, block, 4), place_in(own_lines, 1, own_out, block, own_size)
+                b_to = place_in(b_lines, 2, b_out, block, 4)
                 for whole in (True, False):
                     first = block if whole else max(block, last)
                     stop = min(block + BLOCK, last if whole else end)
                     for i in range(first, stop):
                         g = load(g_at, i, given, 0)
                         part = loose_add(part, g * g)
-                        p = load(target_at, i, fp32, 1)
+                        p = load(p_at, i, fp32, 1)
                         g = g * sign
                         if decay:
                             g = fma(p, shrink, g)
@@ -78,13 +96,18 @@ def sgd_kernel(parameter: Form, gradient: Form, *, decay: bool, momentum: bool, 
                             b = load(b_at, i, fp32, 2)
                             grown = fma(g, take, b * keep) if whole else fma(b, keep, g * take)
                             b = g if fresh else grown
-                            store(b_at, i, b, fp32, 2)
+                            store(b_to, i, b, fp32, b_made)
                             g = fma(b, keep, g) if nesterov else b
                         p = fma(g, pace, p)
-                        store(target_at, i, p, fp32, 1)
+                        store(p_to, i, p, fp32, p_made)
                         if narrow:
-                            store(own_at, i, p, own, 5)
+                            store(own_to, i, p, own, 5)
                 squares += part
+                made = min(BLOCK, end - block)
+                send(p_lines, 0, p_out, block, 4, made)
+                send(own_lines, 1, own_out, block, own_size, made)
+                send(b_lines, 2, b_out, block, 4, made)
+        drain(lines)
         return squares
 
     return kernel

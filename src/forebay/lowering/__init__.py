@@ -12,9 +12,9 @@ lower     all of it: a plan becomes a program
 accumulation  what several micro-batches take that pass the model together
 """
 
-from forebay.lowering.accumulation import accumulation_of
+from forebay.lowering.accumulation import accumulation_of, parked_nbytes
 from forebay.lowering.liveness import Liveness, device_bound
 from forebay.lowering.lives import Profile
-from forebay.lowering.lower import lower
+from forebay.lowering.lower import lower, sketch
 
-__all__ = ["Liveness", "Profile", "accumulation_of", "device_bound", "lower"]
+__all__ = ["Liveness", "Profile", "accumulation_of", "device_bound", "lower", "parked_nbytes", "sketch"]

@@ -25,13 +25,13 @@ from forebay.memory import Kind
 from forebay.plans import Accumulation, Plan
 from forebay.trace import Phase, Trace
 
-__all__ = ["accumulation_of"]
+__all__ = ["accumulation_of", "parked_nbytes"]
 
 
 def accumulation_of(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) -> Accumulation | None:
     """The bytes that ``forebay.accumulate`` takes under ``plan``, whatever the timing and the routes; None where all
     blocks stay on the device, so that it is the loop. ``liveness`` is that of the trace, if the caller has it."""
-    streamed = frozenset(p.block for p in plan.placements if not p.resident)
+    streamed = _streamed(plan)
     blocks = [b for b in trace.model.blocks if b.name in streamed]
     if all(b.held for b in blocks):
         return None
@@ -49,6 +49,15 @@ def accumulation_of(trace: Trace, plan: Plan, *, liveness: Liveness | None = Non
         disk=plan.disk + streaming.disk_window,
         disk_further=streaming.disk_activations,
     )
+
+
+def parked_nbytes(trace: Trace, plan: Plan) -> int:
+    """Bytes of gradients that each micro-batch sends to the host and has back, before they are complete."""
+    return _parked(trace, _streamed(plan))
+
+
+def _streamed(plan: Plan) -> frozenset[str]:
+    return frozenset(p.block for p in plan.placements if not p.resident)
 
 
 def _turns(trace: Trace, profile: Profile, streamed: frozenset[str]) -> Iterator[int]:

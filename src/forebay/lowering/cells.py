@@ -10,6 +10,7 @@ from forebay.arenas import Arenas
 from forebay.device.base import Completion
 from forebay.layout import Chunk, cell_of, gradient_offsets, spans_of, state_layout
 from forebay.lowering.recorder import Paper, Recorded, Recorder
+from forebay.memory import Kind
 from forebay.plans import Plan
 from forebay.program import Verb
 from forebay.scheduling.staging import StagingRing
@@ -61,7 +62,9 @@ class PaperCells:
         staging, free = self._ring.take(moves.cell)
         arrived: list[Recorded] = []
 
-        def move(lane: Lane, verb: Verb, what: str, sizes: Iterable[int], after: Iterable[Completion]) -> None:
+        def move(
+            lane: Lane, verb: Verb, part: Kind, what: str, sizes: Iterable[int], after: Iterable[Completion]
+        ) -> None:
             for nbytes in filter(None, sizes):
                 arrived.append(
                     self._recorder.add(
@@ -72,12 +75,13 @@ class PaperCells:
                         nbytes=nbytes,
                         block=block.name,
                         chunk=number,
+                        part=part,
                     )
                 )
 
-        move(Lane.H2D, Verb.LOAD, "states of ", (moves.states,), (*free, *states))
-        move(Lane.H2D, Verb.LOAD, "parameters of ", moves.loaded, (*free, *ready))
-        move(Lane.H2D, Verb.LOAD, "gradients of ", moves.gradients, (*free, *landed))
+        move(Lane.H2D, Verb.LOAD, Kind.STATE, "states of ", (moves.states,), (*free, *states))
+        move(Lane.H2D, Verb.LOAD, Kind.PARAMETER, "parameters of ", moves.loaded, (*free, *ready))
+        move(Lane.H2D, Verb.LOAD, Kind.GRADIENT, "gradients of ", moves.gradients, (*free, *landed))
         read = arrived[-1]
         updated = self._recorder.add(
             Lane.DEVICE_UPDATE,
@@ -89,8 +93,8 @@ class PaperCells:
             chunk=number,
         )
         after = (updated, *ready, *states)
-        move(Lane.D2H, Verb.STORE, "states of ", (moves.states,), after)
-        move(Lane.D2H, Verb.STORE, "", moves.stored, after)
+        move(Lane.D2H, Verb.STORE, Kind.STATE, "states of ", (moves.states,), after)
+        move(Lane.D2H, Verb.STORE, Kind.PARAMETER, "", moves.stored, after)
         staging.busy = arrived[-1]
         return read, arrived[-1]
 

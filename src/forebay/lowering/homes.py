@@ -9,7 +9,7 @@ from typing import final
 
 from forebay.arenas import UPDATE_RING, Arenas, home_nbytes, home_tier
 from forebay.device.base import Completion
-from forebay.layout import STATE_ITEMSIZE, needs_master, state_layout
+from forebay.layout import STATE_ITEMSIZE, needs_master, state_layout, untrained_nbytes
 from forebay.lowering.cells import PaperCells
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
@@ -73,6 +73,7 @@ class BlockHome:
         self.block = block
         self.placement = placement
         self.chunks = chunks
+        self.untrained = untrained_nbytes(block)
         self.on_disk = home_tier(placement) is Tier.DISK
         self.states_on_disk = placement.states is Tier.DISK and any(chunk.nbytes for chunk in chunks)
         self.current = _Copy()
@@ -188,10 +189,9 @@ class Homes:
         for number, chunk in enumerate(home.chunks):
             if into is None and chunk.parameters.isdisjoint(tasks):
                 continue
-            # What is in memory is copied first: of the parameters all at once, before the first chunk.
-            copied = 0 if into is None or home.states_on_disk else 2 * chunk.nbytes
-            copied += 0 if into is None or home.on_disk or done is not None else 2 * home.block.nbytes
-            read, done = self._update_chunk(home, number, chunk.touched + copied, target, waits)
+            # What of the block is in no chunk goes along with the first, into a copy that is in memory.
+            along = 0 if into is None or home.on_disk or done is not None else 2 * home.untrained
+            read, done = self._update_chunk(home, number, chunk.touched + along, target, waits)
         if read is None or done is None:
             return
         target.written = done

@@ -11,10 +11,10 @@ from forebay.lowering.recorder import Recorder
 from forebay.lowering.walk import Walker
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan
-from forebay.program import Program
+from forebay.program import Program, Sketch
 from forebay.trace import Trace
 
-__all__ = ["MOST_STEPS", "lower"]
+__all__ = ["MOST_STEPS", "lower", "sketch"]
 
 MOST_STEPS = 4
 """Steps after which the lowering no longer waits for one that is like the one before it."""
@@ -27,27 +27,46 @@ def lower(
     steps: int | None = None,
     micro_batches: int = 1,
     liveness: Liveness | None = None,
-    accounts: bool = True,
 ) -> Program:
     """What the runtime does under ``plan`` in ``steps`` steps of ``micro_batches`` passes each.
 
     ``steps`` None: two, or as many more as it takes until the last is like all that would follow. The first step
     has no record of the order of blocks yet, and fetches on demand. Updates ahead of their step are written down as all
     steps make them that get what they took for granted; with several micro-batches the runtime makes those of its first
-    step too early, and again. ``liveness`` is that of the trace, if the caller has it. Without ``accounts`` compute
-    does not say what it takes and leaves on the device: that is enough to ask how long a step takes.
+    step too early, and again. ``liveness`` is that of the trace, if the caller has it.
 
     Raises ``ConfigError`` for a plan of another model and ``DeviceOutOfMemory`` when the slots cannot hold the
     blocks that are in use at one time.
     """
+    recorder = Recorder(in_step_with_compute=trace.device == "cpu")
+    slots, sizes, done = _walked(trace, plan, recorder, steps, micro_batches, liveness)
+    return Program(
+        actions=tuple(recorder.actions),
+        slots=slots,
+        standing=_standing(trace, plan, sizes),
+        steps=done,
+        micro_batches=micro_batches,
+    )
+
+
+def sketch(trace: Trace, plan: Plan, *, micro_batches: int = 1, liveness: Liveness | None = None) -> Sketch:
+    """``lower`` for who asks for nothing but seconds. Raises what that raises."""
+    recorder = Recorder(in_step_with_compute=trace.device == "cpu", sketching=True)
+    slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness)
+    return Sketch(tuple(recorder.outlines), slots, done, micro_batches)
+
+
+def _walked(
+    trace: Trace, plan: Plan, recorder: Recorder, steps: int | None, micro_batches: int, liveness: Liveness | None
+) -> tuple[tuple[int, ...], Arenas, int]:
+    """Writes the steps into ``recorder``. Returns the bytes of the slots, the arenas and the number of steps."""
     if micro_batches < 1 or (steps is not None and steps < 1):
         raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
     _refuse_other_model(trace, plan)
     sizes = arenas(
         trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate, plan.update_on_device
     )
-    recorder = Recorder(in_step_with_compute=trace.device == "cpu")
-    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, accounts=accounts)
+    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
     done, before, after = 0, None, walker.state()
     while done < steps if steps is not None else done < 2 or (before != after and done < MOST_STEPS):
         recorder.step = done
@@ -56,13 +75,7 @@ def lower(
         walker.optimizer_step()
         done, before, after = done + 1, after, walker.state()
     walker.homes.queue_all()
-    return Program(
-        actions=tuple(recorder.actions),
-        slots=tuple(slot.nbytes for slot in walker.pool.slots),
-        standing=_standing(trace, plan, sizes),
-        steps=done,
-        micro_batches=micro_batches,
-    )
+    return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done
 
 
 def _refuse_other_model(trace: Trace, plan: Plan) -> None:

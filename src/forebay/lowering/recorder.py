@@ -7,7 +7,7 @@ from typing import Any, final
 
 from forebay.device.base import Completion
 from forebay.memory import Kind
-from forebay.program import Action, Change, Use, Verb
+from forebay.program import Action, Change, Outline, Use, Verb
 from forebay.timeline import Lane
 
 __all__ = ["Paper", "Recorded", "Recorder"]
@@ -53,18 +53,24 @@ class Recorder:
 
     ``before`` is called before anything is written down or waited for: whoever gathers compute writes it down then.
     ``in_step_with_compute`` says that whoever issues computes too (``cpu``): what is issued then comes after all
-    compute issued so far, and a hold of compute holds the issuer.
+    compute issued so far, and a hold of compute holds the issuer. One that is ``sketching`` writes ``outlines`` in the
+    place of ``actions``.
     """
 
-    def __init__(self, *, in_step_with_compute: bool) -> None:
+    def __init__(self, *, in_step_with_compute: bool, sketching: bool = False) -> None:
         self.actions: list[Action] = []
+        self.outlines: list[Outline] = []
+        self.sketching = sketching
         self.step = 0
         self.before: Callable[[], None] = _nothing
         self._in_step = in_step_with_compute
         self._lanes: list[Lane] = []
         self._last_compute = NOTHING
-        # What the next action of each lane must wait for, because its issuer has waited for it: lane and action.
-        self._pending: dict[Lane, dict[Lane, int]] = {lane: {} for lane in Lane}
+        # What the issuer has waited for, in order, each with its lane; how many of those the latest action of each lane
+        # comes after; and what compute alone is held for.
+        self._waited: list[tuple[Lane, int]] = []
+        self._seen = dict.fromkeys(Lane, 0)
+        self._held: dict[Lane, int] = {}
 
     # What a slot pool and a gradient window ask of a device.
 
@@ -87,22 +93,29 @@ class Recorder:
             return
         if self._in_step:
             completion.wait()
-        else:
-            self._hold(Lane.COMPUTE, completion.index)
+            return
+        lane, index = self._lanes[completion.index], completion.index
+        if lane is not Lane.COMPUTE and self._held.get(lane, NOTHING) < index:
+            self._held[lane] = index
 
     def wait_for(self, index: int) -> None:
         """The issuer waits for an action: whatever is written down later, on any lane, comes after it."""
         self.before()
-        other = self._lanes[index]
-        for lane, waiting in self._pending.items():
-            if lane is not other and waiting.get(other, NOTHING) < index:
-                waiting[other] = index
+        self._waited.append((self._lanes[index], index))
 
-    def _hold(self, lane: Lane, index: int) -> None:
-        other = self._lanes[index]
-        if other is not lane:
-            waiting = self._pending[lane]
-            waiting[other] = max(waiting.get(other, NOTHING), index)
+    def _due(self, lane: Lane) -> dict[Lane, int]:
+        """What the next action of ``lane`` must wait for, because its issuer has: the latest action of each other lane.
+        To be asked once for each action."""
+        waits: dict[Lane, int] = {}
+        if lane is Lane.COMPUTE:
+            waits, self._held = self._held, waits
+        waited, seen = self._waited, self._seen[lane]
+        if seen < len(waited):
+            for other, index in waited[seen:]:
+                if other is not lane and waits.get(other, NOTHING) < index:
+                    waits[other] = index
+            self._seen[lane] = len(waited)
+        return waits
 
     def latest(self, completions: Iterable[Completion]) -> tuple[Recorded, ...]:
         """Of each lane the last of ``completions``: who waits for that one has waited for all, since lanes are in
@@ -135,26 +148,22 @@ class Recorder:
         tensor: int = -1,
         bits: int = 0,
         ring: int = -1,
+        part: Kind | None = None,
     ) -> Recorded:
         """Writes down an action, after what the caller names and after what its lane must wait for."""
         self.before()
-        waits, self._pending[lane] = self._pending[lane], {}
-        for completion in after:
-            if isinstance(completion, Recorded) and completion.index != NOTHING:
-                other = self._lanes[completion.index]
-                if waits.get(other, NOTHING) < completion.index:
-                    waits[other] = completion.index
-        if self._in_step and self._last_compute != NOTHING:
-            waits[Lane.COMPUTE] = self._last_compute
-        waits.pop(lane, None)  # the lane is in order
-        return self._write(
+        known = self._known(lane, after)
+        if self.sketching:
+            self.outlines.append(Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits))
+            return self._written(lane)
+        self.actions.append(
             Action(
                 lane=lane,
                 verb=verb,
                 what=what,
                 step=self.step,
                 block=block,
-                after=tuple(sorted(waits.values())),
+                after=known,
                 nbytes=nbytes,
                 slot=slot,
                 parameter=parameter,
@@ -165,8 +174,23 @@ class Recorder:
                 tensor=tensor,
                 bits=bits,
                 ring=ring,
+                part=part,
             )
         )
+        return self._written(lane)
+
+    def _known(self, lane: Lane, after: Iterable[Completion]) -> tuple[int, ...]:
+        """The actions that the next one of ``lane`` names, ``after`` what its caller names."""
+        waits, lanes = self._due(lane), self._lanes
+        for completion in after:
+            if isinstance(completion, Recorded) and completion.index != NOTHING:
+                other = lanes[completion.index]
+                if waits.get(other, NOTHING) < completion.index:
+                    waits[other] = completion.index
+        if self._in_step and self._last_compute != NOTHING:
+            waits[Lane.COMPUTE] = self._last_compute
+        waits.pop(lane, None)  # the lane is in order
+        return tuple(sorted(waits.values())) if len(waits) > 1 else tuple(waits.values())
 
     def compute(
         self,
@@ -178,17 +202,23 @@ class Recorder:
         uses: tuple[Use, ...],
         peak: int,
         changes: tuple[Change, ...],
-    ) -> Recorded:
-        """Writes down ops, after whatever compute is held for."""
-        waits, self._pending[Lane.COMPUTE] = self._pending[Lane.COMPUTE], {}
-        return self._write(
+    ) -> None:
+        """Writes down ops, after whatever compute is held for. Who waits for them asks for a mark."""
+        waits = self._due(Lane.COMPUTE)
+        known = tuple(sorted(waits.values())) if waits else ()
+        self._last_compute = len(self._lanes)
+        self._lanes.append(Lane.COMPUTE)
+        if self.sketching:
+            self.outlines.append(Outline(Lane.COMPUTE, Verb.COMPUTE, what, self.step, known, 0, ops, -1, 0, recomputed))
+            return
+        self.actions.append(
             Action(
                 lane=Lane.COMPUTE,
                 verb=Verb.COMPUTE,
                 what=what,
                 step=self.step,
                 block=block,
-                after=tuple(sorted(waits.values())),
+                after=known,
                 ops=ops,
                 recomputed=recomputed,
                 uses=uses,
@@ -197,11 +227,10 @@ class Recorder:
             )
         )
 
-    def _write(self, action: Action) -> Recorded:
-        index = len(self.actions)
-        self.actions.append(action)
-        self._lanes.append(action.lane)
-        if action.lane is Lane.COMPUTE:
+    def _written(self, lane: Lane) -> Recorded:
+        index = len(self._lanes)
+        self._lanes.append(lane)
+        if lane is Lane.COMPUTE:
             self._last_compute = index
         return Recorded(self, index)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from operator import add
 from typing import final
 
+import numpy as np
+
 from forebay.arenas import Arenas
+from forebay.lowering.columns import Column, column
 from forebay.lowering.homes import Homes
 from forebay.lowering.index import NEVER
 from forebay.lowering.liveness import Liveness
@@ -37,12 +38,10 @@ TRAINING = "training"
 
 @final
 class Walker:
-    """Writes the steps of one plan into ``recorder``. ``accounts`` says whether compute is to say what it takes and
-    leaves on the device."""
+    """Writes the steps of one plan into ``recorder``. In a sketch compute does not say what it takes and leaves on the
+    device."""
 
-    def __init__(
-        self, trace: Trace, plan: Plan, liveness: Liveness, sizes: Arenas, recorder: Recorder, *, accounts: bool = True
-    ) -> None:
+    def __init__(self, trace: Trace, plan: Plan, liveness: Liveness, sizes: Arenas, recorder: Recorder) -> None:
         self._trace = trace
         self._plan = plan
         self._recorder = recorder
@@ -68,13 +67,14 @@ class Walker:
         self._landings = _landings(self._stages, frozenset(plan.speculate))
         self._to_land: dict[str, int] = {}
         self._moving = Moving(recorder, self._profile.moves, streaming)
-        self._accounts = accounts
-        self._levels: Mapping[Kind, tuple[int, ...]] = {}
-        self._during: tuple[int, ...] = ()
+        accounts = self._accounts = not recorder.sketching
+        self._levels: Mapping[Kind, Sequence[int]] = {}
+        self._during: Sequence[int] = ()
+        self._total: Sequence[int] = ()
         if accounts:
             self._levels, self._during = _of_compute(self._profile)
-        levels = self._levels.values()
-        self._total = tuple(map(sum, zip(*levels, strict=True))) or (0,) * (len(self._profile.during) + 1)
+            none = np.zeros(len(self._profile.during) + 1, np.int64)
+            self._total = sum((column(level) for level in self._levels.values()), none).tolist()
         # The same in every step, by positions: what ops make and leave, and the most that they take.
         self._made: dict[tuple[int, int], tuple[Change, ...]] = {}
         self._most: dict[tuple[int, int], int] = {}
@@ -87,6 +87,7 @@ class Walker:
         self._stage: Stage | None = None
         self._cuts: deque[Cut] = deque()
         self._uses: dict[str, Slot] = {}
+        self._known_uses: dict[tuple[str, int], Use] = {}
         self._leaving: list[Change] = []
         recorder.before = self._write_compute
 
@@ -136,16 +137,17 @@ class Walker:
             self.pool.release(slot)
 
     def _backward(self, stage: Stage) -> None:
+        latest: dict[str, Slot] = {}
         for stop in stage.stops:
             self._cut(stage, stop.position, {})
             self._end = stop.position  # what comes before it is issued before its blocks are asked for
-            slots = {block: self.pool.acquire(block) for block in stop.blocks}
-            self._uses.update(slots)
+            if stop.blocks:
+                latest = self._asked(stop.blocks, latest)
+                self._uses.update(latest)
             self._end = stop.position + 1
-            for slot in slots.values():
-                self.pool.release(slot)
-            for landing in stop.landings:
-                self._leaving.extend(Change(c.kind, -c.nbytes) for c in landing.frees)
+            if self._accounts:
+                for landing in stop.landings:
+                    self._leaving.extend(Change(c.kind, -c.nbytes) for c in landing.frees)
             for landing in stop.landings:
                 self._land(landing)
             if stop.kept and self._first_pass:
@@ -155,6 +157,17 @@ class Walker:
         end = stage.run.position + stage.run.length
         self._cut(stage, end, {})
         self._end = end
+
+    def _asked(self, blocks: tuple[str, ...], latest: dict[str, Slot]) -> dict[str, Slot]:
+        """The slots of ``blocks``, which an op reads; ``latest`` are those that ops of this visit have asked for last.
+        A block that is asked for again before any other is where it was, nobody has left a slot since, and what there
+        was room to fetch ahead has been fetched: it need not be asked for."""
+        if len(blocks) == 1 and len(latest) == 1 and blocks[0] in latest:
+            return latest
+        slots = {block: self.pool.acquire(block) for block in blocks}
+        for slot in slots.values():
+            self.pool.release(slot)
+        return slots
 
     def _cut(self, stage: Stage, until: int, uses: Mapping[str, Slot]) -> None:
         """Cuts compute at all positions up to ``until``; each part but the last reads the blocks ``uses``."""
@@ -244,7 +257,7 @@ class Walker:
             self._moving.end_forward()
         peak, changes = self._account(start, end) if self._accounts else (0, ())
         first = run.first_op + begin - run.position
-        uses = tuple(Use(block, self._numbers[id(slot)]) for block, slot in self._uses.items())
+        uses = tuple([self._use(block, slot) for block, slot in self._uses.items()]) if self._accounts else ()
         self._uses, self._leaving = {}, []
         self._moving.freed.clear()
         self._recorder.compute(
@@ -256,6 +269,12 @@ class Walker:
             peak=peak,
             changes=changes,
         )
+
+    def _use(self, block: str, slot: Slot) -> Use:
+        key = block, self._numbers[id(slot)]
+        if key not in self._known_uses:
+            self._known_uses[key] = Use(*key)
+        return self._known_uses[key]
 
     def _account(self, start: int, end: int) -> tuple[int, tuple[Change, ...]]:
         """The most bytes that the ops from position ``start`` to ``end`` take beside what was there, and what they
@@ -310,14 +329,14 @@ def _landings(stages: Sequence[Stage], blocks: frozenset[str]) -> Mapping[str, i
     return Counter(block for block in landings if block in blocks)
 
 
-def _of_compute(profile: Profile) -> tuple[Mapping[Kind, tuple[int, ...]], tuple[int, ...]]:
+def _of_compute(profile: Profile) -> tuple[Mapping[Kind, Sequence[int]], Sequence[int]]:
     """``levels`` and ``during`` of what compute makes and frees: moved roots go with their offload, what comes back
     comes with its reload or is decoded, and codes are not its own."""
     if not profile.moves:
         return profile.levels, profile.during
     size = len(profile.during) + 1
-    more: dict[Kind, list[int]] = {kind: [0] * size for kind in (*profile.levels, Kind.ACTIVATION)}
-    taken = [0] * size
+    more = {kind: np.zeros(size, np.int64) for kind in (*profile.levels, Kind.ACTIVATION)}
+    taken = np.zeros(size, np.int64)
     for move in profile.moves:
         activations = more[Kind.ACTIVATION]
         if move.codes is None:
@@ -327,13 +346,12 @@ def _of_compute(profile: Profile) -> tuple[Mapping[Kind, tuple[int, ...]], tuple
             activations[move.until + 1] += move.moved
         if move.asked != NEVER:
             _leave_out(activations, taken, move.asked, move.nbytes)
-    nothing = (0,) * size
-    levels = {k: tuple(map(add, profile.levels.get(k, nothing), accumulate(m))) for k, m in more.items()}
-    beside = map(add, map(sum, zip(*(accumulate(m) for m in more.values()), strict=True)), accumulate(taken))
-    return levels, tuple(map(add, profile.during, beside))
+    levels = {k: np.cumsum(m) + column(profile.levels.get(k, (0,) * size)) for k, m in more.items()}
+    beside = np.cumsum(sum(more.values(), taken))[:-1]
+    return {k: level.tolist() for k, level in levels.items()}, (column(profile.during) + beside).tolist()
 
 
-def _leave_out(level: list[int], taken: list[int], position: int, nbytes: int) -> None:
+def _leave_out(level: Column, taken: Column, position: int, nbytes: int) -> None:
     """Others make what is there from ``position`` on."""
     level[position + 1] -= nbytes
     taken[position] -= nbytes

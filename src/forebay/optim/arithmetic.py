@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -22,10 +23,10 @@ from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
 from forebay.states import StateForm, form_of, is_wide, plain_name
 
 if TYPE_CHECKING:
-    from forebay.kernels.native import Form
+    from forebay.kernels.native import Apart, Form
     from forebay.kernels.team import Team
 
-__all__ = ["Arithmetic", "KernelArithmetic", "Part", "TorchArithmetic", "host_arithmetic", "place_of"]
+__all__ = ["Arithmetic", "Held", "KernelArithmetic", "Part", "TorchArithmetic", "copied", "host_arithmetic", "place_of"]
 
 PIECE: Final = 1 << 18
 """Elements, whole blocks, whose moments are widened at a time."""
@@ -35,12 +36,24 @@ _GOLDEN: Final = 0x9E3779B1
 
 
 @dataclass(frozen=True)
+class Held:
+    """One copy of some elements of a parameter: what an update reads, or what it writes; see ``Part``."""
+
+    parameter: torch.Tensor
+    master: torch.Tensor | None
+    states: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
 class Part:
     """Some elements of one parameter: 1-D dense tensors of one length.
 
     ``parameter`` is fp32, or in 16 bits with its fp32 ``master`` beside it; ``gradient`` may have another dtype.
     ``states`` lie as the rule's ``state_names`` say, in their order; one that is not fp32 has the values of elements
     from the first of a block on (``forebay.states``). ``place`` is that of the first element (``place_of``).
+
+    ``into``: the copy that is written, all of it, and the other one stands; None: in place. Each of its tensors is that
+    of the part or shares no byte with it; either all states are apart or none is.
     """
 
     parameter: torch.Tensor
@@ -48,6 +61,12 @@ class Part:
     master: torch.Tensor | None
     states: tuple[torch.Tensor, ...]
     place: int = 0
+    into: Held | None = None
+
+    @property
+    def written(self) -> Held:
+        """The copy that is written."""
+        return Held(self.parameter, self.master, self.states) if self.into is None else self.into
 
 
 def place_of(numel: int, start: int) -> int:
@@ -58,8 +77,23 @@ def place_of(numel: int, start: int) -> int:
     return (numel * _GOLDEN + start) & 0xFFFFFFFF
 
 
+def copied(team: Team, target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target = source`` (1-D, dense, host, of one dtype), copied by ``team``; nothing for one and the same."""
+    if target.data_ptr() == source.data_ptr():
+        return
+    there, here = (tensor.view(torch.uint8).numpy() for tensor in (target, source))
+
+    def copy(share: int, shares: int) -> float:
+        start, stop = (there.size * at // shares for at in (share, share + 1))
+        # numpy and not copy_: torch would start a team of its own for this lane.
+        np.copyto(there[start:stop], here[start:stop])
+        return 0.0
+
+    team.run(copy, there.size // _WIDE.itemsize)
+
+
 class Arithmetic(ABC):
-    """One optimizer's update of parts, in place."""
+    """One optimizer's update of parts, in place or into another copy."""
 
     @abstractmethod
     def update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
@@ -69,7 +103,9 @@ class Arithmetic(ABC):
 @final
 class TorchArithmetic(Arithmetic):
     """Cast, torch's fused update, cast. Gradients of masters become fp32 in ``workspace`` (1-D uint8, 4 bytes for every
-    element of a call); without one in new memory. So do, ``PIECE`` elements at a time, moments that are not fp32."""
+    element of a call); without one in new memory. So do, ``PIECE`` elements at a time, moments that are not fp32.
+
+    torch updates in place: what goes into another copy is copied there first, which moves its bytes twice more."""
 
     def __init__(self, rule: UpdateRule, workspace: torch.Tensor | None = None) -> None:
         self._rule = rule
@@ -78,6 +114,7 @@ class TorchArithmetic(Arithmetic):
         self._workspace = None if workspace is None else workspace.view(_WIDE)
 
     def update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
+        parts = [_brought(part) for part in parts]
         if self._moments is not None:
             for part in parts:
                 self._update_coded(part, self._moments, step, group)
@@ -114,6 +151,26 @@ class TorchArithmetic(Arithmetic):
             part.parameter.copy_(part.master)
 
 
+def _brought(part: Part) -> Part:
+    """``part`` for an update in place, where it is to be written."""
+    into = part.into
+    if into is None:
+        return part
+    # A parameter with a master is written and not read.
+    pairs = [*zip(into.states, part.states, strict=True)]
+    pairs.append((into.parameter, part.parameter) if into.master is None else (into.master, _master_of(part)))
+    for target, source in pairs:
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
+    return replace(part, parameter=into.parameter, master=into.master, states=into.states, into=None)
+
+
+def _master_of(part: Part) -> torch.Tensor:
+    if part.master is None:
+        raise ValueError("an update into a copy with a master was given none to start from")
+    return part.master
+
+
 KernelRule = AdamRule | LionRule | SgdRule
 """What there are kernels for."""
 
@@ -125,35 +182,66 @@ class KernelArithmetic(Arithmetic):
     def __init__(self, rule: KernelRule, team: Team) -> None:
         # numba takes a third of a second to import: not before there is something to update.
         from forebay.kernels.native import Form
-        from forebay.optim.launching import chooser_of
+        from forebay.optim.launching import chooser_of, left_alone
 
         self._team = team
         self._choose, self._columns = chooser_of(rule)
+        self._left_alone = partial(left_alone, rule)
         self._states = tuple(form_of(state) for state in rule.state_names)
         self._forms = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
 
     def update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
-        alike: dict[tuple[Form, Form], list[Part]] = defaultdict(list)
+        alike: dict[tuple[Form, Form, Apart], list[Part]] = defaultdict(list)
         for part in parts:
-            alike[self._forms[part.parameter.dtype], self._forms[part.gradient.dtype]].append(part)
-        for (parameter, gradient), members in alike.items():
-            launch = self._choose(parameter, gradient, step, group)
-            rows = np.zeros((len(members), len(self._columns)), dtype=np.int64)
-            for row, part in zip(rows, members, strict=True):
-                addresses = _addresses(part, self._states)
-                row[: len(addresses)] = addresses
-                if self._columns[-1] == "place":
-                    row[-1] = part.place
+            forms = self._forms[part.parameter.dtype], self._forms[part.gradient.dtype]
+            alike[*forms, _apart(part)].append(part)
+        for (parameter, gradient, apart), members in alike.items():
+            launch = self._choose(parameter, gradient, apart, step, group)
+            rows = np.array([self._row(part, apart=bool(apart)) for part in members], dtype=np.int64)
             self._team.run(
                 lambda share, shares, launch=launch, rows=rows: launch(rows, share, shares),  # type: ignore[misc]
                 int(rows[:, 0].sum()),
             )
+        for number in self._left_alone(group):
+            for part in parts:
+                copied(self._team, part.written.states[number], part.states[number])
+
+    def _row(self, part: Part, *, apart: bool) -> list[int]:
+        """A row of a kernel's table; two in one where something is ``apart`` (``kernels.native.Apart``)."""
+        copies = [part.written]
+        if apart:
+            copies.insert(0, replace(part, into=None).written)
+        row: list[int] = []
+        for held in copies:
+            addresses = _addresses(part.gradient, held, self._states)
+            room = len(self._columns) - len(addresses)
+            row += [*addresses, *([0] * room)]
+            if self._columns[-1] == "place":
+                row[-1] = part.place
+        return row
 
 
-def _addresses(part: Part, forms: Sequence[StateForm]) -> list[int]:
-    """A row of a kernel's table: how many elements, then where each stream begins; 0 for a stream that is not there."""
-    count = part.parameter.numel()
-    tensors = (part.gradient, part.parameter, part.master, *part.states)
+def _apart(part: Part) -> Apart:
+    """What of ``part`` is written elsewhere than it is read."""
+    from forebay.kernels.native import Apart
+
+    into, found = part.into, Apart.NOTHING
+    if into is None:
+        return found
+    wide, target = (part.parameter, into.parameter) if into.master is None else (_master_of(part), into.master)
+    if wide.data_ptr() != target.data_ptr():
+        found |= Apart.WIDE
+    moved = {a.data_ptr() != b.data_ptr() for a, b in zip(part.states, into.states, strict=True) if a.numel()}
+    # The compiler is told that what is written is nothing that is read, of all states or of none.
+    if len(moved) > 1:
+        raise ValueError("an update was given some states in place and some apart")
+    return found | Apart.MOMENTS if True in moved else found
+
+
+def _addresses(gradient: torch.Tensor, held: Held, forms: Sequence[StateForm]) -> list[int]:
+    """How many elements, then where each stream of one copy begins; 0 for a stream that is not there."""
+    count = held.parameter.numel()
+    tensors = (gradient, held.parameter, held.master, *held.states)
     counts = [count] * 3 + [form.count(count) for form in forms]
     # A kernel looks at nothing but addresses: whatever does not lie as it thinks would be someone else's memory.
     for tensor, expected in zip(tensors, counts, strict=True):

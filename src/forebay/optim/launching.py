@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forebay.kernels import adam, adam_low, lion, sgd
-from forebay.kernels.native import Form
+from forebay.kernels.native import Apart, Form
 from forebay.optim.rules import AdamRule, LionRule, SgdRule
+from forebay.states import plain_name
 
-__all__ = ["Choose", "Launch", "chooser_of"]
+__all__ = ["Choose", "Launch", "chooser_of", "left_alone"]
 
 Launch = Callable[[Any, int, int], float]
 """A kernel for given hyperparameters: called with rows, share and shares."""
 
-Choose = Callable[[Form, Form, int, Mapping[str, Any]], Launch]
-"""The kernel for a parameter's form, a gradient's form, a step and a group."""
+Choose = Callable[[Form, Form, Apart, int, Mapping[str, Any]], Launch]
+"""The kernel for a parameter's form, a gradient's form, what is written apart, a step and a group."""
 
 
 def chooser_of(rule: AdamRule | LionRule | SgdRule) -> tuple[Choose, tuple[str, ...]]:
@@ -27,6 +28,17 @@ def chooser_of(rule: AdamRule | LionRule | SgdRule) -> tuple[Choose, tuple[str, 
     if rule.moments in ("8bit", "4bit"):
         return _adam_low_chooser(rule), adam_low.COLUMNS
     return _adam_chooser(rule), adam.COLUMNS
+
+
+def left_alone(rule: AdamRule | LionRule | SgdRule, group: Mapping[str, Any]) -> tuple[int, ...]:
+    """Which of the rule's states a step with the hyperparameters ``group`` neither reads nor writes: those that only
+    other groups of the optimizer ask for."""
+    names = [plain_name(state) for state in rule.state_names]
+    if isinstance(rule, SgdRule) and float(group["momentum"]) == 0:
+        return tuple(range(len(names)))
+    if isinstance(rule, AdamRule) and not group["amsgrad"]:
+        return tuple(number for number, name in enumerate(names) if name == "max_exp_avg_sq")
+    return ()
 
 
 def _adam_numbers(rule: AdamRule, step: int, group: Mapping[str, Any]) -> tuple[bool, Any]:
@@ -50,9 +62,10 @@ def _adam_numbers(rule: AdamRule, step: int, group: Mapping[str, Any]) -> tuple[
 def _adam_chooser(rule: AdamRule) -> Choose:
     state = Form.BF16 if rule.moments == "bfloat16" else Form.FP32
 
-    def choose(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+    def choose(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
         coupled, scalars = _adam_numbers(rule, step, group)
-        kernel = adam.adam_kernel(parameter, gradient, coupled=coupled, amsgrad=bool(group["amsgrad"]), state=state)
+        amsgrad = bool(group["amsgrad"])
+        kernel = adam.adam_kernel(parameter, gradient, coupled=coupled, amsgrad=amsgrad, state=state, apart=apart)
         # The step is the seed: where moments are rounded by chance, every step draws anew.
         return lambda rows, share, shares: kernel(rows, share, shares, scalars, step)
 
@@ -63,25 +76,30 @@ def _adam_low_chooser(rule: AdamRule) -> Choose:
     bits = 8 if rule.moments == "8bit" else 4
     book = adam_low.codebook(bits)
 
-    def choose(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+    def choose(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
         coupled, scalars = _adam_numbers(rule, step, group)
-        kernel = adam_low.adam_low_kernel(parameter, gradient, bits, coupled=coupled)
+        kernel = adam_low.adam_low_kernel(parameter, gradient, bits, coupled=coupled, apart=apart)
         return lambda rows, share, shares: kernel(rows, share, shares, scalars, book)
 
     return choose
 
 
-def _choose_lion(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+def _choose_lion(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
     beta1, beta2 = group["betas"]
-    kernel = lion.lion_kernel(parameter, gradient)
+    kernel = lion.lion_kernel(parameter, gradient, apart=apart)
     scalars = lion.lion_scalars(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]))
     return lambda rows, share, shares: kernel(rows, share, shares, scalars)
 
 
-def _choose_sgd(parameter: Form, gradient: Form, step: int, group: Mapping[str, Any]) -> Launch:
+def _choose_sgd(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
     decay, momentum = float(group["weight_decay"]), float(group["momentum"])
     kernel = sgd.sgd_kernel(
-        parameter, gradient, decay=decay != 0, momentum=momentum != 0, nesterov=bool(group["nesterov"])
+        parameter,
+        gradient,
+        decay=decay != 0,
+        momentum=momentum != 0,
+        nesterov=bool(group["nesterov"]),
+        apart=apart,
     )
     scalars = sgd.sgd_scalars(
         float(group["lr"]),

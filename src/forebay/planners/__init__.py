@@ -9,7 +9,9 @@ activations        the menu of every block and the programme over all of them
 shapes, homes      drafts that fit on the device; what of them goes to disk
 search, reasons    the fastest of them, and why in words
 speculation        which of its updates run ahead of their step, under backward
+device_updates     which of them run on the device though their blocks are at home elsewhere
 auto, policies     the planners themselves
+states             published policies for parameters, gradients and optimizer states
 refusals           what was too small and what would fit
 alternatives       the best plans of another kind
 """
@@ -17,7 +19,6 @@ alternatives       the best plans of another kind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from forebay.collector import collector_paused
@@ -27,9 +28,10 @@ from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
+from forebay.planners.states import STATES
 from forebay.plans import Plan
 
-__all__ = ["PLANNERS", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
+__all__ = ["PLANNERS", "STATES", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
 
 PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
@@ -41,6 +43,7 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
         "recompute": recompute,
         "stream": stream,
         "stream-recompute": stream_recompute,
+        **STATES,
     }
 )
 
@@ -55,8 +58,4 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
     if planner is None:
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
     with collector_paused():
-        plan = planner(problem, bench)
-    if problem.machine is None or problem.machine.disk is None:
-        return plan
-    disk = problem.machine.disk
-    return replace(plan, streaming=replace(plan.streaming, disk_block=disk.block, disk_depth=disk.depth))
+        return planner(problem, bench)

@@ -10,7 +10,8 @@ Choices
     (``activations``); the search goes on around its answers.
     What the host has no room for goes to disk: states, activations that move, parameters (``homes``).
     What is left of the host goes to second copies of blocks that are updated while backward still runs, where that
-    makes a step faster (``speculation``).
+    makes a step faster (``speculation``); and the first blocks of the forward are updated on the device, where the host
+    would make it wait (``device_updates``).
 
 Without a batch nothing can be simulated: then what fits stays, in the same order, and nothing recomputes.
 """
@@ -19,24 +20,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import drafted, leanest, narrow, seeds
 from forebay.planners.bench import Bench
+from forebay.planners.device_updates import fastest_there
 from forebay.planners.homes import at_home, with_a_disk
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import bought_by_codes, explained, kept, unknown_activations
 from forebay.planners.refusals import device_too_small, with_remedies
 from forebay.planners.search import Search
-from forebay.planners.shapes import Filling, filled, least_device, levels, options, streamed_through, usual_window
+from forebay.planners.shapes import (
+    Filling,
+    anything_fits,
+    filled,
+    least_device,
+    levels,
+    options,
+    streamed_through,
+    usual_window,
+)
 from forebay.planners.speculation import fastest_ahead
 from forebay.plans import Plan
 from forebay.remedies import Remedy
 
-__all__ = ["auto", "first_that_fits", "refused", "searched", "without_a_trace"]
+__all__ = ["auto", "first_that_fits", "proven", "refused", "searched", "without_a_trace"]
 
 UNMEASURED_SHARE = 0.5
 """Without a batch, everything stays on the device only if it takes at most this share of the budget."""
@@ -56,13 +68,15 @@ def auto(problem: Problem, bench: Bench | None = None) -> Plan:
 
 def _fastest(bench: Bench) -> Draft:
     """The fastest draft found that the checker accepts."""
+    accepted = partial(proven, bench)
     best = searched(bench, levels(bench), seeded=True)
-    chosen = fastest_ahead(bench, best, lambda draft: _proven(bench, draft))
-    if _proven(bench, chosen):
-        return chosen
-    if chosen != best and _proven(bench, best):
-        return best
-    return fastest_ahead(bench, searched(bench, levels(bench)), lambda draft: _proven(bench, draft))
+    chosen = fastest_ahead(bench, best, accepted)
+    if accepted(chosen):
+        return fastest_there(bench, (chosen, best), accepted)
+    if chosen != best and accepted(best):
+        return fastest_there(bench, (best,), accepted)
+    best = searched(bench, levels(bench))
+    return fastest_there(bench, (fastest_ahead(bench, best, accepted), best), accepted)
 
 
 def _gaining(bench: Bench) -> tuple[Draft, str]:
@@ -85,7 +99,7 @@ def _gaining(bench: Bench) -> tuple[Draft, str]:
     return best, bought_by_codes(bench, best, exact)
 
 
-def _proven(bench: Bench, draft: Draft) -> bool:
+def proven(bench: Bench, draft: Draft) -> bool:
     """Whether the checker accepts ``draft``. Where activations move it is stricter than the bench about how much may be
     under way at once, and a plan that it refuses is worth nothing."""
     if bench.problem.trace is None or not draft.activations:
@@ -102,8 +116,9 @@ def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, sing
     what the programme over all blocks proposes; without ``single_blocks`` that of the shapes alone. Raises
     ``DoesNotFit``."""
     lean = leanest(bench) if seeded else []
-    least = least_device(bench, [*among, *map(narrow, lean)])
-    if not bench.fits_device(least):
+    narrowest = list(map(narrow, lean))
+    if not anything_fits(bench, [*narrowest, *among]):
+        least = least_device(bench, [*among, *narrowest])
         raise refused(bench, device_too_small(bench, least), least)
     search = Search(bench, among, chain(seeds(bench), drafted(bench, lean)) if seeded else ())
     best = search.run(single_blocks=single_blocks)

@@ -9,7 +9,7 @@ from typing import final
 from forebay.arenas import Arenas, Sizer
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
-from forebay.lowering import lower
+from forebay.lowering import lower, sketch
 from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
@@ -72,6 +72,7 @@ class Bench:
         self._chain: Chain | None = None
         self._bound: float | None = None
         self._slots: dict[int, list[tuple[int, ...]]] = {}
+        self._fingerprint = "" if problem.trace is None else problem.trace.fingerprint
 
     def spent(self, simulated: int, actions: int, share: float = 1.0) -> bool:
         """Whether a search that began with the counts of ``simulated`` and ``actions`` has used up ``share`` of what it
@@ -79,6 +80,14 @@ class Bench:
         simulated, actions = self.simulated - simulated, self.actions - actions
         enough = simulated >= share * SIMULATIONS_LEAST and actions >= share * ACTIONS
         return enough or simulated >= share * SIMULATIONS
+
+    def within(self, simulated: int, actions: int, share: float) -> tuple[int, int]:
+        """Counts from which no more than ``share`` of what a search may simulate has been used up, those of
+        ``simulated`` and ``actions`` if that is so."""
+        return (
+            max(simulated, self.simulated - int(share * SIMULATIONS)),
+            max(actions, self.actions - int(share * ACTIONS)),
+        )
 
     @property
     def is_long(self) -> bool:
@@ -95,7 +104,8 @@ class Bench:
         """Bytes of every arena."""
         if draft not in self._arenas:
             sizer = self.sizer(draft.streaming.update_chunk)
-            self._arenas[draft] = sizer.arenas(draft.placements, draft.streaming, draft.speculate)
+            there = draft.update_on_device
+            self._arenas[draft] = sizer.arenas(draft.placements, draft.streaming, draft.speculate, there)
         return self._arenas[draft]
 
     def device(self, draft: Draft) -> int:
@@ -117,8 +127,9 @@ class Bench:
         return self._beside[key]
 
     def fits_device(self, draft: Draft) -> bool:
-        """Whether the device has room."""
-        return self.device(draft) <= self.problem.limit(Tier.DEVICE)
+        """Whether the device has room. Where it has none for the arenas alone, nothing else need be known."""
+        limit = self.problem.limit(Tier.DEVICE)
+        return self.arenas(draft).device <= limit and self.device(draft) <= limit
 
     def streamed(self, draft: Draft) -> Sequence[Block]:
         """The blocks that pass through shared slots."""
@@ -145,7 +156,6 @@ class Bench:
     def plan(self, name: str, draft: Draft, reasons: tuple[str, ...] = ()) -> Plan:
         """The plan that ``draft`` stands for."""
         sizes = self.arenas(draft)
-        trace = self.problem.trace
         return Plan(
             planner=name,
             budget=self.problem.budget,
@@ -158,7 +168,8 @@ class Bench:
             recompute=draft.recompute,
             activations=draft.activations,
             speculate=draft.speculate,
-            fingerprint="" if trace is None else trace.fingerprint,
+            update_on_device=draft.update_on_device,
+            fingerprint=self._fingerprint,
             reasons=reasons,
             changes_numbers=(*changes(draft.activations), *state_changes(self.problem.state_names)),
         )
@@ -167,7 +178,7 @@ class Bench:
         """``plan`` with the seconds of its simulated step, where the problem says enough to simulate one."""
         if self.problem.trace is None:
             return plan
-        return replace(plan, step_seconds=self.exact(_decided(plan)).step_seconds)
+        return replace(plan, step_seconds=self.exact(Draft.of(plan)).step_seconds)
 
     def exact(self, draft: Draft) -> Forecast:
         """What a step of ``draft`` is predicted to take, every chunk of every update by itself."""
@@ -185,16 +196,16 @@ class Bench:
         """
         if draft not in self._seconds:
             self.simulated += 1
-            costs, streaming = self.costs, replace(draft.streaming, update_chunk=self._chunk(draft))
+            costs, streaming = self.costs, self._coarse(draft)
             coarse = replace(self.plan("", draft), streaming=streaming)
-            program = lower(costs.trace, coarse, liveness=self.liveness, accounts=False)
+            program = sketch(costs.trace, coarse, liveness=self.liveness)
             self.actions += len(program.actions)
             self._seconds[draft] = pace(program, costs, settled=not streaming.overlap_update)[-1]
         return self._seconds[draft]
 
     def played(self, plan: Plan) -> tuple[Program, Timeline]:
         """``plan`` lowered, every chunk of every update by itself, and played against a clock. The latest is kept."""
-        draft, costs = _decided(plan), self.costs
+        draft, costs = Draft.of(plan), self.costs
         if self._latest is None or self._latest[0] != draft:
             program = lower(costs.trace, plan, liveness=self.liveness)
             settled = not plan.streaming.overlap_update
@@ -205,7 +216,7 @@ class Bench:
     def prove(self, plan: Plan) -> None:
         """Raises what ``checking.check`` raises for ``plan``, one that was made here. What is checked follows from what
         was decided: no plan is proven twice."""
-        draft, costs = _decided(plan), self.costs
+        draft, costs = Draft.of(plan), self.costs
         if draft not in self._proofs:
             program, _ = self.played(plan)
             self._proofs[draft] = None
@@ -217,17 +228,26 @@ class Bench:
         if fault is not None:
             raise fault
 
-    def _chunk(self, draft: Draft) -> int:
-        """Elements of an update job in simulations that only compare."""
-        return max(draft.streaming.update_chunk, self._elements // CHUNKS)
+    def _coarse(self, draft: Draft) -> Streaming:
+        """The streaming of simulations that only compare: with larger update jobs, and a window for as many of them on
+        the device."""
+        streaming = draft.streaming
+        chunk = max(streaming.update_chunk, self._elements // CHUNKS)
+        if chunk == streaming.update_chunk or not draft.update_on_device:
+            return replace(streaming, update_chunk=chunk)
+        sizes = self.arenas(draft)
+        cells = (streaming.update_window - sizes.update_widening) // sizes.update_cell
+        window = self.sizer(chunk).update_window(draft.update_on_device, cells)
+        return replace(streaming, update_chunk=chunk, update_window=window)
 
     def may_compare(self, draft: Draft) -> bool:
         """Whether ``draft`` may be simulated after the search, to say in words what a choice is worth."""
         return draft in self._seconds or self.actions <= self.simulated * IN_WORDS
 
     def fastest(self, count: int) -> list[Draft]:
-        """The ``count`` fastest of the drafts that were simulated, updates ahead of their step left out."""
-        plain = (draft for draft in self._seconds if not draft.speculate)
+        """The ``count`` fastest of the drafts that were simulated, those with updates ahead of their step, or on the
+        device, left out."""
+        plain = (draft for draft in self._seconds if not draft.speculate and not draft.update_on_device)
         return sorted(plain, key=self.seconds)[:count]
 
     def at_least(self, draft: Draft) -> float:
@@ -236,7 +256,7 @@ class Bench:
         machine = self.problem.machine
         if machine is None:
             return 0.0
-        sizer = self.sizer(draft.streaming.update_chunk)
+        sizer, there = self.sizer(draft.streaming.update_chunk), frozenset(draft.update_on_device)
         hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
         states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted]
         # A trained block comes at least once a step, because its update made what a slot holds stale.
@@ -247,7 +267,7 @@ class Bench:
             self._compute_seconds(draft),
             (trained + moved) / machine.h2d.curve.best,
             (gradients + moved) / machine.d2h.curve.best,
-            2 * sum(nbytes for nbytes, _ in states) / machine.update_rate,
+            2 * sum(sizer.state_nbytes(b.name) for b, _ in hosted if b.name not in there) / self.costs.update_rate,
         ]
         if machine.disk is not None:
             written = sum(nbytes for nbytes, tier in states if tier is Tier.DISK)
@@ -294,11 +314,3 @@ class Bench:
         if self._costs is None:
             self._costs = Costs(trace, machine)
         return self._costs
-
-
-def _decided(plan: Plan) -> Draft:
-    """What ``plan`` decided: in calls of how many bytes a disk is read and written is the machine's to say, and neither
-    the simulation nor the checker asks."""
-    usual = Streaming()
-    how = replace(plan.streaming, disk_block=usual.disk_block, disk_depth=usual.disk_depth)
-    return replace(Draft.of(plan), streaming=how)

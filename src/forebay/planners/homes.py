@@ -101,7 +101,14 @@ def on_host(bench: Bench, draft: Draft) -> Draft:
         )
         for p in draft.placements
     )
-    streaming = replace(draft.streaming, host_slots=(), update_chunk=Streaming().update_chunk)
+    usual = Streaming()
+    streaming = replace(
+        draft.streaming,
+        host_slots=(),
+        update_chunk=usual.update_chunk,
+        disk_block=usual.disk_block,
+        disk_depth=usual.disk_depth,
+    )
     there = replace(draft, placements=placements, streaming=streaming)
     return _activations_on_disk(bench, there, (), ring=0) if streaming.disk_activations else there
 
@@ -157,7 +164,7 @@ def _states(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft]:
     """The states of more and more blocks on disk."""
     sizer = bench.sizer(staging.chunk)
     homes = {p.block: p for p in draft.placements}
-    how = replace(draft.streaming, update_chunk=staging.chunk)
+    how = replace(_suiting_the_disk(bench, draft.streaming), update_chunk=staging.chunk)
     for block in reversed(bench.model.blocks):
         old = homes[block.name]
         if not old.resident and sizer.state_nbytes(block.name):
@@ -168,7 +175,7 @@ def _states(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft]:
 def _parameters(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft]:
     """The parameters of more and more blocks on disk."""
     homes = {p.block: p for p in draft.placements}
-    how = replace(draft.streaming, update_chunk=staging.chunk)
+    how = replace(_suiting_the_disk(bench, draft.streaming), update_chunk=staging.chunk)
     largest = 0
     for block in reversed(bench.model.blocks):
         old = homes[block.name]
@@ -177,6 +184,14 @@ def _parameters(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft
             largest = max(largest, home_nbytes(block))
             how = replace(how, host_slots=(largest, largest))
             yield _moved(draft, homes, how)
+
+
+def _suiting_the_disk(bench: Bench, streaming: Streaming) -> Streaming:
+    """``streaming`` with the calls that suit the disk of the machine."""
+    machine = bench.problem.machine
+    if machine is None or machine.disk is None:
+        return streaming
+    return replace(streaming, disk_block=machine.disk.block, disk_depth=machine.disk.depth)
 
 
 def _moved(draft: Draft, homes: dict[str, Placement], how: Streaming) -> Draft:
@@ -225,7 +240,7 @@ def _activations_on_disk(bench: Bench, draft: Draft, blocks: Collection[str], ri
     }
     chosen = selected(liveness.trace, treatments)
     streaming = replace(
-        draft.streaming,
+        _suiting_the_disk(bench, draft.streaming) if away else draft.streaming,
         host_activations=liveness.host_activations(draft.recompute, chosen),
         disk_activations=liveness.disk_activations(draft.recompute, chosen),
         disk_window=ring * liveness.disk_window(draft.recompute, chosen),

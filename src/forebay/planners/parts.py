@@ -75,6 +75,7 @@ class Draft:
     recompute: tuple[str, ...] = ()
     activations: tuple[Selection, ...] = ()
     speculate: tuple[str, ...] = ()
+    update_on_device: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -82,18 +83,26 @@ class Draft:
     @cached_property
     def _hash(self) -> int:
         """Of all that is decided: asked for again and again, and there may be hundreds of placements."""
-        return hash((self.placements, self.streaming, self.recompute, self.activations, self.speculate))
+        decided = self.placements, self.streaming, self.recompute, self.activations
+        return hash((*decided, self.speculate, self.update_on_device))
 
     @classmethod
     def of(cls, plan: Plan) -> Draft:
         """What ``plan`` decided."""
-        return cls(plan.placements, plan.streaming, plan.recompute, plan.activations, plan.speculate)
+        decided = plan.placements, plan.streaming, plan.recompute, plan.activations
+        return cls(*decided, plan.speculate, plan.update_on_device)
 
     @property
     def level(self) -> Level:
         """What happens to activations, where nothing that moves goes to disk."""
         how = self.streaming
         return Level(self.recompute, self.activations, how.offload_window, how.host_activations)
+
+    @property
+    def plain(self) -> Draft:
+        """The draft with all updates on the host and after their step, but for those of blocks that stay."""
+        streaming = replace(self.streaming, update_window=0)
+        return replace(self, streaming=streaming, speculate=(), update_on_device=())
 
     @property
     def resident(self) -> frozenset[str]:

@@ -1,10 +1,7 @@
 """Policies that decide without a search, each after a published system: what ``auto`` is compared with.
 
-``stream``            Every block streams and its update runs on the host: L2L (Pudipeddi et al., "Training large neural
-                      networks with constant memory using a new execution algorithm", 2020) and ZeRO-Offload (Ren et
-                      al., USENIX ATC 2021). Ours departs from L2L in that a batch is not cut into micro-batches that
-                      pass a layer together, and from ZeRO-Offload in that parameters leave the device too and the
-                      update runs under the next forward without a delayed step.
+``stream``            Every block streams and its update runs on the host, under the next forward: what L2L and
+                      ZeRO-Offload (``states``) have in common, without what either of them decides beyond that.
 ``resident``          Everything stays on the device, and no activation is dropped: plain PyTorch.
 ``recompute``         Everything stays, and every repeated block is run again for its backward: Chen et al., "Training
                       deep nets with sublinear memory cost", 2016, with one block as the segment instead of sqrt(n) of

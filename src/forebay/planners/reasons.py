@@ -13,6 +13,8 @@ from forebay.memory import Tier
 from forebay.planners.activations.coding import lossy
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.bench import Bench
+from forebay.planners.device_updates import at_home_again
+from forebay.planners.device_updates import candidates as able_on_device
 from forebay.planners.homes import at_home, on_host
 from forebay.planners.parts import KEPT, Draft, slot_options
 from forebay.planners.problem import Problem
@@ -100,8 +102,8 @@ def unknown_activations(problem: Problem) -> tuple[str, ...]:
 
 def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
     """The reasons for a draft that was searched for: each choice beside the same plan without it."""
-    # What each of the other choices buys is said without updates ahead of their step, which come on top.
-    base = replace(draft, speculate=())
+    # What each of the other choices buys is said with all updates at home and after their step: the rest comes on top.
+    base = draft.plain
     return (
         *kept(draft),
         _binding(bench, draft),
@@ -110,6 +112,7 @@ def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
         *_bought_by_recomputation(bench, base),
         *_bought_by_slots(bench, base),
         *bought_by_speculation(bench, draft),
+        *_bought_on_device(bench, draft),
         *_pinning(bench, draft),
         *_gap(bench, draft),
     )
@@ -127,6 +130,16 @@ def bought_by_speculation(bench: Bench, draft: Draft) -> Iterator[str]:
     where = " and ".join(f"{format_bytes(nbytes)} {words}" for nbytes, words in parts if nbytes)
     gain = against(bench, draft, replace(draft, speculate=()), "otherwise")
     yield f"running updates {which} under backward, into a second copy ({where}), {gain}"
+
+
+def _bought_on_device(bench: Bench, draft: Draft) -> Iterator[str]:
+    """The same with those updates at home."""
+    if not draft.update_on_device:
+        return
+    able, other = able_on_device(bench, draft), at_home_again(draft)
+    first = f"the first {len(draft.update_on_device)} of {_blocks(len(able))} that do not stay"
+    line = f"{first} are updated on the device, through a window of {format_bytes(draft.streaming.update_window)} there"
+    yield f"{line}, which {against(bench, draft, other, 'at home')}" if bench.may_compare(other) else line
 
 
 def bought_by_codes(bench: Bench, draft: Draft, other: Draft | DoesNotFit) -> str:
@@ -200,9 +213,9 @@ def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
 
 
 def _gap(bench: Bench, draft: Draft) -> Iterator[str]:
-    """How far the step is from what no plan can beat."""
+    """How far the step is from what no plan can beat that updates at home what does not stay."""
     bound, step = bench.bound, bench.exact(draft).step_seconds
-    if 0 < bound < inf:
+    if 0 < bound < inf and not draft.update_on_device:
         yield (
             f"no plan that keeps, moves or recomputes whole tensors within these budgets takes less than "
             f"{format_seconds(bound)} a step: this one is at most {100 * max(0.0, step / bound - 1):.1f} % slower"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from forebay.errors import ConfigError, DoesNotFit
@@ -14,7 +14,7 @@ from forebay.planners.problem import Problem
 from forebay.plans import Plan
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["leave_room"]
+__all__ = ["Room", "leave_room"]
 
 Make = Callable[[Problem, Bench], Plan]
 """A planner with its name."""
@@ -28,9 +28,19 @@ CLOSE: Final = 1 / 32
 """A plan is good enough when the next one that would be asked for had this share more of the budget at most."""
 
 
-def leave_room(problem: Problem, micro_batches: int, make: Make) -> tuple[Plan, Bench]:
-    """The plan that ``make`` makes for ``problem``, with room for ``micro_batches`` of ``forebay.accumulate``; and the
-    bench that it was made on.
+@dataclass(frozen=True)
+class Room:
+    """``plan`` leaves room for so many micro-batches as were asked for; ``alone`` is the one that has all that is
+    allowed for a single one. Each with the bench that it was made on; where ``alone`` leaves room they are the same."""
+
+    plan: Plan
+    bench: Bench
+    alone: Plan
+    alone_bench: Bench
+
+
+def leave_room(problem: Problem, micro_batches: int, make: Make) -> Room:
+    """The plan that ``make`` makes for ``problem``, with room for ``micro_batches`` of ``forebay.accumulate``.
 
     Raises ``DoesNotFit`` where there is none, ``ConfigError`` where activations are unknown (no batch was given).
     """
@@ -38,11 +48,11 @@ def leave_room(problem: Problem, micro_batches: int, make: Make) -> tuple[Plan, 
         raise ConfigError(f"micro_batches must be 1 or more, got {micro_batches}")
     if micro_batches > 1 and problem.trace is None:
         raise ConfigError("what several micro-batches take is known only with a batch: give prepare one")
-    bench = Bench(problem)
-    plan = make(problem, bench)
+    bench = alone_bench = Bench(problem)
+    plan = alone = make(problem, bench)
     over = _over(problem, plan, micro_batches, bench)
     if not over:
-        return _told(plan, micro_batches, bench), bench
+        return Room(_told(plan, micro_batches, bench), bench, alone, bench)
     # With less a plan keeps less, so that each micro-batch takes less; with too little there is no plan.
     low, high, share, found = 0.0, 1.0, 1 / max(over.values()), None
     for _ in range(ROUNDS - 1):
@@ -64,7 +74,7 @@ def leave_room(problem: Problem, micro_batches: int, make: Make) -> tuple[Plan, 
     if found is None:
         raise _refusal(problem, micro_batches, over)
     plan, bench = found
-    return _told(replace(plan, budget=problem.budget), micro_batches, bench), bench
+    return Room(_told(replace(plan, budget=problem.budget), micro_batches, bench), bench, alone, alone_bench)
 
 
 def _scaled(problem: Problem, share: float, tiers: Collection[Tier]) -> Problem:

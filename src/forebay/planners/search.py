@@ -92,10 +92,17 @@ class Search:
 
     def _explore(self, single_blocks: bool) -> None:
         """Whatever is tried beside what fits as a whole."""
+        if not self.bench.is_long:
+            self._plainest()
         for seed in self._seeds:
             self.consider(seed)
             if self._over or (self.best is not None and self.bench.spent(*self._began, SEEDED)):
                 break  # drafting takes time too
+        if not self.bench.is_long:
+            # A draft of many moves may have more actions than all seeds are allowed: what is over is not the others'.
+            self._began = self.bench.within(*self._began, SEEDED)
+        if self._over:
+            return  # what else there is to try would be drafted and not simulated
         levels = self._useful_levels()
         for level in levels:
             self._shapes(level)
@@ -155,6 +162,15 @@ class Search:
             if enough is not None:
                 levels.add(enough)
         return sorted(levels, key=lambda level: len(level.recompute))
+
+    def _plainest(self) -> None:
+        """The shapes with the fewest blocks recomputed that fit. They cost little to simulate, and what the programme
+        proposes has to be faster: its drafts may have so many moves that a few of them are all that there is time for.
+        """
+        for level in self._useful_levels():
+            self._shapes(level)
+            if self.best is not None:
+                return
 
     def _shapes(self, level: Level) -> None:
         """The most slots that fit with ``level`` recomputed, and all the room that is left to blocks that stay. Fewer

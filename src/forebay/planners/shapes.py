@@ -25,6 +25,7 @@ from forebay.plans import Placement
 
 __all__ = [
     "Filling",
+    "anything_fits",
     "fewest_recomputed",
     "filled",
     "least_device",
@@ -32,6 +33,7 @@ __all__ = [
     "options",
     "streamed_through",
     "usual_window",
+    "wide",
     "windows",
 ]
 
@@ -71,9 +73,14 @@ def streamed_through(bench: Bench, slots: tuple[int, ...], window: int, level: L
     The window may shrink to nothing, which lets one gradient after the other leave: it is a matter of speed, not of
     fit. Whether the rest fits is for the caller to ask.
     """
-    draft = all_streamed(bench.model, streaming_through(bench.problem, slots, window), level)
-    if bench.fits_device(draft):
-        return draft
+    return wide(bench, all_streamed(bench.model, streaming_through(bench.problem, slots, 0), level), window)
+
+
+def wide(bench: Bench, draft: Draft, window: int) -> Draft:
+    """``draft`` with a window of ``window`` bytes for gradients, or of what there is room for, if that is less."""
+    asked = replace(draft, streaming=replace(draft.streaming, gradient_window=window))
+    if bench.fits_device(asked):
+        return asked
     none = replace(draft, streaming=replace(draft.streaming, gradient_window=0))
     # A byte of window takes at most a byte of the device: what is left without a window may all be window.
     spare = max(0, bench.problem.limit(Tier.DEVICE) - bench.device(none))
@@ -82,12 +89,19 @@ def streamed_through(bench: Bench, slots: tuple[int, ...], window: int, level: L
 
 def least_device(bench: Bench, among: Sequence[Level]) -> Draft:
     """The draft that needs the least of the device, with one of the levels ``among``."""
-    fewest = options(bench)[-1]
-    drafts = []
-    for level in among:
-        drafts.append(all_streamed(bench.model, streaming_through(bench.problem, fewest, 0), level))
-        drafts.append(all_resident(bench.model, level))
-    return min(drafts, key=bench.device)
+    return min((draft for level in among for draft in _narrowest(bench, level)), key=bench.device)
+
+
+def anything_fits(bench: Bench, among: Sequence[Level]) -> bool:
+    """Whether the device has room for ``least_device``. The levels that are likely to fit are to come first: what the
+    others need is worked out only if none of those does."""
+    return any(bench.fits_device(draft) for level in among for draft in _narrowest(bench, level))
+
+
+def _narrowest(bench: Bench, level: Level) -> tuple[Draft, Draft]:
+    """With all blocks streaming, and with all on the device."""
+    streaming = streaming_through(bench.problem, options(bench)[-1], 0)
+    return all_streamed(bench.model, streaming, level), all_resident(bench.model, level)
 
 
 def fewest_recomputed(bench: Bench, make: Callable[[Level], Draft], levels: Sequence[Level]) -> Level | None:

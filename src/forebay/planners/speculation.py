@@ -4,9 +4,8 @@ An update that runs under the next forward holds up the fetch of its block; one 
 Those that are taken, more and more of them, are spread over the model as evenly as their number allows: updates under
 backward then have the landings of those between them to catch up in, and so has the forward, for the ones that it
 waits for. Were the last ones taken, updates would be behind at the end of backward, and none left to do in the second
-half of forward. (Simulated, 18 blocks whose states are on a disk as slow as compute: 1.03 times the longer of the two
-with 12 spread ones, 1.16 times with the last 12.) It costs a second copy of parameters and states in the tiers where
-they live, and what is in memory has to be copied there. The simulation says whether that pays.
+half of forward (``test_they_are_spread_over_the_model``). It costs a second copy of parameters and states in the tiers
+where they live; the update itself moves no more bytes. The simulation says whether that pays.
 
 Lian et al., "SuperOffload" (ASPLOS 2026), call a step that is made before it is known to be wanted speculation, then
 validation. Ours differs in what it takes for granted and in keeping the old copy (``runtime.speculation``).
@@ -27,7 +26,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.homes import more_on_disk
 from forebay.planners.parts import Draft
 
-__all__ = ["GAIN", "MORE_GAIN", "ahead", "candidates", "fastest_ahead", "second_copies"]
+__all__ = ["GAIN", "MORE_GAIN", "ahead", "candidates", "fastest_ahead", "fits", "second_copies"]
 
 GAIN = 0.01
 """Second copies that save less than this share of a step are not worth their bytes."""
@@ -45,7 +44,7 @@ FEW_RUNGS = 4
 """The same for long steps (``Bench.is_long``), until one gains nothing."""
 
 DISK_RUNGS = 3
-"""Of those that have all on disk: nothing of them is copied."""
+"""Of those that have all on disk, where second copies take no host memory."""
 
 OTHERS = 3
 """Drafts behind the fastest one that are tried with second copies too: they may gain more."""
@@ -75,10 +74,13 @@ def _climbed(bench: Bench, draft: Draft, choices: Iterator[Draft]) -> Draft:
     """The last of ``choices``, more and more updates ahead of their step, that is worth it."""
     best = draft
     for more in choices:
-        if bench.seconds(more) < bench.seconds(best) * (1 - MORE_GAIN):
+        seconds, before = bench.seconds(more), bench.seconds(best)
+        if seconds < before * (1 - MORE_GAIN):
             best = more
+            if bench.is_long and seconds > before * (1 - GAIN):
+                break  # more of them are hardly worth their bytes, let alone the time to find out
         elif bench.is_long or bench.seconds(more) > bench.seconds(best) * (1 + WORSE):
-            break  # the update lane has too much to copy: the more, the worse
+            break  # backward has no time for so many, and the next forward has nothing left to do beside
     return best
 
 
@@ -93,7 +95,7 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) 
         if bench.spent(*began, SPENT):
             break
         enough = bench.seconds(chosen) * (1 - MORE_GAIN)
-        if other != best and bench.at_least(other) < enough and _fits(bench, other):
+        if other != best and bench.at_least(other) < enough and fits(bench, other):
             more = ahead(bench, other)
             if bench.seconds(more) < enough and may_take(more):
                 chosen = more
@@ -112,7 +114,8 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     for done in (done for visit in index.completed for done in visit):
         block = index.blocks[done.parameter]
         landed[block] = max(landed.get(block, 0), done.op)
-    hosted = [p for p in draft.placements if not p.resident and p.block in landed]
+    there = frozenset(draft.update_on_device)
+    hosted = [p for p in draft.placements if not p.resident and p.block in landed and p.block not in there]
     if not bench.problem.overlap_update:
         hosted = [p for p in hosted if Tier.DISK in (p.parameters, p.states)]
     return tuple(sorted((p.block for p in hosted), key=lambda block: landed[block]))
@@ -144,13 +147,14 @@ def _spread(able: Sequence[str], count: int) -> frozenset[str]:
     return frozenset(able[number * len(able) // count] for number in range(count))
 
 
-def _fits(bench: Bench, draft: Draft) -> bool:
+def fits(bench: Bench, draft: Draft) -> bool:
+    """Whether every tier has room, and nothing loses its page-locked memory to second copies or to states that move."""
     return bench.fits_device(draft) and _fits_at_home(bench, draft)
 
 
 def _fits_at_home(bench: Bench, draft: Draft) -> bool:
-    """Whether host and disk have room, and nothing loses its page-locked memory to second copies."""
+    """``fits`` without the device."""
     sizes, problem = bench.arenas(draft), bench.problem
     if sizes.host > problem.limit(Tier.HOST) or sizes.disk > problem.limit(Tier.DISK):
         return False
-    return bench.pageable(sizes) <= bench.pageable(bench.arenas(replace(draft, speculate=())))
+    return bench.pageable(sizes) <= bench.pageable(bench.arenas(draft.plain))

@@ -64,6 +64,13 @@ def as_in_a_step(machine: Machine, rates: Mapping[Lane, tuple[float, int]]) -> M
         return replace(alone, curve=Curve(tuple((size, share * r) for size, r in alone.curve.points)))
 
     update = min(machine.update_rate, rates[Lane.UPDATE][0]) if Lane.UPDATE in rates else machine.update_rate
+    # What cores bind loses as much as what memory binds: it is the cores that compute takes.
+    share = update / machine.update_rate
     return replace(
-        machine, h2d=link(machine.h2d, Lane.H2D), d2h=link(machine.d2h, Lane.D2H), update_rate=update, shared_cores=1.0
+        machine,
+        h2d=link(machine.h2d, Lane.H2D),
+        d2h=link(machine.d2h, Lane.D2H),
+        update_rate=update,
+        update_elements={kind: share * rate for kind, rate in machine.update_elements.items()},
+        shared_cores=1.0,
     )

@@ -41,7 +41,7 @@ from forebay.profiler.pinning import memlock_limit, pinned_capacity, tries_with
 from forebay.profiler.sharing import shared_cores
 from forebay.profiler.stopwatch import CudaStopwatch, Stopwatch, WallStopwatch
 from forebay.profiler.transfer_rates import Transfers, duplex, host_bandwidth, link
-from forebay.profiler.update_rates import update_rate
+from forebay.profiler.update_rates import core_bound_rates, update_rate
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
 from forebay.tiers.host import available_disk, available_host_memory
 from forebay.timeline import Lane
@@ -227,6 +227,7 @@ class _Here:
                 shared_cores=0.0 if cuda else shared_cores(transfers, effort()),
                 launch_seconds=launch_seconds(device.name, watch, effort()) if cuda else overhead.launch,
                 watch_seconds=overhead.watch,
+                update_elements=core_bound_rates(device, effort()),
             )
         if not cuda:
             machine = as_in_a_step(machine, lane_rates())
@@ -258,7 +259,8 @@ class _Here:
             f"threads, torch {torch.__version__}; every figure is a median of several short runs",
             f"compute: forward, input gradient and weight gradient of a linear layer, float32 precision {precision}",
             "h2d, d2h: copies of the runtime on their lanes; duplex: both lanes busy with copies of up to 16 MiB",
-            f"update_rate: AdamW by the runtime's updater on {self.effort.update_dtype} parameters",
+            f"update_rate: AdamW by the runtime's updater on {self.effort.update_dtype} parameters; update_elements: "
+            f"updates that cores bind, by the same",
             "host_bandwidth, device_bandwidth: bytes read and written, of a copy and of a sum",
         )
 

@@ -1,8 +1,14 @@
-"""How fast the host updates parameters: the runtime's own updater over one block, chunk by chunk."""
+"""How fast the host updates parameters: the runtime's own updater over one block, chunk by chunk.
+
+AdamW with fp32 moments is bound by memory, so that bytes/s say how long any such update takes. Where states have few
+bits, or a rule few of them, the cores bind before memory does: of those the elements/s are measured.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, final
 
@@ -12,7 +18,7 @@ from forebay.device.base import Completion, Device
 from forebay.kernels.team import Team, cores
 from forebay.layout import STATE_ITEMSIZE, align, state_layout
 from forebay.memory import Kind, Ledger, Tier
-from forebay.optim.rules import AdamRule
+from forebay.optim.rules import AdamRule, LionRule, UpdateRule
 from forebay.plans import Placement, Streaming
 from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import ColdStopwatch, medians, span
@@ -21,15 +27,28 @@ from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import MemoryHome
 from forebay.runtime.tensors import dtype_of
 from forebay.runtime.updates import Task, Updater
+from forebay.states import update_kind
 from forebay.tiers.arena import HostArena
 from forebay.timeline import Event, Lane
 from forebay.trace import Block, Parameter
 
-__all__ = ["UpdateTrial", "update_rate"]
+__all__ = ["UpdateTrial", "core_bound_rates", "update_rate"]
 
 _NAME: Final = "weight"
 
-_ADAMW: Final = MappingProxyType(
+_ADAMW: Final = AdamRule(decoupled=True, amsgrad=False)
+
+_CORE_BOUND: Final[tuple[UpdateRule, ...]] = (
+    AdamRule(decoupled=True, amsgrad=False, moments="bfloat16"),
+    AdamRule(decoupled=True, amsgrad=False, moments="8bit"),
+    AdamRule(decoupled=True, amsgrad=False, moments="4bit"),
+    LionRule(),
+)
+
+_SHARE: Final = 4
+"""The part of the elements of the AdamW trial that each of the others has: they are in memory at one time."""
+
+_NUMBERS: Final = MappingProxyType(
     {
         "lr": 1e-3,
         "betas": (0.9, 0.999),
@@ -43,13 +62,12 @@ _ADAMW: Final = MappingProxyType(
 
 @final
 class UpdateTrial:
-    """One block of ``elements`` parameters of ``dtype`` on the host, its gradients and its AdamW states."""
+    """One block of ``elements`` parameters of ``dtype`` on the host, its gradients and the states of ``rule``."""
 
-    def __init__(self, device: Device, elements: int, dtype: str) -> None:
+    def __init__(self, device: Device, elements: int, dtype: str, rule: UpdateRule = _ADAMW) -> None:
         itemsize = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         parameter = Parameter(_NAME, (elements,), (1,), dtype, elements * itemsize, 0, True)
         block = Block("probe", (parameter,), ("probe",), align(parameter.nbytes))
-        rule = AdamRule(decoupled=True, amsgrad=False)
         layout = state_layout(block, rule.state_names, Streaming().update_chunk)
         workspace = max(chunk.elements for chunk in layout.chunks) * STATE_ITEMSIZE
         sizes = (block.nbytes, block.nbytes, layout.nbytes, workspace)
@@ -71,6 +89,7 @@ class UpdateTrial:
         self._team = Team(cores())
         self._updater = Updater(device, rule, work, self._team)
         self._steps = 0
+        self._elements = elements
 
     def __enter__(self) -> UpdateTrial:
         with ExitStack() as opened:
@@ -90,7 +109,7 @@ class UpdateTrial:
     def submit(self) -> Completion:
         """Queues one step of the block on the update lane; returns the end of it."""
         self._steps += 1
-        group: dict[str, Any] = dict(_ADAMW)
+        group: dict[str, Any] = dict(_NUMBERS)
         self._updater.submit(self._state, {_NAME: Task(self._steps, group)})
         done = self._state.parameters.written
         if done is None:
@@ -108,6 +127,10 @@ class UpdateTrial:
         events = self.step()
         return sum(event.nbytes for event in events) / span(events)
 
+    def elements_rate(self) -> float:
+        """Elements/s of one step."""
+        return self._elements / span(self.step())
+
 
 def update_rate(device: Device, effort: Effort) -> float:
     """Bytes/s of AdamW on the host, with the update lane to itself."""
@@ -120,3 +143,23 @@ def update_rate(device: Device, effort: Effort) -> float:
 
     with UpdateTrial(device, effort.update_elements, effort.update_dtype) as trial:
         return medians({"update": after_compute}, effort.rounds, effort.bound)["update"]
+
+
+def core_bound_rates(device: Device, effort: Effort) -> Mapping[str, float]:
+    """Elements/s of the updates that cores bind, by ``update_kind``, with the update lane to themselves."""
+    cold = ColdStopwatch()
+
+    def after_compute(trial: UpdateTrial) -> float:
+        cold.cool()
+        return trial.elements_rate()
+
+    with ExitStack() as opened:
+        elements = max(effort.update_elements // _SHARE, 1)
+        trials = {
+            update_kind(rule.state_names): opened.enter_context(
+                UpdateTrial(device, elements, effort.update_dtype, rule)
+            )
+            for rule in _CORE_BOUND
+        }
+        cases = {kind: partial(after_compute, trial) for kind, trial in trials.items()}
+        return medians(cases, effort.rounds, effort.bound)

@@ -12,7 +12,7 @@ from forebay.phases import PhasePeaks
 from forebay.plans import Plan
 from forebay.timeline import Lane
 
-__all__ = ["Alternative", "PlanReport", "StepForecast"]
+__all__ = ["AccumulationForecast", "Alternative", "PlanReport", "StepForecast"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,36 @@ class StepForecast:
 
 
 @dataclass(frozen=True)
+class AccumulationForecast:
+    """A step of several micro-batches under the plan of the report, which leaves room for all of them together
+    (``forebay.accumulate``), beside PyTorch's loop over them under the plan that has all the room for one at a time.
+
+    Each: predicted ``seconds``, and the bytes that cross in a step by lane (``moved``). ``peaks`` are the most bytes of
+    each tier that they take together. Where nothing streams, ``accumulate`` is the loop.
+    """
+
+    micro_batches: int
+    seconds: float
+    moved: Mapping[Lane, int]
+    peaks: Mapping[Tier, int]
+    loop_seconds: float
+    loop_moved: Mapping[Lane, int]
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The figures for ``--json``."""
+        return {
+            "micro_batches": self.micro_batches,
+            "step_seconds": self.seconds,
+            "moved": {lane.value: nbytes for lane, nbytes in self.moved.items()},
+            "peaks": {tier.value: nbytes for tier, nbytes in self.peaks.items()},
+            "loop": {
+                "step_seconds": self.loop_seconds,
+                "moved": {lane.value: nbytes for lane, nbytes in self.loop_moved.items()},
+            },
+        }
+
+
+@dataclass(frozen=True)
 class Alternative:
     """Another answer: what is different, in words, and what it needs (bytes per tier) and takes (seconds), if known."""
 
@@ -64,8 +94,9 @@ class PlanReport:
 
     ``plan``, ``step``, ``tiers`` and ``phases`` are None or empty where nothing fits; ``alternatives`` are then the
     nearest things that would. ``second_copies`` are the bytes that updates ahead of their step take in each tier, which
-    ``tiers`` count too. ``budgets`` are the bytes that each tier may have: the budget, or what the machine has.
-    ``notes`` say how the figures came about. ``solve_seconds`` is the time that the planner took.
+    ``tiers`` count too. ``accumulation`` is a step of several micro-batches, None where none was asked for: ``step``
+    and ``tiers`` are those of one. ``budgets`` are the bytes that each tier may have: the budget, or what the machine
+    has. ``notes`` say how the figures came about. ``solve_seconds`` is the time that the planner took.
     """
 
     model: str
@@ -78,6 +109,7 @@ class PlanReport:
     tiers: tuple[TierUsage, ...] = ()
     second_copies: Mapping[Tier, int] = field(default_factory=dict)
     phases: Mapping[str, PhasePeaks] = field(default_factory=dict)
+    accumulation: AccumulationForecast | None = None
     alternatives: tuple[Alternative, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -90,6 +122,13 @@ class PlanReport:
     def fits(self) -> bool:
         """Whether there is a plan within all budgets."""
         return self.plan is not None
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted seconds of a step of all micro-batches; None where nothing fits."""
+        if self.accumulation is not None:
+            return self.accumulation.seconds
+        return None if self.step is None else self.step.seconds
 
     def usage(self, tier: Tier) -> TierUsage | None:
         """The predicted account of ``tier`` in a step, or None if there is none."""
@@ -115,6 +154,7 @@ class PlanReport:
             "exact": not plan.changes_numbers if plan else None,
             "peaks": {tier.value: self.peak(tier) for tier in Tier} if plan else None,
             "budgets": {tier.value: self.budgets.get(tier) for tier in Tier},
+            "accumulation": self.accumulation.to_json_dict() if self.accumulation else None,
             "phases": {name: _phase(peaks) for name, peaks in self.phases.items()} if plan else None,
             "solve_seconds": self.solve_seconds,
             "alternatives": [alternative.to_json_dict() for alternative in self.alternatives],

@@ -11,13 +11,13 @@ from rich.text import Text
 
 from forebay.memory import Tier
 from forebay.reporting.terminal import NONE, bullets, figure_table, kinds_at_peak, rate_while_busy, size
-from forebay.timeline import Lane
+from forebay.timeline import CROSSING, Lane
 from forebay.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from forebay.reporting.forecast import PlanReport, StepForecast
+    from forebay.reporting.forecast import AccumulationForecast, PlanReport, StepForecast
 
 __all__ = ["plan_table"]
 
@@ -36,6 +36,7 @@ def plan_table(report: PlanReport) -> Group:
         _memory(report),
         _phases(report),
         _lanes(report.step),
+        *([] if report.accumulation is None else [_several(report.accumulation)]),
         *_rest(report),
     )
 
@@ -116,6 +117,20 @@ def _lanes(step: StepForecast) -> RenderableType:
         least = format_seconds(step.limits[lane]) if lane in step.limits else NONE
         table.add_row(lane.value, format_seconds(busy), _percent(busy, step.seconds), least, size(moved or None), rate)
     said = "h2d: host to device; d2h: back; update: on the host; at least: at full rate"
+    return Group(table, _said(said))
+
+
+def _several(forecast: AccumulationForecast) -> RenderableType:
+    """A step of several micro-batches, and what crosses in it."""
+    rows = {"together": (forecast.seconds, forecast.moved), "one by one": (forecast.loop_seconds, forecast.loop_moved)}
+    lanes = [lane for lane in CROSSING if any(moved.get(lane) for _, moved in rows.values())]
+    table = figure_table(
+        f"A step of {forecast.micro_batches} micro-batches", "micro-batches", ["step", *(lane.value for lane in lanes)]
+    )
+    for name, (seconds, moved) in rows.items():
+        table.add_row(name, format_seconds(seconds), *(size(moved.get(lane) or None) for lane in lanes))
+    said = "together: forebay.accumulate; one by one: a loop, under a plan with all the room for one. All tables above "
+    said += "are of a step of one"
     return Group(table, _said(said))
 
 

@@ -23,7 +23,8 @@ class RunReport:
 
     ``elapsed`` is the time in seconds since the first step began, ``steps`` the number of whole optimizer steps in
     it, ``tokens`` the number of tokens trained on (None: nobody counted). ``micro_batches`` is the number of forward
-    and backward passes in a step, which the predicted step is scaled to.
+    and backward passes in a step, which the predicted step is scaled to, ``together`` the most that pass the model at a
+    time (``forebay.accumulate``).
     """
 
     plan: Plan
@@ -32,13 +33,17 @@ class RunReport:
     steps: int
     tokens: int | None = None
     micro_batches: int = 1
+    together: int = 1
     schema: int = RUN_SCHEMA
 
     def __post_init__(self) -> None:
         if self.schema != RUN_SCHEMA:
             raise ConfigError(f"this report has schema {self.schema}, this forebay reads schema {RUN_SCHEMA}")
-        if self.micro_batches < 1:
-            raise ConfigError(f"a step has 1 micro-batch or more, got {self.micro_batches}")
+        if not 1 <= self.together <= self.micro_batches:
+            raise ConfigError(
+                f"a step has 1 micro-batch or more, and at most all of them at a time, got {self.micro_batches} and "
+                f"{self.together}"
+            )
         if self.elapsed < 0 or self.steps < 0:
             raise ConfigError(f"a run has 0 or more seconds and steps, got {self.elapsed} and {self.steps}")
 
@@ -75,17 +80,12 @@ class RunReport:
 
     def predicted_peaks(self) -> dict[Tier, int]:
         """Peak of every tier in bytes as the plan promises it."""
-        return {
-            Tier.DEVICE: self.plan.device,
-            Tier.HOST: self.plan.host,
-            Tier.PINNED: self.plan.pinned,
-            Tier.DISK: self.plan.disk,
-        }
+        return self.plan.peaks(self.together)
 
     @property
     def predicted_step_seconds(self) -> float | None:
         """Seconds of a step as the plan has it; None where no step was simulated."""
-        return self.plan.seconds_of_step(self.micro_batches)
+        return self.plan.seconds_of_step(self.micro_batches, self.together)
 
     @property
     def step_ratio(self) -> float | None:

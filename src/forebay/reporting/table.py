@@ -66,7 +66,10 @@ def _about_the_step(report: RunReport) -> Sequence[str]:
     if report.plan.step_seconds is None:
         return ("no step was predicted: give prepare a batch, so that one can be simulated",)
     said = report.plan.notes or ("the plan does not say where its step seconds come from",)
-    return said if report.micro_batches == 1 else (f"a step is {report.micro_batches} micro-batches", *said)
+    if report.micro_batches == 1:
+        return said
+    at_a_time = f", {report.together} of which pass the model together" if report.together > 1 else ""
+    return (f"a step is {report.micro_batches} micro-batches{at_a_time}", *said)
 
 
 def _memory(report: RunReport) -> Table:

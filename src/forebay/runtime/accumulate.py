@@ -151,6 +151,7 @@ class _ByBlock:
         """Adds the gradients of all micro-batches to the parameters' gradients; returns the losses."""
         session = self._session
         session.store.make_room(len(self._micro_batches))
+        session.measure.passing_together(len(self._micro_batches))
         session.gathering = self._gathering
         handles = self._attach()
         try:

@@ -18,6 +18,7 @@ from forebay.device.base import Completion, Device
 from forebay.device.lanes import dependency_failure
 from forebay.errors import ForebayError
 from forebay.runtime.deferred import Deferred
+from forebay.runtime.norms import Norms
 from forebay.runtime.tensors import flat, shaped
 from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
@@ -33,11 +34,13 @@ SERIAL = 32768
 class Landing:
     """The way of gradients to the host, one for a session: at most ``window`` bytes are under way at any time.
 
-    ``staging`` (1-D uint8, host) is where a micro-batch's gradient waits to be added to what has landed before.
+    ``staging`` (1-D uint8, host) is where a micro-batch's gradient waits to be added to what has landed before. With
+    ``norms_ahead`` the norms that steps ask for are made while backward still runs.
     """
 
-    def __init__(self, device: Device, window: int, staging: torch.Tensor) -> None:
+    def __init__(self, device: Device, window: int, staging: torch.Tensor, *, norms_ahead: bool = False) -> None:
         self.device = device
+        self.norms_ahead = norms_ahead
         self.window = TransferWindow(device, window)
         self._staging = staging
 
@@ -109,20 +112,26 @@ class GradientBuffer:
         self.landings = 0
         self._landing = landing
         self._deferred = deferred or Deferred()
+        self._norms = Norms(landing.device if landing.norms_ahead else None)
 
     def land(self, gradient: torch.Tensor) -> None:
         """Replaces the landed bytes by ``gradient``."""
         self._before_write()
         self.generation += 1
         self.landings = 1
-        self.arrived = self._landing.copy(self.host, flat(gradient, self.parameter), self.parameter.name)
+        self._arrives(self._landing.copy(self.host, flat(gradient, self.parameter), self.parameter.name))
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Adds ``gradient`` to the landed bytes, in the parameter's dtype as autograd would on the device."""
         self._before_write()
         self.landings += 1
         source = flat(gradient, self.parameter)
-        self.arrived = self._landing.accumulate(self.host, source, self.parameter.name)
+        self._arrives(self._landing.accumulate(self.host, source, self.parameter.name))
+
+    def norm(self, op: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
+        """``op(gradient, *args)``, a norm of what has landed."""
+        self.settle()
+        return self._norms.of(shaped(self.host, self.parameter), self.landings, self.version, op, args)
 
     def settle(self) -> None:
         """Waits until the landed bytes are there."""
@@ -135,8 +144,14 @@ class GradientBuffer:
         self._before_write()
         self.settle()
 
+    def _arrives(self, arrived: Completion) -> None:
+        self.arrived = arrived
+        landed = shaped(self.host, self.parameter)
+        self._norms.landed(landed, self.landings, self.version, arrived, self.parameter.name)
+
     def _before_write(self) -> None:
         self.version += 1
+        self._norms.settle()
         self._deferred.now()
         # An update, that of the last step or one ahead of the next, may not have read these bytes yet. One that failed
         # reads nothing more: its error is for whoever needs what it should have made, not for a gradient that lands.
@@ -230,6 +245,8 @@ class LandedGradient(torch.Tensor):
             if func in _IN_PLACE_SCALE:
                 return _scale(func, first, args[1])
             if func in _NORMS:
+                if not kwargs and first.stands_for(first.buffer):
+                    return first.buffer.norm(func, args[1:]).to(first.device)
                 return func(first.value(), *args[1:], **kwargs).to(first.device)
         if func in (aten._foreach_zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
             return _one_by_one(func, args)

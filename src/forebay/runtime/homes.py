@@ -14,12 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self, final
 
-import numpy as np
 import torch
 
 from forebay.device.base import Completion, Device
-from forebay.kernels.team import Team
-from forebay.layout import PAGE, STATE_ITEMSIZE, align
+from forebay.layout import PAGE, align
 from forebay.scheduling.staging import StagingBuffer, StagingRing
 from forebay.tiers.diskfile import TierFile
 from forebay.timeline import Lane
@@ -29,8 +27,8 @@ __all__ = ["Checkout", "DiskHome", "Home", "MemoryHome"]
 
 @final
 class Checkout:
-    """Bytes on loan from a home: the ``buffer``, and ``ready``, after which they may be read and written. ``source``:
-    where they still have to be brought from, by whoever is ready to change them (None: they are in the buffer)."""
+    """Bytes on loan from a home: the ``buffer`` that is written, and ``ready``, after which it may be. ``source`` is
+    what is read: the buffer itself, or the other home of the block, whose bytes stay as they are."""
 
     def __init__(
         self,
@@ -42,26 +40,12 @@ class Checkout:
         self.buffer = buffer
         self.ready = ready
         self.staging = staging
-        self.source = source
+        self.source = buffer if source is None else source
 
     @property
-    def brought(self) -> int:
-        """Bytes that ``bring`` reads and writes."""
-        return 0 if self.source is None else 2 * self.source.nbytes
-
-    def bring(self, team: Team) -> None:
-        """Has the bytes in the buffer, copied by ``team``. For a job that waits for ``ready``."""
-        if self.source is None:
-            return
-        target, source = self.buffer.numpy(), self.source.numpy()
-
-        def copy(share: int, shares: int) -> float:
-            start, stop = (target.size * at // shares for at in (share, share + 1))
-            # numpy and not copy_: torch would start a team of its own for this lane.
-            np.copyto(target[start:stop], source[start:stop])
-            return 0.0
-
-        team.run(copy, target.size // STATE_ITEMSIZE)
+    def apart(self) -> bool:
+        """Whether an update reads one place and writes another."""
+        return self.source is not self.buffer
 
 
 class Home(ABC):

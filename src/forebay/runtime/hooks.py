@@ -4,7 +4,7 @@ module, before and after forward   parameters of its blocks are exposed and hidd
                                    and, where the plan says so, recomputed (recompute.py) or moved (offloading.py)
 root, before and after forward     a pass begins and ends
 parameter, after accumulation      a gradient lands
-module, state_dict and its load    plain names and plain values, wherever they live
+module, state_dict and its load    plain names and plain values, wherever they live (plain_names.py)
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, SupportsIndex, final
 
@@ -31,6 +30,7 @@ from forebay.plans import Plan
 from forebay.runtime.gradients import host_copy
 from forebay.runtime.offloading import Offloading
 from forebay.runtime.passes import Pass
+from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
 from forebay.runtime.vigil import batch_shape
@@ -102,8 +102,6 @@ class Attachment:
         self._depth: dict[str, int] = {}
         self._recomputation = Recomputation(session.saved, self._recompute, session.watch, session.stash)
         self._offloading = Offloading(session.saved, session.stash)
-        # Of parameters with several names: the tensor that the last state_dict() was given.
-        self._exports: dict[str, weakref.ref[torch.Tensor]] = {}
         # Held while several passes take turns: one accumulation at a time.
         self.accumulating = threading.Lock()
         # The pass that runs, or ran last; while several take turns, the one whose turn it is.
@@ -114,7 +112,6 @@ class Attachment:
         self._hooked: list[nn.Module] = []
         streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
         self._streamed = {b.name for b in streamed}
-        # Read by their owners' state_dict hooks; resident parameters are ordinary tensors.
         self._streamed_names = {p.name for b in streamed for p in b.parameters}
         try:
             self._attach(root, modules, streamed)
@@ -151,14 +148,7 @@ class Attachment:
         for name, parameter in self.session.parameters.items():
             if parameter.requires_grad:
                 keep(parameter.register_post_accumulate_grad_hook(GradientHook(self.session, name)))
-        for name, module in modules.items():
-            prefix = f"{name}." if name else ""
-            own = {n: f for n, p in module._parameters.items() if p is not None for f in (self._name(p, prefix + n),)}
-            if any(full in self._streamed_names for full in own.values()):
-                keep(module.register_state_dict_post_hook(partial(self._after_state_dict, own)))
-            if own:
-                keep(module.register_load_state_dict_pre_hook(partial(self._before_load, own)))
-                keep(module.register_load_state_dict_post_hook(partial(self._after_load, own)))
+        self._handles += PlainNames(self.session, self._streamed_names).attach(modules)
 
     def _asked(self, streamed: Sequence[Block]) -> dict[str, list[Block]]:
         """Modules whose forward is told of, and the blocks of each: all modules that read a streamed block, and of a
@@ -170,24 +160,15 @@ class Attachment:
                 asked.setdefault(name, []).append(block)
         return asked
 
-    def _name(self, parameter: nn.Parameter, name: str) -> str:
-        """The block's name for a parameter: a tied one goes by the name of its first owner."""
-        if name in self.session.parameters:
-            return name
-        return next(n for n, p in self.session.parameters.items() if p is parameter)
-
     def hide_all(self) -> None:
         """Points every streamed parameter at its stand-in."""
         for name in self._streamed_names:
-            self._hide(name)
+            self.session.hide(name)
 
     def _hide_block(self, block: Block) -> None:
         if block.name in self._streamed:
             for spec in block.parameters:
-                self._hide(spec.name)
-
-    def _hide(self, name: str) -> None:
-        self.session.parameters[name].data = self.session.stand_in(self.session.spec_of[name])
+                self.session.hide(spec.name)
 
     def detach(self) -> None:
         """Takes every hook off and gives the parameters their values back, as ordinary tensors.
@@ -225,8 +206,8 @@ class Attachment:
     def _give_back(self, name: str, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         if name in self._streamed_names:
-            self._hide(name)  # what cannot be read stays NaN
-        parameter.data = self.session.value(name)
+            self.session.hide(name)  # what cannot be read stays NaN
+        parameter.data = self.session.contents.value(name)
         if gradient is not None:
             parameter.grad = host_copy(gradient).to(parameter.device)
 
@@ -331,57 +312,6 @@ class Attachment:
             return value
 
         return tree_map(own, output)
-
-    # state_dict.
-
-    def _after_state_dict(
-        self, own: Mapping[str, str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
-        for local, full in own.items():
-            if full in self._streamed_names and prefix + local in state:
-                state[prefix + local] = self._exported(full, state)
-
-    def _exported(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
-        """The value of a parameter for ``state``; under a second name the tensor that is there already, since tied
-        names must stay tied in what is saved."""
-        reference = self._exports.get(name)
-        made = reference() if reference is not None else None
-        if made is None or not any(value is made for value in state.values()):
-            made = self.session.value(name)
-        if self.session.spec_of[name].aliases:
-            self._exports[name] = weakref.ref(made)
-        return made
-
-    def _before_load(
-        self,
-        own: Mapping[str, str],
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        strict: bool,
-        *errors: Any,
-    ) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise UsageError("load_state_dict(assign=True) would replace the prepared parameters; use assign=False")
-        self.session.synchronize()
-        # torch copies the loaded value into param.data: for the time of the load that is a tensor of its own, with
-        # the present value, because torch copies nothing when the shapes differ.
-        for local, full in own.items():
-            if full in self._streamed_names and prefix + local in state:
-                self.session.parameters[full].data = self.session.value(full).clone()
-
-    def _after_load(self, own: Mapping[str, str], module: nn.Module, incompatible: Any) -> None:
-        written: dict[str, torch.Tensor] = {}
-        for full in own.values():
-            parameter = self.session.parameters[full]
-            if full not in self._streamed_names:
-                written[full] = parameter.data
-            elif not self.session.is_hidden(full):
-                written[full] = parameter.data
-                self._hide(full)
-        if written:
-            self.session.write(written)
 
 
 def _not_compiled(names: Sequence[str], device: torch.device, plan: Plan) -> str:

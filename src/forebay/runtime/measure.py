@@ -70,8 +70,11 @@ class Measurement:
         self._step: float | None = None
         self.step_seconds: list[float] = []
         self._passes = 0
+        self._together = 1
         self.micro_batches = 1
         """Training passes of the last whole step."""
+        self.together = 1
+        """Of these, the most that passed the model at a time."""
 
     # Compute.
 
@@ -173,12 +176,18 @@ class Measurement:
             self._step = now
         self._passes += 1
 
+    def passing_together(self, count: int) -> None:
+        """The next ``count`` training passes of the step take turns."""
+        self._together = max(self._together, count)
+
     def end_step(self) -> None:
         """The optimizer's step is done."""
         if self._step is not None:
             self.step_seconds.append(self._device.now() - self._step)
             self._step = None
         self.micro_batches, self._passes = max(1, self._passes), 0
+        # Passes that failed are counted in both, or in neither.
+        self.together, self._together = min(self._together, self.micro_batches), 1
         self.collect()
 
     @property

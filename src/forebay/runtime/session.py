@@ -12,24 +12,21 @@ from torch import nn
 from forebay.device.base import Device, Watch
 from forebay.errors import ForebayError, SessionClosed
 from forebay.kernels.team import Team
-from forebay.layout import MASTER
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess, stand_in
-from forebay.runtime.blockstate import BlockState
+from forebay.runtime.contents import Contents
 from forebay.runtime.gathering import Gathering
-from forebay.runtime.gradients import LandedGradient, host_copy
+from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
 from forebay.runtime.store import Ledgers, Store
-from forebay.runtime.tensors import alone, flat, shaped
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
 from forebay.scheduling.slots import SlotPool
-from forebay.states import form_of, plain_name
 from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
 
@@ -110,18 +107,17 @@ class Session:
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
         self.measure = Measurement(self.device, whereabouts)
         self.saved = SavedTensors(self.access, self.stash, self.watch, self.measure, self.enter_backward)
-        self.block_of = {p.name: b.name for b in model.blocks for p in b.parameters}
-        self.spec_of = {p.name: p for b in model.blocks for p in b.parameters}
-        self.unwritten = set[str]()
         self._stand_ins = {
             spec.name: stand_in(spec, self.torch_device)
-            for spec in self.spec_of.values()
-            if not self._state(spec.name).placement.resident
+            for block in model.blocks
+            if not self.store.blocks[block.name].placement.resident
+            for spec in block.parameters
         }
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
         updater = Updater(self.device, rule, self.store.workspace, resources.team, self.store.cells)
         self.stepping = Stepping(self.store, self.pool, updater, parameters, self.measure, self.torch_device)
+        self.contents = Contents(model, parameters, self.store, self.pool, self.stepping, self.synchronize)
         self.vigil = Vigil(VigilPolicy())
         # Whether what a pass saves is more than counted: also where nobody counts it must go through forebay's hooks.
         self._handles_saved = bool(self._stand_ins or plan.recompute or plan.activations)
@@ -145,12 +141,7 @@ class Session:
         """The root module's forward begins, on a batch of ``shape``. Returns whether what it saves is to go through the
         hooks for saved tensors."""
         self.expect_open()
-        if self.unwritten:
-            name = min(self.unwritten)
-            raise SessionClosed(
-                f"{len(self.unwritten)} parameters have no values yet ({name}, ...): the model was prepared on the "
-                f"meta device; call forebay.load(model, folder) or forebay.initialize(model) first"
-            )
+        self.contents.expect_written()
         if self.gathering is None or self.gathering.begins():
             # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
             self.store.landing.empty()
@@ -235,7 +226,7 @@ class Session:
             raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
         if self.gathering is not None and not self.gathering.complete(name):
             return
-        gradient, state = parameter.grad, self._state(name)
+        gradient, state = parameter.grad, self.contents.state(name)
         if not isinstance(gradient, LandedGradient):  # else autograd's own accumulation has landed it
             self.watch.attribute(gradient, Kind.GRADIENT)
             buffer = state.gradients.get(name)
@@ -275,9 +266,6 @@ class Session:
         if self._stand_ins and self.phase is not Phase.CLOSED:
             self.watch.install()
 
-    def _state(self, name: str) -> BlockState:
-        return self.store.blocks[self.block_of[name]]
-
     # What the interface reads.
 
     def synchronize(self) -> None:
@@ -286,17 +274,13 @@ class Session:
         self.store.settle()
         self.device.synchronize()
 
-    def full_precision(self, name: str) -> torch.Tensor:
-        """A copy of a parameter on the host, its fp32 master if it has one."""
-        return self.store.full_precision(self.block_of[name], self.spec_of[name])
-
-    def value(self, name: str) -> torch.Tensor:
-        """A parameter in its own dtype, as it is at home: the bytes themselves unless they are on disk."""
-        return alone(self.store.value(self.block_of[name], self.spec_of[name]))
-
     def stand_in(self, spec: Parameter) -> torch.Tensor:
         """What ``param.data`` is while the parameter is not on the device; the same tensor every time."""
         return self._stand_ins[spec.name]
+
+    def hide(self, name: str) -> None:
+        """Points a parameter that streams at its stand-in."""
+        self.parameters[name].data = self._stand_ins[name]
 
     def is_hidden(self, name: str) -> bool:
         """Whether the parameter's ``data`` is its stand-in."""
@@ -304,64 +288,20 @@ class Session:
         data = self.parameters[name].data
         return made is not None and data.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
 
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """A copy of a parameter's gradient on the host; None if it has none."""
-        gradient = self.parameters[name].grad
-        return None if gradient is None else host_copy(gradient)
-
-    def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Sets parameters (plain names; shape of the parameter) at home, block by block."""
-        self.synchronize()
-        for block in dict.fromkeys(self.block_of[name] for name in values):
-            self.pool.invalidate(block)
-            self.stepping.speculation.drop(self.store.blocks[block])
-            self.store.fill(block, lambda p: values.get(p.name))
-        self.unwritten -= set(values)
-
     @property
     def state_names(self) -> tuple[str, ...]:
         """The optimizer's states per element (``optim.streamed.StateHost``)."""
         return self.rule.state_names
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
-        """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for
-        every element are in the parameter's shape, codes and scales in one dimension."""
+        """Copies of the states of one parameter (``contents``)."""
         self.expect_open()
-        state, spec = self._state(name), self.spec_of[name]
-        steps = state.steps.get(name, 0)
-        if not steps:
-            return {}
-        content = state.states.read()
-        streams = {}
-        for stream in state.streams_of(spec):
-            values = state.stream(stream, spec, content)
-            streams[plain_name(stream)] = shaped(values, spec) if form_of(stream).is_elementwise else values
-        return {"step": torch.tensor(float(steps)), **streams}
+        return self.contents.read_states(name)
 
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replaces the states of the parameters named; an empty mapping stands for "no step yet"."""
+        """Replaces the states of the parameters named (``contents``)."""
         self.expect_open()
-        self.synchronize()
-        for block in dict.fromkeys(self.block_of[name] for name in states):
-            state = self.store.blocks[block]
-            self.stepping.speculation.drop(state)
-            with self.store.edit_states(state) as content:
-                for spec in state.block.parameters:
-                    if spec.trainable and spec.name in states:
-                        self._write_parameter_states(state, spec, content, states[spec.name])
-
-    def _write_parameter_states(
-        self, state: BlockState, spec: Parameter, content: torch.Tensor, saved: Mapping[str, torch.Tensor]
-    ) -> None:
-        for stream in state.streams_of(spec):
-            value, form = saved.get(plain_name(stream)), form_of(stream)
-            if value is not None:
-                typed = value.to(getattr(torch, form.dtype))
-                state.write_stream(stream, spec, content, flat(typed, spec) if form.is_elementwise else typed)
-            elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
-                state.write_stream(stream, spec, content, torch.zeros(form.count(spec.numel)))
-        # SGD keeps no count; that it has a momentum at all says that it has taken a step.
-        state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))
+        self.contents.write_states(states)
 
     def timeline(self) -> Timeline:
         """What was measured so far."""

@@ -91,7 +91,9 @@ class Store:
         files = self._files(plan, sizes)
         slot_ring = self._open_staging(sizes, streaming, files)
         chunk_ring = self._open_update_staging(sizes)
-        self.landing = Landing(self._device, streaming.gradient_window, self._staging)
+        # Where updates and compute share the cores a norm is no sooner there under backward.
+        ahead = streaming.overlap_update
+        self.landing = Landing(self._device, streaming.gradient_window, self._staging, norms_ahead=ahead)
         if activations is not None:
             self.depots[Fate.OFFLOAD] = HostDepot(self._device, activations.memory)
         if sizes.update_cell:

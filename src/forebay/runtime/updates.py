@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -13,8 +13,8 @@ import torch
 from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
 from forebay.kernels.team import Team
-from forebay.layout import MASTER, Cell, Chunk, Piece, needs_master
-from forebay.optim.arithmetic import Arithmetic, Part, TorchArithmetic, host_arithmetic, place_of
+from forebay.layout import MASTER, Cell, Chunk, Piece, needs_master, untrained_nbytes
+from forebay.optim.arithmetic import Arithmetic, Held, Part, TorchArithmetic, copied, host_arithmetic, place_of
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.cells import Cells, Load
@@ -57,9 +57,10 @@ class Updater:
     def submit(self, state: BlockState, tasks: Mapping[str, Task], into: BlockCopy | None = None) -> Completion | None:
         """Queues the update of the parameters in ``tasks`` of a block whose gradients have landed.
 
-        With ``into``, the block's spare copy, the outcome goes there, whole, and the current copy stands. Reads and
-        writes of what is on disk are queued beside it; ``parameters.written`` of the copy and the gradients'
-        ``read_by`` name the end. Returns the last job's completion; None if there is nothing to update.
+        With ``into``, the block's spare copy, the outcome goes there, whole, and the current copy stands: what has no
+        gradient is copied. Reads and writes of what is on disk are queued beside it; ``parameters.written`` of the copy
+        and the gradients' ``read_by`` name the end. Returns the last job's completion; None if there is nothing to
+        update.
         """
         block, source = state.block, state.current
         target = into or source
@@ -76,13 +77,13 @@ class Updater:
             if state.streamed is not None:
                 read, done = self._in_cell(state, chunk, loan, states, landed, tasks)
             else:
-                # The first job brings the parameters for all of them: the lane runs in order.
-                loans = (states,) if done is not None else (states, loan)
+                # What of the block is in no chunk goes along with the first.
+                along = 2 * untrained_nbytes(block) if loan.apart and done is None else 0
                 read = done = self._device.submit(
                     Lane.UPDATE,
-                    partial(self.run_chunk, state, chunk, loan.buffer, loans, tasks),
+                    partial(self.run_chunk, state, chunk, loan, states, tasks),
                     after=(*landed, *loan.ready, *states.ready),
-                    nbytes=state.layout.touched(chunk) + sum(one.brought for one in loans),
+                    nbytes=state.layout.touched(chunk) + along,
                     what=f"update {block.name}",
                 )
             target.states.check_in(states, chunk.offset, done, f"write {what}")
@@ -113,25 +114,23 @@ class Updater:
         """Updates a block whose parameters, gradients and states are on the device, in the compute order."""
         parameters, states = state.parameters.read(), state.states.read()
         flattened = {p.name: flat(gradients[p.name], p) for p in state.block.parameters if p.name in tasks}
-        values = partial(_at_home, parameters, flattened)
         for chunk in state.layout.chunks:
             content = states[chunk.offset : chunk.offset + chunk.nbytes]
-            self._apply(state, chunk, content, values, tasks, self._on_device)
+            held = self._copy(state, chunk, content, partial(_at_home, parameters))
+            self._apply(chunk, held, partial(_landed, flattened), tasks, self._on_device)
 
     def run_chunk(
-        self,
-        state: BlockState,
-        chunk: Chunk,
-        parameters: torch.Tensor,
-        loans: Sequence[Checkout],
-        tasks: Mapping[str, Task],
+        self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, tasks: Mapping[str, Task]
     ) -> None:
-        """The job of ``submit``: updates one chunk on the host, whose states are the first of ``loans``. Runs in the
-        update lane's thread."""
-        for loan in loans:
-            loan.bring(self._team)
+        """The job of ``submit``: updates one chunk on the host, whose ``states`` these are; ``loan`` are the parameters
+        of the block. Runs in the update lane's thread."""
         gradients = {name: buffer.host for name, buffer in state.gradients.items() if name in tasks}
-        self._apply(state, chunk, loans[0].buffer, partial(_at_home, parameters, gradients), tasks, self._on_host)
+        held = self._copy(state, chunk, states.source, partial(_at_home, loan.source))
+        into: Copy | None = None
+        if loan.apart or states.apart:
+            into = self._copy(state, chunk, states.buffer, partial(_at_home, loan.buffer))
+            self._take_along(state, chunk, loan, states, tasks)
+        self._apply(chunk, held, partial(_landed, gradients), tasks, self._on_host, into)
 
     def run_cell(
         self, state: BlockState, chunk: Chunk, tasks: Mapping[str, Task], cell: Cell, buffer: torch.Tensor
@@ -139,7 +138,27 @@ class Updater:
         """Updates one chunk in the ``buffer`` of its cell, on the device. Runs in the thread of that lane."""
         # Made for each chunk: it holds memory of the device, and would hold it longer than the cells do.
         arithmetic = self._arithmetic_there(None if self._cells is None else self._cells.widening)
-        self._apply(state, chunk, buffer[: chunk.nbytes], _in_cell(cell, chunk, buffer), tasks, arithmetic)
+        held = self._copy(state, chunk, buffer[: chunk.nbytes], _in_cell(cell, chunk, buffer, cell.parameters))
+        self._apply(chunk, held, _in_cell(cell, chunk, buffer, cell.gradients), tasks, arithmetic)
+
+    def _take_along(
+        self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, tasks: Mapping[str, Task]
+    ) -> None:
+        """Copies what an update into another copy of the block does not make: what has no gradient in this step, and
+        with the first chunk what never has one."""
+        team = self._team
+        for piece in chunk.pieces:
+            if piece.parameter.name in tasks:
+                continue
+            copied(team, _at_home(loan.buffer, piece), _at_home(loan.source, piece))
+            for name, (at, nbytes) in state.layout.spans(chunk).items():
+                there, here = (content[at : at + nbytes] for content in (states.buffer, states.source))
+                copied(team, state_view(there, name, piece), state_view(here, name, piece))
+        if chunk is state.layout.chunks[0]:
+            for parameter in state.block.parameters:
+                if not parameter.trainable:
+                    span = slice(parameter.offset, parameter.offset + parameter.nbytes)
+                    copied(team, loan.buffer[span], loan.source[span])
 
     def _arithmetic_there(self, workspace: torch.Tensor | None) -> Arithmetic:
         """Who updates what is on the device."""
@@ -147,63 +166,68 @@ class Updater:
             return host_arithmetic(self._rule, self._team, workspace)
         return TorchArithmetic(self._rule, workspace)
 
+    def _copy(self, state: BlockState, chunk: Chunk, content: torch.Tensor, parameters: Values) -> Copy:
+        """What one copy of ``chunk`` has of each piece; ``content`` are its states."""
+        streams = {name: content[at : at + nbytes] for name, (at, nbytes) in state.layout.spans(chunk).items()}
+
+        def held(piece: Piece) -> Held:
+            return Held(
+                parameters(piece),
+                state_view(streams[MASTER], MASTER, piece) if needs_master(piece.parameter) else None,
+                tuple(state_view(streams[name], name, piece) for name in self._rule.state_names),
+            )
+
+        return held
+
+    @staticmethod
     def _apply(
-        self,
-        state: BlockState,
         chunk: Chunk,
-        content: torch.Tensor,
-        values: Values,
+        held: Copy,
+        gradients: Values,
         tasks: Mapping[str, Task],
         arithmetic: Arithmetic,
+        into: Copy | None = None,
     ) -> None:
-        """``content`` are the chunk's states."""
+        """Updates the pieces of ``chunk`` that are in ``tasks``: from one copy into another, or in place."""
         # Pieces of the same group at the same step go through one call of the kernel.
         batches: dict[tuple[int, int], list[Piece]] = defaultdict(list)
         for piece in chunk.pieces:
             task = tasks.get(piece.parameter.name)
             if task is not None:
                 batches[(id(task.group), task.step)].append(piece)
-        streams = {name: content[at : at + nbytes] for name, (at, nbytes) in state.layout.spans(chunk).items()}
         for pieces in batches.values():
             task = tasks[pieces[0].parameter.name]
-            parts = [self._part(piece, *values(piece), streams) for piece in pieces]
+            parts = [_part(piece, held(piece), gradients(piece), into) for piece in pieces]
             arithmetic.update(parts, task.step, task.group)
 
-    def _part(
-        self,
-        piece: Piece,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        streams: Mapping[str, torch.Tensor],
-    ) -> Part:
-        return Part(
-            parameter,
-            gradient,
-            state_view(streams[MASTER], MASTER, piece) if needs_master(piece.parameter) else None,
-            tuple(state_view(streams[name], name, piece) for name in self._rule.state_names),
-            place_of(piece.parameter.numel, piece.start),
-        )
+
+Copy = Callable[[Piece], Held]
+"""What one copy of a chunk has of a piece."""
+
+Values = Callable[[Piece], torch.Tensor]
+"""The elements of a piece, 1-D: of its parameter, or of its gradient."""
 
 
-Values = Callable[[Piece], tuple[torch.Tensor, torch.Tensor]]
-"""The elements of a piece, 1-D: of its parameter, of its gradient."""
+def _part(piece: Piece, held: Held, gradient: torch.Tensor, into: Copy | None) -> Part:
+    place = place_of(piece.parameter.numel, piece.start)
+    target = None if into is None else into(piece)
+    return Part(held.parameter, gradient, held.master, held.states, place, target)
 
 
-def _at_home(
-    parameters: torch.Tensor, gradients: Mapping[str, torch.Tensor], piece: Piece
-) -> tuple[torch.Tensor, torch.Tensor]:
-    spec, span = piece.parameter, slice(piece.start, piece.stop)
-    return elements(parameters, spec, spec.offset)[span], gradients[spec.name][span]
+def _at_home(parameters: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return elements(parameters, piece.parameter, piece.parameter.offset)[piece.start : piece.stop]
 
 
-def _in_cell(cell: Cell, chunk: Chunk, buffer: torch.Tensor) -> Values:
+def _landed(gradients: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    return gradients[piece.parameter.name][piece.start : piece.stop]
+
+
+def _in_cell(cell: Cell, chunk: Chunk, buffer: torch.Tensor, area: int) -> Values:
+    """``area``: where in the cell they begin."""
     offsets = {piece.offset: offset for piece, offset in zip(chunk.pieces, cell.offsets, strict=True)}
 
-    def values(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        def typed(area: int) -> torch.Tensor:
-            start = area + offsets[piece.offset]
-            return buffer[start : start + piece.nbytes].view(dtype_of(piece.parameter))
-
-        return typed(cell.parameters), typed(cell.gradients)
+    def values(piece: Piece) -> torch.Tensor:
+        start = area + offsets[piece.offset]
+        return buffer[start : start + piece.nbytes].view(dtype_of(piece.parameter))
 
     return values

@@ -2,11 +2,25 @@
 
 ``simulate`` goes from a plan to a ``Timeline``, ``play`` from a program, ``pace`` to the seconds alone; ``costs`` says
 how long one thing takes alone, ``sharing`` how much slower it is beside others, ``forecast`` sums a timeline up for
-people and planners.
+people and planners, ``together`` says what a step takes whose micro-batches pass the model together.
 """
 
 from forebay.simulation.costs import Costs
 from forebay.simulation.forecast import Forecast, forecast, limits, simulate, summarise
 from forebay.simulation.play import pace, play
+from forebay.simulation.together import PassesForecast, by_turns, draws, together
 
-__all__ = ["Costs", "Forecast", "forecast", "limits", "pace", "play", "simulate", "summarise"]
+__all__ = [
+    "Costs",
+    "Forecast",
+    "PassesForecast",
+    "by_turns",
+    "draws",
+    "forecast",
+    "limits",
+    "pace",
+    "play",
+    "simulate",
+    "summarise",
+    "together",
+]

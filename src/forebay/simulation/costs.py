@@ -16,8 +16,10 @@ from typing import final
 
 from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError
+from forebay.layout import MASTER, needs_master, touched_nbytes
 from forebay.machine import Disk, Machine
-from forebay.program import Action, Verb
+from forebay.program import Action, Outline, Verb
+from forebay.states import form_of, is_wide, plain_name, update_kind
 from forebay.timeline import Lane
 from forebay.trace import Tensor, Trace, Work
 
@@ -85,9 +87,13 @@ class Costs:
     def __init__(self, trace: Trace, machine: Machine) -> None:
         self.trace = trace
         self.machine = machine
+        self.update_rate = _update_rate(trace, machine)
+        """Bytes/s of an update on the host with the states of ``trace``."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
         self._moves: dict[tuple[Verb, Lane, int], float] = {}
+        # Seconds of ranges of ops: every step of every program has much the same.
+        self._computed: dict[tuple[int, int], float] = {}
         self._works = tuple(self._cost(work) for work in trace.works)
         self._seconds = _Sums(trace, [c.seconds for c in self._works])
         self._measured = _Sums(trace, [c.seconds if c.source is Source.MEASURED else 0.0 for c in self._works])
@@ -117,27 +123,30 @@ class Costs:
         """Seconds of the ops with the numbers ``first`` to ``last`` (not included), one after the other."""
         return self._seconds.between(first, last)
 
-    def action(self, action: Action, *, watched: bool = False) -> float:
-        """Seconds of ``action`` with its lane, and all that the lane shares, to itself. ``watched`` says that forebay
-        looks at every op (``Machine.watch_seconds``), as it does on ``cpu`` where parameters come and go.
+    def action(self, action: Action | Outline, *, watched: bool = False) -> float:
+        """Seconds of ``action`` with its lane, and all that the lane shares, to itself. ``watched`` says that
+        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer.
 
         Raises ``ConfigError`` for an action on a disk that the machine does not have.
         """
         verb = action.verb
         if verb is Verb.COMPUTE:
             first, last = action.ops
-            return self._seconds.between(first, last) + (last - first) * self.machine.watch_seconds * watched
+            seconds = self._computed.get(action.ops)
+            if seconds is None:
+                seconds = self._computed[action.ops] = self._seconds.between(first, last)
+            return seconds + (last - first) * self.machine.watch_seconds * watched
         if verb is Verb.ENCODE or verb is Verb.DECODE:
             tensor = self._tensor(action)
             codes = Codes.of(tensor.nbytes, tensor.dtype, action.bits)
-            return self.coding(codes, encode=verb is Verb.ENCODE, watched=watched)
+            return self.coding(codes, encode=verb is Verb.ENCODE)
         key = verb, action.lane, action.nbytes
         known = self._moves.get(key)
         if known is None:
             known = self._moves[key] = self._move(action)
         return known
 
-    def _move(self, action: Action) -> float:
+    def _move(self, action: Action | Outline) -> float:
         """Seconds of a transfer, an update, a read or a write."""
         nbytes, machine = action.nbytes, self.machine
         match action.verb:
@@ -152,29 +161,28 @@ class Costs:
                 # Where the device is the host's processor, what is on it is updated as at home.
                 if action.lane is Lane.COMPUTE or (action.lane is Lane.DEVICE_UPDATE and machine.device_kind != "cpu"):
                     return max(nbytes / machine.device_bandwidth, machine.launch_seconds)
-                return nbytes / machine.update_rate
+                return nbytes / self.update_rate
             case Verb.READ:
                 return self._disk(action).read.seconds(nbytes)
         return self._disk(action).write.seconds(nbytes)
 
-    def coding(self, codes: Codes, *, encode: bool, watched: bool = False) -> float:
+    def coding(self, codes: Codes, *, encode: bool) -> float:
         """Seconds of making ``codes`` on the device (``encode``), or of reading them: as measured
         (``coding_signature``), or from the bytes that are touched and the kernels that are started."""
         traffic, kernels = (_ENCODING if encode else _DECODING)[codes.bits]
         kernels *= codes.pieces
-        watching = kernels * self.machine.watch_seconds * watched
         known = self.machine.op_seconds.get(coding_signature(codes, encode=encode))
         if known is not None:
-            return known + watching
+            return known
         touched = codes.numel * (traffic + codes.itemsize) + codes.nbytes
-        return self._with_host(touched / self.machine.device_bandwidth, kernels) + watching
+        return self._with_host(touched / self.machine.device_bandwidth, kernels)
 
-    def _tensor(self, action: Action) -> Tensor:
+    def _tensor(self, action: Action | Outline) -> Tensor:
         visits = self.trace.visits
         place = bisect_right(visits, action.tensor, key=lambda visit: visit.first_tensor) - 1
         return self.trace.segments[visits[place].segment].tensors[action.tensor - visits[place].first_tensor]
 
-    def _disk(self, action: Action) -> Disk:
+    def _disk(self, action: Action | Outline) -> Disk:
         if self.machine.disk is None:
             raise ConfigError(
                 f"the plan needs a disk ({action.what}) and machine {self.machine.name} has none; give the machine a "
@@ -211,6 +219,33 @@ class Costs:
         slowest = min(rates, key=lambda name: rates[name])
         stand_in = next((name for name in _SUBSTITUTES.get(dtype, ()) if name in rates), slowest)
         return rates[stand_in], f"{self.machine.name} states no rate for {dtype}: that of {stand_in} is used"
+
+
+def _update_rate(trace: Trace, machine: Machine) -> float:
+    """Bytes/s of an update on the host: those of the bytes, or what as many elements a second move where cores bind.
+
+    Where nobody has measured states of few bits, an element with them takes as long as one whose states are fp32. The
+    kernels have more instructions for fewer bytes: on two cores of an EPYC 0.8 to 0.9 times as many elements a second
+    as with fp32 moments (docs/log.md, 2026-11-21).
+    """
+    trained = [p for block in trace.model.blocks for p in block.parameters if p.trainable]
+    elements = sum(p.numel for p in trained)
+    if not elements:
+        return machine.update_rate
+
+    def touched(states: tuple[str, ...]) -> float:
+        masters = (MASTER, *states)
+        streams = (masters if needs_master(p) else states for p in trained)
+        return sum(touched_nbytes(s, p.numel, p.nbytes) for s, p in zip(streams, trained, strict=True)) / elements
+
+    own = touched(trace.state_names)
+    known = machine.update_elements.get(update_kind(trace.state_names))
+    if known is not None:
+        return min(machine.update_rate, known * own)
+    if is_wide(trace.state_names):
+        return machine.update_rate
+    moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
+    return machine.update_rate * own / touched(moments)
 
 
 @final

@@ -144,8 +144,8 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
         Lane.COMPUTE: machine.device_bandwidth,
         Lane.H2D: machine.h2d.curve.best,
         Lane.D2H: machine.d2h.curve.best,
-        Lane.UPDATE: machine.update_rate,
-        Lane.DEVICE_UPDATE: machine.update_rate if machine.device_kind == "cpu" else machine.device_bandwidth,
+        Lane.UPDATE: costs.update_rate,
+        Lane.DEVICE_UPDATE: costs.update_rate if machine.device_kind == "cpu" else machine.device_bandwidth,
     }
     if machine.disk is not None:
         rates |= {

@@ -9,6 +9,7 @@ stale whenever the shares change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from operator import attrgetter
 from typing import final
@@ -16,7 +17,7 @@ from typing import final
 from forebay.errors import PlanInvalid
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.program import Program, Verb
+from forebay.program import Action, Outline, Program, Sketch, Verb
 from forebay.simulation.account import DeviceAccount, standing_usages, with_compute
 from forebay.simulation.costs import Costs
 from forebay.simulation.sharing import LANES, Sharing
@@ -25,7 +26,7 @@ from forebay.trace import Trace
 
 __all__ = ["pace", "play"]
 
-COMPUTE, UPDATE = LANES.index(Lane.COMPUTE), LANES.index(Lane.UPDATE)
+COMPUTE, H2D, D2H, UPDATE = map(LANES.index, (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE))
 
 
 def play(
@@ -53,15 +54,19 @@ def play(
     )
 
 
-def pace(program: Program, costs: Costs, *, settled: bool = False) -> tuple[float, ...]:
+def pace(
+    program: Program | Sketch, costs: Costs, *, settled: bool = False, times: Sequence[int] = ()
+) -> tuple[float, ...]:
     """The ``step_seconds`` of ``play`` alone, for who compares many programs: no event is made and no byte counted.
-    ``costs`` are those of the trace that ``program`` was lowered from."""
-    return _step_seconds(program, _played(program, costs, None).end, settled)
+    ``costs`` are those of the trace that ``program`` was lowered from. ``times`` says how often in a row each action
+    is done (empty: each once)."""
+    return _step_seconds(program, _played(program, costs, None, times).end, settled)
 
 
-def _played(program: Program, costs: Costs, books: _Books | None) -> _Clock:
-    _refuse_unplayable(program)
-    clock = _Clock(program, costs, Sharing(costs.machine), books)
+def _played(program: Program | Sketch, costs: Costs, books: _Books | None, times: Sequence[int] = ()) -> _Clock:
+    if isinstance(program, Program):  # a sketch comes from the lowering
+        _refuse_unplayable(program)
+    clock = _Clock(program, costs, Sharing(costs.machine), books, times)
     clock.run()
     return clock
 
@@ -97,6 +102,10 @@ class _Books:
                 self.account.mark(None)  # with the next one, something may go
         return True
 
+    def begin(self, index: int) -> None:
+        """Compute ``index`` starts."""
+        self.account.begin(self._actions[index])
+
     def mark(self, computing: int) -> None:
         """All that ends at this instant has been booked; action ``computing`` goes on (below 0: nothing computes)."""
         self.account.mark(self._actions[computing] if computing >= 0 else None)
@@ -106,19 +115,23 @@ class _Books:
 class _Clock:
     """The state of a run. ``start`` and ``end`` are the seconds of each action, ``stalls`` intervals of compute."""
 
-    def __init__(self, program: Program, costs: Costs, sharing: Sharing, books: _Books | None) -> None:
-        actions = program.actions
+    def __init__(
+        self, program: Program | Sketch, costs: Costs, sharing: Sharing, books: _Books | None, times: Sequence[int]
+    ) -> None:
+        actions: Sequence[Action | Outline] = program.actions
         self.start = [inf] * len(actions)
         self.end = [inf] * len(actions)
         self.stalls: list[tuple[float, float]] = []
         self._actions = actions
         self._books = books
-        treated = (Verb.OFFLOAD, Verb.ENCODE)
-        moving = bool(program.slots) or any(a.recomputed or a.verb in treated for a in actions)
-        watched = costs.machine.device_kind == "cpu" and moving
+        # Hooks and lanes where parameters come and go. What only runs again, or whose activations move, pays for no
+        # watch: the byte ledger rests, once the first steps of a shape are over, in all but one step in 16.
+        watched = costs.machine.device_kind == "cpu" and bool(program.slots)
         self._seconds = [costs.action(a, watched=watched) for a in actions]
         # Bytes/s of each action alone; the last is that of a lane that runs none.
         self._rates = [a.nbytes / s if s else 0.0 for a, s in zip(actions, self._seconds, strict=True)] + [0.0]
+        if times:  # more bytes at the same rate
+            self._seconds = [s * count for s, count in zip(self._seconds, times, strict=True)]
         self._sharing = sharing
         self._queues: list[list[int]] = [[] for _ in LANES]
         fastest = [0.0] * len(LANES)
@@ -139,6 +152,8 @@ class _Clock:
         self._share = [1.0] * len(LANES)
         self._waits = [-1] * len(LANES)
         self._busy = 0
+        self._begun: list[int] = []  # lanes that have begun something since shares were given last, which were these
+        self._shares: list[float] = []
         self._compute_free = 0.0
 
     def run(self) -> None:
@@ -170,19 +185,21 @@ class _Clock:
             else:
                 queue.pop()
                 waits[lane] = -1
-                self._begin(lane, index, now)
+                running[lane] = index
+                self.start[index] = now
+                self._finish[lane] = now + self._seconds[index]
+                self._share[lane] = 1.0
+                self._busy |= 1 << lane
+                self._begun.append(lane)
+                if lane == COMPUTE:
+                    self._compute(index, now)
 
-    def _begin(self, lane: int, index: int, now: float) -> None:
-        self.start[index] = now
-        self._running[lane] = index
-        self._finish[lane] = now + self._seconds[index]
-        self._share[lane] = 1.0
-        self._busy |= 1 << lane
-        if lane == COMPUTE:
-            if self._books is not None:
-                self._books.account.begin(self._actions[index])
-            if now > self._compute_free:
-                self.stalls.append((self._compute_free, now))
+    def _compute(self, index: int, now: float) -> None:
+        """Compute ``index`` begins."""
+        if self._books is not None:
+            self._books.begin(index)
+        if now > self._compute_free:
+            self.stalls.append((self._compute_free, now))
 
     def _end_due(self, now: float) -> None:
         """Ends what is done at ``now``."""
@@ -208,14 +225,17 @@ class _Clock:
         running, old, finish = self._running, self._share, self._finish
         if self._crowds and running[UPDATE] >= 0:
             rates = self._rates
-            shares = self._sharing.crowded(self._busy, [rates[index] for index in running])
+            shares = self._sharing.crowded(self._busy, rates[running[H2D]], rates[running[D2H]], rates[running[UPDATE]])
         else:
             shares = self._sharing.shares(self._busy)
-        for lane in self._lanes:
+        # Where shares are as they were, those that go on have theirs.
+        for lane in self._begun if shares is self._shares else self._lanes:
             share = shares[lane]
             if share != old[lane] and running[lane] >= 0:
                 finish[lane] = now + (finish[lane] - now) * old[lane] / share
                 old[lane] = share
+        self._shares = shares
+        self._begun.clear()
 
     def events(self) -> tuple[Event, ...]:
         """The actions and the stalls, in order of their start."""
@@ -243,11 +263,12 @@ def _refuse_unplayable(program: Program) -> None:
                 )
 
 
-def _step_seconds(program: Program, end: list[float], settled: bool) -> tuple[float, ...]:
+def _step_seconds(program: Program | Sketch, end: list[float], settled: bool) -> tuple[float, ...]:
     """Seconds from the end of each step call to the end of the next."""
     waited = {Lane.COMPUTE} | ({Lane.UPDATE, Lane.DISK_WRITE} if settled else set())
     calls = [0.0] * program.steps
-    for action, done in zip(program.actions, end, strict=True):
+    actions: Sequence[Action | Outline] = program.actions
+    for action, done in zip(actions, end, strict=True):
         if action.lane in waited or (settled and action.verb is Verb.STORE):
             calls[action.step] = max(calls[action.step], done)
     seconds, before = [], 0.0

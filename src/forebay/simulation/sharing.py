@@ -66,19 +66,20 @@ class Sharing:
             known = self._known[busy] = [self._share(1 << i, busy) for i in range(len(LANES))]
         return known
 
-    def crowded(self, busy: int, rates: list[float]) -> list[float]:
-        """``shares`` with host memory; ``rates`` are the bytes/s that what each lane runs would have alone."""
+    def crowded(self, busy: int, h2d: float, d2h: float, update: float) -> list[float]:
+        """``shares`` with host memory; ``h2d``, ``d2h`` and ``update`` are the bytes/s that what these lanes run would
+        have alone."""
         if not busy & UPDATE or not busy & (H2D | D2H):
             return self.shares(busy)
-        key = busy, rates[_H2D], rates[_D2H], rates[_UPDATE]
+        key = busy, h2d, d2h, update
         known = self._crowded.get(key)
         if known is None:
-            known = self._crowded[key] = self._crowd(busy, rates)
+            known = self._crowded[key] = self._crowd(busy, {_H2D: h2d, _D2H: d2h, _UPDATE: update})
         return known
 
-    def _crowd(self, busy: int, rates: list[float]) -> list[float]:
+    def _crowd(self, busy: int, rates: dict[int, float]) -> list[float]:
         shares = self.shares(busy)
-        alone = {i: rates[i] * self._traffic[i] for i in range(len(LANES)) if busy & HOST & (1 << i)}
+        alone = {i: rate * self._traffic[i] for i, rate in rates.items() if busy & (1 << i)}
         wanted = sum(rate * shares[i] for i, rate in alone.items())
         allowed = max(self._bandwidth, *alone.values())
         if wanted <= allowed:

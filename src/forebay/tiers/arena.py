@@ -24,6 +24,7 @@ import torch
 from forebay.errors import HostOutOfMemory, SessionClosed, UsageError
 from forebay.memory import ALIGNMENT, Kind, Ledger
 from forebay.tiers.host import available_host_memory
+from forebay.tiers.pages import map_pages
 from forebay.units import format_bytes
 
 __all__ = ["CudaPinner", "HostArena", "NoPinner", "Pinner"]
@@ -255,7 +256,7 @@ def _map(nbytes: int, what: str) -> torch.Tensor:
     """A fresh anonymous mapping as a uint8 tensor of ``nbytes``. The tensor keeps the mapping alive."""
     size = _pages(nbytes)
     try:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = map_pages(size)
     except (OSError, OverflowError) as error:
         available = available_host_memory().available
         raise HostOutOfMemory(
@@ -264,14 +265,6 @@ def _map(nbytes: int, what: str) -> torch.Tensor:
             needed=size,
             allowed=available,
         ) from error
-    # A forked child (a data loader's worker, say) would share the pages copy-on-write: the next update would then
-    # double the host memory, and a device or an O_DIRECT read under way could be left with the old copy of a page.
-    # Children do without these pages.
-    pages.madvise(mmap.MADV_DONTFORK)
-    # An arena is swept from end to end, so 2 MiB pages waste nothing and spare most page faults at first touch (a
-    # measurement is in docs/log.md). Kernels without them refuse the advice, and nothing else changes.
-    with contextlib.suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -18,6 +19,7 @@ from forebay.errors import ConfigError, DiskFull, StorageError
 from forebay.memory import Kind, Ledger
 from forebay.tiers.diskfile import NO_SPACE, Buffer, DiskFile, DiskPolicy, Meter, errno_words, storage_error
 from forebay.tiers.io import Io, SystemIo
+from forebay.tiers.pages import map_pages
 from forebay.units import format_bytes
 
 __all__ = ["Buffer", "DiskFile", "DiskFolder", "DiskPolicy"]
@@ -65,6 +67,7 @@ class DiskFolder:
             if host_ledger is not None:
                 host_ledger.discharge(Kind.STAGING, staging)
             raise
+        self._owns_bounce = bounce_of is None
         self._bounce: queue.SimpleQueue[mmap.mmap] = (
             _bounce_buffers(self.policy) if bounce_of is None else bounce_of._bounce
         )
@@ -119,6 +122,12 @@ class DiskFolder:
         """Closes the files (waiting for calls that are under way) and removes the folder; again: does nothing."""
         for file in list(self._files.values()):
             file.close()
+        if self._owns_bounce:
+            # Whoever still holds this object must not hold the memory that the ledger is about to forget. Folders that
+            # borrow it are closed before the one that owns it.
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._bounce.get_nowait().close()
         self._release()
 
     def __enter__(self) -> DiskFolder:
@@ -133,7 +142,7 @@ class DiskFolder:
 def _bounce_buffers(policy: DiskPolicy) -> queue.SimpleQueue[mmap.mmap]:
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(policy.bounce_buffers if policy.direct else 0):
-        buffers.put(mmap.mmap(-1, policy.block))
+        buffers.put(map_pages(policy.block))
     return buffers
 
 

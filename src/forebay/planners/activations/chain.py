@@ -14,7 +14,7 @@ the step of every plan that these choices can make: each of its rows is somethin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from operator import attrgetter
@@ -27,7 +27,7 @@ from scipy.optimize import linprog
 from forebay.lowering.liveness import Liveness, input_nbytes
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.planners.activations.groups import Group, Use
+from forebay.planners.activations.groups import Group, Home, Use
 from forebay.planners.problem import Problem
 from forebay.simulation.costs import Costs
 from forebay.simulation.sharing import Sharing
@@ -103,9 +103,10 @@ class Chain:
         self._likely = _likely(costs.machine, problem.overlap_update)
         homes = [home for group in self.groups for home in group.homes if home.shared]
         counts = [len(group.blocks) for group in self.groups]
-        places = [[home.use for home in group.homes] for group in self.groups]
-        self._menus = _Columns.of([*places, *(group.uses for group in self.groups)], counts)
-        self._least = _Columns.of([*places, *(group.least for group in self.groups)], counts)
+        self._menus = _Columns.of([group.homes for group in self.groups], [group.uses for group in self.groups], counts)
+        self._least = _Columns.of(
+            [(*group.homes, *group.moved) for group in self.groups], [group.least for group in self.groups], counts
+        )
         # Seconds of h2d that a byte of shared slots spares at most.
         self._spared = max((home.spared / home.shared for home in homes), default=0.0)
         self._disk = costs.machine.disk if self.limits[Tier.DISK] else None
@@ -184,9 +185,8 @@ class Chain:
         room = np.c_[both[DEVICE:], np.zeros((len(TIERS), 2))]
         left = np.array(limits, dtype=float) - base[DEVICE:]
         unit = np.maximum(np.abs(room).max(axis=1), 1.0)
-        shared = np.array([home.shared for group in self.groups for home in group.homes], dtype=float)
         options = columns.spans[len(self.groups)][0] if self.groups else 0
-        through = np.r_[-shared / self._byte, np.zeros(table.shape[1] - options), 1.0, 0.0, 0.0, 0.0]
+        through = np.r_[-columns.shared / self._byte, np.zeros(table.shape[1] - options), 1.0, 0.0, 0.0, 0.0]
         moved = np.r_[np.zeros(options), -table[HOST, options:] / self._moving, 0.0, 1.0, 0.0, 0.0]
         upper = np.vstack([time, room / unit[:, None], through, moved])
         return upper, np.r_[-(lanes.rows @ base) / second, left / unit, 0.0, 0.0]
@@ -215,27 +215,30 @@ def standing_nbytes(liveness: Liveness, groups: Sequence[Group]) -> int:
 class _Columns:
     """The choices of a programme: the homes of every group, then the options of every group.
 
-    ``table`` has one column for each and the fields of ``Use`` as rows; ``spans`` are the first and the last column
+    ``table`` has one column for each and the fields of ``Use`` as rows; ``shared`` are the bytes of the shared slot of
+    each home; ``spans`` are the first and the last column
     (not included) of each list of choices. The sum over a list is the number of blocks of its group: ``equal @ x =
     counts``.
     """
 
     table: NDArray[Any]
+    shared: NDArray[Any]
     spans: tuple[tuple[int, int], ...]
     equal: NDArray[Any]
     counts: NDArray[Any]
 
     @classmethod
-    def of(cls, choices: Iterable[Sequence[Use]], blocks: Sequence[int]) -> _Columns:
-        """From the homes of every group, then its options; ``blocks`` are the numbers of blocks of the groups."""
-        lists = list(choices)
+    def of(cls, homes: Sequence[Sequence[Home]], options: Sequence[Sequence[Use]], blocks: Sequence[int]) -> _Columns:
+        """From the homes and the options of every group; ``blocks`` are the numbers of blocks of the groups."""
+        lists: list[Sequence[Use]] = [*([home.use for home in own] for own in homes), *options]
+        shared = np.array([home.shared for own in homes for home in own], dtype=float)
         table = np.array([_FIELDS(use) for uses in lists for use in uses], dtype=float).T
         stops = np.cumsum([len(uses) for uses in lists]).tolist()
         spans = tuple(zip([0, *stops], stops, strict=False))
         equal = np.zeros((len(lists), table.shape[1] + EXTRA))
         for row, (start, stop) in enumerate(spans):
             equal[row, start:stop] = 1.0
-        return cls(table, spans, equal, np.array([*blocks, *blocks], dtype=float))
+        return cls(table, shared, spans, equal, np.array([*blocks, *blocks], dtype=float))
 
 
 @dataclass(frozen=True)
@@ -256,13 +259,12 @@ def _certain(machine: Machine) -> Lanes:
     """What no step avoids.
 
     What is offloaded has left before backward begins, comes back after that, and all gradients have landed before the
-    next forward. Fetches for the forward may begin before it. Updates run in the order of the forward, each when its
-    gradients have landed, and a block's parameters are read when it is updated: so between the backward of the first
-    block on the host and the forward of the last one, all their updates follow each other, and the backward of all of
-    them comes after that.
+    next forward. Fetches for the forward may begin before it. Updates on the host follow each other, and those ahead of
+    their step run under backward too (``planners.speculation``). A block may also be updated on the device
+    (``Group.moved``): the host has that much less to do, and the links more, at any time of the step.
     """
     crossing, crowding = _crossing(machine), Sharing(machine).crowding
-    h2d, d2h = {"fetches": 1.0, "reloads": 1.0}, {"offloads": 1.0, "gradients": 1.0}
+    h2d, d2h = {"fetches": 1.0, "reloads": 1.0}, {"offloads": 1.0, "gradients": 1.0, "stores": 1.0}
     compute = {"forward": 1.0, "backward": 1.0}
     host = dict.fromkeys(("fetches", "reloads", "offloads", "gradients", "update"), crowding)
     rows = [
@@ -273,7 +275,7 @@ def _certain(machine: Machine) -> Lanes:
         ("b", {"gradients": 1.0, "reloads": crossing}),
         ("fb", {**h2d, **dict.fromkeys(d2h, crossing)}),
         ("fb", {**d2h, **dict.fromkeys(h2d, crossing)}),
-        ("fb", {"update": 1.0, "own": 1.0}),
+        ("fb", {"update": 1.0}),
         ("fb", {"disk_read": 1.0}),
         ("fb", {"disk_write": 1.0}),
     ]

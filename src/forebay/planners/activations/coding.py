@@ -61,12 +61,8 @@ class Coded:
     def of(cls, costs: Costs, roots: Sequence[Tensor], held: int, bits: int) -> Coded:
         """Of ``roots``, which are part of ``held`` bytes."""
         machine = costs.machine
-        # Where blocks recompute or stream, every op on the cpu is watched, the codec's too.
-        watched = machine.device_kind == "cpu"
         codes = [Codes.of(root.nbytes, root.dtype, bits) for root in roots]
-        encode, decode = (
-            sum(costs.coding(c, encode=making, watched=watched) for c in codes) for making in (True, False)
-        )
+        encode, decode = (sum(costs.coding(c, encode=making) for c in codes) for making in (True, False))
         out, back = (sum(link.seconds(c.nbytes) for c in codes) for link in (machine.d2h, machine.h2d))
         moved = sum(c.nbytes for c in codes)
         return cls(bits, held - sum(root.nbytes for root in roots) + moved, moved, encode, decode, out, back)

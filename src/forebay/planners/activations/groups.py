@@ -10,7 +10,7 @@ from math import inf
 from typing import final
 
 from forebay.arenas import home_nbytes
-from forebay.layout import MOVED_LEAST, gradient_offsets, state_layout, states_nbytes
+from forebay.layout import MOVED_LEAST, gradient_offsets, needs_master, state_layout, states_nbytes, touched_nbytes
 from forebay.lowering.index import TraceIndex
 from forebay.memory import Tier
 from forebay.planners.activations.items import Items, items_of
@@ -18,6 +18,7 @@ from forebay.planners.activations.menu import Option, menu
 from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
 from forebay.planners.problem import Problem
 from forebay.simulation import Costs
+from forebay.states import is_wide
 from forebay.trace import Block, Phase, Trace
 
 __all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of"]
@@ -31,8 +32,8 @@ class Use:
     """Seconds of every lane in a step, and bytes of every tier.
 
     A step has two halves: forward, and backward to the next forward, which waits until all gradients have landed. What
-    is offloaded leaves in forward and comes back in backward. ``own`` are the seconds of backward of blocks whose
-    update runs on the host.
+    is offloaded leaves in forward and comes back in backward. ``stores`` go to the host at any time: what an update on
+    the device makes of a block that is at home elsewhere.
     """
 
     forward: float = 0.0
@@ -42,7 +43,7 @@ class Use:
     backward: float = 0.0
     reloads: float = 0.0
     gradients: float = 0.0
-    own: float = 0.0
+    stores: float = 0.0
     disk_read: float = 0.0
     disk_write: float = 0.0
     device: float = 0.0
@@ -69,6 +70,8 @@ class Group:
 
     ``inputs`` names, for each block, what makes its input: (block, op, occurrence); None where a plan cannot say that
     it moves. ``least`` are choices at the vertices of the hull: none for a block takes less than some mixture of them.
+    ``moved`` are those of ``homes`` that are elsewhere once more, with the update on the device, at the best that the
+    links can do: none where that may not be.
     """
 
     blocks: tuple[str, ...]
@@ -77,6 +80,7 @@ class Group:
     options: tuple[Option, ...]
     held: int
     least: tuple[Use, ...]
+    moved: tuple[Home, ...] = ()
 
     @property
     def uses(self) -> list[Use]:
@@ -113,13 +117,9 @@ class _Grouping:
             for _, block in index.block_reads(place):
                 self._reads.setdefault(block, set()).add(visit.phase)
         self._trained: dict[str, set[int]] = {}
-        # Seconds of each block's backward up to its last gradient, where that is one visit.
-        self._backward: dict[str, float] = {}
-        for place, visit in enumerate(trace.visits):
-            for done in index.completed[place]:
-                block = index.blocks[done.parameter]
-                self._trained.setdefault(block, set()).add(index.places[done.parameter])
-                self._backward[block] = costs.ops(visit.first_op, done.op + 1) if visit.block == block else 0.0
+        for visits in index.completed:
+            for done in visits:
+                self._trained.setdefault(index.blocks[done.parameter], set()).add(index.places[done.parameter])
 
     def groups(self) -> tuple[Group, ...]:
         alike: dict[tuple[object, object], list[tuple[Block, tuple[str, str, int] | None]]] = {}
@@ -139,6 +139,7 @@ class _Grouping:
                     options,
                     items.held,
                     _least(items, self._costs),
+                    self._moved(members[0][0]),
                 )
             )
         return tuple(found)
@@ -216,23 +217,22 @@ class _Grouping:
         trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
         layout = state_layout(block, self._problem.state_names, 1 << 22)
         states = layout.nbytes
-        touched = sum(2 * states_nbytes(layout.streams, p.numel) + 3 * p.nbytes for p in trained)
+        touched = sum(touched_nbytes(layout.streams, p.numel, p.nbytes) for p in trained)
         gradients = gradient_offsets(block)[1]
         fetch = machine.h2d.seconds(block.nbytes)
         leave = sum(machine.d2h.seconds(p.nbytes) for p in trained)
-        update = touched / machine.update_rate
+        update = touched / self._costs.update_rate
         hosted = block.nbytes + gradients + states
-        own = self._backward.get(block.name, 0.0) if trained else 0.0
         on_device = max(touched / machine.device_bandwidth, machine.launch_seconds) if trained else 0.0
         standing = block.nbytes + block.gradient_nbytes + states
         again = fetch * (Phase.BACKWARD in self._reads.get(block.name, ()))
-        once = Use(0.0, fetch * bool(trained), 0.0, update, gradients=leave, own=own, device=block.nbytes, host=hosted)
+        once = Use(0.0, fetch * bool(trained), 0.0, update, gradients=leave, device=block.nbytes, host=hosted)
         found = [Home(RESIDENT, Use(backward=on_device, device=standing)), Home(DEDICATED, once)]
         if block.held:
             return tuple(found)
         forward = fetch * (Phase.FORWARD in self._reads.get(block.name, ()))
         shared = block.nbytes, again if trained else forward + again
-        use = Use(0.0, forward, 0.0, update, reloads=again, gradients=leave, own=own, host=hosted)
+        use = Use(0.0, forward, 0.0, update, reloads=again, gradients=leave, host=hosted)
         found.append(Home(HOSTED, use, *shared))
         disk = machine.disk
         if disk is not None and self._problem.limit(Tier.DISK):
@@ -245,6 +245,25 @@ class _Grouping:
             use = replace(use, disk_read=read, disk_write=write, host=gradients, disk=states + home)
             found.append(Home(ON_DISK, use, *shared))
         return tuple(found)
+
+    def _moved(self, block: Block) -> tuple[Home, ...]:
+        """The homes of ``block`` that are not on the device, with its update there (``planners.device_updates``).
+        States and gradients come, and of the parameters what has no master; states and parameters go."""
+        machine, states = self._costs.machine, self._problem.state_names
+        trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
+        if not trained or "cpu" in (self._trace.device, machine.device_kind) or not is_wide(states):
+            return ()
+        streams = state_layout(block, states, 1 << 22).streams
+        held = sum(states_nbytes(streams, p.numel) for p in trained)
+        nbytes = sum(p.nbytes for p in trained)
+        come = held + nbytes + sum(p.nbytes for p in trained if not needs_master(p))
+        seconds, stores = come / machine.h2d.curve.best, (held + nbytes) / machine.d2h.curve.best
+        uses = (
+            replace(home, use=replace(home.use, fetches=home.use.fetches + seconds, update=0.0, stores=stores))
+            for home in self._homes(block)
+            if home.tiers != RESIDENT
+        )
+        return tuple(uses)
 
 
 def _least(items: Items, costs: Costs) -> tuple[Use, ...]:

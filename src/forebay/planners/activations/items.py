@@ -128,7 +128,6 @@ class _Maker:
             ops = [costs.trace.works[op.work].op for op in segment.ops]
             self._codable = {again: codable(segment, ops, again=again) for again in (False, True)}
         self._saved = sum(t.nbytes for r, t in enumerate(segment.tensors) if t.saved and t.root == r)
-        self._watch = costs.machine.watch_seconds if costs.machine.device_kind == "cpu" else 0.0
         self._dropped = {root for op in segment.ops for root in op.dropped if root >= 0}
         self.names = {index: name for name, index in named.items()}
         self.nameless = sum(
@@ -140,8 +139,8 @@ class _Maker:
         )
 
     def seconds(self, work: int) -> float:
-        """Seconds to run an op again: where blocks recompute, every op is watched (``Machine.watch_seconds``)."""
-        return self._costs.work(work).seconds + self._watch
+        """Seconds to run an op again."""
+        return self._costs.work(work).seconds
 
     def kept(self, index: int, name: tuple[str, int]) -> Item | None:
         """What the op saves, in a block that does not recompute; None if it saves nothing of its own."""

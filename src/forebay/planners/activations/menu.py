@@ -14,6 +14,7 @@ the items so far can take. The vertices of the convex hull are always there: ``t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,16 +90,16 @@ def thresholds(items: Items) -> tuple[Option, ...]:
     bytes alike. (In proportion but for latencies and small transfers, for items that cannot move, and for those
     that may be codes: then the best choices are among the others of the menu, and these are near.)
     """
-    found = [_option(items, False, [code] * len(items.kept)) for code in _codes(items.kept)]
+    found = [_option(items, False, [_done(item, code) for item in items.kept]) for code in _codes(items.kept)]
     again = items.again
     if again is None:
         return tuple(found)
     order = sorted(range(len(again)), key=lambda i: -again[i].worth)
     for code in _codes(again):
-        codes = [AGAIN] * len(order)
+        codes = [_done(item, AGAIN) for item in again]
         for place, index in enumerate([-1, *order]):
             if place:
-                codes[index] = code
+                codes[index] = _done(again[index], code)
             if place == len(order) or again[order[place]].reruns:
                 found.append(_option(items, True, codes))
     return tuple(found)
@@ -144,12 +145,27 @@ def _frontier(items: Sequence[Item]) -> list[list[int]]:
 
 
 def _undominated(points: NDArray[Any]) -> NDArray[Any]:
-    """The places of the points that no other one beats or equals, in order of the first axis."""
+    """The places of the points that no other one beats or equals, in order of the first axis.
+
+    Whoever dominates a point stands before it when they are sorted by the first axis; of equal ones the first stays. So
+    one sweep does, which keeps of the points so far those that are the least in the other two axes: more of the one is
+    less of the other (Kung, Luccio and Preparata, "On finding the maxima of a set of vectors", JACM 22(4), 1975).
+    """
     order = np.lexsort((points[:, 1], points[:, 2], points[:, 0]))
-    p = points[order]
-    # Whoever dominates a point stands before it; of equal ones the first stays.
-    dominates = (p[:, None, 1] <= p[None, :, 1]) & (p[:, None, 2] <= p[None, :, 2])
-    return np.asarray(order[~np.triu(dominates, 1).any(axis=0)])
+    firsts: list[float] = []
+    seconds: list[float] = []
+    chosen = []
+    for place, (first, second) in zip(order.tolist(), points[order, 1:].tolist(), strict=True):
+        at = bisect_right(firsts, first)
+        if at and seconds[at - 1] <= second:
+            continue
+        end = at
+        while end < len(seconds) and seconds[end] >= second:
+            end += 1
+        start = at - 1 if at and firsts[at - 1] == first else at
+        firsts[start:end], seconds[start:end] = [first], [second]
+        chosen.append(place)
+    return np.array(chosen, dtype=np.intp)
 
 
 def _thinned(points: NDArray[Any]) -> NDArray[Any]:
@@ -166,7 +182,7 @@ def _thinned(points: NDArray[Any]) -> NDArray[Any]:
 def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
     """The option that does with the items of a family what ``codes`` say."""
     family = (items.again or ()) if recompute else items.kept
-    pairs = [(item, _done(item, code)) for item, code in zip(family, codes, strict=True)]
+    pairs = list(zip(family, codes, strict=True))
     moving = [item for item, code in pairs if code == MOVE]
     coded = [(item.codes, code) for item, code in pairs if item.codes and code in INSTEAD]
     leaving = [codes for codes, code in coded if code == CODE_AND_MOVE]

@@ -1,0 +1,182 @@
+"""Whether what is updated on the device, and is at home elsewhere, gets there and home again: all of it, in time. No
+torch.
+
+Of each chunk of a block in ``Plan.update_on_device`` a step brings to a cell on the device its states, the gradients
+that have landed, and the parameters that have no fp32 master; with one the update writes them and does not read them.
+It takes home its states and parameters. Cells are parts of one window, and as many as that holds are in use at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from forebay.checking.order import Order
+from forebay.checking.words import fault
+from forebay.errors import PlanInvalid
+from forebay.layout import MASTER, STATE_ITEMSIZE, Chunk, StateLayout, needs_master
+from forebay.memory import ALIGNMENT, Kind
+from forebay.plans import Plan
+from forebay.program import Action, Program, Verb
+from forebay.states import is_wide
+from forebay.trace import Trace
+
+__all__ = ["Cells", "Work", "check_window"]
+
+PARTS = {Verb.LOAD: (Kind.STATE, Kind.PARAMETER, Kind.GRADIENT), Verb.STORE: (Kind.STATE, Kind.PARAMETER)}
+Key = tuple[str, int, int]
+"""Block, chunk, step."""
+
+Move = tuple[Verb, Kind]
+
+DONE = {Verb.LOAD: "loaded", Verb.STORE: "stored"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The actions by which the update of a chunk reads gradients where they have landed, reads states at home, writes
+    them there (``stored``), and reads or writes parameters there. On the host all of them are the update itself."""
+
+    gradients: Sequence[int]
+    states: Sequence[int]
+    stored: Sequence[int]
+    parameters: Sequence[int]
+
+    @classmethod
+    def at_home(cls, update: int) -> Work:
+        """That of an update on the host."""
+        return cls(*[(update,)] * 4)
+
+
+@final
+class Cells:
+    """Every load and store. Raises ``PlanInvalid`` for one of a block that the plan does not update on the device, or
+    of what there is not. ``blocks`` are those that it does."""
+
+    def __init__(self, plan: Plan, program: Program, order: Order, layouts: Mapping[str, StateLayout]) -> None:
+        self.blocks = frozenset(plan.update_on_device)
+        self._program = program
+        self._order = order
+        self._layouts = layouts
+        cell, widening = _largest(plan, layouts)
+        self._count = (plan.streaming.update_window - widening) // cell if cell else 0
+        self._moves: dict[Key, dict[Move, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for index, action in enumerate(program.actions):
+            if action.verb in PARTS:
+                self._note(index, action)
+
+    def _note(self, index: int, action: Action) -> None:
+        block, verb = action.block, action.verb
+        if block not in self.blocks:
+            text = f"the plan does not update block {block!r} on the device: there is nothing to {verb.value} for it"
+            raise fault(self._program, index, block, text)
+        if not 0 <= action.chunk < len(self._layouts[block].chunks):
+            raise fault(self._program, index, block, f"block {block} has no chunk {action.chunk} to {verb.value}")
+        if not 0 <= action.step < self._program.steps:
+            raise fault(self._program, index, block, f"there is no step {action.step}")
+        if action.part is None or action.part not in PARTS[verb]:
+            what = "nothing" if action.part is None else f"{action.part.value}s"
+            raise fault(self._program, index, block, f"a {verb.value} of block {block} moves {what}")
+        self._moves[block, action.chunk, action.step][verb, action.part].append(index)
+
+    def work(self, block: str, chunk: int, step: int) -> Work:
+        """What the update of a chunk does at home."""
+        moves = self._moves[block, chunk, step]
+        parameters = [*moves[Verb.LOAD, Kind.PARAMETER], *moves[Verb.STORE, Kind.PARAMETER]]
+        return Work(
+            moves[Verb.LOAD, Kind.GRADIENT], moves[Verb.LOAD, Kind.STATE], moves[Verb.STORE, Kind.STATE], parameters
+        )
+
+    def check_chunk(self, block: str, chunk: int, step: int, names: Sequence[str], update: int) -> None:
+        """What moves for action ``update`` (below 0: there is none), which is for the parameters ``names``: each byte
+        once, there before it and home after it; and none before the step before has brought home what it made."""
+        moves, before = self._moves[block, chunk, step], self._moves[block, chunk, step - 1]
+        where = f"chunk {chunk} of block {block}"
+        for (verb, part), wanted in _nbytes(self._layouts[block].chunks[chunk], names).items():
+            found = moves[verb, part]
+            moved = sum(self._program.actions[index].nbytes for index in found)
+            if moved != wanted:
+                text = f"{moved} bytes of {part.value}s of {where} are {DONE[verb]} in step {step}"
+                near = found[-1] if found else update
+                raise fault(self._program, near, block, f"{text}, and it takes {wanted}")
+            for index in found:
+                self._check_order(verb, f"{part.value}s of {where}", index, update)
+                for store in before[Verb.STORE, part]:
+                    if not self._order.before(store, index):
+                        text = f"it {verb.value}s {part.value}s of {where}, which action {store} may still store"
+                        raise fault(self._program, index, block, text)
+
+    def _check_order(self, verb: Verb, what: str, index: int, update: int) -> None:
+        block = self._program.actions[index].block
+        if verb is Verb.LOAD and not self._order.before(index, update):
+            text = f"it updates block {block}, and {what} may not be there: action {index} loads them"
+            raise fault(self._program, update, block, text)
+        if verb is Verb.STORE and not self._order.before(update, index):
+            raise fault(self._program, index, block, f"it stores {what}, which action {update} may still change")
+
+    def uses(self) -> tuple[list[tuple[int, int]], int]:
+        """From which action to which one each cell is in use, in the order in which they begin, and how many may be at
+        a time. To be asked when all chunks have been checked."""
+        found = []
+        for moves in self._moves.values():
+            indices = sorted(index for own in moves.values() for index in own)
+            if indices:
+                # Loads come first, and stores are on a lane of their own: its last one ends last.
+                found.append((indices[0], indices[-1]))
+        return sorted(found), self._count
+
+
+def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -> None:
+    """Raises ``PlanInvalid`` where the ``update_window`` has no room for one chunk of each block that is updated in it,
+    or for states that take memory beside it."""
+    if not plan.update_on_device:
+        return
+    first = plan.update_on_device[0]
+    if not is_wide(trace.state_names):
+        text = (
+            f"block {first} is updated on the device, where states in fewer bits than fp32 take memory beside the "
+            f"update_window; take it out of update_on_device"
+        )
+        raise PlanInvalid(text, action=-1, subject=first)
+    cell, widening = _largest(plan, layouts)
+    if plan.streaming.update_window < cell + widening:
+        text = (
+            f"block {first} is updated on the device, where a chunk takes up to {cell} bytes and {widening} to widen "
+            f"gradients, and the update_window has {plan.streaming.update_window}; make it larger, or update_chunk "
+            f"smaller"
+        )
+        raise PlanInvalid(text, action=-1, subject=first)
+
+
+def _largest(plan: Plan, layouts: Mapping[str, StateLayout]) -> tuple[int, int]:
+    """Bytes of the largest cell, which all of them have, and of the widest gradients."""
+    sizes = [_cell(layouts[name]) for name in plan.update_on_device]
+    return max((cell for cell, _ in sizes), default=0), max((widening for _, widening in sizes), default=0)
+
+
+def _cell(layout: StateLayout) -> tuple[int, int]:
+    """Bytes of the largest cell of a block: states of a chunk, its parameters and their gradients, each piece of them
+    aligned. And those of the gradients of a chunk in fp32, where a block has any of fewer bits."""
+    cell = max((c.nbytes + 2 * sum(_aligned(p.nbytes) for p in c.pieces) for c in layout.chunks), default=0)
+    widest = max((c.elements for c in layout.chunks), default=0) if MASTER in layout.streams else 0
+    return cell, STATE_ITEMSIZE * widest
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _nbytes(chunk: Chunk, names: Sequence[str]) -> Mapping[Move, int]:
+    """Bytes that move when the parameters ``names`` of ``chunk`` are updated: none if there are none."""
+    own = [p for p in chunk.pieces if p.parameter.name in names]
+    states, every = chunk.nbytes if own else 0, sum(p.nbytes for p in own)
+    read = sum(p.nbytes for p in own if not needs_master(p.parameter))
+    return {
+        (Verb.LOAD, Kind.STATE): states,
+        (Verb.LOAD, Kind.PARAMETER): read,
+        (Verb.LOAD, Kind.GRADIENT): every,
+        (Verb.STORE, Kind.STATE): states,
+        (Verb.STORE, Kind.PARAMETER): every,
+    }

@@ -1,0 +1,168 @@
+"""Which blocks that are at home elsewhere are updated on the device, because the next forward waits for them first.
+
+The host updates the blocks of a step one after the other, in the order of the next forward. Where that takes longer
+than what the device does meanwhile, forward waits for it, while the link brings little and takes nothing. An update on
+the device is for that time: of the first blocks, states and gradients go there and states and parameters come back,
+and the host is done with the others so much earlier. With every further block the fetches of those behind wait longer
+for the link: so it is the first few, and the simulation says how many. (Simulated, Llama 3.2 3B in bf16 on an RTX 4090,
+1,024 tokens: 1.41 s a step where the host updates all of 20 blocks that do not stay, 1.18 s where the device updates
+the first 7.) It costs a window on the device, and with it room for blocks that stay there.
+
+Ren et al., "ZeRO-Offload" (USENIX ATC 2021), update on the host because the link is slow; Lian et al., "SuperOffload"
+(ASPLOS 2026), leave the last buckets to the device, whose states stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil
+
+from forebay.arenas import UPDATE_CELLS
+from forebay.errors import DoesNotFit
+from forebay.memory import Tier
+from forebay.planners.bench import Bench
+from forebay.planners.homes import at_home, on_host
+from forebay.planners.parts import KEPT, Draft, Level
+from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
+from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, fits
+from forebay.states import is_wide
+from forebay.trace import Phase
+
+__all__ = ["at_home_again", "candidates", "fastest_there", "there"]
+
+FINALISTS = 2
+"""Drafts with room for a window for which the number of blocks is looked for."""
+
+SHARED = Filling(dedicate=False)
+
+PARTS = 4
+"""Of all blocks that could be updated on the device, one part in so many more is tried at a time."""
+
+
+def there(bench: Bench, draft: Draft) -> Draft:
+    """``draft`` with the updates on the device that make it faster; without a trace, as it is."""
+    able = candidates(bench, draft)
+    enough = bench.seconds(draft) * (1 - GAIN) if able else 0.0
+    # What a step takes at least if no update on the host holds it up.
+    if not able or bench.at_least(replace(draft, update_on_device=able)) > enough:
+        return draft
+    bases = _bases(bench, draft, _window(bench, draft, able))
+    if not bench.is_long:
+        # Which of them may gain most is asked with all of their blocks, and with half of them.
+        bases = sorted(bases, key=lambda base: min(map(bench.seconds, _probes(bench, base))))[:FINALISTS]
+    best = min((_fastest_count(bench, base) for base in bases), key=bench.seconds, default=draft)
+    return best if bench.seconds(best) < enough else draft
+
+
+def fastest_there(bench: Bench, drafts: Sequence[Draft], may_take: Callable[[Draft], bool]) -> Draft:
+    """The first of ``drafts``, or one of them with updates on the device (``there``) that is faster than that and that
+    ``may_take`` accepts."""
+    best = drafts[0]
+    for draft in dict.fromkeys(drafts[:1] if bench.is_long else drafts):
+        more = there(bench, draft)
+        if more != draft:  # what is left to the host may run ahead of its step
+            more = ahead(bench, more)
+        if more != draft and bench.seconds(more) < bench.seconds(best) * (1 - MORE_GAIN) and may_take(more):
+            best = more
+    return best
+
+
+def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
+    """The blocks of ``draft`` that could be updated on the device, in the order of the forward: none where the device's
+    memory is the host's, or where states in fewer bits than fp32 would need room beside the window."""
+    trace, machine = bench.problem.trace, bench.problem.machine
+    if trace is None or machine is None or bench.liveness is None or "cpu" in (trace.device, machine.device_kind):
+        return ()
+    if not is_wide(bench.problem.state_names):
+        return ()
+    index = bench.liveness.index
+    trained = {index.blocks[done.parameter] for visit in index.completed for done in visit}
+    able = trained & {p.block for p in draft.placements if not p.resident}
+    used = dict.fromkeys(visit.block for visit in trace.visits if visit.phase is Phase.FORWARD)
+    return tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
+
+
+def at_home_again(draft: Draft) -> Draft:
+    """``draft`` with no update on the device."""
+    return replace(draft, streaming=replace(draft.streaming, update_window=0), update_on_device=())
+
+
+def _fastest_count(bench: Bench, base: Draft) -> Draft:
+    """The fastest of ``base`` and of those with the first blocks updated on the device: more of them as long as the
+    step gains, then as many as lie between the best and its neighbours."""
+    able = candidates(bench, base)
+    tried = {0: base}
+
+    def attempt(count: int) -> int:
+        """Returns the best count so far."""
+        if count not in tried and (more := _placed(bench, base, able[:count])) is not None:
+            tried[count] = more
+        return min(tried, key=lambda known: (bench.seconds(tried[known]), known))
+
+    best = 0
+    for part in range(1, 1 + PARTS):
+        count = ceil(part * len(able) / PARTS)
+        best = attempt(count)
+        if best < count:
+            break  # the link has too much to do: the more, the worse
+    if best == 0:
+        best = attempt(ceil(len(able) / PARTS / 2))
+    elif not bench.is_long:
+        below = max(count for count in tried if count < best)
+        above = min((count for count in tried if count > best), default=best)
+        attempt((best + above) // 2)
+        best = attempt((below + best) // 2)
+    return tried[best]
+
+
+def _placed(bench: Bench, draft: Draft, names: Sequence[str]) -> Draft | None:
+    """``draft`` with ``names`` updated on the device, through the widest window that there is room for; None if there
+    is no room for one chunk of them."""
+    chosen = frozenset(names)
+    early = tuple(name for name in draft.speculate if name not in chosen)
+    listed = tuple(p.block for p in draft.placements if p.block in chosen)
+    for cells in range(UPDATE_CELLS, 0, -1):
+        streaming = replace(draft.streaming, update_window=_window(bench, draft, names, cells))
+        more = replace(draft, streaming=streaming, speculate=early, update_on_device=listed)
+        if fits(bench, more):
+            return more
+    return None
+
+
+def _window(bench: Bench, draft: Draft, names: Sequence[str], cells: int = UPDATE_CELLS) -> int:
+    return bench.sizer(draft.streaming.update_chunk).update_window(names, cells)
+
+
+def _probes(bench: Bench, base: Draft) -> list[Draft]:
+    able = candidates(bench, base)
+    tried = (_placed(bench, base, able[: ceil(len(able) / part)]) for part in (1, 2))
+    return [more for more in tried if more is not None] or [base]
+
+
+def _bases(bench: Bench, draft: Draft, window: int) -> list[Draft]:
+    """Drafts that leave ``window`` bytes of the device: ``draft``, if it does, and those that are filled as far as
+    that; where there are none of these, ``draft`` itself, through a narrower window. Of a long model the first only."""
+    limit = bench.problem.limit(Tier.DEVICE) - window
+    found = [draft] if bench.device(draft) <= limit else []
+    level, slots = on_host(bench, draft).level, options(bench)
+
+    def through(slots: tuple[int, ...], how: Filling, level: Level = level) -> Draft:
+        return filled(bench, streamed_through(bench, slots, usual_window(bench), level), how, limit)
+
+    if not found or not bench.is_long:
+        found.append(through(slots[0], Filling()))
+    if not bench.is_long:
+        found += [through(slots[-1], Filling()), through(slots[0], SHARED)]
+        # With updates out of the way fewer blocks need to stay, which leaves room for activations.
+        found.append(through(slots[0], SHARED, KEPT))
+    settled = [_settled(bench, base) for base in dict.fromkeys(found) if bench.device(base) <= limit]
+    return [base for base in settled if base is not None] or [draft]
+
+
+def _settled(bench: Bench, draft: Draft) -> Draft | None:
+    """``draft`` with homes; None where there are none."""
+    try:
+        return at_home(bench, on_host(bench, draft))
+    except DoesNotFit:
+        return None

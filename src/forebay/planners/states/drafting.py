@@ -1,0 +1,101 @@
+"""What the policies for model states share: levels of recomputation, streams, refusals, the finished plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from forebay.errors import ConfigError, DoesNotFit
+from forebay.memory import Tier
+from forebay.planners.auto import refused
+from forebay.planners.bench import Bench
+from forebay.planners.homes import at_home, with_a_disk
+from forebay.planners.parts import KEPT, Draft, Level
+from forebay.planners.reasons import bought_by_speculation, kept, recomputed, unknown_activations
+from forebay.planners.refusals import device_too_small, with_remedies
+from forebay.planners.shapes import fewest_recomputed, options, streamed_through, usual_window
+from forebay.plans import Plan
+from forebay.remedies import Remedy
+from forebay.units import format_apart, format_bytes
+
+__all__ = ["expect_trace", "finished", "levels", "on_host", "refusal", "serial", "streamed"]
+
+
+def expect_trace(bench: Bench, policy: str, asks: str) -> None:
+    """Raises ``ConfigError`` for a problem without a trace: ``policy`` asks for ``asks``."""
+    if bench.problem.trace is None:
+        raise ConfigError(f"policy {policy} needs {asks}, which nobody knows without a batch; give one")
+
+
+def levels(bench: Bench) -> Sequence[Level]:
+    """No block runs again, and every block that may."""
+    return (KEPT, Level(bench.recomputable))
+
+
+def serial(draft: Draft) -> Draft:
+    """``draft`` with all updates between backward and the next forward."""
+    return replace(draft, streaming=replace(draft.streaming, overlap_update=False))
+
+
+def streamed(bench: Bench) -> Draft:
+    """Everything streams. The fewest blocks run again with which a block can be fetched while another computes, or with
+    which it can be done at all; the slots are then as many as there is room for. Raises ``DoesNotFit``."""
+    choices = options(bench)
+    for least in dict.fromkeys((bench.slot_options(2)[0], choices[-1])):
+        level = fewest_recomputed(bench, partial(streamed_through, bench, least, 0), levels(bench))
+        if level is not None:
+            break
+    else:
+        draft = streamed_through(bench, choices[-1], 0, levels(bench)[-1])
+        raise refused(bench, device_too_small(bench, draft), draft)
+    drafts = (streamed_through(bench, slots, usual_window(bench), level) for slots in (*choices, least))
+    return next(draft for draft in drafts if bench.fits_device(draft))
+
+
+def on_host(bench: Bench, draft: Draft, policy: str) -> Draft:
+    """``draft``, if the host has room for all of its homes. Raises ``DoesNotFit``: ``policy`` uses no disk."""
+    sizes = bench.arenas(draft)
+    if sizes.host <= bench.problem.limit(Tier.HOST):
+        return draft
+    parts = (
+        (sizes.host_parameters, "parameters"),
+        (sizes.host_gradients, "gradients"),
+        (sizes.host_states, "optimizer states"),
+        (sizes.host_staging, "staging"),
+    )
+    held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts)
+    raise refusal(bench, draft, Tier.HOST, f"policy {policy} keeps {held} there and nothing on disk")
+
+
+def refusal(bench: Bench, draft: Draft, tier: Tier, why: str) -> DoesNotFit:
+    """``draft``, the least that would do, does not fit into ``tier``, device or host; with what would, another policy
+    among it."""
+    needed = bench.device(draft) if tier is Tier.DEVICE else bench.arenas(draft).host
+    limit = bench.problem.limit(tier)
+    shown = format_apart(needed, limit)
+    words = f"{tier.value} memory: {shown[0]} are needed and {shown[1]} are allowed: {why}"
+    error = DoesNotFit(words, tier=tier.value, needed=needed, allowed=limit)
+    return with_remedies(bench, error, draft, _another_policy(bench))
+
+
+def _another_policy(bench: Bench) -> list[Remedy]:
+    """``zero-infinity``, which asks the least of the device and may use a disk, where that fits."""
+    with suppress(DoesNotFit):
+        draft = streamed(bench)
+        try:
+            at_home(bench, draft)
+        except DoesNotFit:
+            disk = with_a_disk(bench, draft)
+            return [] if disk is None else [replace(disk, words=f"policy zero-infinity with {disk.words}")]
+        device, limit = bench.device(draft), bench.problem.limit(Tier.DEVICE)
+        return [Remedy("policy", device, limit, "policy zero-infinity or auto, within the same budgets")]
+    return []
+
+
+def finished(bench: Bench, name: str, draft: Draft, *reasons: str) -> Plan:
+    """The plan of the policy called ``name``, with its reasons and the seconds of its simulated step."""
+    bought = bought_by_speculation(bench, draft)
+    words = (*kept(draft), *recomputed(draft), *reasons, *bought, *unknown_activations(bench.problem))
+    return bench.timed(bench.plan(name, draft, reasons=words))

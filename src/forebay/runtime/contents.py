@@ -1,0 +1,123 @@
+"""What is at home in a prepared model, by plain PyTorch name: parameters, gradients, the optimizer's states.
+
+Read and written one parameter at a time, whatever tier it is in; the interface, ``state_dict``, loading and the
+optimizer's own state go through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import final
+
+import torch
+from torch import nn
+
+from forebay.errors import SessionClosed
+from forebay.layout import MASTER
+from forebay.runtime.blockstate import BlockState
+from forebay.runtime.gradients import host_copy
+from forebay.runtime.stepping import Stepping
+from forebay.runtime.store import Store
+from forebay.runtime.tensors import alone, flat, shaped
+from forebay.scheduling.slots import SlotPool
+from forebay.states import form_of, plain_name
+from forebay.trace import Model, Parameter
+
+__all__ = ["Contents"]
+
+
+@final
+class Contents:
+    """The values of a session. ``settle`` waits for every transfer and update; ``unwritten`` are the parameters that
+    have no values yet (the model came on the meta device)."""
+
+    def __init__(
+        self,
+        model: Model,
+        parameters: Mapping[str, nn.Parameter],
+        store: Store,
+        pool: SlotPool,
+        stepping: Stepping,
+        settle: Callable[[], None],
+    ) -> None:
+        self._parameters = parameters
+        self._store = store
+        self._pool = pool
+        self._stepping = stepping
+        self._settle = settle
+        self._block_of = {p.name: b.name for b in model.blocks for p in b.parameters}
+        self.spec_of = {p.name: p for b in model.blocks for p in b.parameters}
+        self.unwritten = set[str]()
+
+    def expect_written(self) -> None:
+        """Raises ``SessionClosed`` while a parameter has no values."""
+        if self.unwritten:
+            name = min(self.unwritten)
+            raise SessionClosed(
+                f"{len(self.unwritten)} parameters have no values yet ({name}, ...): the model was prepared on the "
+                f"meta device; call forebay.load(model, folder) or forebay.initialize(model) first"
+            )
+
+    def state(self, name: str) -> BlockState:
+        """The block of a parameter: its homes and its gradients."""
+        return self._store.blocks[self._block_of[name]]
+
+    def full_precision(self, name: str) -> torch.Tensor:
+        """A copy of a parameter on the host, its fp32 master if it has one."""
+        return self._store.full_precision(self._block_of[name], self.spec_of[name])
+
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter in its own dtype, as it is at home: the bytes themselves unless they are on disk."""
+        return alone(self._store.value(self._block_of[name], self.spec_of[name]))
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """A copy of a parameter's gradient on the host; None if it has none."""
+        gradient = self._parameters[name].grad
+        return None if gradient is None else host_copy(gradient)
+
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Sets parameters (plain names; shape of the parameter) at home, block by block."""
+        self._settle()
+        for block in dict.fromkeys(self._block_of[name] for name in values):
+            self._pool.invalidate(block)
+            self._stepping.speculation.drop(self._store.blocks[block])
+            self._store.fill(block, lambda p: values.get(p.name))
+        self.unwritten -= set(values)
+
+    def read_states(self, name: str) -> dict[str, torch.Tensor]:
+        """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for
+        every element are in the parameter's shape, codes and scales in one dimension."""
+        state, spec = self.state(name), self.spec_of[name]
+        steps = state.steps.get(name, 0)
+        if not steps:
+            return {}
+        content = state.states.read()
+        streams = {}
+        for stream in state.streams_of(spec):
+            values = state.stream(stream, spec, content)
+            streams[plain_name(stream)] = shaped(values, spec) if form_of(stream).is_elementwise else values
+        return {"step": torch.tensor(float(steps)), **streams}
+
+    def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replaces the states of the parameters named; an empty mapping stands for "no step yet"."""
+        self._settle()
+        for block in dict.fromkeys(self._block_of[name] for name in states):
+            state = self._store.blocks[block]
+            self._stepping.speculation.drop(state)
+            with self._store.edit_states(state) as content:
+                for spec in state.block.parameters:
+                    if spec.trainable and spec.name in states:
+                        self._write_parameter_states(state, spec, content, states[spec.name])
+
+    def _write_parameter_states(
+        self, state: BlockState, spec: Parameter, content: torch.Tensor, saved: Mapping[str, torch.Tensor]
+    ) -> None:
+        for stream in state.streams_of(spec):
+            value, form = saved.get(plain_name(stream)), form_of(stream)
+            if value is not None:
+                typed = value.to(getattr(torch, form.dtype))
+                state.write_stream(stream, spec, content, flat(typed, spec) if form.is_elementwise else typed)
+            elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
+                state.write_stream(stream, spec, content, torch.zeros(form.count(spec.numel)))
+        # SGD keeps no count; that it has a momentum at all says that it has taken a step.
+        state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))

@@ -1,0 +1,182 @@
+"""Folders and files on disk: made, charged, refused, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from forebay.errors import ConfigError, DiskFull, ForebayError, HostOutOfMemory, StorageError, UsageError
+from forebay.memory import Kind, Ledger, Tier
+from forebay.tiers.disk import DiskFolder, DiskPolicy
+from forebay.units import KiB, MiB
+from tests.faults.scripted_io import PAGE, ScriptedIo, Tiers, round_trip
+
+
+def test_sizes_are_padded_preallocated_and_charged(tmp_path: Path, tiers: Tiers) -> None:
+    with DiskFolder(tmp_path, ledger=tiers.disk) as folder:
+        file = folder.create("moments", 2 * MiB + 1, Kind.STATE)
+        assert (file.nbytes, file.padded(1), file.padded(PAGE)) == (2 * MiB + PAGE, PAGE, PAGE)
+        assert tiers.disk.usage().at_peak[Kind.STATE] == 2 * MiB + PAGE
+        stat = os.fstat(file._fd)
+        assert (stat.st_size, stat.st_blocks * 512) >= (2 * MiB + PAGE, 2 * MiB + PAGE)
+        target = torch.ones(file.nbytes, dtype=torch.uint8)
+        file.read(0, target)
+        assert not target.any()
+        file.close()
+        file.close()
+        assert tiers.disk.live == 0
+        again = folder.create("moments", PAGE)  # the name is free again
+        assert again.nbytes == PAGE
+
+
+def test_folder_is_private_and_named_after_the_process(tmp_path: Path, tiers: Tiers) -> None:
+    with DiskFolder(tmp_path, ledger=tiers.disk) as folder:
+        assert folder.path.parent == tmp_path
+        assert folder.path.name.startswith(f"forebay-{os.getpid()}-")
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path, tiers: Tiers) -> None:
+    folder = DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=tiers.host)
+
+    def fail() -> None:
+        with folder:
+            files = [folder.create("a", MiB), folder.create("b", MiB)]
+            raise KeyError(files)
+
+    with pytest.raises(KeyError):
+        fail()
+    with pytest.raises(StorageError, match="is closed"):
+        folder.create("c", MiB)
+    folder.close()
+
+
+def test_what_nobody_closed_goes_when_nobody_holds_it(tmp_path: Path, tiers: Tiers) -> None:
+    folder = DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=tiers.host)
+    file = folder.create("a", MiB)
+    folder.create("b", MiB)  # nobody holds this one
+    gc.collect()
+    assert tiers.disk.live == MiB
+    del folder, file
+
+
+@pytest.mark.parametrize(("end", "folders"), [("pass", 0), ("raise SystemExit(3)", 0), ("os.kill(os.getpid(), 9)", 1)])
+def test_end_of_the_process(tmp_path: Path, end: str, folders: int) -> None:
+    """However it ends, the bytes are free again; after a kill an empty folder remains."""
+    code = (
+        "import os, sys\n"
+        "from forebay.memory import Ledger, Tier\n"
+        "from forebay.tiers.disk import DiskFolder\n"
+        "folder = DiskFolder(sys.argv[1], ledger=Ledger(Tier.DISK))\n"
+        "file = folder.create('a', 1 << 20)\n"
+        "if os.fork() == 0: sys.exit()\n"  # a child that ends in the ordinary way takes nothing away
+        "os.wait()\n"
+        "assert folder.path.exists()\n"
+        f"{end}\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    left = [p for p in tmp_path.rglob("*")]
+    assert [p.is_dir() for p in left] == [True] * folders
+    for folder in left:
+        folder.rmdir()
+
+
+def test_missing_path(tmp_path: Path, tiers: Tiers) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used: No such file or directory \(ENOENT\); make the folder"):
+        DiskFolder(tmp_path / "missing", ledger=tiers.disk)
+
+
+def test_path_is_a_file(tmp_path: Path, tiers: Tiers) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not a folder"):
+        DiskFolder(tmp_path / "file", ledger=tiers.disk)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_path_that_cannot_be_written(tmp_path: Path, tiers: Tiers, code: int) -> None:
+    io = ScriptedIo(always={"make_folder": -code})
+    with pytest.raises(UsageError, match=f"cannot be written: .*{errno.errorcode[code]}.*name another folder"):
+        DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=tiers.host, io=io)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_path_without_permission(tmp_path: Path, tiers: Tiers) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="EACCES"):
+        DiskFolder(tmp_path, ledger=tiers.disk)
+    tmp_path.chmod(0o700)
+
+
+def test_too_little_space_is_refused_before_anything_is_made(tmp_path: Path, tiers: Tiers) -> None:
+    with pytest.raises(DiskFull, match=r"needs 9\.0 MiB .* and 8\.0 MiB are free; make room") as caught:
+        DiskFolder(tmp_path, ledger=tiers.disk, needed=9 * MiB, io=ScriptedIo(free=8 * MiB))
+    assert (caught.value.needed, caught.value.allowed) == (9 * MiB, 8 * MiB)
+    DiskFolder(tmp_path, ledger=tiers.disk, needed=8 * MiB, io=ScriptedIo(free=8 * MiB)).close()
+
+
+def test_bounce_buffers_are_host_memory(tmp_path: Path, tiers: Tiers) -> None:
+    policy = DiskPolicy(block=MiB, bounce_buffers=3)
+    with DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=tiers.host, policy=policy):
+        assert tiers.host.usage().at_peak[Kind.STAGING] == 3 * MiB
+    with pytest.raises(HostOutOfMemory, match="bounce buffers"):
+        DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=Ledger(Tier.HOST, MiB), policy=policy)
+
+
+def test_budget_refuses_a_file(tmp_path: Path) -> None:
+    disk = Ledger(Tier.DISK, 8 * KiB)
+    with DiskFolder(tmp_path, ledger=disk) as folder:
+        with pytest.raises(DiskFull, match="moments needs"):
+            folder.create("moments", 8 * KiB + 1)
+        assert list(folder.path.iterdir()) == []
+        assert disk.usage().peak == 0
+
+
+@pytest.mark.parametrize(
+    ("io", "error", "words"),
+    [
+        (ScriptedIo(always={"allocate": -errno.ENOSPC}), DiskFull, "ENOSPC.*are free; make room"),
+        (ScriptedIo(always={"allocate": -errno.EDQUOT}), DiskFull, "EDQUOT.*are free; make room"),
+        (ScriptedIo(always={"allocate": -errno.EFBIG}), StorageError, "EFBIG"),
+        (ScriptedIo(always={"open_direct": -errno.EIO}), StorageError, "EIO"),
+        (ScriptedIo(always={"open_direct": -errno.EINVAL, "open": -errno.EROFS}), StorageError, "EROFS"),
+    ],
+)
+def test_file_that_cannot_be_made(
+    tmp_path: Path, tiers: Tiers, io: ScriptedIo, error: type[ForebayError], words: str
+) -> None:
+    with DiskFolder(tmp_path, ledger=tiers.disk, io=io) as folder:
+        with pytest.raises(error, match=rf"cannot make 1\.0 MiB of .*/moments: .*{words}"):
+            folder.create("moments", MiB)
+        assert tiers.disk.live == 0
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "taken", "x" * 300])
+def test_bad_names(tmp_path: Path, tiers: Tiers, name: str) -> None:
+    with DiskFolder(tmp_path, ledger=tiers.disk) as folder:
+        taken = folder.create("taken", PAGE)
+        with pytest.raises(StorageError):
+            folder.create(name, PAGE)
+        with pytest.raises(StorageError, match="1 byte or more"):
+            folder.create("empty", 0)
+        taken.close()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+def test_without_preallocation_the_file_has_its_size_all_the_same(tmp_path: Path, tiers: Tiers, code: int) -> None:
+    with DiskFolder(tmp_path, ledger=tiers.disk, io=ScriptedIo(always={"allocate": -code})) as folder:
+        round_trip(folder.create("moments", MiB))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"alignment": 1000}, {"alignment": 256}, {"block": 0}, {"block": 4097}, {"bounce_buffers": 0}]
+)
+def test_policies_are_validated_at_birth(fields: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        DiskPolicy(**fields)

@@ -1,0 +1,97 @@
+"""``forebay compare``: candidates, tables and flags, without torch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from rich.console import Console
+
+from forebay.cli.compare import compare_policies, parse_budgets
+from forebay.cli.main import app
+from forebay.errors import ConfigError
+from forebay.memory import Tier
+from forebay.planners import STATES, make_plan
+from forebay.plans import Budget
+from forebay.reporting.comparison import LINKS, Candidate, comparison_tables
+from forebay.simulation import forecast
+from forebay.units import MiB
+from tests.null.planning import ENOUGH, asked, chain, machine
+
+TRACE, ON = chain(4), machine()
+EVERYTHING = make_plan(asked(TRACE, ON, device=ENOUGH), "resident").device
+KEYS = {"policy", "budget", "feasible", "step_seconds", "peaks", "moved", "exact", "solve_seconds", "reason"}
+
+
+def candidates(*devices: int) -> tuple[Candidate, ...]:
+    return compare_policies(TRACE, ON, [Budget(device) for device in devices], ("auto", *STATES))
+
+
+def test_every_policy_is_asked_at_every_budget() -> None:
+    devices = (EVERYTHING, EVERYTHING // 2)
+    found = candidates(*devices)
+    assert [(c.budget, c.policy) for c in found] == [(d, p) for d in devices for p in ("auto", *STATES)]
+
+
+def test_the_figures_are_those_of_the_plan() -> None:
+    for one in candidates(EVERYTHING // 2):
+        assert one.feasible == (not one.reason)
+        if not one.feasible:
+            continue
+        plan = make_plan(asked(TRACE, ON, device=EVERYTHING // 2), one.policy)
+        expected = forecast(TRACE, ON, plan)
+        assert one.step_seconds == plan.step_seconds == expected.step_seconds
+        assert one.peaks[Tier.DEVICE] <= EVERYTHING // 2
+        assert one.moved == {lane: expected.moved[lane] for lane in LINKS}
+
+
+def test_what_does_not_fit_says_why_and_what_would() -> None:
+    found = {c.policy: c for c in candidates(make_plan(asked(TRACE, ON, device=ENOUGH), "l2l").device)}
+    assert not found["zero-offload"].feasible and found["l2l"].feasible
+    assert "keeps all parameters on the device" in found["zero-offload"].reason
+    assert "What would fit" in found["zero-offload"].reason
+
+
+def test_json_has_these_keys_whether_it_fits_or_not() -> None:
+    rows = [c.to_json_dict() for c in candidates(EVERYTHING, 1)]
+    assert all(set(row) == KEYS for row in json.loads(json.dumps(rows)))
+    for row in rows:
+        assert (row["peaks"] is None) == (row["moved"] is None) == (not row["feasible"]) == (row["reason"] is not None)
+
+
+def test_tables_name_the_fastest_first_and_the_missing_below() -> None:
+    found = candidates(EVERYTHING // 3)
+    console = Console(width=80, record=True, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(comparison_tables("a model on paper", found, ("a note",)))
+    text = capture.get()
+    assert "a model on paper" in text and "a note" in text and "…" not in text
+    order = sorted((c for c in found if c.step_seconds is not None), key=lambda c: c.step_seconds or 0.0)
+    places = [text.index(f" {c.policy} ") for c in order]
+    assert places == sorted(places)
+    for one in found:
+        if not one.feasible:
+            assert text.index("Does not fit") < text.index(f"{one.policy}:")
+
+
+def test_a_candidate_has_a_step_or_a_reason() -> None:
+    with pytest.raises(ConfigError, match="either has a step or a reason"):
+        Candidate("auto", 1, 0.0)
+    with pytest.raises(ConfigError, match="either has a step or a reason"):
+        Candidate("auto", 1, 0.0, step_seconds=1.0, reason="both")
+
+
+def test_budgets_are_sizes_with_commas() -> None:
+    assert parse_budgets("8MiB,16MiB,8MiB") == (8 * MiB, 16 * MiB)
+    assert parse_budgets(None) == ()
+    for wrong in ("8MiB,", "x", "0B", ""):
+        with pytest.raises(ConfigError, match="--budgets"):
+            parse_budgets(wrong)
+
+
+def test_the_flags_of_compare_are_these() -> None:
+    command = typer.main.get_command(app).commands["compare"]  # type: ignore[attr-defined]
+    flags = {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
+    asked_for = {"--batch", "--seq", "--dtype", "--optimizer", "--host-memory", "--disk", "--machine"}
+    assert flags == asked_for | {"--states", "--budgets", "--json"}
