@@ -23,21 +23,10 @@ from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.runtime.updates import Updater
 from forebay.timeline import Lane
+from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
+from tests.faults.residue import mapped, nothing_left_behind, quick_collections
 from tests.faults.test_bad_plans import MACHINE, PLAN, TRACE
-from tests.faults.test_release import (
-    AMPLE,
-    Late,
-    Refuses,
-    adamw,
-    disk_plan,
-    fill_disk,
-    mapped,
-    network,
-    nothing_left_behind,
-    quick_collections,
-    step,
-)
-from tests.faults.trained import Trained
+from tests.faults.trained import AMPLE, Trained, adamw, disk_plan, network
 
 __all__ = ["nothing_left_behind", "quick_collections"]
 
@@ -164,21 +153,7 @@ def test_the_window_goes_when_the_session_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nth", range(5, 120, 14))
 def test_a_job_that_no_lane_takes(where: str, nth: int, tmp_path: Path) -> None:
     run = Trained(on_device(where, tmp_path), tmp_path, Refuses(nth))
-
-    def train() -> None:
-        for _ in range(4):
-            step(run.model, run.optimizer)
-
-    with pytest.raises(ForebayError, match=r"^refused: "):
-        train()
-    with contextlib.suppress(ForebayError):
-        forebay.close(run.model)
-    # torch's engine keeps what is left of a graph whose backward failed until the next backward.
-    torch.ones(1, requires_grad=True).sum().backward()
-    gc.collect()
-    live = run.device.usage().live
-    run.device.close()
-    assert live == 0
+    train_until_refused(run.model, run.optimizer, run.device)
 
 
 def test_a_block_that_trains_nothing_is_refused(tmp_path: Path) -> None:

@@ -10,105 +10,25 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import forebay
-from forebay.arenas import arenas
-from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.errors import DiskFull, ForebayError, SessionClosed, StorageError
-from forebay.layout import PAGE, align
-from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Plan
-from forebay.runtime.blocks import find_blocks
 from forebay.runtime.store import Store
 from forebay.timeline import Lane
 from forebay.units import MiB
+from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
+from tests.faults.residue import mapped, nothing_left_behind, quick_collections
+from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network, prepare, step
 
-WIDTH = 96
-AMPLE = "8MiB"
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def disk_plan(folder: Path) -> Plan:
-    """Parameters and states of every block on disk; updates may be queued when ``step`` returns."""
-    model = network()
-    model, _ = forebay.prepare(model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu")
-    made = forebay.report(model).plan
-    forebay.close(model)
-    largest = align(made.streaming.slots[0], PAGE)
-    streaming = replace(made.streaming, host_slots=(largest, largest), update_chunk=2048, overlap_update=True)
-    homes = tuple(replace(p, parameters=Tier.DISK, states=Tier.DISK) for p in made.placements)
-    sizes = arenas(find_blocks(model).model, homes, streaming, ("exp_avg", "exp_avg_sq"))
-    budget = Budget(made.budget.device, disk=DiskBudget(str(folder), 64 * MiB))
-    return replace(made, budget=budget, placements=homes, streaming=streaming, host=sizes.host, disk=sizes.disk)
-
-
-def prepare(way: str, folder: Path, device: Any = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network()
-    options: dict[str, Any] = {"policy": way}
-    if way == "disk":
-        options = {"plan": disk_plan(folder), "disk": f"{folder}:64MiB"}
-    return forebay.prepare(model, adamw(model), device_memory=AMPLE, device=device, **options)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def descriptors() -> list[str]:
-    found = []
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{entry}"))
-    return sorted(path for path in found if "/proc/" not in path)
-
-
-def mapped() -> int:
-    """Bytes of anonymous memory that are not for children: host arenas, and nothing else, are mapped so."""
-    nbytes, size = 0, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("Size:"):
-            size = int(line.split()[1]) * 1024
-        elif line.startswith("VmFlags:") and "dc" in line.split():
-            nbytes += size
-    return nbytes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What is there already (torch and its modules) is not searched again at every collection."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
-    threads, before = set(threading.enumerate()), descriptors()
-    yield
-    gc.collect()
-    assert set(threading.enumerate()) <= threads
-    assert descriptors() == before
-    assert not any(tmp_path.iterdir())
+__all__ = ["nothing_left_behind", "quick_collections"]
 
 
 @pytest.fixture(params=["auto", "stream", "disk"])
@@ -161,17 +81,6 @@ def test_close_with_updates_under_way(tmp_path: Path) -> None:
     assert device.submit(Lane.UPDATE, lambda: 3).wait() == 3
     assert device.usage().live == 0
     device.close()
-
-
-@final
-class Late(Delays):
-    """Holds every job of one lane back."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-
-    def seconds(self, lane: Lane, what: str) -> float:
-        return 0.005 if lane is self._lane else 0.0
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -239,7 +148,7 @@ def run(body: str, folder: Path, expect: int = 0) -> str:
         from pathlib import Path
         import torch
         import forebay
-        from tests.faults.test_release import prepare, step
+        from tests.faults.trained import prepare, step
         torch.set_num_threads(1)
         folder = Path(sys.argv[1])
         model, optimizer = prepare("disk", folder)
@@ -274,19 +183,6 @@ def test_a_process_that_ends_without_close(how: str, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
     if code == 0:
         assert stderr == "", "nothing is complained about at exit"
-
-
-def fill_disk(name: str) -> None:
-    """The open file ``name`` of the disk tier becomes one without room: its next write fails."""
-    number = next(
-        int(entry)
-        for entry in os.listdir("/proc/self/fd")
-        if os.path.islink(f"/proc/self/fd/{entry}")
-        and os.readlink(f"/proc/self/fd/{entry}").endswith(f"/{name} (deleted)")
-    )
-    full = os.open("/dev/full", os.O_RDWR)
-    os.dup2(full, number)
-    os.close(full)
 
 
 WAITS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
@@ -339,45 +235,15 @@ def test_what_fails_to_close_keeps_nothing_else_open(tmp_path: Path, monkeypatch
     assert not any(tmp_path.iterdir())
 
 
-@final
-class Refuses(Delays):
-    """Raises where a job is handed to a lane, from the ``nth`` on for ``times`` jobs."""
-
-    def __init__(self, nth: int, times: int = 1) -> None:
-        self._bad = range(nth, nth + times)
-        self._count = 0
-
-    def seconds(self, lane: Lane, what: str) -> float:
-        self._count += 1
-        if self._count - 1 in self._bad:
-            raise ForebayError(f"refused: {what}")
-        return 0.0
-
-
 @pytest.mark.parametrize("way", ["stream", "disk"])
 @pytest.mark.parametrize("nth", range(0, 60, 7))
 def test_a_job_that_no_lane_takes(way: str, nth: int, tmp_path: Path) -> None:
     """Whatever job it is, the error reaches the caller, and close gives everything back."""
     device = CpuDevice(8 * MiB, delays=Refuses(nth))
     model, optimizer = prepare(way, tmp_path, device)
-    raised = None
-    for _ in range(4):
-        try:
-            step(model, optimizer)
-        except ForebayError as error:
-            raised = str(error)
-            break
-    assert raised is not None and raised.startswith("refused: ")
-    with contextlib.suppress(ForebayError):
-        forebay.close(model)
+    train_until_refused(model, optimizer, device)
     assert not model._forward_pre_hooks
     assert not any(tmp_path.iterdir())
-    # torch's engine keeps what is left of a graph whose backward failed until the next backward.
-    torch.ones(1, requires_grad=True).sum().backward()
-    gc.collect()
-    live = device.usage().live
-    device.close()
-    assert live == 0
 
 
 def test_the_step_after_a_refused_one(tmp_path: Path) -> None:

@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 import forebay
+from forebay.arenas import arenas
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
-from forebay.plans import Plan
+from forebay.layout import PAGE, align
+from forebay.memory import Tier
+from forebay.plans import Budget, DiskBudget, Plan
+from forebay.runtime.blocks import find_blocks
 from forebay.units import MiB
-from tests.faults.test_release import AMPLE, WIDTH, adamw, network, step
 
-__all__ = ["Trained"]
+__all__ = ["AMPLE", "WIDTH", "Trained", "adamw", "disk_plan", "network", "prepare", "step"]
+
+WIDTH = 96
+AMPLE = "8MiB"
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def disk_plan(folder: Path) -> Plan:
+    """Parameters and states of every block on disk; updates may be queued when ``step`` returns."""
+    model = network()
+    model, _ = forebay.prepare(model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu")
+    made = forebay.report(model).plan
+    forebay.close(model)
+    largest = align(made.streaming.slots[0], PAGE)
+    streaming = replace(made.streaming, host_slots=(largest, largest), update_chunk=2048, overlap_update=True)
+    homes = tuple(replace(p, parameters=Tier.DISK, states=Tier.DISK) for p in made.placements)
+    sizes = arenas(find_blocks(model).model, homes, streaming, ("exp_avg", "exp_avg_sq"))
+    budget = Budget(made.budget.device, disk=DiskBudget(str(folder), 64 * MiB))
+    return replace(made, budget=budget, placements=homes, streaming=streaming, host=sizes.host, disk=sizes.disk)
+
+
+def prepare(way: str, folder: Path, device: Any = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    options: dict[str, Any] = {"policy": way}
+    if way == "disk":
+        options = {"plan": disk_plan(folder), "disk": f"{folder}:64MiB"}
+    return forebay.prepare(model, adamw(model), device_memory=AMPLE, device=device, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Trained:

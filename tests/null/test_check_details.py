@@ -23,7 +23,7 @@ from tests.null.test_check_ahead import read_again
 from tests.null.test_check_rerun_order import generous
 from tests.null.test_check_reruns import BLOCKS, MACHINE, S, gelus
 from tests.null.test_check_transfers import changed, planned, unread, way
-from tests.null.tracing import Layer, TraceBuilder, chain_trace
+from tests.null.tracing import Layer, TraceBuilder, chain_trace, unread_trace
 
 # Reruns.
 
@@ -303,16 +303,7 @@ def test_parameters_that_were_read_before_they_were_written_are_old() -> None:
 
 def test_a_gradient_waits_for_the_update_though_nobody_reads_its_parameter() -> None:
     """A block that is never fetched: nothing else puts the next gradient behind the update that reads the last."""
-    b = TraceBuilder(Model((block("a", ((32, 32), "float32", True)),), 0), {"input_ids": 256})
-    x = b.ids["input_ids"]
-    v = b.begin("a", Phase.FORWARD)
-    out = v.make("linear", [x], 256)
-    b.end(v)
-    v = b.begin("a", Phase.BACKWARD)
-    v.complete(b.ids["a.0"], v.make("wgrad", [out, x], 4096, Kind.GRADIENT))
-    v.drop(out)
-    b.end(v)
-    trace = b.trace()
+    trace = unread_trace()
     plan = roomy(trace)
     program = plain_program(trace, plan, 2)
     check(trace, MACHINE, plan, program)

@@ -14,14 +14,14 @@ from forebay.memory import Kind, Tier
 from forebay.plans import Plan
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
-from forebay.trace import Model, Phase, Trace
+from forebay.trace import Trace
 from tests.null.ahead import ends_of_steps, issued_earlier
 from tests.null.corruptions import reaches
 from tests.null.on_device import on_device
 from tests.null.programs import drop, plain_program
 from tests.null.strategies import HOMES, RESIDENT, roomy, roomy_machine
 from tests.null.synthetic import ADAM, block
-from tests.null.tracing import Layer, TraceBuilder, chain_trace
+from tests.null.tracing import Layer, chain_trace, unread_trace
 
 MACHINE = roomy_machine()
 HOSTED, DISK = (Tier.HOST, Tier.HOST, Tier.HOST), (Tier.DISK, Tier.HOST, Tier.DISK)
@@ -268,23 +268,9 @@ def test_what_nobody_has_asked_for_may_come_early() -> None:
     check(WIDE, MACHINE, plan, issued_earlier(program, load, 0))
 
 
-def unread() -> Trace:
-    """A block that is trained and never fetched."""
-    b = TraceBuilder(Model((block("a", ((32, 32), "float32", True)),), 0), {"input_ids": 256})
-    x = b.ids["input_ids"]
-    v = b.begin("a", Phase.FORWARD)
-    out = v.make("linear", [x], 256)
-    b.end(v)
-    v = b.begin("a", Phase.BACKWARD)
-    v.complete(b.ids["a.0"], v.make("wgrad", [out, x], 4096, Kind.GRADIENT))
-    v.drop(out)
-    b.end(v)
-    return b.trace()
-
-
 def test_the_next_gradient_lands_when_the_last_has_been_loaded() -> None:
     """Whether or not the update is over: it reads its own copy."""
-    trace = unread()
+    trace = unread_trace()
     plan = planned(trace)
     program = plain_program(trace, plan, 2)
     check(trace, MACHINE, plan, program)
@@ -314,7 +300,7 @@ def test_the_next_gradient_lands_when_the_last_has_been_loaded() -> None:
 @pytest.mark.parametrize(("part", "states"), [(Kind.STATE, ADAM), (Kind.PARAMETER, ())])
 def test_what_the_step_before_has_made_is_loaded(part: Kind, states: tuple[str, ...]) -> None:
     """When it is home. Of a block that is fetched the fetch waits for that, and the load comes after it on its lane."""
-    trace = replace(unread(), state_names=states)
+    trace = replace(unread_trace(), state_names=states)
     plan = planned(trace, cells=3)
     program = plain_program(trace, plan, 2)
     check(trace, MACHINE, plan, program)

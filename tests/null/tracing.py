@@ -12,9 +12,18 @@ from dataclasses import dataclass, field, replace
 
 from forebay.memory import Kind
 from forebay.trace import NO_SAVES, Block, Gradient, Model, Op, Phase, Segment, Tensor, Trace, Visit, Work
-from tests.null.synthetic import ADAM
+from tests.null.synthetic import ADAM, block
 
-__all__ = ["Layer", "TraceBuilder", "VisitBuilder", "chain_trace", "made_bytes", "peak_live", "validate"]
+__all__ = [
+    "Layer",
+    "TraceBuilder",
+    "VisitBuilder",
+    "chain_trace",
+    "made_bytes",
+    "peak_live",
+    "unread_trace",
+    "validate",
+]
 
 
 @dataclass(frozen=True)
@@ -372,3 +381,17 @@ def validate(trace: Trace) -> None:
     assert {r for r in roots if tensors[r].kind is not Kind.GRADIENT} == gone
     assert {r for r in roots if tensors[r].saved} == unsaved
     assert complete == Counter(i for i, p in enumerate(parameters) if p.trainable and i in read)
+
+
+def unread_trace() -> Trace:
+    """One block that is trained and never fetched: its parameter has a gradient that needs no value of it."""
+    b = TraceBuilder(Model((block("a", ((32, 32), "float32", True)),), 0), {"input_ids": 256})
+    x = b.ids["input_ids"]
+    v = b.begin("a", Phase.FORWARD)
+    out = v.make("linear", [x], 256)
+    b.end(v)
+    v = b.begin("a", Phase.BACKWARD)
+    v.complete(b.ids["a.0"], v.make("wgrad", [out, x], 4096, Kind.GRADIENT))
+    v.drop(out)
+    b.end(v)
+    return b.trace()

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from forebay.data.text import read_text
+from forebay.data.text import Windows, read_text
 
-__all__ = ["LEARNT", "WORST", "byte_llama", "entropy", "speeches"]
+__all__ = ["LEARNT", "WORST", "byte_llama", "entropy", "losses", "speeches"]
 
 WORST, LEARNT = 0.01, 0.85
 """How much worse than plain a loss may be, as a share; and the share of the entropy of single bytes below which a loss
@@ -51,3 +52,16 @@ def byte_llama(seed: int = 0, *, layers: int = 3, **more: Any) -> LlamaForCausal
             **more,
         )
     )
+
+
+def losses(made: nn.Module, optimizer: torch.optim.Optimizer, windows: Windows, steps: int) -> list[float]:
+    """Those of ``steps`` steps with gradients clipped to a norm of 1."""
+    found = []
+    for step in range(steps):
+        loss = made(**windows.batch(step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found

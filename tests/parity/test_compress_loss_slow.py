@@ -35,7 +35,7 @@ from forebay.planning import problem_of
 from forebay.plans import Budget, Plan, Selection
 from forebay.trace import Phase, Trace
 from tests.null.strategies import roomy_machine
-from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, speeches
+from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, losses, speeches
 
 pytestmark = pytest.mark.slow
 
@@ -76,16 +76,9 @@ def ended(bits: int, again: bool, seed: int = 0) -> float:
     assert {t.bits for s in plan.activations for t in s.treatments if t.lossy} == ({bits} if bits else set())
     torch.manual_seed(seed)
     made, optimizer = forebay.prepare(made, optimizer, windows.batch(0), device_memory=plan.device, plan=plan)
-    found = []
-    for step in range(STEPS):
-        loss = made(**windows.batch(step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
+    found = losses(made, optimizer, windows, STEPS)
     forebay.close(made)
-    end: float = sum(found[-LAST:]) / LAST
+    end = sum(found[-LAST:]) / LAST
     print(bits, again, seed, *(f"{loss:.3f}" for loss in found[19::20]), f"{end:.4f}")  # see above
     return end
 

@@ -121,6 +121,17 @@ def train(case: Case, dtype: torch.dtype, delays: Delays | None, **prepare: Any)
         device.close()
 
 
+def assert_same_whichever_is_late(dtype: torch.dtype, plan: Plan, folder: Path, first: int, stride: int) -> None:
+    """Against a run with everything on the device, in which nothing moves at all: one job of a run of ``plan`` is late,
+    every ``stride``-th from ``first`` on in turn."""
+    expected, disk = train(NARROW, dtype, None), f"{folder}:64MiB"
+    counted = DelayOne(-1, LATE)
+    train(NARROW, dtype, counted, plan=plan, disk=disk).assert_equal(expected)
+    assert counted.count > 100
+    for index in range(first, counted.count, stride):
+        train(NARROW, dtype, DelayOne(index, LATE), plan=plan, disk=disk).assert_equal(expected)
+
+
 # Together the four take each job of a run in turn, once: (dtype, overlap_update, first job, stride).
 TURNS = [
     (torch.float32, True, 0, 3),
@@ -132,14 +143,8 @@ TURNS = [
 
 @pytest.mark.parametrize(("dtype", "overlap", "first", "stride"), TURNS)
 def test_each_job_late_in_turn(dtype: torch.dtype, overlap: bool, first: int, stride: int, tmp_path: Path) -> None:
-    """Against a run with everything on the device, in which nothing moves at all."""
-    expected = train(NARROW, dtype, None)
-    plan, disk = tiered(NARROW, dtype, overlap=overlap, host_slots=5), f"{tmp_path}:64MiB"
-    jobs = DelayOne(-1, LATE)
-    train(NARROW, dtype, jobs, plan=plan, disk=disk).assert_equal(expected)
-    assert jobs.count > 100
-    for index in range(first, jobs.count, stride):
-        train(NARROW, dtype, DelayOne(index, LATE), plan=plan, disk=disk).assert_equal(expected)
+    plan = tiered(NARROW, dtype, overlap=overlap, host_slots=5)
+    assert_same_whichever_is_late(dtype, plan, tmp_path, first, stride)
 
 
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay.device.cpu import CpuDevice
-from forebay.device.delays import DelayOne, RandomDelays
+from forebay.device.delays import RandomDelays
 from forebay.kernels.team import Team
 from forebay.optim.arithmetic import Arithmetic, TorchArithmetic
 from forebay.optim.rules import UpdateRule
@@ -24,7 +24,7 @@ from tests.parity.compare import adamw, assert_same_training
 from tests.parity.device_updating import chunk_jobs, on_device, placed
 from tests.parity.models import CASES
 from tests.parity.speculating import AMPLE, MIXED, Run, counters
-from tests.parity.test_delays import LATE, NARROW, train
+from tests.parity.test_delays import LATE, NARROW, assert_same_whichever_is_late, train
 from tests.parity.test_speculation import ACTIONS, LOOP, ROUNDS, assert_same, run_all
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -142,12 +142,8 @@ def test_models_of_every_shape_go_on_alike(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_job_late_in_turn(dtype: torch.dtype, tmp_path: Path) -> None:
     """Two micro-batches a step, zeros in place and otherwise; nothing is looked at between the steps."""
-    expected = train(NARROW, dtype, None)
-    plan, disk = on_device(NARROW, dtype, disk=True, host_slots=5), f"{tmp_path}:64MiB"
-    jobs = DelayOne(-1, LATE)
-    train(NARROW, dtype, jobs, plan=plan, disk=disk).assert_equal(expected)
-    for index in range(0 if dtype is torch.float32 else 16, jobs.count, 32):
-        train(NARROW, dtype, DelayOne(index, LATE), plan=plan, disk=disk).assert_equal(expected)
+    plan = on_device(NARROW, dtype, disk=True, host_slots=5)
+    assert_same_whichever_is_late(dtype, plan, tmp_path, 0 if dtype is torch.float32 else 16, 32)
 
 
 SLOW = [(lane, True) for lane in (Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)]

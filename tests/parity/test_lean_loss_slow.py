@@ -15,7 +15,7 @@ import forebay
 from forebay.data.text import Windows
 from forebay.optim import AdamW, Lion
 from forebay.states import Moments
-from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, speeches
+from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, losses, speeches
 
 pytestmark = pytest.mark.slow
 
@@ -35,17 +35,10 @@ def ended(moments: Moments | None, seed: int, policy: str | None = None) -> floa
     )
     if policy is not None:
         made, optimizer = forebay.prepare(made, optimizer, device_memory="256MiB", policy=policy, device="cpu")
-    losses = []
-    for step in range(STEPS):
-        loss = made(**windows.batch(step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    found = losses(made, optimizer, windows, STEPS)
     forebay.close(made)
-    end = sum(losses[-LAST:]) / LAST
-    print(moments, seed, policy, *(f"{loss:.3f}" for loss in losses[19::20]), f"{end:.4f}")  # see docs/log.md
+    end = sum(found[-LAST:]) / LAST
+    print(moments, seed, policy, *(f"{loss:.3f}" for loss in found[19::20]), f"{end:.4f}")  # see docs/log.md
     return end
 
 

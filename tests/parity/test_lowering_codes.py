@@ -16,10 +16,10 @@ from forebay.simulation import play
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.strategies import roomy_machine
+from tests.parity.observed import lowered
 from tests.parity.offloading import SUBJECTS, movable
 from tests.parity.recomputing import plan_of, recomputable
 from tests.parity.test_lowering_moves import batch_of, only, peak, ran
-from tests.parity.test_lowering_order import lowered
 from tests.parity.treated import eligible
 
 NEVER_CODES = ("_scaled_dot_product", "softmax", "mean", "rsqrt")

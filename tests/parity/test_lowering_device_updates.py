@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import forebay
 from forebay.arenas import arenas
 from forebay.layout import PAGE, align
 from forebay.lowering import lower
@@ -22,11 +21,11 @@ from forebay.runtime.blocks import find_blocks
 from forebay.simulation import simulate
 from forebay.timeline import Lane
 from tests.null.planning import machine
-from tests.parity.compare import adamw
 from tests.parity.device_updating import placed
 from tests.parity.models import CASES
+from tests.parity.observed import LANES, by_lane, observed
 from tests.parity.speculating import trained
-from tests.parity.test_lowering_order import AMPLE, LANES, prepared_plan, sized, streamed, traced, whats
+from tests.parity.test_lowering_order import prepared_plan, sized, streamed, traced
 
 STEPS, MICRO_BATCHES = 3, 2
 
@@ -53,19 +52,8 @@ def plan_for(name: str, where: str, *, overlap: bool = True, there: int = 100) -
 
 def ran(name: str, plan: Plan, disk: str | None) -> dict[Lane, list[str]]:
     """All that every lane did."""
-    case = CASES[name]
-    model = case.model(torch.float32)
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device="cpu", disk=disk)
-    for _ in range(STEPS):
-        for _ in range(MICRO_BATCHES):
-            model(**case.inputs(0, torch.float32))["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    forebay.synchronize(model)
-    events = forebay.report(model).timeline.events
-    forebay.close(model)
-    return {lane: whats([e for e in events if e.lane is lane]) for lane in (*LANES, Lane.DEVICE_UPDATE)}
+    found = observed(CASES[name], plan, MICRO_BATCHES, disk, steps=STEPS, between=False)
+    return by_lane(found.timeline.events, (*LANES, Lane.DEVICE_UPDATE))
 
 
 def lowered(program: Program) -> dict[Lane, list[str]]:

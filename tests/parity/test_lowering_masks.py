@@ -19,10 +19,10 @@ from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.strategies import roomy_machine
 from tests.parity.models import Case
+from tests.parity.observed import lowered
 from tests.parity.offloading import with_disk
 from tests.parity.recomputing import plan_of, recomputable
 from tests.parity.test_lowering_moves import only, peak, ran
-from tests.parity.test_lowering_order import lowered
 from tests.parity.test_masks import ROWS, WIDTH, assert_same, case_of
 
 DROPOUT = "aten.native_dropout.default"

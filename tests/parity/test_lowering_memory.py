@@ -18,7 +18,8 @@ from forebay.profiler.capture import capture
 from forebay.trace import Trace
 from tests.parity.compare import adamw
 from tests.parity.models import CASES
-from tests.parity.test_lowering_order import AMPLE, prepared_plan, streamed
+from tests.parity.observed import AMPLE
+from tests.parity.test_lowering_order import prepared_plan, streamed
 
 WINDOW = 4096
 MODELS = ("gpt2", "llama", "llama-tied", "t5", "mixtral", "vit", "convnet", "frozen")

@@ -22,11 +22,10 @@ from forebay.timeline import Lane, Timeline
 from forebay.trace import Trace
 from tests.null.strategies import roomy_machine
 from tests.parity import offloading
-from tests.parity.compare import adamw
 from tests.parity.models import Case
+from tests.parity.observed import by_lane, lowered, observed
 from tests.parity.offloading import movable, moving
-from tests.parity.recomputing import AMPLE, plan_of, recomputable
-from tests.parity.test_lowering_order import LANES, lowered, whats
+from tests.parity.recomputing import plan_of, recomputable
 from tests.parity.treated import SUBJECTS, eligible, treated
 
 MODELS = ("llama", "llama-tied", "gpt2-dropout", "t5", "vit", "convnet", "used-twice", "mixtral")
@@ -82,22 +81,8 @@ def ran(
     case: Case, plan: Plan, micro_batches: int = 1, disk: str | None = None
 ) -> tuple[Timeline, dict[Lane, list[str]]]:
     """The account of three steps, and what the last of them did on each lane."""
-    model, batch = case.model(torch.float32), batch_of(case)
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, disk=disk, device="cpu")
-    before = 0
-    for _ in range(3):
-        before = len(forebay.report(model).timeline.events)
-        for _ in range(micro_batches):
-            output = model(**batch)  # held while the next forward runs, as loops do
-            output["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        forebay.synchronize(model)
-    timeline = forebay.report(model).timeline
-    forebay.close(model)
-    events = timeline.events[before:]
-    return timeline, {lane: whats([e for e in events if e.lane is lane]) for lane in LANES}
+    found = observed(case, plan, micro_batches, disk, steps=3, batch=batch_of(case))
+    return found.timeline, by_lane(found.last)
 
 
 def peak(timeline: Timeline) -> int:

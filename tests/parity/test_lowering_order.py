@@ -18,50 +18,15 @@ from forebay.lowering import lower
 from forebay.memory import Tier
 from forebay.plans import Budget, DiskBudget, Placement, Plan
 from forebay.profiler.capture import capture
-from forebay.program import Program
-from forebay.timeline import Event, Lane
+from forebay.timeline import Lane
 from forebay.trace import Trace
 from forebay.units import parse_disk
 from tests.parity.compare import adamw
-from tests.parity.models import CASES, Case
-
-AMPLE = "64MiB"
-STEPS = 4
-LANES = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+from tests.parity.models import CASES
+from tests.parity.observed import AMPLE, by_lane, lowered, observed
 
 # Every step trains on the same batch, so that a router sends it the same way.
 MODELS = ("gpt2", "llama", "llama-tied", "t5", "mixtral", "vit", "convnet", "used-twice", "frozen", "unused")
-
-
-def ran(case: Case, plan: Plan, micro_batches: int, disk: str | None = None) -> dict[Lane, list[str]]:
-    """What the last of ``STEPS`` steps did on each lane."""
-    model = case.model(torch.float32)
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device="cpu", disk=disk)
-    before = 0
-    for _ in range(STEPS):
-        before = len(forebay.report(model).timeline.events)
-        for _ in range(micro_batches):
-            model(**case.inputs(0, torch.float32))["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        forebay.synchronize(model)
-    events = forebay.report(model).timeline.events[before:]
-    forebay.close(model)
-    return {lane: whats([e for e in events if e.lane is lane]) for lane in LANES}
-
-
-def whats(events: Sequence[Event]) -> list[str]:
-    """In words. A gradient that is added is two jobs of one lane, a copy and a sum, and one action of a program."""
-    words = [event.what for event in events]
-    sums = {i for i, word in enumerate(words) if word.startswith("accumulate ")}
-    return [word for i, word in enumerate(words) if i + 1 not in sums]
-
-
-def lowered(program: Program) -> dict[Lane, list[str]]:
-    """What the last step of a program does on each lane."""
-    last = [a for a in program.actions if a.step == program.steps - 1]
-    return {lane: [a.what for a in last if a.lane is lane] for lane in LANES}
 
 
 def prepared_plan(model: nn.Module, policy: str) -> Plan:
@@ -123,7 +88,9 @@ WAYS = [
 def test_policies(name: str, policy: str, micro_batches: int) -> None:
     trace = traced(name)
     plan = prepared_plan(CASES[name].model(torch.float32), policy)
-    assert lowered(lower(trace, plan, micro_batches=micro_batches)) == ran(CASES[name], plan, micro_batches)
+    assert lowered(lower(trace, plan, micro_batches=micro_batches)) == by_lane(
+        observed(CASES[name], plan, micro_batches).last
+    )
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
@@ -134,7 +101,7 @@ def test_slots_and_distance(name: str, slots: int) -> None:
     for distance in (0, 1, 3):
         plan = streamed(trace, plan, slots + (name == "llama-tied"), distance=distance, window=1 << slots * 4)
         made = lowered(lower(trace, plan))
-        assert made == ran(CASES[name], plan, 1), distance
+        assert made == by_lane(observed(CASES[name], plan, 1).last), distance
         assert any(made[Lane.H2D])
 
 
@@ -145,7 +112,7 @@ def test_recomputed_blocks(name: str) -> None:
     plan = streamed(trace, prepared_plan(CASES[name].model(torch.float32), "stream"), 3, distance=1, window=4096)
     plan = replace(plan, recompute=layers[::2])
     assert plan.recompute
-    assert lowered(lower(trace, plan)) == ran(CASES[name], plan, 1)
+    assert lowered(lower(trace, plan)) == by_lane(observed(CASES[name], plan, 1).last)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -165,5 +132,5 @@ def test_states_and_parameters_on_disk(overlap: bool, micro_batches: int, tmp_pa
         disk = f"{tmp_path}:64MiB"
         made = sized(trace, plan, placements=placements, disk=disk)
         program = lowered(lower(trace, made, micro_batches=micro_batches))
-        assert program == ran(CASES["llama"], made, micro_batches, disk)
+        assert program == by_lane(observed(CASES["llama"], made, micro_batches, disk).last)
         assert program[Lane.DISK_READ] and program[Lane.DISK_WRITE]

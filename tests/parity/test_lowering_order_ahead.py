@@ -7,9 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
-import forebay
 from forebay.arenas import arenas, home_nbytes
 from forebay.lowering import lower
 from forebay.memory import Tier
@@ -17,9 +15,9 @@ from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Event, Lane
 from forebay.trace import Trace
-from tests.parity.compare import adamw
 from tests.parity.models import CASES, Case
-from tests.parity.test_lowering_order import LANES, traced, whats
+from tests.parity.observed import LANES, by_lane, observed
+from tests.parity.test_lowering_order import traced
 
 AMPLE = 64 << 20
 STEPS = 4
@@ -51,26 +49,14 @@ def drawn(trace: Trace, choose: Random, folder: str, among: list[tuple[Tier, Tie
     return Plan("drawn", budget, placements, streaming, AMPLE, sizes.host, sizes.disk, speculate=ahead)
 
 
-def ran(case: Case, plan: Plan, micro_batches: int) -> list[Event]:
+def ran(case: Case, plan: Plan, micro_batches: int) -> tuple[Event, ...]:
     """What the last of ``STEPS`` steps did."""
-    model = case.model(torch.float32)
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     disk = plan.budget.disk
     where = None if disk is None else f"{disk.path}:{disk.nbytes}B"
-    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device="cpu", disk=where)
-    before = 0
-    for _ in range(STEPS):
-        before = len(forebay.report(model).timeline.events)
-        for _ in range(micro_batches):
-            model(**case.inputs(0, torch.float32))["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        forebay.synchronize(model)
-    timeline = forebay.report(model).timeline
-    forebay.close(model)
+    found = observed(case, plan, micro_batches, where, steps=STEPS)
     # The first step does not know yet how many gradients land in a step, all others do.
-    assert timeline.counters["committed"] >= (STEPS - 1) * len(landing(case, plan))
-    return list(timeline.events[before:])
+    assert found.timeline.counters["committed"] >= (STEPS - 1) * len(landing(case, plan))
+    return found.last
 
 
 def landing(case: Case, plan: Plan) -> set[str]:
@@ -78,10 +64,6 @@ def landing(case: Case, plan: Plan) -> set[str]:
     trace = traced(next(name for name, known in CASES.items() if known is case))
     names = [b.name for b in trace.model.blocks for _ in b.parameters]
     return {names[v.resolve(g.parameter)] for _, v, op in trace.ops() for g in op.gradients} & set(plan.speculate)
-
-
-def of_run(events: list[Event]) -> dict[Lane, list[str]]:
-    return {lane: whats([e for e in events if e.lane is lane]) for lane in LANES}
 
 
 def last_step(program: Program) -> list[Action]:
@@ -94,7 +76,7 @@ def assert_same_jobs(name: str, plan: Plan, micro_batches: int) -> list[Action]:
         last_step(lower(traced(name), plan, micro_batches=micro_batches)),
         ran(CASES[name], plan, micro_batches),
     )
-    assert {lane: [a.what for a in actions if a.lane is lane] for lane in LANES} == of_run(events)
+    assert {lane: [a.what for a in actions if a.lane is lane] for lane in LANES} == by_lane(events)
     for lane in COUNTED:
         assert [a.nbytes for a in actions if a.lane is lane] == [e.nbytes for e in events if e.lane is lane]
     return actions

@@ -23,8 +23,9 @@ from forebay.profiler.routing import EXTREMES, Routing, route
 from forebay.trace import Trace
 from tests.parity.compare import adamw
 from tests.parity.models import VOCABULARY
+from tests.parity.observed import AMPLE
 from tests.parity.test_capture_values import MOES
-from tests.parity.test_lowering_order import AMPLE, prepared_plan, streamed
+from tests.parity.test_lowering_order import prepared_plan, streamed
 
 WINDOW = 4096
 TOKENS, K, N = 2 * 48, 2, 4

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forebay
-from forebay.device.delays import DelayOne, RandomDelays
+from forebay.device.delays import RandomDelays
 from forebay.errors import ConfigError
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
@@ -22,7 +22,7 @@ from forebay.timeline import Lane
 from tests.parity.compare import assert_same_training
 from tests.parity.models import CASES
 from tests.parity.speculating import AMPLE, MIXED, Run, counters, speculating, trained, two_groups
-from tests.parity.test_delays import LATE, NARROW, train
+from tests.parity.test_delays import LATE, NARROW, assert_same_whichever_is_late, train
 
 BLOCKS = len(trained(find_blocks(NARROW.model(torch.float32)).model))
 HARMLESS, TIGHT = 1e9, 1e-3
@@ -332,12 +332,8 @@ def test_models_of_every_shape(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_job_late_in_turn(dtype: torch.dtype, tmp_path: Path) -> None:
     """Steps of two micro-batches, so that one step is made anew and the next is taken over."""
-    expected = train(NARROW, dtype, None)
-    plan, disk = speculating(NARROW, dtype, disk=True, host_slots=5), f"{tmp_path}:64MiB"
-    jobs = DelayOne(-1, LATE)
-    train(NARROW, dtype, jobs, plan=plan, disk=disk).assert_equal(expected)
-    for index in range(0 if dtype is torch.float32 else 6, jobs.count, 12):
-        train(NARROW, dtype, DelayOne(index, LATE), plan=plan, disk=disk).assert_equal(expected)
+    plan = speculating(NARROW, dtype, disk=True, host_slots=5)
+    assert_same_whichever_is_late(dtype, plan, tmp_path, 0 if dtype is torch.float32 else 6, 12)
 
 
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE])
