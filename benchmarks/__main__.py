@@ -4,6 +4,8 @@ scripts/bench list
 scripts/bench run resident-cpu streamed-cpu
 scripts/bench predict
 scripts/bench planning 12 100
+scripts/bench policies --models gpt2-xl --machines t4 rtx-4090
+scripts/bench papers
 scripts/bench activations gpt2-14m
 scripts/bench update
 scripts/bench disk --folder /tmp
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "run": _run,
             "predict": _predict,
             "planning": _planning,
+            "policies": _policies,
+            "papers": _papers,
             "activations": _activations,
             "update": _update,
             **dict.fromkeys(HOST_TOPICS, _host),
@@ -75,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("models", nargs="*", metavar="MODEL", help="default: the whole zoo")
     planning = commands.add_parser("planning", help="how long it takes to plan models of many layers")
     planning.add_argument("layers", nargs="*", type=int, metavar="LAYERS", help="default: 12, 32 and 100")
+    policies = commands.add_parser("policies", help="hold auto against published policies, simulated")
+    policies.add_argument("--models", nargs="+", default=(), metavar="MODEL", help="default: all five")
+    policies.add_argument("--machines", nargs="+", default=(), metavar="MACHINE", help="default: all eight")
+    policies.add_argument("--shares", nargs="+", type=float, metavar="SHARE", help="of the device; default: .25 .5 1")
+    papers = commands.add_parser("papers", help="hold policies against what their papers say, simulated")
+    papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers/claims.py")
     activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
     activations.add_argument(
         "models", nargs="*", metavar="MODEL", help="default: all of benchmarks/activations/models.py"
@@ -130,6 +140,27 @@ def _planning(options: argparse.Namespace) -> None:
     compare(options.layers, say=lambda line: print(line, flush=True))
 
 
+def _policies(options: argparse.Namespace) -> None:
+    from benchmarks.policies.record import ARCHIVE
+    from benchmarks.policies.run import SHARES, compare
+
+    parts = [(name, [str(part) for part in vars(options)[name] or ()]) for name in ("models", "machines", "shares")]
+    command = " ".join(
+        ["scripts/bench policies", *(f"--{name} {' '.join(chosen)}" for name, chosen in parts if chosen)]
+    )
+    shares = options.shares or SHARES
+    comparison = compare(options.models, options.machines, command, lambda line: print(line, flush=True), shares)
+    print(f"kept as {ARCHIVE.save(comparison).name}")
+
+
+def _papers(options: argparse.Namespace) -> None:
+    from benchmarks.papers.record import ARCHIVE
+    from benchmarks.papers.run import compare
+
+    command = " ".join(["scripts/bench papers", *options.claims])
+    print(f"kept as {ARCHIVE.save(compare(options.claims, command, lambda line: print(line, flush=True))).name}")
+
+
 def _activations(options: argparse.Namespace) -> None:
     from benchmarks.activations.models import chosen
     from benchmarks.activations.record import ARCHIVE
@@ -180,6 +211,8 @@ def _host(options: argparse.Namespace) -> None:
 def _table(options: argparse.Namespace) -> None:
     from benchmarks.activations import table as activations
     from benchmarks.fasthost import table as host
+    from benchmarks.papers import table as papers
+    from benchmarks.policies import table as policies
     from benchmarks.prediction import table as predictions
     from benchmarks.result import load_all
     from benchmarks.table import write
@@ -187,6 +220,8 @@ def _table(options: argparse.Namespace) -> None:
 
     write(load_all())
     predictions.write()
+    policies.write()
+    papers.write()
     activations.write()
     updates.write()
     host.write()

@@ -51,5 +51,9 @@ class Archive(Generic[Record]):
 
     def latest(self, folder: Path = RESULTS) -> Sequence[Record]:
         """The newest record of every machine and topic, in order of the machines' first ones."""
-        found = [load(self.kind, path.read_bytes()) for path in sorted(folder.glob(f"{self.prefix}*.jsonl"))]
+        found = self.every(folder)
         return tuple({(slug(record.hardware), self.topic(record)): record for record in found}.values())
+
+    def every(self, folder: Path = RESULTS) -> Sequence[Record]:
+        """All records, in order of their dates."""
+        return tuple(load(self.kind, path.read_bytes()) for path in sorted(folder.glob(f"{self.prefix}*.jsonl")))

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.case import BenchmarkError
 from benchmarks.models import LlamaShape
+from forebay.budgets import Budget
 from forebay.catalogue import read_machine
 from forebay.collector import collector_paused
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planning import problem_of
-from forebay.plans import Budget
 from forebay.trace import Trace
 from forebay.units import GiB, TiB
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from benchmarks.activations.models import ZooModel
 from benchmarks.prediction.record import Figures
+from forebay.budgets import Budget
 from forebay.errors import DoesNotFit
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.plans import Budget, Plan
+from forebay.plans import Plan
 
 if TYPE_CHECKING:
     from forebay.planners import Bench

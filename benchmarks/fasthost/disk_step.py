@@ -21,10 +21,11 @@ from benchmarks.fasthost.hidden import NEVER, Stepped
 from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
+from forebay.budgets import DiskBudget
 from forebay.device.cpu import CpuDevice
 from forebay.machine import Disk
 from forebay.memory import Tier
-from forebay.plans import DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.profiler.disk_rates import measure_disk
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.units import MiB

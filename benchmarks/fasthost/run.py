@@ -42,7 +42,8 @@ def compared(
     for row in found.rows:
         ratio_words = "" if row.ratio is None else f"  ratio {row.ratio:.3f} ({min(row.ratios):.3f} - "
         ratio_words += "" if row.ratio is None else f"{max(row.ratios):.3f})"
-        say(f"{row.name:44} {row.median_seconds:8.4f} s{ratio_words}{'' if row.met is not False else '  MISSED'}")
+        ratio_words += "" if row.met is not False else "  MISSED"
+        say(f"{row.name:44} {row.median_seconds:8.4f} s{ratio_words}  {row.note}".rstrip())
     return Comparison(
         topic=topic,
         question=question,

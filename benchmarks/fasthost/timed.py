@@ -1,24 +1,27 @@
 """A model whose compute is a timed wait: what a step on a device of its own is like where there is only the host.
 
 On ``cpu`` compute and updates share the cores, so that nothing can be hidden. Here forward and backward of a layer take
-a fixed time in which the calling thread sleeps, as a thread does that waits for a device. All else is real: parameters
-are fetched, saved and fetched again, gradients land, updates run, and the output of a layer depends on its parameters,
-so that a step on old ones shows in the loss. The gradient of a layer is the same bytes each time, as if a device had
-made them in its own memory.
+a fixed time in the queue of a device that is not there (``queued``). All else is real: parameters are fetched, saved
+and fetched again, gradients land, updates run, and the output of a layer depends on its parameters, so that a step on
+old ones shows in the loss. The gradient of a layer is the same bytes each time, as if a device had made them in its own
+memory.
 """
 
 from __future__ import annotations
 
-import time
+import ctypes
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from benchmarks.fasthost.queued import Compute
 from forebay.arenas import arenas
+from forebay.budgets import Budget, DiskBudget
 from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.units import GiB
 
@@ -32,11 +35,12 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 @final
 class Pace:
-    """Seconds that a layer takes in ``forward`` and in ``backward``."""
+    """Seconds that a layer takes in ``forward`` and in ``backward``, and the queue in which it does (``compute``)."""
 
     def __init__(self) -> None:
         self.forward = 0.0
         self.backward = 0.0
+        self.compute = Compute()
 
     def spread(self, seconds: float, layers: int) -> None:
         """Has forward and backward of all layers take ``seconds``, backward twice as long as forward."""
@@ -46,27 +50,47 @@ class Pace:
 class _Timed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, pace: Pace, gradient: torch.Tensor) -> torch.Tensor:
-        start = time.perf_counter()
         ctx.save_for_backward(weight)
         ctx.pace, ctx.gradient = pace, gradient
-        made = x + weight[0, : x.shape[-1]].float()
-        _sleep_until(start + pace.forward)
+        made = torch.empty_like(x)
+        # By address: an op in the queue of a device keeps no tensor alive, and no slot from being given away.
+        job = partial(_add_row, made.detach(), x.detach(), weight.data_ptr(), weight.dtype)
+        pace.compute.launch(job, pace.forward)
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        start = time.perf_counter()
         (weight,) = ctx.saved_tensors  # which fetches it, as a layer's backward does
         # An alias of its own: autograd takes it over as the gradient without a copy.
         made = ctx.gradient.detach().view(weight.shape)
-        _sleep_until(start + ctx.pace.backward)
+        ctx.pace.compute.launch(_nothing, ctx.pace.backward)
         return gradients[0], made, None, None
 
 
-def _sleep_until(moment: float) -> None:
-    left = moment - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pace: Pace) -> torch.Tensor:
+        ctx.shape = x.shape
+        made = torch.empty(())
+        pace.compute.launch(partial(_add_up, made.detach(), x.detach()), 0.0)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].expand(ctx.shape), None
+
+
+def _add_row(made: torch.Tensor, x: torch.Tensor, address: int, dtype: torch.dtype) -> None:
+    row = (ctypes.c_char * (x.numel() * dtype.itemsize)).from_address(address)
+    torch.add(x, torch.frombuffer(row, dtype=dtype), out=made)
+
+
+def _add_up(made: torch.Tensor, x: torch.Tensor) -> None:
+    made.copy_(x.sum())
+
+
+def _nothing() -> None:
+    return
 
 
 @final
@@ -85,7 +109,8 @@ class _Layer(nn.Module):
 
 @final
 class TimedModel(nn.Module):
-    """``layers`` layers of ``elements`` parameters of ``dtype`` each. Called with x of shape (1, width), fp32."""
+    """``layers`` layers of ``elements`` parameters of ``dtype`` each. Called with x of shape (1, width), fp32. What it
+    returns is a loss to be read with ``read``."""
 
     WIDTH = 1024
 
@@ -100,7 +125,13 @@ class TimedModel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x.sum()
+        total: torch.Tensor = _Total.apply(x, self.pace)  # type: ignore[no-untyped-call]
+        return total
+
+    def read(self, loss: torch.Tensor) -> float:
+        """The value of ``loss``, when all that was launched is done."""
+        self.pace.compute.synchronize()
+        return float(loss.detach())
 
 
 def spread(model: nn.Module, share: float, *, first: bool = False) -> list[str]:
@@ -123,19 +154,20 @@ def plan_by_hand(
     overlap: bool,
     speculate: Sequence[str] = (),
     chunk: int,
+    own_slots: bool = False,
     disk: DiskBudget | None = None,
     disk_block: int | None = None,
     disk_depth: int = 1,
 ) -> Plan:
-    """Every block streams through four slots; ``states`` is where the optimizer's live. ``chunk`` are the elements of
-    an update job; ``overlap`` lets updates run under the next forward."""
+    """``states`` is where the optimizer's live. ``chunk`` are the elements of an update job; ``overlap`` lets updates
+    run under the next forward. Every block streams through four slots, or with ``own_slots`` has one of its own, to
+    which nothing is fetched but what an update has changed."""
     blocks = find_blocks(model).model
     largest = max(block.nbytes for block in blocks.blocks)
-    placements = tuple(
-        Placement(b.name, Tier.DEVICE if b.held else Tier.HOST, Tier.HOST, states) for b in blocks.blocks
-    )
+    home = Tier.DEVICE if own_slots else Tier.HOST
+    placements = tuple(Placement(b.name, Tier.DEVICE if b.held else home, Tier.HOST, states) for b in blocks.blocks)
     streaming = Streaming(
-        slots=(largest,) * 4,
+        slots=() if own_slots else (largest,) * 4,
         prefetch_distance=3,
         gradient_window=2 * largest,
         update_chunk=chunk,

@@ -134,8 +134,8 @@ def _made(
     """The plan that streams every block, with parameters and states moved to where ``mode`` has them."""
     from forebay import api
     from forebay.arenas import arenas, home_nbytes
+    from forebay.budgets import DiskBudget
     from forebay.memory import Tier
-    from forebay.plans import DiskBudget
     from forebay.runtime.blocks import find_blocks
 
     api.prepare(model, optimizer, batch, device_memory="32GiB", policy="stream", loss="plain", device="cpu")

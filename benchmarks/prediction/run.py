@@ -15,8 +15,9 @@ from benchmarks.host import ROOT, CpuMeter, code, hardware, versions
 from benchmarks.prediction.record import Comparison, Run
 from benchmarks.prediction.rounds import ROUNDS, Foretold, Ran, beside, between, foretell, measure, run
 from benchmarks.prediction.zoo import ZOO, Entry
+from forebay.budgets import Budget
 from forebay.machine import Machine
-from forebay.plans import Budget, Plan
+from forebay.plans import Plan
 from forebay.records import dump, load
 
 if TYPE_CHECKING:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
         simulate,
         synchronize,
     )
+    from forebay.budgets import Budget
     from forebay.errors import ForebayError
     from forebay.machine import Machine
-    from forebay.plans import Budget, Plan
+    from forebay.plans import Plan
     from forebay.timeline import Timeline
     from forebay.trace import Trace
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from forebay.arenas import arenas
+from forebay.budgets import Budget
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.optim.rules import UpdateRule
-from forebay.plans import Budget, Plan
+from forebay.plans import Plan
 from forebay.profiler.batch import named_inputs
 from forebay.runtime.blocks import BoundModel
 from forebay.states import is_wide

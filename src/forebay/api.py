@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from forebay.adoption import adopt_plan
+from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
 from forebay.device.base import Device
-from forebay.errors import CaptureFailed, DoesNotFit, ModelError, OptimizerError, UsageError
+from forebay.errors import CaptureFailed, DoesNotFit, ModelError, NoRoomTogether, OptimizerError, UsageError
 from forebay.figures import with_figures
 from forebay.loss import Cut, Loss
 from forebay.machine import Machine
@@ -25,7 +26,7 @@ from forebay.optim.rules import read_optimizer
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import choose_plan, problem_of
-from forebay.plans import Budget, DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.profiler.capture import capture
 from forebay.profiler.here import this_machine
 from forebay.profiler.loss import cut_for, forced_cut
@@ -171,7 +172,10 @@ class _Asking:
         return choose_plan(lambda: self._made(0), self._in_pieces, find)
 
     def _in_pieces(self, cut: Cut) -> Plan:
-        return cut.of(self._made(cut.piece))
+        try:
+            return cut.of(self._made(cut.piece))
+        except NoRoomTogether as refusal:
+            raise refusal.having(cut.of(refusal.alone)) from None
 
     def _made(self, piece: int) -> Plan:
         limits = limits_of(self.budget)
@@ -190,13 +194,24 @@ class _Asking:
             machine=machine,
             compress=self.compress,
         )
-        room = leave_room(problem, self.micro_batches, lambda asked, own: make_plan(asked, self.policy, own))
-        plan, bench = room.plan, room.bench
-        if trace is not None and machine is not None:
+
+        def settled(plan: Plan, bench: Bench, many: int) -> Plan:
+            if trace is None or machine is None:
+                return plan
             bench.prove(plan)
-            many = self.micro_batches
-            plan = with_figures(trace, machine, plan, notes, liveness=bench.liveness, micro_batches=many)
-        return plan
+            return with_figures(trace, machine, plan, notes, liveness=bench.liveness, micro_batches=many)
+
+        benches: list[Bench] = []
+
+        def make(asked: Problem, bench: Bench) -> Plan:
+            benches.append(bench)
+            return make_plan(asked, self.policy, bench)
+
+        try:
+            room = leave_room(problem, self.micro_batches, make)
+        except NoRoomTogether as refusal:
+            raise refusal.having(settled(refusal.alone, benches[0], 1)) from None  # made first, with all the room
+        return settled(room.plan, room.bench, self.micro_batches)
 
     def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
         """The trace of a step on the batch; None, and the reason, where there is none to be had."""
@@ -230,14 +245,17 @@ def profile(
     return capture(model, batch, optimizer, device, blocks).trace
 
 
-def plan(trace: Trace, machine: Machine, budget: Budget, policy: str = "auto", compress: int = 0) -> Plan:
+def plan(
+    trace: Trace, machine: Machine, budget: Budget, policy: str = "auto", compress: int = 0, micro_batches: int = 1
+) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    It says what it is predicted to need of every tier (bytes) and for a step (seconds). ``compress``: see ``prepare``.
-    Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy or other bits.
+    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``: see
+    ``prepare``. Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
     """
-    bench = Bench(problem_of(trace, machine, budget, compress))
-    return with_figures(trace, machine, make_plan(bench.problem, policy, bench), liveness=bench.liveness)
+    problem = problem_of(trace, machine, budget, compress)
+    room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
+    return with_figures(trace, machine, room.plan, liveness=room.bench.liveness, micro_batches=micro_batches)
 
 
 def _session(model: nn.Module) -> Session:

@@ -9,6 +9,8 @@
     │   ├── OptimizerError       an optimizer, or an option of one, that forebay does not run
     │   └── PlanInvalid          a plan that would read what is not there, or do something twice or never
     ├── DoesNotFit               no plan keeps the promise that the budget asks for
+    │   ├── CannotServe          a policy is not for this model or this machine, whatever the budget
+    │   └── NoRoomTogether       no plan has room for so many micro-batches at a time, and there is one for one
     ├── BudgetExceeded           a tier went over its budget while running
     │   ├── DeviceOutOfMemory
     │   ├── HostOutOfMemory
@@ -26,10 +28,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from forebay.remedies import Remedy
 
 __all__ = [
     "BudgetExceeded",
+    "CannotServe",
     "CaptureFailed",
     "ConfigError",
     "DeviceOutOfMemory",
@@ -38,6 +43,7 @@ __all__ = [
     "ForebayError",
     "HostOutOfMemory",
     "ModelError",
+    "NoRoomTogether",
     "OptimizerError",
     "ParameterReleased",
     "PlanInvalid",
@@ -101,6 +107,29 @@ class DoesNotFit(ForebayError):
         self.tier = tier
         self.needed = needed
         self.allowed = allowed
+
+
+class CannotServe(DoesNotFit):
+    """A policy is not for this model or this machine, whatever the budget allows; ``nearest`` names policies that are.
+
+    No tier is too small: ``tier`` is empty, ``needed`` and ``allowed`` are 0.
+    """
+
+    def __init__(self, message: str, *, nearest: tuple[Remedy, ...] = ()) -> None:
+        super().__init__(message, tier="", needed=0, allowed=0, nearest=nearest)
+
+
+class NoRoomTogether(DoesNotFit):
+    """No plan has room for so many micro-batches that pass the model together. ``alone``, a ``plans.Plan``
+    (which this module must not know), has it for one at a time."""
+
+    def __init__(self, message: str, *, tier: str, needed: int, allowed: int, alone: Any) -> None:
+        super().__init__(message, tier=tier, needed=needed, allowed=allowed)
+        self.alone = alone
+
+    def having(self, alone: Any) -> NoRoomTogether:
+        """The same with another plan for one at a time."""
+        return NoRoomTogether(str(self), tier=self.tier, needed=self.needed, allowed=self.allowed, alone=alone)
 
 
 class BudgetExceeded(ForebayError):

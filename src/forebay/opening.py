@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import nn
 
+from forebay.budgets import Budget
 from forebay.device.base import Device, NoWatch, Watch
 from forebay.device.ledger import StorageLedger
 from forebay.errors import DoesNotFit, ModelError
@@ -14,7 +15,7 @@ from forebay.kernels.team import Team, cores
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import StreamedOptimizer
-from forebay.plans import Budget, Plan
+from forebay.plans import Plan
 from forebay.runtime.blocks import BoundModel
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.head import ChunkedHead, Recognised, recognise

@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 
+from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.collector import collector_paused
-from forebay.errors import BudgetExceeded, DoesNotFit, ForebayError, ModelError, PlanInvalid
+from forebay.errors import (
+    BudgetExceeded,
+    CannotServe,
+    DoesNotFit,
+    ForebayError,
+    ModelError,
+    NoRoomTogether,
+    PlanInvalid,
+)
 from forebay.figures import with_figures
 from forebay.loss import NO_LOGITS, Cut
 from forebay.lowering import lower
@@ -20,7 +29,7 @@ from forebay.planners import Bench, Problem, alternatives, make_plan
 from forebay.planners.parts import Draft
 from forebay.planners.room import Room, leave_room
 from forebay.planners.speculation import second_copies
-from forebay.plans import Budget, Plan
+from forebay.plans import Plan
 from forebay.reporting.forecast import AccumulationForecast, Alternative, PlanReport, StepForecast
 from forebay.simulation import Costs, Forecast, by_turns, draws, play, summarise, together
 from forebay.timeline import Timeline
@@ -143,6 +152,8 @@ def choose_plan(plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find:
     """
     try:
         first = plain()
+    except CannotServe:
+        raise  # whatever the loss takes
     except DoesNotFit as refusal:
         cut = find()
         if isinstance(cut, str):
@@ -157,13 +168,22 @@ def choose_plan(plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find:
             return chunked(cut)
         except ModelError:  # the model's loss is not one to be cut
             raise refusal from None
+        except NoRoomTogether as other:
+            # One at a time fits: which of the two plans that is for is the same question.
+            if isinstance(refusal, NoRoomTogether) and not _is_faster(other.alone, refusal.alone):
+                raise refusal from None
+            raise
     if gives_up_nothing(first) or isinstance(cut := find(), str) or not cut.exact:
         return first
     try:
         second = chunked(cut)
     except (DoesNotFit, ModelError):
         return first
-    return second if (_seconds(second) or inf) < (_seconds(first) or 0.0) else first
+    return second if _is_faster(second, first) else first
+
+
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    return (_seconds(plan) or inf) < (_seconds(other) or 0.0)
 
 
 def gives_up_nothing(plan: Plan) -> bool:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from forebay.budgets import Budget
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.memory import Tier
-from forebay.units import MiB, parse_disks
+from forebay.units import MiB
 
 __all__ = [
     "PLAN_SCHEMA",
     "Accumulation",
-    "Budget",
-    "DiskBudget",
-    "DiskShare",
     "Fate",
     "Placement",
     "Plan",
@@ -28,75 +26,6 @@ PLAN_SCHEMA = 6
 
 UNLIMITED = 1 << 30
 """Micro-batches: where none takes more of a tier than another."""
-
-
-@dataclass(frozen=True)
-class DiskShare:
-    """A folder of the disk tier and the bytes allowed in it (None: what its file system has free)."""
-
-    path: str
-    nbytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.nbytes is not None and self.nbytes <= 0:
-            raise ConfigError(
-                f"the disk budget must be more than 0 bytes, got {self.nbytes} for {self.path}; or leave the disk out"
-            )
-
-
-@dataclass(frozen=True)
-class DiskBudget:
-    """Folders for the disk tier and the bytes allowed in all of them (None: what their file systems have free).
-
-    ``path`` is the first folder and ``beside`` are the others, each of which should be a disk of its own: what is on
-    disk is spread over all of them in stripes. ``nbytes`` less the bytes of the others is what ``path`` may hold.
-    """
-
-    path: str
-    nbytes: int | None = None
-    beside: tuple[DiskShare, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.nbytes is not None and self.nbytes <= 0:
-            raise ConfigError(f"the disk budget must be more than 0 bytes, got {self.nbytes}; or leave the disk out")
-        if any((share.nbytes is None) != (self.nbytes is None) for share in self.beside):
-            raise ConfigError("of several disk folders either each has a size or none; write PATH:SIZE,PATH:SIZE")
-        paths = [share.path for share in self.folders]
-        if len(set(paths)) < len(paths):
-            raise ConfigError(f"the disk folder {max(paths, key=paths.count)} is named twice; name each one once")
-
-    @classmethod
-    def of(cls, text: str) -> DiskBudget:
-        """The budget written as ``PATH``, ``PATH:SIZE`` or several of these with commas between them.
-
-        Raises ``UnitError`` for what cannot be read and ``ConfigError`` for sizes of 0 or missing ones.
-        """
-        first, *others = (DiskShare(path, nbytes) for path, nbytes in parse_disks(text))
-        sizes = [share.nbytes for share in (first, *others) if share.nbytes is not None]
-        return cls(first.path, None if first.nbytes is None else sum(sizes), tuple(others))
-
-    @property
-    def folders(self) -> tuple[DiskShare, ...]:
-        """Every folder, with the bytes that it may hold."""
-        if self.nbytes is None:
-            return (DiskShare(self.path), *self.beside)
-        others = sum(share.nbytes for share in self.beside if share.nbytes is not None)
-        return (DiskShare(self.path, self.nbytes - others), *self.beside)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bytes allowed per tier. ``host`` and ``pinned`` None: what the machine (or its cgroup) has."""
-
-    device: int
-    host: int | None = None
-    pinned: int | None = None
-    disk: DiskBudget | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("device", self.device), ("host", self.host), ("pinned", self.pinned)):
-            if value is not None and value <= 0:
-                raise ConfigError(f"the {name} budget must be more than 0 bytes, got {value}")
 
 
 @dataclass(frozen=True)
@@ -197,8 +126,10 @@ class Streaming:
     ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
     the bytes on the device through which blocks pass that are updated there and not at home there
     (``Plan.update_on_device``): as many chunks at a time as it holds, beside the gradients that one of them widens.
-    ``overlap_update`` lets the updates of later blocks run under the next forward. ``poison`` fills slots with NaN
-    when they are released (debugging).
+    ``overlap_update`` lets the updates of later blocks run under the next forward. ``delay_after`` (None: never) is the
+    number of steps after which updates are delayed: that of a step then runs under forward and backward of the next
+    one, which see parameters without it, and so make other numbers. ``poison`` fills slots with NaN when they are
+    released (debugging).
     """
 
     slots: tuple[int, ...] = ()
@@ -215,6 +146,7 @@ class Streaming:
     update_chunk: int = 4 * 1024 * 1024
     update_window: int = 0
     overlap_update: bool = True
+    delay_after: int | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -222,6 +154,8 @@ class Streaming:
             raise ConfigError(f"prefetch_distance must be 0 or more, got {self.prefetch_distance}")
         if self.update_chunk < 1024:
             raise ConfigError(f"update_chunk must be 1024 elements or more, got {self.update_chunk}")
+        if self.delay_after is not None and self.delay_after < 0:
+            raise ConfigError(f"delay_after must be 0 steps or more, or None for never, got {self.delay_after}")
         for name, nbytes in (
             ("gradient_window", self.gradient_window),
             ("offload_window", self.offload_window),
@@ -337,6 +271,8 @@ class Plan:
             )
         if self.update_on_device and not self.streaming.update_window:
             raise ConfigError("the plan updates blocks on the device and has no update_window for them; give it one")
+        if self.streaming.delay_after is not None:
+            self._check_delay()
         chosen = [block for selection in self.activations for block in selection.blocks]
         if len(set(chosen)) != len(chosen):
             raise ConfigError(f"two selections name block {max(chosen, key=chosen.count)}; a block is in one of them")
@@ -361,6 +297,19 @@ class Plan:
                 )
         if len(set(blocks)) < len(blocks):
             raise ConfigError(f"{field} names block {max(blocks, key=blocks.count)} twice; name it once")
+
+    def _check_delay(self) -> None:
+        """Raises for updates that cannot be delayed, or are and nobody says so."""
+        for placed in self.placements:
+            if placed.resident or placed.parameters is not Tier.DEVICE:
+                raise ConfigError(
+                    f"delay_after delays the update of block {placed.block} on the host, whose parameters stay on the "
+                    f"device meanwhile: its parameters must be on the device and its states elsewhere"
+                )
+        if self.speculate or self.update_on_device:
+            raise ConfigError("delayed updates run on the host after their step; leave speculate and update_on_device")
+        if not self.changes_numbers:
+            raise ConfigError("a plan with delay_after must say in changes_numbers that updates come a step late")
 
     def treatments(self, block: str) -> tuple[Treatment, ...]:
         """What is treated otherwise than ``block`` as a whole."""

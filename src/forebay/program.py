@@ -77,7 +77,8 @@ class Action:
                  The UPDATE between them is on lane DEVICE_UPDATE
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
                  resident block as a whole (UPDATE). With ``tensor``: that root, or its codes; ``ring`` is where READ
-                 puts it, until its RELOAD is done
+                 puts it, until its RELOAD is done. An UPDATE that is ``apart`` reads one place in memory and writes
+                 another, which takes longer than in place
 
     Of a block that is updated ahead of its step (``Plan.speculate``) there are two copies at home. UPDATE, with its
     READs and WRITEs, works on the current one and writes the other. They change places when the step is over: whatever
@@ -104,6 +105,7 @@ class Action:
     bits: int = 0
     ring: int = -1
     part: Kind | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class Outline(NamedTuple):
     tensor: int = -1
     bits: int = 0
     recomputed: bool = False
+    apart: bool = False
+    block: str = ""
 
 
 @dataclass(frozen=True)

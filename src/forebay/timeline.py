@@ -23,6 +23,7 @@ class Lane(StrEnum):
     H2D = "h2d"
     D2H = "d2h"
     UPDATE = "update"  # on the host
+    NORM = "norm"  # of landed gradients, on the host, before somebody asks
     DEVICE_UPDATE = "device_update"  # of what has come to the device for it, beside compute
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.memory import Tier
-from forebay.plans import PLAN_SCHEMA, Budget, DiskBudget, Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import PLAN_SCHEMA, Fate, Placement, Plan, Selection, Streaming, Treatment
 from forebay.trace import Block, Trace
 from tests.null.strategies import plan_for, roomy, roomy_machine
 from tests.null.synthetic import block

@@ -16,11 +16,12 @@ from torch import nn
 
 import forebay
 from forebay.arenas import DISK_BLOCK, DISK_BOUNCE
+from forebay.budgets import DiskBudget
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.errors import DiskFull, DoesNotFit, ForebayError, SessionClosed, StorageError
-from forebay.plans import DiskBudget, Fate, Plan
+from forebay.plans import Fate, Plan
 from forebay.runtime.hooks import session_of
 from forebay.timeline import Lane
 from tests.faults.test_offload_faults import (

@@ -11,11 +11,12 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas
+from forebay.budgets import Budget, DiskBudget
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.layout import PAGE, align
 from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.units import MiB
 

@@ -8,13 +8,13 @@ from itertools import product
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.planners import Bench, Problem
 from forebay.planners.activations.chain import EXTRA, Chain, Shares
 from forebay.planners.activations.choosing import early, rounded, spread
 from forebay.planners.parts import Draft
 from forebay.planners.shapes import Filling, filled, options
-from forebay.plans import Budget, DiskBudget
 from forebay.trace import Block, Footprint, Trace
 from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace
@@ -74,6 +74,7 @@ def asked(
     pinned: int | None = None,
     disk: int = 0,
     states: tuple[str, ...] = ADAM,
+    micro_batches: int = 1,
 ) -> Problem:
     """What a planner is asked about ``trace``; sizes in bytes, ``disk`` 0 for none."""
     return Problem(
@@ -86,6 +87,7 @@ def asked(
         overlap_update=True,
         trace=trace,
         machine=on,
+        micro_batches=micro_batches,
     )
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from forebay.arenas import arenas, home_nbytes
+from forebay.budgets import Budget, DiskBudget
 from forebay.layout import PAGE, align
 from forebay.machine import Curve, Disk, Link, Machine
 from forebay.memory import Kind, Tier
-from forebay.plans import Budget, DiskBudget, Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
 from forebay.trace import Block, Parameter, Phase, Trace
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, made_bytes, peak_live

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.layout import align
 from forebay.planners import Problem
-from forebay.plans import Budget, DiskBudget
 from forebay.trace import Block, Footprint, Model, Parameter
 
 __all__ = ["ADAM", "ITEMSIZE", "block", "problem"]

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from forebay.errors import ConfigError, DoesNotFit
+from forebay.errors import ConfigError, DoesNotFit, NoRoomTogether
 from forebay.lowering import accumulation_of, device_bound
 from forebay.memory import Tier
 from forebay.planners import Bench, Problem, make_plan
+from forebay.planners.policies import POLICIES, settled
 from forebay.planners.room import leave_room
 from forebay.plans import UNLIMITED, Accumulation, Plan
 from forebay.units import MiB
@@ -87,12 +88,55 @@ def test_a_plan_leaves_room() -> None:
     room.bench.prove(several)
 
 
+@pytest.mark.parametrize("part", [1.1, 1.5, 3.0])
+def test_few_plans_are_made_in_search_of_room(part: float) -> None:
+    budget = int(of(planned("stream-recompute")).needed(Tier.DEVICE, COUNT) * part)
+    made: list[Plan] = []
+
+    def counted(problem: Problem, bench: Bench) -> Plan:
+        made.append(auto(problem, bench))
+        return made[-1]
+
+    room = leave_room(asked(TRACE, machine(), device=budget), COUNT, counted)
+    assert of(room.plan).needed(Tier.DEVICE, COUNT) <= budget
+    assert len(made) <= 6
+
+
+def test_where_there_can_be_no_room_one_plan_is_made() -> None:
+    device, made = planned("stream-recompute").device, list[Problem]()
+
+    def counted(problem: Problem, bench: Bench) -> Plan:
+        made.append(problem)
+        return auto(problem, bench)
+
+    with pytest.raises(NoRoomTogether):
+        leave_room(asked(TRACE, machine(), device=device), 64, counted)
+    assert len(made) == 1
+
+
+def test_a_bench_for_other_limits_knows_what_does_not_depend_on_them() -> None:
+    problem = asked(TRACE, machine(), device=ENOUGH)
+    bench = Bench(problem)
+    draft = settled(bench, POLICIES["stream"])
+    seconds = bench.seconds(draft)
+    less = replace(problem, budget=replace(problem.budget, device=1 << 20), host_limit=1 << 20)
+    other = bench.with_limits(less)
+    assert other.liveness is bench.liveness and other.costs is bench.costs and other.problem is less
+    assert (other.simulated, other.actions) == (0, 0)
+    assert other.seconds(draft) == seconds == Bench(less).seconds(draft)
+    assert (other.simulated, other.actions) == (bench.simulated, bench.actions)
+    with pytest.raises(ConfigError, match="the same model on the same machine"):
+        bench.with_limits(replace(problem, machine=machine(update=2e9)))
+
+
 def test_no_plan_leaves_room() -> None:
     device = planned("stream-recompute").device
     says = r"no plan leaves room for 64 micro-batches at a time; .* device: they take"
     with pytest.raises(DoesNotFit, match=says) as e:
         leave_room(asked(TRACE, machine(), device=device), 64, auto)
     assert e.value.needed > e.value.allowed == device
+    assert isinstance(e.value, NoRoomTogether)
+    assert e.value.alone == make_plan(asked(TRACE, machine(), device=device), "auto")
     with pytest.raises(DoesNotFit) as without:
         leave_room(asked(TRACE, machine(), device=1024), COUNT, auto)
     assert "no plan leaves room" not in str(without.value)

@@ -20,8 +20,9 @@ from benchmarks.case import Account, BenchmarkError, Contender, Job, OutOfMemory
 from benchmarks.host import Code, Hardware
 from benchmarks.measure import Runner, Turn
 from benchmarks.prediction.record import Figures
+from forebay.budgets import Budget
 from forebay.memory import Tier
-from forebay.plans import Budget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 
 MIB = 1 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from math import inf
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.machine import Machine
 from forebay.planners import Bench, Problem
 from forebay.planners.activations.chain import Chain, standing_nbytes
@@ -17,7 +19,6 @@ from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.device_updates import there
 from forebay.planners.parts import Draft
 from forebay.planners.shapes import options, streamed_through, usual_window
-from forebay.plans import Budget, DiskBudget
 from forebay.trace import Footprint
 from tests.null.planning import ENOUGH, asked, chain, machine, whole
 from tests.null.strategies import Case, cases
@@ -136,6 +137,20 @@ def test_no_step_with_updates_on_the_device_is_below_the_bound() -> None:
     moved = there(bench, base)
     assert moved.update_on_device
     assert bench.bound <= bench.exact(moved).step_seconds < bench.exact(base).step_seconds / 2
+
+
+def test_updates_and_copies_share_the_hosts_memory() -> None:
+    """An element's update touches 28 bytes, or they cross the link; its parameter comes and its gradient goes, 4 bytes
+    each. The host's memory moves 1.2 GB/s, of which an update alone takes 1 and both links together no more. In the
+    place of a slot and of activations a part of one block may stay."""
+    trace = chain(32, activation=256)
+    on = replace(machine(compute=1e11, h2d=5e8, d2h=5e8, update=1e9), host_bandwidth=1.2e9)
+    probe = Bench(asked(trace, on, device=ENOUGH))
+    base = streamed_through(probe, options(probe)[-1], 0)
+    bench = Bench(asked(trace, on, device=probe.device(base)))
+    elements = 31 / 32 * sum(b.trainable_numel for b in trace.model.blocks)
+    assert 36 * elements / 1.2e9 <= bench.bound <= bench.exact(base).step_seconds
+    assert 36 * elements / 1.2e9 > 28 * elements * 32 / 31 / 1e9  # the updates alone
 
 
 # Rounding.

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from forebay.arenas import DISK_BLOCK, UPDATE_RING
+from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.machine import Machine
 from forebay.memory import Kind, Tier
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Program, Use, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.budgets import DiskBudget
 from forebay.checking import check
 from forebay.checking.order import Order
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import lower
 from forebay.memory import Tier
-from forebay.plans import DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.checking.order import Order
 from forebay.checking.transit import Leaving
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
-from forebay.plans import Budget, Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Phase, Trace

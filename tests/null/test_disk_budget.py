@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.budgets import Budget, DiskBudget, DiskShare
 from forebay.errors import ConfigError
-from forebay.plans import Budget, DiskBudget, DiskShare, Plan, Streaming
+from forebay.plans import Plan, Streaming
 from forebay.units import GiB, MiB
 
 

@@ -18,6 +18,8 @@ TREE = {
     "PlanInvalid": ("UsageError",),
     "OptimizerError": ("UsageError",),
     "DoesNotFit": ("ForebayError",),
+    "CannotServe": ("DoesNotFit",),
+    "NoRoomTogether": ("DoesNotFit",),
     "BudgetExceeded": ("ForebayError",),
     "DeviceOutOfMemory": ("BudgetExceeded",),
     "HostOutOfMemory": ("BudgetExceeded",),

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from forebay.errors import ConfigError, DoesNotFit, ModelError
+from forebay.errors import ConfigError, DoesNotFit, ModelError, NoRoomTogether
 from forebay.loss import Cut
 from forebay.memory import Tier
 from forebay.planning import choose_plan, choose_report
@@ -54,6 +54,26 @@ def report(seconds: float | None) -> PlanReport:
 @pytest.mark.parametrize(("chunked", "taken"), [(1.0, 1.0), (3.0, 2.0), (2.0, 2.0)])
 def test_the_faster_plan_is_taken_where_both_fit(chunked: float, taken: float) -> None:
     assert choose_plan(taking(2.0), taking(chunked), exact).step_seconds == taken
+
+
+def alone(seconds: float) -> Callable[..., NoReturn]:
+    """No room for several micro-batches, and a plan for one at a time."""
+
+    def refuse(*asked: object) -> NoReturn:
+        plan = replace(PLAN, step_seconds=seconds)
+        raise NoRoomTogether("too little together", tier="device", needed=9, allowed=5, alone=plan)
+
+    return refuse
+
+
+@pytest.mark.parametrize(("chunked", "taken"), [(1.0, 1.0), (3.0, 2.0), (2.0, 2.0)])
+def test_the_faster_plan_for_one_at_a_time_is_handed_back(chunked: float, taken: float) -> None:
+    with pytest.raises(NoRoomTogether, match="too little together") as e:
+        choose_plan(alone(2.0), alone(chunked), exact)
+    assert e.value.alone.step_seconds == taken
+    with pytest.raises(NoRoomTogether) as only:
+        choose_plan(refused, alone(chunked), exact)
+    assert only.value.alone.step_seconds == chunked
 
 
 def test_pieces_are_taken_where_nothing_else_fits() -> None:

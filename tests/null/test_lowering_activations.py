@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.budgets import Budget
 from forebay.errors import ConfigError
 from forebay.lowering import Liveness, lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Budget, Fate, Plan, Selection, Treatment
+from forebay.plans import Fate, Plan, Selection, Treatment
 from forebay.program import Action, Change, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace

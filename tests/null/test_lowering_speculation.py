@@ -10,12 +10,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from forebay.arenas import arenas, home_nbytes
+from forebay.budgets import DiskBudget
 from forebay.checking import check
 from forebay.layout import state_layout
-from forebay.lowering import lower
+from forebay.lowering import lower, sketch
 from forebay.memory import Kind, Tier
 from forebay.phases import phases
-from forebay.plans import DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.program import Action, Program, Verb
 from forebay.simulation import simulate
 from forebay.timeline import Lane
@@ -196,6 +197,46 @@ def test_an_update_into_another_copy_moves_no_more(home: str) -> None:
     more = sum(a.nbytes for _, a in of(lower(trace, ahead, steps=1), Verb.UPDATE)) - usual
     # b1 has 1024 elements of bf16 that are not trained.
     assert more == (0 if HOMES[home][0] is Tier.DISK else 2 * 1024 * 2)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_an_update_is_apart_where_it_reads_one_copy_in_memory_and_writes_another(home: str) -> None:
+    """What comes from disk and goes there is updated where it lies in between; without a second copy all is."""
+    trace = network()
+    plan = roomy(trace, HOMES[home], slots=2)
+    ahead = speculating(trace, plan, frozenset({"b1", "b2"}))
+    for one in (plan, ahead):
+        program = lower(trace, one)
+        for _, update in of(program, Verb.UPDATE):
+            assert update.apart == (update.block in one.speculate and home != "disk")
+        assert [a.apart for a in sketch(trace, one).actions] == [a.apart for a in program.actions]
+    # Without states there are parameters alone.
+    bare = replace(network("float32"), state_names=())
+    ahead = speculating(bare, roomy(bare, HOMES[home], slots=2), frozenset({"b1"}))
+    updates = [a for _, a in of(lower(bare, ahead), Verb.UPDATE) if a.block == "b1"]
+    assert {a.apart for a in updates} == {HOMES[home][0] is not Tier.DISK}
+
+
+def test_a_sketch_has_the_actions_of_the_program() -> None:
+    """In outline: whatever its seconds follow from, and of transfers and updates the block."""
+    trace = network()
+    plan = speculating(trace, roomy(trace, slots=2), frozenset({"b0", "b2"}))
+    plan = replace(plan, streaming=replace(plan.streaming, update_chunk=1024))
+    program, outline = lower(trace, plan), sketch(trace, plan)
+    assert len(program.actions) == len(outline.actions) and program.steps == outline.steps
+    for action, short in zip(program.actions, outline.actions, strict=True):
+        named = (short.lane, short.verb, short.what, short.step, short.after, short.nbytes, short.ops, short.apart)
+        assert named == (
+            action.lane,
+            action.verb,
+            action.what,
+            action.step,
+            action.after,
+            action.nbytes,
+            action.ops,
+            action.apart,
+        )
+        assert short.block == (action.block if action.verb is not Verb.COMPUTE else "")
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -26,8 +26,11 @@ NAMES = {
     "mi300x",
     "rtx-3090",
     "rtx-4090",
+    "rtx-4090-1-ssd",
+    "rtx-4090-12-ssd",
     "rtx-5090",
     "t4",
+    "v100-32gb",
 }
 
 PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
@@ -35,9 +38,11 @@ PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 
 GENERATION = {
     "t4": 3,
+    "v100-32gb": 3,
     "l4": 4,
     "rtx-3090": 4,
     "rtx-4090": 4,
+    "rtx-4090-12-ssd": 4,
     "a100-40gb": 4,
     "a100-80gb": 4,
     "rtx-5090": 5,
@@ -140,8 +145,14 @@ def test_faster_is_faster() -> None:
     # NVLink-C2C against PCIe 5.0.
     assert load_machine("gh200").h2d.seconds(GiB) < load_machine("h100").h2d.seconds(GiB) / 5
     # No 16-bit tensor cores for bfloat16 before Ampere.
-    t4 = load_machine("t4").compute
-    assert t4["bfloat16"] < t4["float32"] < t4["float16"]
+    for name in ("t4", "v100-32gb"):
+        rates = load_machine(name).compute
+        assert rates["bfloat16"] < rates["float32"] < rates["float16"]
+    # The same but for the disks.
+    one, many = load_machine("rtx-4090-1-ssd"), load_machine("rtx-4090-12-ssd")
+    assert one.disk is not None and many.disk is not None and 12 * one.disk.capacity == many.disk.capacity
+    assert many.disk.read.seconds(GiB) < one.disk.read.seconds(GiB) / 5
+    assert replace(one, name="", disk=None, sources=()) == replace(many, name="", disk=None, sources=())
 
 
 def test_every_rate_is_under_its_peak() -> None:
@@ -159,6 +170,7 @@ def test_a_name_may_be_written_as_people_write_it(spelled: str) -> None:
     ("torch_name", "entry"),
     [
         ("NVIDIA H200", "h200"),
+        ("Tesla V100-SXM3-32GB", "v100-32gb"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
 from forebay.memory import Tier
-from forebay.plans import PLAN_SCHEMA, Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming
 from forebay.units import GiB, MiB
 
 PLAN = Plan(

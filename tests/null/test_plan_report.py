@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.phases import PHASES, PhasePeaks
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.reporting.forecast import Alternative, PlanReport, StepForecast
 from forebay.reporting.plan import plan_table
 from forebay.timeline import Lane

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.budgets import DiskBudget
 from forebay.errors import DoesNotFit
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.homes import at_home
 from forebay.planners.search import TIE
-from forebay.plans import DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.units import MiB
 from tests.null.planning import asked, chain, machine, whole_drafts
 from tests.null.test_planner_properties import problems

@@ -17,7 +17,7 @@ from forebay.memory import Tier
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.auto import levels, searched
 from forebay.planners.bench import CHUNKS
-from forebay.planners.device_updates import at_home_again, candidates, fastest_there, there
+from forebay.planners.device_updates import at_best, at_home_again, candidates, fastest_there, there
 from forebay.planners.parts import Draft
 from forebay.planners.policies import POLICIES, settled
 from forebay.planners.search import TIE
@@ -75,6 +75,35 @@ def test_the_first_blocks_of_the_forward_where_the_host_is_slow() -> None:
     assert tried <= 18
     every = [replace(found, update_on_device=able[:count]) for count in range(1, len(able) + 1)]
     assert bench.seconds(found) <= 1.02 * min(bench.seconds(one) for one in every)
+
+
+def everything(bench: Bench, base: Draft) -> float:
+    """Seconds of the fastest number of first blocks on the device, each of them simulated."""
+    able = candidates(bench, base)
+    window = bench.sizer(base.streaming.update_chunk).update_window(able)
+    how = replace(base.streaming, update_window=window)
+    each = [replace(base, streaming=how, update_on_device=able[:count]) for count in range(1, len(able) + 1)]
+    return min(bench.seconds(one) for one in (base, *each))
+
+
+@pytest.mark.parametrize("compute", [2e8, 4e8, 1e9])
+@pytest.mark.parametrize("h2d", [2e8, 1e9])
+@pytest.mark.parametrize("update", [3e7, 1e8, 4e8])
+def test_what_is_not_simulated_would_have_gained_nothing(compute: float, h2d: float, update: float) -> None:
+    """``at_best`` is below what each number of blocks takes, so that the answer is as good as that of trying all."""
+    on = machine(compute=compute, h2d=h2d, d2h=h2d, update=update)
+    bench = Bench(problem(on, device=ENOUGH))
+    draft = streamed(bench)
+    able = candidates(bench, draft)
+    window = bench.sizer(draft.streaming.update_chunk).update_window(able)
+    for count in range(1, N + 1):
+        how = replace(draft.streaming, update_window=window)
+        simulated = bench.seconds(replace(draft, streaming=how, update_on_device=able[:count]))
+        assert at_best(bench, draft, able[:count]) <= simulated * (1 + TIE)
+    fresh = Bench(problem(on, device=ENOUGH))
+    found = there(fresh, draft)
+    assert fresh.seconds(found) <= max(everything(bench, draft) * 1.02, (1 - GAIN) * bench.seconds(draft))
+    assert fresh.simulated <= 12
 
 
 def test_auto_has_them() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from forebay.planners import Bench, Problem, alternatives, make_plan
 from forebay.planners.homes import more_on_disk
 from forebay.planners.parts import Draft
 from forebay.planners.policies import POLICIES, settled
-from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, candidates, second_copies
+from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, candidates, second_copies, unhindered
 from forebay.plans import Plan
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
@@ -101,6 +102,43 @@ def test_second_copies_are_within_the_host_and_pay_for_themselves() -> None:
     assert all(seconds(more) <= seconds(less) for less, more in pairwise(found))
     # One byte less than a second copy is none.
     assert make_plan(problem(host=least + PARAMETERS + STATES - 1), "stream").speculate == ()
+
+
+@pytest.mark.parametrize("update", [2e7, 1e8, 4e8, 1e10])
+@pytest.mark.parametrize("compute", [1e8, 4e8, 2e9])
+def test_no_updates_ahead_are_worth_more_than_updates_that_take_no_time(compute: float, update: float) -> None:
+    """So nothing is simulated where those would gain nothing."""
+    bench = Bench(problem(machine(compute=compute, h2d=1e9, d2h=1e9, update=update)))
+    draft = settled(bench, POLICIES["stream"])
+    able, least = candidates(bench, draft), unhindered(bench, draft)
+    for count in range(1, N + 1):
+        ahead_of_step = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in able[:count]))
+        assert least <= bench.seconds(ahead_of_step) * (1 + 1e-9)
+    fresh = Bench(bench.problem)
+    assert ahead(fresh, draft) == draft or least <= fresh.seconds(draft) * (1 - GAIN)
+    if least > fresh.seconds(draft) * (1 - GAIN):
+        assert fresh.simulated == 1
+
+
+def test_of_a_long_model_half_of_the_updates_are_tried_first() -> None:
+    """And a quarter only where half of them, and more, gain less."""
+    long = chain(80, width=64, saved=1, activation=64)
+    for update in (3e7, 1e8, 3e8):
+        on = machine(compute=4e8, h2d=1e9, d2h=1e9, update=update)
+        bench = Bench(asked(long, on, device=60_000))
+        draft = settled(bench, POLICIES["stream"])
+        assert bench.is_long
+        found = ahead(bench, draft)
+        able = candidates(bench, draft)
+        rungs = [ceil(rung * len(able) / 4) for rung in range(5)]
+        assert len(found.speculate) in rungs
+        assert bench.simulated <= 1 + 3
+        every = {0: draft}
+        for count in rungs[1:]:
+            chosen = frozenset(able[number * len(able) // count] for number in range(count))
+            every[count] = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in chosen))
+        assert found in every.values()
+        assert bench.seconds(found) <= (1 + GAIN) * min(map(bench.seconds, every.values()))
 
 
 def on_disk(bench: Bench) -> Draft:

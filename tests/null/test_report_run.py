@@ -10,9 +10,10 @@ from types import MappingProxyType
 import pytest
 from rich.console import Console
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.plans import Accumulation, Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Accumulation, Placement, Plan, Streaming
 from forebay.reporting.run import RunReport
 from forebay.reporting.table import closing_table
 from forebay.timeline import Event, Lane, Timeline

@@ -129,6 +129,23 @@ def test_actions_take_latency_and_the_rate_for_their_size() -> None:
     assert [costs.action(read(50)), costs.action(write(150))] == [0.5, 1.5]
 
 
+@pytest.mark.parametrize(
+    ("states", "times"),
+    [
+        (("exp_avg", "exp_avg_sq"), 1.2),
+        ((), 1.2),
+        (("exp_avg:8bit", "exp_avg_scale:scale"), 1.04),
+        (("exp_avg:4bit", "exp_avg_scale:scale"), 1.1),
+        (("exp_avg:bfloat16",), 1.2),
+    ],
+)
+def test_an_update_into_another_copy_takes_longer_than_in_place(states: tuple[str, ...], times: float) -> None:
+    costs = Costs(replace(seconds_trace([]), state_names=states), MACHINE)
+    in_place = costs.action(update(300))
+    assert costs.action(replace(update(300), apart=True)) == pytest.approx(times * in_place)
+    assert costs.action(update(300)) == in_place
+
+
 @pytest.mark.parametrize(("kind", "bandwidth"), [("cuda", 400.0), ("cpu", 100.0)])
 def test_updates_on_the_device_take_its_bandwidth_and_their_way_that_of_the_link(kind: str, bandwidth: float) -> None:
     """On ``cpu`` what is on the device is updated as at home, at 100 bytes/s."""

@@ -58,6 +58,7 @@ def test_the_last_step_is_the_one_that_counts() -> None:
         Lane.D2H: 1,
         Lane.UPDATE: 1.5,
         Lane.DEVICE_UPDATE: 0,
+        Lane.NORM: 0,
         Lane.DISK_READ: 0,
         Lane.DISK_WRITE: 0.5,
     }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.budgets import Budget
 from forebay.errors import ConfigError
 from forebay.figures import with_figures
 from forebay.lowering import accumulation_of, lower
@@ -13,7 +14,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import make_plan
 from forebay.planning import assess
-from forebay.plans import Budget, Plan
+from forebay.plans import Plan
 from forebay.simulation import Costs, by_turns, draws, together
 from forebay.timeline import CROSSING, Lane
 from tests.null.planning import asked, chain, machine

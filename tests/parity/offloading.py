@@ -12,9 +12,10 @@ import torch
 
 import forebay
 from forebay.arenas import DISK_BLOCK, DISK_BOUNCE
+from forebay.budgets import DiskBudget
 from forebay.layout import MOVED_LEAST, PAGE, align
 from forebay.memory import ALIGNMENT
-from forebay.plans import DiskBudget, Fate, Plan, Selection, Treatment
+from forebay.plans import Fate, Plan, Selection, Treatment
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Op, Phase, Trace, Visit
 from tests.parity.models import CASES, Case

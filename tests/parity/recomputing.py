@@ -9,8 +9,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from forebay.arenas import arenas
+from forebay.budgets import Budget
 from forebay.memory import Tier
-from forebay.plans import Budget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Model
 from tests.parity.models import CASES, VOCABULARY, Case, tokens

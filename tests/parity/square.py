@@ -9,8 +9,9 @@ from torch import nn
 
 import forebay
 from forebay.arenas import Sizer, arenas
+from forebay.budgets import Budget, DiskBudget
 from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Timeline
 from forebay.units import MiB

@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("transformers")
 
 from forebay.cli.main import app
+from forebay.planners import Problem, make_plan
+from forebay.plans import Plan
 from forebay.reporting.run import RunReport
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "accumulation.md").read_text(encoding="utf-8")
@@ -130,9 +132,21 @@ def test_training_takes_micro_batches_together_and_gives_the_same_losses(tmp_pat
     assert found["predicted"]["step_seconds"] > 0
 
 
-def test_without_room_for_them_training_takes_one_after_the_other(tmp_path: Path, text: Path) -> None:
+def test_without_room_for_them_training_takes_one_after_the_other(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the plan that the search for room began with."""
     loop, _, _ = train(text, tmp_path / "resident", "--device-memory", "64MiB", "--policy", "resident")
+    made: list[Problem] = []
+
+    def counted(problem: Problem, *asked: Any) -> Plan:
+        made.append(problem)
+        return make_plan(problem, *asked)
+
+    monkeypatch.setattr("forebay.api.make_plan", counted)
     found, report, said = train(text, tmp_path / "tight", "--device-memory", "900KiB", "--policy", "stream-recompute")
     assert (report.micro_batches, report.together) == (3, 1)
     assert found["loss"] == loop["loss"]
     assert "the micro-batches of a step go one by one: no plan leaves room for 3" in " ".join(said.split())
+    # One with all logits at once and one with the loss in pieces: what there can be no room for is not sought.
+    assert [problem.budget.device for problem in made] == [900 * 1024] * 2

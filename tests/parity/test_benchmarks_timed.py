@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.fasthost.disk_step import STATE_BYTES
-from benchmarks.fasthost.hidden import ALWAYS, NEVER, Stepped
+from benchmarks.fasthost.hidden import ALWAYS, NEVER, Parts, Stepped
+from benchmarks.fasthost.queued import Compute
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
+from forebay.budgets import DiskBudget
+from forebay.device.base import Completion
 from forebay.memory import Tier
-from forebay.plans import DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 
 LAYERS, ELEMENTS = 4, 64 * TimedModel.WIDTH
@@ -20,7 +26,7 @@ def names_of(model: TimedModel) -> list[str]:
     return [block.name for block in find_blocks(model).model.blocks if block.gradient_nbytes]
 
 
-def trained(states: Tier, folder: Path, *, overlap: bool, speculate: bool) -> list[float]:
+def trained(states: Tier, folder: Path, *, overlap: bool, speculate: bool, own_slots: bool = False) -> list[float]:
     def plan(model: TimedModel) -> Plan:
         return plan_by_hand(
             model,
@@ -28,6 +34,7 @@ def trained(states: Tier, folder: Path, *, overlap: bool, speculate: bool) -> li
             overlap=overlap,
             speculate=names_of(model)[1:] if speculate else (),
             chunk=16 * 1024,
+            own_slots=own_slots,
             disk=DiskBudget(str(folder)) if states is Tier.DISK else None,
             disk_depth=2,
         )
@@ -48,6 +55,8 @@ def test_a_step_trains_the_same_in_every_mode(tmp_path: Path) -> None:
     for states in (Tier.HOST, Tier.DISK):
         assert trained(states, tmp_path, overlap=True, speculate=False) == waited
         assert trained(states, tmp_path, overlap=True, speculate=True) == waited
+    for speculate in (False, True):
+        assert trained(Tier.HOST, tmp_path, overlap=True, speculate=speculate, own_slots=True) == waited
     assert not any(tmp_path.iterdir())
 
 
@@ -75,6 +84,55 @@ def test_without_a_plan_there_is_forward_and_backward_only() -> None:
     assert gradient.eq(torch.tensor(1e-3, dtype=torch.bfloat16)).all()
     plain.model.pace.spread(3.0, LAYERS)
     assert (plain.model.pace.forward, plain.model.pace.backward) == (1.0 / LAYERS, 2.0 / LAYERS)
+    plain.close()
+
+
+class Arrived(Completion):
+    """Something that was there at a moment of ``time.perf_counter``."""
+
+    def __init__(self, moment: float) -> None:
+        self._moment = moment
+
+    def wait(self) -> float:
+        return self._moment
+
+    def done(self) -> bool:
+        return True
+
+
+def test_compute_waits_for_bytes_and_not_for_a_core() -> None:
+    compute, seen = Compute(), list[int]()
+    compute.launch(partial(seen.append, 0), 0.0)
+    compute.hold(Arrived(time.perf_counter() - 1.0))
+    compute.launch(partial(seen.append, 1), 0.01)
+    compute.synchronize()
+    assert compute.stalled == 0.0  # whenever the thread came to look
+    compute.hold(Arrived(time.perf_counter() + 0.01))
+    last = compute.mark()
+    compute.launch(partial(seen.append, 2), 0.0)
+    assert compute.mark() is not last
+    compute.synchronize()
+    assert 0.0 < compute.stalled <= 0.01
+    assert seen == [0, 1, 2]
+    compute.close()
+
+
+def test_floors_of_a_step() -> None:
+    """Of 10 blocks on 2 cores: forward and backward 30 s, the update 15, copies 2 and 1, norms 1."""
+    parts = Parts(forward_backward=30.0, update=15.0, fetches=2.0, landings=1.0, norms=1.0)
+
+    def floor(mode: str, *, clipped: bool = False, fetches: float = 1) -> float:
+        return parts.floor(mode, clipped=clipped, fetches=fetches, layers=10, cores=2)
+
+    first = (1.0 + 15.0 + 2.0) / 10
+    assert floor("plain") == pytest.approx(30.0 + 0.1 + 15.0 + 0.2)
+    assert floor("speculative") == pytest.approx(30.0 + first)
+    # The update does not fit under forward: forward waits for it, and its last block comes after.
+    assert floor("deferred") == pytest.approx(20.0 + 0.1 + 15.0 + 2.0 / 2 + 10.0 / 10)
+    assert floor("deferred", clipped=True) == floor("speculative", clipped=True)
+    assert floor("deferred", clipped=True) == pytest.approx(floor("deferred") + 2.0 / 2)
+    # Fetched so often that the cores have no time for anything else.
+    assert floor("speculative", fetches=40) == pytest.approx(15.0 + (80.0 + 2.0) / 2)
 
 
 def test_what_is_updated_ahead_is_spread_over_the_model() -> None:

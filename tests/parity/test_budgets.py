@@ -15,11 +15,12 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas, home_nbytes
+from forebay.budgets import Budget, DiskBudget
 from forebay.device.cpu import CpuDevice
 from forebay.errors import DeviceOutOfMemory
 from forebay.layout import align
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.plans import Budget, DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from tests.parity.compare import adamw
 from tests.parity.models import CASES, Case, tokens

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import forebay
+from forebay.budgets import Budget
 from forebay.compression import CODE_BITS
 from forebay.data.text import Windows
 from forebay.planners import Bench
@@ -32,7 +33,7 @@ from forebay.planners.activations.items import items_of
 from forebay.planners.activations.menu import thresholds
 from forebay.planners.parts import Level, all_resident
 from forebay.planning import problem_of
-from forebay.plans import Budget, Plan, Selection
+from forebay.plans import Plan, Selection
 from forebay.trace import Phase, Trace
 from tests.null.strategies import roomy_machine
 from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, losses, speeches

@@ -16,11 +16,12 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas, home_nbytes
+from forebay.budgets import Budget
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import DelayOne, RandomDelays
 from forebay.memory import Tier
-from forebay.plans import Budget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane
 from tests.parity.compare import adamw, assert_same_training

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from forebay.budgets import DiskBudget
 from forebay.device.cpu import CpuDevice
 from forebay.errors import ConfigError
 from forebay.machine import Curve, Disk, Link
-from forebay.plans import DiskBudget
 from forebay.profiler.disk_rates import measure_disk
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.profiler.here import this_machine

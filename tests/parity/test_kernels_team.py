@@ -13,7 +13,7 @@ import pytest
 from forebay.kernels.adam import COLUMNS, adam_kernel, adam_scalars
 from forebay.kernels.jit import compiled
 from forebay.kernels.native import Form
-from forebay.kernels.team import ALONE, Team, cores
+from forebay.kernels.team import ALONE, TURN, Team, cores
 from tests.parity.kernel_rig import memory, same
 
 
@@ -42,6 +42,33 @@ def test_every_share_runs_once_and_the_sum_is_in_order(team: Team) -> None:
 def test_shares_run_side_by_side(team: Team) -> None:
     barrier = threading.Barrier(3, timeout=30)
     assert team.run(lambda share, shares: barrier.wait() * 0.0 + 1.0, ALONE) == 3.0
+
+
+def test_who_is_done_takes_the_next_share(team: Team) -> None:
+    seen: list[tuple[int, int]] = []
+    held = threading.Event()
+
+    def work(share: int, shares: int) -> float:
+        # Whoever has the first share keeps it until all others are done: by the other threads.
+        if share == 0:
+            assert held.wait(30)
+        seen.append((share, shares))
+        if len(seen) == shares - 1:
+            held.set()
+        return 0.0
+
+    team.take_turns(work, 7 * TURN)
+    assert sorted(seen) == [(share, 7) for share in range(7)] and seen[-1] == (0, 7)
+    seen.clear()
+    held.set()
+    team.take_turns(work, ALONE - 1)
+    assert seen == [(0, 1)]
+    with pytest.raises(ArithmeticError):
+        team.take_turns(lambda share, shares: _fails(), 7 * TURN)
+
+
+def _fails() -> float:
+    raise ArithmeticError
 
 
 def test_little_work_is_done_alone(team: Team) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import forebay
+from forebay.budgets import DiskBudget
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
-from forebay.plans import DiskBudget, Fate, Plan, Selection, Treatment
+from forebay.plans import Fate, Plan, Selection, Treatment
 from forebay.simulation import play
 from forebay.timeline import Lane
 from forebay.trace import Trace

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from forebay.arenas import arenas
+from forebay.budgets import DiskBudget
 from forebay.layout import PAGE, align
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Kind, Tier
 from forebay.phases import phases
-from forebay.plans import DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.program import Program, Verb
 from forebay.runtime.blocks import find_blocks
 from forebay.simulation import simulate

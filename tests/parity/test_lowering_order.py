@@ -13,10 +13,11 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas
+from forebay.budgets import Budget, DiskBudget
 from forebay.layout import PAGE, align
 from forebay.lowering import lower
 from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Placement, Plan
+from forebay.plans import Placement, Plan
 from forebay.profiler.capture import capture
 from forebay.timeline import Lane
 from forebay.trace import Trace

@@ -9,9 +9,10 @@ from random import Random
 import pytest
 
 from forebay.arenas import arenas, home_nbytes
+from forebay.budgets import Budget, DiskBudget
 from forebay.lowering import lower
 from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Event, Lane
 from forebay.trace import Trace

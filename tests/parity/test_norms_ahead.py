@@ -116,8 +116,8 @@ def test_it_is_made_when_as_many_have_landed_as_before(rigs: list[Rig]) -> None:
 
 
 def test_the_next_gradient_waits_for_the_norm_of_this_one(rigs: list[Rig]) -> None:
-    """And who asks does not wait for it: it may be behind updates."""
-    rigs.append(rig := Rig(random(0), delays=RandomDelays(0, 0.05, [Lane.UPDATE])))
+    """And so does who asks: nothing but norms is on its lane."""
+    rigs.append(rig := Rig(random(0), delays=RandomDelays(0, 0.05, [Lane.NORM])))
     norm(rig.land(random(0)))
     for step in range(1, 3):
         rig.land(random(step))

@@ -16,13 +16,14 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas
+from forebay.budgets import Budget, DiskBudget
 from forebay.checkpoint.export import export_model
 from forebay.device.cpu import CpuDevice
 from forebay.device.ledger import StorageLedger
 from forebay.layout import state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.phases import PHASES, PhasePeaks, forward_peak, phases
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.profiler.capture import capture
 from forebay.runtime.hooks import session_of
 from forebay.trace import Trace

@@ -13,13 +13,13 @@ pytest.importorskip("transformers")
 
 import torch
 
+from forebay.budgets import Budget
 from forebay.catalogue import load_machine
 from forebay.cli.main import app
 from forebay.errors import PlanInvalid
 from forebay.machine import Machine
 from forebay.planners.parts import recomputable
 from forebay.planning import assess
-from forebay.plans import Budget
 from forebay.profiler.capture import capture
 from forebay.recipes import load_recipe
 from forebay.recipes.tasks import sample

@@ -8,9 +8,10 @@ import torch
 
 import forebay
 from forebay.arenas import DISK_BLOCK
+from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.memory import Kind, Tier
-from forebay.plans import Budget, DiskBudget, Fate
+from forebay.plans import Fate
 from forebay.units import MiB
 from tests.null.planning import machine
 from tests.parity.compare import assert_same_training

@@ -10,10 +10,11 @@ import torch
 from typer.testing import CliRunner
 
 import forebay
+from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.cli.main import app
 from forebay.memory import Tier
-from forebay.plans import Budget, Plan
+from forebay.plans import Plan
 from forebay.profiler.capture import capture
 from forebay.units import MiB
 from tests.null.planning import machine

@@ -14,9 +14,10 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas, home_nbytes
+from forebay.budgets import Budget, DiskBudget
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Block, Footprint, Model
 from tests.parity.compare import assert_same_training

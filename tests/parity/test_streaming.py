@@ -11,9 +11,10 @@ from torch import nn
 
 import forebay
 from forebay.arenas import arenas
+from forebay.budgets import Budget, DiskBudget
 from forebay.layout import PAGE, align
 from forebay.memory import Tier
-from forebay.plans import Budget, DiskBudget, Plan
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.units import parse_disk
 from tests.parity.compare import adamw, assert_same_training

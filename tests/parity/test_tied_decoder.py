@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import transformers
 
+from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.planners import make_plan
 from forebay.planning import problem_of
-from forebay.plans import Budget
 from forebay.profiler.capture import capture
 from tests.null.strategies import roomy_machine
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import forebay
+from forebay.budgets import Budget
 from forebay.cli.main import app
-from forebay.plans import Budget
 from forebay.profiler.probe import nominal
 
 MiB = 2**20

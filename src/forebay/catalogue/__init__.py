@@ -33,6 +33,7 @@ _BY_TORCH_NAME: Final = (
     (r"\bRTX 4090\b", "rtx-4090"),
     (r"\bL4\b", "l4"),
     (r"\bT4\b", "t4"),
+    (r"\bV100\b.*\b32GB\b", "v100-32gb"),
     (r"\bMI300X\b", "mi300x"),
 )
 _UNKNOWN: Final = "rtx-3090"

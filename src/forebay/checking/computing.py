@@ -252,13 +252,23 @@ class _Walker:
             raise self._missing(index, missing) from None
 
     def _ops(self, index: int, start: int, stop: int, again: bool, before: int) -> None:
-        most, op = self.live.nbytes, start
+        most, op, ops = self.live.nbytes, start, self.step.ops
         left = 0  # what has left the account of the step, not yet the device
         held = self.step.trace.held_nbytes if self.number and not again else 0  # in forward
         wanted = self.wanted[1] if index == self.wanted[0] else -1
         live, last_forward = self.live, self.last_forward
         for number in range(start, stop):
-            nbytes = self._start(index, number, again) + left + (held if number <= last_forward else 0)
+            nbytes = left + (held if number <= last_forward else 0)
+            try:
+                if again:
+                    self.reruns.run(index, number, self.next_op)
+                elif ops[number].opens:
+                    self.reruns.pass_over_spared(ops[number].visit)
+                nbytes += live.start(number, again=again)
+            except Missing as missing:
+                raise self._missing(index, missing) from None
+            if not again and number in self.makes_treated:
+                self.transfers.made(number, index)
             if nbytes > most or number == start:
                 most, op = nbytes, number
             if number == wanted:
@@ -273,21 +283,6 @@ class _Walker:
                 # A loss outside of the model, made of what forward leaves.
                 most = max(most, live.nbytes + left + self.step.trace.unseen_nbytes)
         self.passes.moments.append(Moment(index, most, op, before))
-
-    def _start(self, index: int, number: int, again: bool) -> int:
-        """An op runs. Returns the live bytes."""
-        op = self.step.ops[number]
-        try:
-            if again:
-                self.reruns.run(index, number, self.next_op)
-            elif op.opens:
-                self.reruns.pass_over_spared(op.visit)
-            nbytes = self.live.start(number, again=again)
-        except Missing as missing:
-            raise self._missing(index, missing) from None
-        if not again and number in self.makes_treated:
-            self.transfers.made(number, index)
-        return nbytes
 
     def _leave(self, index: int, gone: Gone) -> int:
         """Notes what an op of action ``index`` leaves on its way to the host. Returns the bytes."""

@@ -139,8 +139,8 @@ class Live:
         """Op ``number`` has run. None: nothing leaves."""
         moved = self._free(number, again)
         gradients = self._complete(number) if self._step.ops[number].gradients else ()
-        if not again:
-            for root in self._step.ending.get(number, ()):
+        if not again and number in self._step.ending:
+            for root in self._step.ending[number]:
                 if self._first.pop(root, None) is not None:
                     self.nbytes -= self._step.nbytes[root]
         return Gone(gradients, moved) if gradients or moved else None
@@ -237,7 +237,7 @@ class Live:
     def _free(self, number: int, again: bool) -> Sequence[int]:
         """Lets go of what nobody holds after op ``number``. Returns the roots that only their way to the host keeps."""
         op = self._step.ops[number]
-        moved = [root for root in op.dropped if self._drop(root, again)] if op.dropped else ()
+        moved = self._drop_all(op.dropped, again) if op.dropped else ()
         for root in op.unsaved:
             self._let_saved_go(root)
         for root in op.released:
@@ -248,10 +248,24 @@ class Live:
             self._let_given_go(root, AUTOGRAD_AGAIN)
         if again:
             return moved
-        for visit in self._letting_go.get(number, ()):
-            self._let_inputs_go(visit)
-        for root in self._late.get(number, ()):
-            self._let_given_go(root, RECORD)
+        if number in self._letting_go:
+            for visit in self._letting_go[number]:
+                self._let_inputs_go(visit)
+        if number in self._late:
+            for root in self._late[number]:
+                self._let_given_go(root, RECORD)
+        return moved
+
+    def _drop_all(self, roots: Sequence[int], again: bool) -> Sequence[int]:
+        """Python lets go of ``roots``. Returns those that only their way to the host keeps."""
+        first, moved = self._first, []
+        for root in roots:
+            alone = first.get(root) == PYTHON and not again and root not in self._away and root not in self._given
+            if alone and not self._rerun_holds.get(root):  # the usual case of ``_drop``
+                del first[root]
+                self.nbytes -= self._step.nbytes[root]
+            elif self._drop(root, again):
+                moved.append(root)
         return moved
 
     def _drop(self, root: int, again: bool) -> bool:

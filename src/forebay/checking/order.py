@@ -36,7 +36,7 @@ class Order:
     """
 
     def __init__(self, program: Program) -> None:
-        lanes = {lane: place for place, lane in enumerate(Lane)}
+        lanes = self._places = {lane: place for place, lane in enumerate(Lane)}
         self._lane: list[int] = []
         self._position: list[int] = []
         self._clock: list[list[int]] = []
@@ -61,6 +61,14 @@ class Order:
             self._clock.append(clock)
             latest[lane] = index
             counts[lane] += 1
+
+    def reached(self, action: int, lane: Lane) -> int:
+        """How many actions of ``lane`` have ended for certain when ``action`` starts: its first ones."""
+        return self._clock[action][self._places[lane]]
+
+    def position(self, action: int) -> int:
+        """How many actions of its lane come before ``action``."""
+        return self._position[action]
 
     def before(self, first: int, second: int) -> bool:
         """Whether action ``first`` has ended for certain when action ``second`` starts."""

@@ -31,6 +31,8 @@ class Residency:
     that of the program. A step is over when its last compute is issued, for nothing is fetched between that and
     ``optimizer.step()``. So what is issued before that copies what step k began with, even if the updates of k are done
     by then. An update that is issued later may have been asked for by the step itself, and then works in place.
+
+    Where updates are delayed, step k sees those of all steps before k - 1: to its parameters it is the step before.
     """
 
     def __init__(self, step: Step, program: Program, order: Order, plan: Plan, passes: Passes) -> None:
@@ -41,6 +43,7 @@ class Residency:
         self._two_copies = frozenset(plan.speculate)
         self._there = frozenset(plan.update_on_device)
         self._ends = passes.ends
+        self._late = 0 if plan.streaming.delay_after is None else 1
         self._blocks = {b.name: b for b in step.trace.model.blocks}
         self._fetches: dict[int, list[int]] = defaultdict(list)
         self._changes: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -152,7 +155,8 @@ class Residency:
         """What the fetch copies must have seen the updates of the step before (and so those of all before that), and
         none of this step, unless they write the other copy. What later steps update has landed after this use."""
         order, changes = self._order, self._changes[block]
-        two, source, now = block in self._two_copies, self._source.get(fetch, fetch), self._program.actions[index].step
+        two, source = block in self._two_copies, self._source.get(fetch, fetch)
+        now = self._program.actions[index].step - self._late
         if now - 1 in changes:
             _, last = changes[now - 1]
             if not order.before(last, source):

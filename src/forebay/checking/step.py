@@ -67,8 +67,9 @@ class Step:
             # A reference is a place in this list: those of ports count from its end.
             ids = [*range(visit.first_tensor, visit.first_tensor + len(segment.tensors)), *reversed(visit.ports)]
             roots = [self._root[number] for number in ids]
+            backward = visit.phase is Phase.BACKWARD
             for op in segment.ops:
-                self.ops.append(self._flat(op, place, ids, roots))
+                self.ops.append(self._flat(op, place, backward, ids, roots))
         # Of every visit the roots that it is given, or reads and does not make.
         self.inputs: list[set[int]] = [set() for _ in trace.visits]
         for flat in self.ops:
@@ -87,35 +88,40 @@ class Step:
         for root, n in last.items():
             self.ending.setdefault(n, []).append(root)
 
-    def _flat(self, op: Op, place: int, ids: Sequence[int], root_of: Sequence[int]) -> FlatOp:
+    def _flat(self, op: Op, place: int, backward: bool, ids: Sequence[int], root_of: Sequence[int]) -> FlatOp:
         """The next op, one of the visit at ``place``; ``ids`` are those of the tensors by their references, ``root_of``
         those of their roots."""
         number, sources, roots, work = len(self.ops), self.sources, self._root, self.trace.works[op.work]
-        inputs = sorted({root_of[t] for t in op.inputs})
+        reads = sorted({root_of[t] for t in op.inputs})
+        parameters: tuple[int, ...] = ()
+        if reads and reads[0] < sources:
+            parameters = tuple([r for r in reads if r < len(self.parameter)])
+            reads = [r for r in reads if r >= sources]
         view = not work.flops and not work.nbytes
         # An op that works in place has for its output what is there already.
-        outputs = [t for t in dict.fromkeys([ids[t] for t in op.outputs]) if t >= sources]
+        outputs = [ids[t] for t in op.outputs]
+        if len(outputs) > 1:
+            outputs = list(dict.fromkeys(outputs))
+        outputs = [t for t in outputs if t >= sources]
         made = tuple([t for t in outputs if roots[t] == t and t not in self.birth])
         for root in made:
             self.birth[root] = number
-        written = () if view else tuple(dict.fromkeys([roots[t] for t in outputs if roots[t] not in made]))
-
-        def own(references: Sequence[int]) -> tuple[int, ...]:
-            return tuple([t for t in [ids[t] for t in references] if t >= sources]) if references else ()
-
+        written: tuple[int, ...] = ()
+        if not view and len(made) < len(outputs):
+            written = tuple(dict.fromkeys([roots[t] for t in outputs if roots[t] not in made]))
         return FlatOp(
             work.op,
             place,
-            self.trace.visits[place].phase is Phase.BACKWARD,
+            backward,
             number == self.trace.visits[place].first_op,
-            tuple([r for r in inputs if r >= sources]),
-            tuple([r for r in inputs if r < len(self.parameter)]),
+            tuple(reads),
+            parameters,
             made,
-            own(op.dropped),
-            own(op.unsaved),
-            tuple([(ids[g.parameter], roots[ids[g.tensor]]) for g in op.gradients]),
-            own(op.spent),
-            own(op.released),
+            tuple([ids[t] for t in op.dropped if ids[t] >= sources]) if op.dropped else (),
+            tuple([ids[t] for t in op.unsaved if ids[t] >= sources]) if op.unsaved else (),
+            tuple([(ids[g.parameter], roots[ids[g.tensor]]) for g in op.gradients]) if op.gradients else (),
+            tuple([ids[t] for t in op.spent if ids[t] >= sources]) if op.spent else (),
+            tuple([ids[t] for t in op.released if ids[t] >= sources]) if op.released else (),
             view,
             written,
         )

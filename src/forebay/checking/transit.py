@@ -61,17 +61,18 @@ def computes_around(program: Program) -> list[tuple[int, int]]:
 
 @final
 class Leaving:
-    """What leaves the device, by the actions of one lane that take it away, which therefore end in order. It is there
-    until its action is done. ``nbytes`` are those of all of it."""
+    """What leaves the device, by the copies to the host that take it away, all of one lane, which therefore end in
+    order. It is there until its copy is done. ``nbytes`` are those of all of it."""
 
     def __init__(self, order: Order) -> None:
         self.nbytes = 0
         self._order = order
+        # By the place of the copy on its lane.
         self._there: list[tuple[int, int]] = []
 
     def add(self, action: int, nbytes: int) -> None:
         """``nbytes`` are there only until ``action`` is done."""
-        insort(self._there, (action, nbytes))
+        insort(self._there, (self._order.position(action), nbytes))
         self.nbytes += nbytes
 
     def let_go(self, action: int) -> int:
@@ -89,18 +90,22 @@ class Leaving:
         left = most = self.nbytes - nbytes
         if not coming:
             return most
-        back = 0
+        back, there, count, reached = 0, self._there, len(self._there), self._order.reached
         for action, more in coming:
             back += more
-            gone, nbytes = self._away(action, gone)
-            left -= nbytes
-            most = max(most, back + left)
+            if gone < count:
+                done = reached(action, Lane.D2H)
+                while gone < count and there[gone][0] < done:
+                    left -= there[gone][1]
+                    gone += 1
+            if back + left > most:
+                most = back + left
         return most
 
     def _away(self, action: int, gone: int) -> tuple[int, int]:
         """How many are away for certain when ``action`` starts, ``gone`` of which were; the bytes of the others."""
-        nbytes = 0
-        while gone < len(self._there) and self._order.before(self._there[gone][0], action):
+        nbytes, done = 0, self._order.reached(action, Lane.D2H)
+        while gone < len(self._there) and self._there[gone][0] < done:
             nbytes += self._there[gone][1]
             gone += 1
         return gone, nbytes

@@ -1,24 +1,32 @@
-"""``forebay compare``: policies side by side on one model, with one device budget or several."""
+"""``forebay compare``: policies side by side on one model, with one device budget or several, predicted and run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, capture_step, chosen_machine, disk_budget, with_ops
 from forebay.collector import collector_paused
 from forebay.errors import ConfigError, DoesNotFit, UnitError
-from forebay.plans import Budget
-from forebay.reporting.comparison import LINKS, Candidate
-from forebay.units import parse_bytes
+from forebay.reporting.comparison import LINKS, Candidate, Measured
+from forebay.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from forebay.machine import Machine
+    from forebay.plans import Plan
     from forebay.trace import Trace
 
-__all__ = ["Comparison", "compare", "compare_policies", "parse_budgets"]
+__all__ = ["Comparison", "Run", "compare", "compare_policies", "parse_budgets"]
+
+Run = Callable[["Plan", Budget], Measured]
+"""Trains a few steps under a plan within a budget, and gives everything back."""
+
+
+def silent(line: str) -> None:
+    """Tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,26 @@ def parse_budgets(text: str | None) -> tuple[int, ...]:
     return found
 
 
-def compare(settings: PlanSettings, budgets: Sequence[int], *, states: bool) -> Comparison:
+def compare(
+    settings: PlanSettings,
+    budgets: Sequence[int],
+    *,
+    states: bool,
+    measure: bool = False,
+    tell: Callable[[str], None] = silent,
+) -> Comparison:
     """Every policy for model states and ``auto``, or every policy if not ``states``, with each of ``budgets`` (bytes of
     device memory; none: what ``settings`` say, or what the machine has). That a policy does not fit is an answer too.
+    With ``measure`` each policy that fits is run here as well, one after the other; ``tell`` hears of each.
     Raises a ``UsageError`` for what cannot be used."""
     from forebay.planners import PLANNERS, STATES
     from forebay.recipes.tasks import sample
 
+    if measure and settings.machine is not None:
+        raise ConfigError(
+            f"--measure runs the policies on this machine and --machine {settings.machine} asks about another; leave "
+            f"one of them out"
+        )
     folder = disk_budget(settings)
     machine, notes = chosen_machine(settings, folder)
     found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
@@ -59,36 +80,75 @@ def compare(settings: PlanSettings, budgets: Sequence[int], *, states: bool) -> 
     devices = budgets or (machine.device_capacity if settings.device_memory is None else settings.device_memory,)
     asked = [Budget(device, settings.host_memory, None, folder) for device in devices]
     policies = ("auto", *STATES) if states else tuple(PLANNERS)
-    candidates = compare_policies(captured.trace, on, asked, policies)
-    return Comparison(f"{name} on {machine.name}", candidates, (*notes, *timed, *captured.trace.notes))
+    run: Run | None = None
+    unrun: tuple[str, ...] = ()
+    if measure:
+        from forebay.cli.trial import Trials
+
+        trials = Trials(settings, machine.device_kind)
+        tell("running plain PyTorch")
+        why = trials.run_plain(captured.trace, on)
+        run, unrun = trials.run, (why,) if why else ()
+    candidates = compare_policies(captured.trace, on, asked, policies, settings.accumulate, run, tell)
+    return Comparison(f"{name} on {machine.name}", candidates, (*unrun, *notes, *timed, *captured.trace.notes))
 
 
 def compare_policies(
-    trace: Trace, machine: Machine, budgets: Sequence[Budget], policies: Sequence[str]
+    trace: Trace,
+    machine: Machine,
+    budgets: Sequence[Budget],
+    policies: Sequence[str],
+    micro_batches: int = 1,
+    run: Run | None = None,
+    tell: Callable[[str], None] = silent,
 ) -> tuple[Candidate, ...]:
-    """``policies`` on ``trace`` and ``machine`` within each of ``budgets``, in this order."""
-    with collector_paused():
-        return tuple(_candidate(trace, machine, budget, policy) for budget in budgets for policy in policies)
+    """``policies`` on ``trace`` and ``machine`` within each of ``budgets``, in this order, for a step of
+    ``micro_batches`` that pass the model together. ``run`` is given the plan of each that fits, before the next one is
+    asked; ``tell`` hears whose it is."""
+    found = []
+    for budget in budgets:
+        for policy in policies:
+            with collector_paused():
+                candidate, plan = _candidate(trace, machine, budget, policy, micro_batches)
+            if plan is not None and run is not None:
+                tell(f"running {policy} with {format_bytes(budget.device)} on the device")
+                candidate = replace(candidate, measured=run(plan, budget))
+            found.append(candidate)
+    return tuple(found)
 
 
-def _candidate(trace: Trace, machine: Machine, budget: Budget, policy: str) -> Candidate:
-    from forebay.planners import Bench, make_plan
+def _candidate(
+    trace: Trace, machine: Machine, budget: Budget, policy: str, micro_batches: int
+) -> tuple[Candidate, Plan | None]:
+    from forebay.figures import with_figures
+    from forebay.planners import make_plan
+    from forebay.planners.room import leave_room
     from forebay.planning import predict, problem_of
+    from forebay.simulation import by_turns, together
 
-    # A bench of its own: what another policy has simulated on it would count as found by this one.
-    bench, start = Bench(problem_of(trace, machine, budget)), time.perf_counter()
+    # Each has benches of its own: what another policy has simulated on one would count as found by this one.
+    problem, start = problem_of(trace, machine, budget), time.perf_counter()
     try:
-        plan = make_plan(bench.problem, policy, bench)
+        room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     except DoesNotFit as refusal:
-        return Candidate(policy, budget.device, time.perf_counter() - start, reason=str(refusal))
+        return Candidate(policy, budget.device, time.perf_counter() - start, reason=str(refusal)), None
     solved = time.perf_counter() - start
+    plan, bench = room.plan, room.bench
     timeline, forecast = predict(trace, machine, plan, bench)
-    return Candidate(
+    seconds, moved = forecast.step_seconds, forecast.moved
+    peaks = {usage.tier: usage.peak for usage in timeline.tiers}
+    if micro_batches > 1:
+        plan = with_figures(trace, machine, plan, liveness=bench.liveness, micro_batches=micro_batches)
+        passing = by_turns if plan.accumulation is None else together
+        passes = passing(plan, bench.costs, micro_batches, liveness=bench.liveness)
+        seconds, moved, peaks = passes.seconds, passes.moved, plan.peaks(micro_batches)
+    candidate = Candidate(
         policy=policy,
         budget=budget.device,
         solve_seconds=solved,
-        step_seconds=forecast.step_seconds,
-        peaks={usage.tier: usage.peak for usage in timeline.tiers},
-        moved={lane: forecast.moved.get(lane, 0) for lane in LINKS},
+        step_seconds=seconds,
+        peaks=peaks,
+        moved={lane: moved.get(lane, 0) for lane in LINKS},
         exact=not plan.changes_numbers,
     )
+    return candidate, plan

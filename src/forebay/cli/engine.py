@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forebay.loss import Loss
+    from forebay.plans import Plan
     from forebay.reporting.run import RunReport
 
 __all__ = ["Engine"]
@@ -30,6 +31,7 @@ class Engine(Protocol):
         policy: str,
         loss: Loss,
         compress: int,
+        plan: Plan | None,
         device: str,
         micro_batches: int,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:

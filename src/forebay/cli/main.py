@@ -235,30 +235,40 @@ def compare(
     batch: Batch = None,
     seq: Seq = None,
     dtype: Dtype = None,
+    accumulate: Accumulate = None,
     optimizer: Optimizer = None,
     host_memory: HostMemory = None,
     disk: DiskPath = None,
     machine: MachineName = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run each policy that fits for a few steps, on this machine.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw step time over device budget, a .png or .svg file.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Put policies side by side: the predicted step, what each tier holds, what crosses each link."""
+    """Put policies side by side: the step, what each tier holds, what crosses each link."""
     with _errors_as_messages():
         flags = {
             "model": model,
             "batch": batch,
             "seq": seq,
             "dtype": dtype,
+            "accumulate": accumulate,
             "optimizer": optimizer,
             "host_memory": host_memory,
             "disk": disk,
             "machine": machine,
         }
-        if not _compare(flags, budgets, states, json):
+        if not _compare(flags, budgets, states, measure, plot, json):
             raise typer.Exit(EXIT_NO)
 
 
-def _compare(flags: Mapping[str, Any], budgets: str | None, states: bool, as_json: bool) -> bool:
-    """Prints the answer and returns whether any policy fits."""
+def _compare(
+    flags: Mapping[str, Any], budgets: str | None, states: bool, measure: bool, plot: Path | None, as_json: bool
+) -> bool:
+    """Prints the answer and returns whether any policy fits and, if they were to be run, any ran."""
     from json import dumps
 
     from rich.console import Console
@@ -266,14 +276,23 @@ def _compare(flags: Mapping[str, Any], budgets: str | None, states: bool, as_jso
     from forebay.cli.compare import compare as make_comparison
     from forebay.cli.compare import parse_budgets
     from forebay.cli.plan import make_settings
+    from forebay.cli.progress import choose_view
     from forebay.reporting.comparison import comparison_tables
+    from forebay.reporting.plot import expect_plottable
+    from forebay.reporting.plot import plot as draw
 
-    found = make_comparison(make_settings(_of_recipe(flags["model"]), flags), parse_budgets(budgets), states=states)
+    settings = make_settings(_of_recipe(flags["model"]), flags)
+    if plot is not None:
+        expect_plottable(plot)  # before minutes of planning
+    tell = choose_view(Console(stderr=True)).note
+    found = make_comparison(settings, parse_budgets(budgets), states=states, measure=measure, tell=tell)
     if as_json:
         print(dumps([candidate.to_json_dict() for candidate in found.candidates]))
     else:
         Console().print(comparison_tables(found.title, found.candidates, found.notes))
-    return any(candidate.feasible for candidate in found.candidates)
+    if plot is not None:
+        draw(found.title, found.candidates, plot)  # last: a file that cannot be written takes no figure with it
+    return any(candidate.served for candidate in found.candidates)
 
 
 def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) -> None:

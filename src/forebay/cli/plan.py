@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.config import Bits, OptimizerName, Size
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.loss import Cut, Loss
-from forebay.plans import Budget, DiskBudget
 from forebay.units import format_count
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class PlanSettings(BaseModel):
     loss: Loss = "auto"
     compress: Bits = 0
     accumulate: int = Field(default=1, ge=1)
+
+    @field_validator("machine")
+    @classmethod
+    def _here_is_no_other(cls, value: str | None) -> str | None:
+        return None if value == "here" else value
 
 
 def make_settings(*layers: Mapping[str, Any]) -> PlanSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, final
 from forebay.cli.engine import Engine
 from forebay.cli.loop import Accumulate, train_loop
 from forebay.cli.progress import StepResult, View
-from forebay.errors import ConfigError, DoesNotFit, ModelError, StorageError
+from forebay.errors import CannotServe, ConfigError, DoesNotFit, ModelError, NoRoomTogether, StorageError
 from forebay.memory import Tier
 from forebay.units import format_bytes, format_count, format_seconds
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forebay.recipes.causal_lm import ModelSource
     from forebay.reporting.run import RunReport
 
-__all__ = ["TrainResult", "train"]
+__all__ = ["TrainResult", "optimizer_of", "train"]
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def _prepared(
     """Model and optimizer under a plan, and how many micro-batches pass the model together: all of a step, where a plan
     has room for them and foretells a faster step; else 1."""
 
-    def prepared(micro_batches: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepared(micro_batches: int, plan: Plan | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         return engine.prepare(
             model,
-            _optimizer(config, model),
+            optimizer_of(config.optimizer, model.parameters(), config.lr),
             batch,
             device_memory=config.device_memory,
             host_memory=config.host_memory,
@@ -96,6 +96,7 @@ def _prepared(
             policy=config.policy,
             loss=config.loss,
             compress=config.compress,
+            plan=plan,
             device=device,
             micro_batches=micro_batches,
         )
@@ -106,7 +107,11 @@ def _prepared(
     except (DoesNotFit, ConfigError) as refusal:
         if count == 1:
             raise
-        made = prepared(1)  # and if it was not the micro-batches, the same is refused again
+        try:
+            made = prepared(1, refusal.alone if isinstance(refusal, NoRoomTogether) else None)
+        except CannotServe:  # the policy is for several: what stood in its way is what the first refusal says
+            raise refusal from None
+        # If it was not the micro-batches, the same has been refused again.
         view.note(f"the micro-batches of a step go one by one: {refusal}")
         return *made, 1
     plan = engine.report(made[0]).plan
@@ -163,7 +168,10 @@ def _check_model(config: TrainConfig, model: nn.Module, windows: Windows, tokeni
     windows.check_range(tokenizer.name, settings.get_text_config().vocab_size)
 
 
-def _optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(
+    name: OptimizerName, parameters: Iterable[nn.Parameter], lr: float, **options: Any
+) -> torch.optim.Optimizer:
+    """The optimizer that ``--optimizer`` names, with ``options`` beside the learning rate."""
     import torch
 
     from forebay.optim import AdamW, Lion
@@ -177,7 +185,7 @@ def _optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
         "adamw-4bit": partial(AdamW, moments="4bit"),
         "lion": Lion,
     }
-    return makers[config.optimizer](model.parameters(), lr=config.lr)
+    return makers[name](parameters, lr=lr, **options)
 
 
 def _fill(engine: Engine, model: nn.Module, source: ModelSource, seed: int) -> None:

@@ -75,7 +75,8 @@ class BlockHome:
         self.chunks = chunks
         self.untrained = untrained_nbytes(block)
         self.on_disk = home_tier(placement) is Tier.DISK
-        self.states_on_disk = placement.states is Tier.DISK and any(chunk.nbytes for chunk in chunks)
+        self.stateless = not any(chunk.nbytes for chunk in chunks)
+        self.states_on_disk = placement.states is Tier.DISK and not self.stateless
         self.current = _Copy()
         self.spare = _Copy() if speculates else None
         self.ahead = False
@@ -184,16 +185,21 @@ class Homes:
             staging.busy = ready[0]
         before = self._recorder.latest((*landed, *ready))
         waits = _Waits(tasks, self._recorder.latest(landed), self._recorder.latest(ready), before)
-        read: Recorded | None = None
-        done: Recorded | None = None
-        for number, chunk in enumerate(home.chunks):
-            if into is None and chunk.parameters.isdisjoint(tasks):
-                continue
-            # What of the block is in no chunk goes along with the first, into a copy that is in memory.
-            along = 0 if into is None or home.on_disk or done is not None else 2 * home.untrained
-            read, done = self._update_chunk(home, number, chunk.touched + along, target, waits)
-        if read is None or done is None:
+        chunks = [n for n, c in enumerate(home.chunks) if into is not None or not c.parameters.isdisjoint(tasks)]
+        if not chunks:
             return
+        sizes = [home.chunks[number].touched for number in chunks]
+        # What of the block is in no chunk goes along with the first, into a copy that is in memory.
+        sizes[0] += 0 if into is None or home.on_disk else 2 * home.untrained
+        if home.states_on_disk or name in self._cells:
+            for number, touched in zip(chunks, sizes, strict=True):
+                read, done = self._update_chunk(home, number, touched, target, waits)
+        else:
+            # The states are in memory, where only this lane writes them: its order is all that they wait for.
+            apart = into is not None and not (home.on_disk and home.stateless)
+            pairs = zip(chunks, sizes, strict=True)
+            read = done = self._recorder.add_updates(f"update {name}", name, waits.both, pairs, apart=apart)
+            target.states_written[chunks[-1]] = done
         target.written = done
         if staging is not None:
             target.written = staging.busy = self._write(home, f"write {name}", home_nbytes(home.block), -1, done)
@@ -222,6 +228,8 @@ class Homes:
                 nbytes=touched,
                 block=name,
                 chunk=number,
+                # What comes from disk and goes there is updated where it lies in between.
+                apart=target is not home.current and not home.on_disk,
             )
         target.states_written[number] = done
         if home.states_on_disk:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 from forebay.device.base import Completion
@@ -149,12 +149,15 @@ class Recorder:
         bits: int = 0,
         ring: int = -1,
         part: Kind | None = None,
+        apart: bool = False,
     ) -> Recorded:
         """Writes down an action, after what the caller names and after what its lane must wait for."""
         self.before()
         known = self._known(lane, after)
         if self.sketching:
-            self.outlines.append(Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits))
+            self.outlines.append(
+                Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits, False, apart, block)
+            )
             return self._written(lane)
         self.actions.append(
             Action(
@@ -175,9 +178,28 @@ class Recorder:
                 bits=bits,
                 ring=ring,
                 part=part,
+                apart=apart,
             )
         )
         return self._written(lane)
+
+    def add_updates(
+        self, what: str, block: str, after: Sequence[Completion], chunks: Iterable[tuple[int, int]], *, apart: bool
+    ) -> Recorded:
+        """Writes down the updates on the host of ``chunks`` (number, bytes) of ``block``, one or more, which all come
+        after the same. Returns the last one."""
+        self.before()
+        lane, verb, step = Lane.UPDATE, Verb.UPDATE, self.step
+        known: tuple[int, ...] = ()
+        for place, (number, nbytes) in enumerate(chunks):
+            if place < 2:  # the first one also comes after what the issuer has waited for; all others are behind that
+                known = self._known(lane, after)
+            if self.sketching:
+                self.outlines.append(Outline(lane, verb, what, step, known, nbytes, apart=apart, block=block))
+            else:
+                self.actions.append(Action(lane, verb, what, step, block, known, nbytes, chunk=number, apart=apart))
+            self._lanes.append(lane)
+        return Recorded(self, len(self._lanes) - 1)
 
     def _known(self, lane: Lane, after: Iterable[Completion]) -> tuple[int, ...]:
         """The actions that the next one of ``lane`` names, ``after`` what its caller names."""

@@ -82,6 +82,8 @@ class Walker:
         # Gradients of resident blocks: those of the first pass stay until the update, later ones are added to them.
         self._kept = 0
         self._first_pass = True
+        # Where updates are delayed: the blocks whose slots are without the last one.
+        self._late: Sequence[str] = ()
         # Compute that is issued and not yet written down: positions, the stage that they are of, blocks read.
         self._start = self._end = 0
         self._stage: Stage | None = None
@@ -223,14 +225,18 @@ class Walker:
         """The updates, and the first fetches of the next pass."""
         names = [n for n in self.pool.order.in_order_of_use(self.homes.blocks) if self._trained.get(n)]
         last = [n for n in names if self.homes.blocks[n].placement.resident][-1:]
-        for name in names:
+        delayed = self._plan.streaming.delay_after is not None
+        if delayed:
+            self._show_latest(names)
+        for name in reversed(names) if delayed else names:
             home, tasks = self.homes.blocks[name], frozenset(self._trained[name])
             if home.placement.resident:
                 # zero_grad() follows the step: it frees all gradients at once.
                 freed = (Change(Kind.GRADIENT, -self._kept),) if [name] == last and self._kept else ()
                 self.homes.update_resident(home, tasks, freed)
             else:
-                self.pool.invalidate(name)
+                if not delayed:
+                    self.pool.invalidate(name)
                 self.homes.step(home, tasks)
         if not self._plan.streaming.overlap_update:
             self.homes.settle()
@@ -238,6 +244,15 @@ class Walker:
         self._kept, self._first_pass = 0, True
         self.pool.order.begin(TRAINING)
         self.pool.prefetch()
+
+    def _show_latest(self, names: Sequence[str]) -> None:
+        """The slots get what the delayed updates of the step before have made (``runtime.delay``); those of ``names``
+        come next. Every step is written down as those behind the warm-up are."""
+        for name in self._late:
+            self.pool.invalidate(name)
+        for name in names:
+            self.pool.bring(name)
+        self._late = names
 
     # Compute.
 

@@ -89,7 +89,7 @@ def copied(team: Team, target: torch.Tensor, source: torch.Tensor) -> None:
         np.copyto(there[start:stop], here[start:stop])
         return 0.0
 
-    team.run(copy, there.size // _WIDE.itemsize)
+    team.take_turns(copy, there.size // _WIDE.itemsize)
 
 
 class Arithmetic(ABC):
@@ -198,7 +198,7 @@ class KernelArithmetic(Arithmetic):
         for (parameter, gradient, apart), members in alike.items():
             launch = self._choose(parameter, gradient, apart, step, group)
             rows = np.array([self._row(part, apart=bool(apart)) for part in members], dtype=np.int64)
-            self._team.run(
+            self._team.take_turns(
                 lambda share, shares, launch=launch, rows=rows: launch(rows, share, shares),  # type: ignore[misc]
                 int(rows[:, 0].sum()),
             )

@@ -28,10 +28,10 @@ from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
-from forebay.planners.states import STATES
+from forebay.planners.states import LATE, STATES
 from forebay.plans import Plan
 
-__all__ = ["PLANNERS", "STATES", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
+__all__ = ["LATE", "PLANNERS", "STATES", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
 
 PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
@@ -44,6 +44,7 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
         "stream": stream,
         "stream-recompute": stream_recompute,
         **STATES,
+        **LATE,
     }
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -14,18 +14,18 @@ from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
-from forebay.planners.activations.groups import groups_of
+from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
-from forebay.planners.parts import Draft, recomputable, slot_options
+from forebay.planners.parts import Draft, delays, recomputable, slot_options
 from forebay.planners.problem import Problem
 from forebay.plans import Fate, Plan, Streaming
-from forebay.program import Program
+from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, pace, play, summarise
 from forebay.states import state_changes
 from forebay.timeline import Timeline
 from forebay.trace import Block
 
-__all__ = ["Bench"]
+__all__ = ["Bench", "Known"]
 
 SIMULATIONS = 40
 """Simulations that one search may take at most: what a search costs is counted, not timed, so that the same problem
@@ -41,6 +41,10 @@ IN_WORDS = ACTIONS // 8
 SIMULATIONS_LEAST = 3
 """But so many it may take."""
 
+SKETCHES = 8
+"""Programs of drafts that were simulated last are kept, so many: who asks what would change about one of them asks
+soon."""
+
 LONG = 160
 """Visits of a trace from which on a step is so long that nothing is simulated beside what is most likely to gain."""
 
@@ -49,30 +53,55 @@ CHUNKS = 500
 
 
 @final
-class Bench:
-    """Sizes and times the drafts of one problem."""
+class Known:
+    """What is known of the drafts of one model on one machine, whatever the limits: ``paced`` are the seconds of a step
+    and the actions of its program, ``groups`` follow from ``Problem.compress`` and from whether there is a disk."""
 
     def __init__(self, problem: Problem) -> None:
+        trace, machine = problem.trace, problem.machine
+        self.liveness = None if trace is None else Liveness(trace)
+        self.costs = None if trace is None or machine is None else Costs(trace, machine)
+        self.sizers: dict[int, Sizer] = {}
+        self.arenas: dict[Draft, Arenas] = {}
+        self.beside: dict[tuple[object, ...], int] = {}
+        self.paced: dict[Draft, tuple[float, int]] = {}
+        self.slots: dict[int, list[tuple[int, ...]]] = {}
+        self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
+
+
+@final
+class Bench:
+    """Sizes and times the drafts of one problem. ``known``: see ``with_limits``."""
+
+    def __init__(self, problem: Problem, known: Known | None = None) -> None:
         self.problem = problem
         self.model = problem.model
+        self.known = known or Known(problem)
         self.recomputable: tuple[str, ...] = () if problem.trace is None else recomputable(problem.trace)
         self.simulated = 0
         self.actions = 0
+        self.liveness = self.known.liveness
         self._elements = sum(b.trainable_numel for b in self.model.blocks)
-        self._sizers: dict[int, Sizer] = {}
-        self._arenas: dict[Draft, Arenas] = {}
-        self.liveness = None if problem.trace is None else Liveness(problem.trace)
-        self._beside: dict[tuple[object, ...], int] = {}
         self._seconds: dict[Draft, float] = {}
+        self._sketches: dict[Draft, Sketch] = {}
         self._exact: dict[Draft, Forecast] = {}
         self._proofs: dict[Draft, DoesNotFit | PlanInvalid | None] = {}
         self._latest: tuple[Draft, Program, Timeline] | None = None
-        self._costs: Costs | None = None
         self._op_seconds: float | None = None
         self._chain: Chain | None = None
         self._bound: float | None = None
-        self._slots: dict[int, list[tuple[int, ...]]] = {}
         self._fingerprint = "" if problem.trace is None else problem.trace.fingerprint
+
+    def with_limits(self, problem: Problem) -> Bench:
+        """A bench for ``problem``, which asks the same as this one's within other limits: what does not depend on those
+        is known. Raises ``ConfigError`` where it asks something else."""
+        mine = self.problem
+        same = replace(
+            problem, budget=mine.budget, host_limit=mine.host_limit, disk_limit=mine.disk_limit, compress=mine.compress
+        )
+        if same != mine:
+            raise ConfigError("a bench for other limits is one for the same model on the same machine")
+        return Bench(problem, self.known)
 
     def spent(self, simulated: int, actions: int, share: float = 1.0) -> bool:
         """Whether a search that began with the counts of ``simulated`` and ``actions`` has used up ``share`` of what it
@@ -96,17 +125,19 @@ class Bench:
 
     def sizer(self, update_chunk: int) -> Sizer:
         """The sizer for chunks of ``update_chunk`` elements."""
-        if update_chunk not in self._sizers:
-            self._sizers[update_chunk] = Sizer(self.model, self.problem.state_names, update_chunk)
-        return self._sizers[update_chunk]
+        sizers = self.known.sizers
+        if update_chunk not in sizers:
+            sizers[update_chunk] = Sizer(self.model, self.problem.state_names, update_chunk)
+        return sizers[update_chunk]
 
     def arenas(self, draft: Draft) -> Arenas:
         """Bytes of every arena."""
-        if draft not in self._arenas:
-            sizer = self.sizer(draft.streaming.update_chunk)
-            there = draft.update_on_device
-            self._arenas[draft] = sizer.arenas(draft.placements, draft.streaming, draft.speculate, there)
-        return self._arenas[draft]
+        found = self.known.arenas.get(draft)
+        if found is None:
+            sizer, there = self.sizer(draft.streaming.update_chunk), draft.update_on_device
+            found = sizer.arenas(draft.placements, draft.streaming, draft.speculate, there)
+            self.known.arenas[draft] = found
+        return found
 
     def device(self, draft: Draft) -> int:
         """Bytes that the device will hold at most; never exceeded, whatever the timing."""
@@ -120,11 +151,12 @@ class Bench:
             return self.problem.footprint.peak + self.model.buffer_nbytes + window
         hosted = tuple(p.block for p in draft.placements if not p.resident)
         key = (draft.level, hosted, window, draft.streaming.update_chunk)
-        if key not in self._beside:
+        known = self.known.beside
+        if key not in known:
             live = self.liveness.beside(draft.recompute, hosted, draft.streaming, draft.activations)
             live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
-            self._beside[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
-        return self._beside[key]
+            known[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
+        return known[key]
 
     def fits_device(self, draft: Draft) -> bool:
         """Whether the device has room. Where it has none for the arenas alone, nothing else need be known."""
@@ -171,7 +203,11 @@ class Bench:
             update_on_device=draft.update_on_device,
             fingerprint=self._fingerprint,
             reasons=reasons,
-            changes_numbers=(*changes(draft.activations), *state_changes(self.problem.state_names)),
+            changes_numbers=(
+                *changes(draft.activations),
+                *state_changes(self.problem.state_names),
+                *delays(draft.streaming),
+            ),
         )
 
     def timed(self, plan: Plan) -> Plan:
@@ -195,13 +231,37 @@ class Bench:
         simulation would go into; ``exact`` takes them as they are.
         """
         if draft not in self._seconds:
+            paced = self.known.paced.get(draft)
+            if paced is None:
+                program = self.sketched(draft)
+                paced = self.paced(program, draft), len(program.actions)
+                self.known.paced[draft] = paced
+            # What another bench has simulated counts all the same: what is found does not depend on who came before.
             self.simulated += 1
-            costs, streaming = self.costs, self._coarse(draft)
-            coarse = replace(self.plan("", draft), streaming=streaming)
-            program = sketch(costs.trace, coarse, liveness=self.liveness)
-            self.actions += len(program.actions)
-            self._seconds[draft] = pace(program, costs, settled=not streaming.overlap_update)[-1]
+            self.actions += paced[1]
+            self._seconds[draft] = paced[0]
         return self._seconds[draft]
+
+    def sketched(self, draft: Draft) -> Sketch:
+        """The program of which ``seconds`` are those of the last step."""
+        program = self._sketches.get(draft)
+        if program is None:
+            coarse = replace(self.plan("", draft), streaming=self._coarse(draft))
+            program = sketch(self.costs.trace, coarse, liveness=self.liveness)
+            while len(self._sketches) >= SKETCHES:
+                del self._sketches[next(iter(self._sketches))]
+            self._sketches[draft] = program
+        return program
+
+    def eased(self, draft: Draft, part: Callable[[Outline], float]) -> float:
+        """``seconds`` if every action took ``part`` of its seconds (or so many times of them): what a step may come to
+        where those are not in its way. It is asked of the actions in order, and costs no program."""
+        program = self.sketched(draft)
+        return self.paced(program, draft, list(map(part, program.actions)))
+
+    def paced(self, program: Sketch, draft: Draft, times: Sequence[float] = ()) -> float:
+        """Seconds of the last step of ``program``, one of ``draft``; ``times``: see ``simulation.pace``."""
+        return pace(program, self.costs, settled=not draft.streaming.overlap_update, times=times)[-1]
 
     def played(self, plan: Plan) -> tuple[Program, Timeline]:
         """``plan`` lowered, every chunk of every update by itself, and played against a clock. The latest is kept."""
@@ -288,15 +348,20 @@ class Bench:
     def chain(self) -> Chain | None:
         """The programme over all blocks; None without a trace."""
         if self._chain is None and self.liveness is not None and self.problem.trace is not None:
-            groups = groups_of(self.problem, self.problem.trace, self.liveness.index, self.costs)
-            self._chain = Chain(self.problem, groups, self.costs, standing_nbytes(self.liveness, groups))
+            # Of the limits, what a block may do depends on whether there is a disk alone.
+            key, known = (self.problem.compress, bool(self.problem.limit(Tier.DISK))), self.known.groups
+            if key not in known:
+                known[key] = groups_of(self.problem, self.problem.trace, self.liveness.index, self.costs)
+            standing = standing_nbytes(self.liveness, known[key])
+            self._chain = Chain(self.problem, known[key], self.costs, standing)
         return self._chain
 
     def slot_options(self, most: int) -> list[tuple[int, ...]]:
         """``parts.slot_options`` for everything that can stream."""
-        if most not in self._slots:
-            self._slots[most] = slot_options([b for b in self.model.blocks if not b.held], most)
-        return self._slots[most]
+        known = self.known.slots
+        if most not in known:
+            known[most] = slot_options([b for b in self.model.blocks if not b.held], most)
+        return known[most]
 
     @property
     def bound(self) -> float:
@@ -308,9 +373,6 @@ class Bench:
     @property
     def costs(self) -> Costs:
         """Seconds of ops and actions. Raises ``ConfigError`` for a problem without a trace."""
-        trace, machine = self.problem.trace, self.problem.machine
-        if trace is None or machine is None:
+        if self.known.costs is None:
             raise ConfigError("nothing can be simulated without a trace and a machine; give a batch")
-        if self._costs is None:
-            self._costs = Costs(trace, machine)
-        return self._costs
+        return self.known.costs

@@ -8,6 +8,9 @@ for the link: so it is the first few, and the simulation says how many. (Simulat
 1,024 tokens: 1.41 s a step where the host updates all of 20 blocks that do not stay, 1.18 s where the device updates
 the first 7.) It costs a window on the device, and with it room for blocks that stay there.
 
+What is simulated is what may gain: of the program of a draft without them it is asked first how long its step is if
+the host has those updates off its hands and the link brings what they read (``at_best``).
+
 Ren et al., "ZeRO-Offload" (USENIX ATC 2021), update on the host because the link is slow; Lian et al., "SuperOffload"
 (ASPLOS 2026), leave the last buckets to the device, whose states stay there.
 """
@@ -18,26 +21,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 
-from forebay.arenas import UPDATE_CELLS
+from forebay.arenas import UPDATE_CELLS, Sizer
 from forebay.errors import DoesNotFit
+from forebay.layout import needs_master
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, on_host
 from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, fits
+from forebay.program import Outline, Verb
 from forebay.states import is_wide
-from forebay.trace import Phase
+from forebay.timeline import Lane
+from forebay.trace import Block, Phase
 
-__all__ = ["at_home_again", "candidates", "fastest_there", "there"]
+__all__ = ["at_best", "at_home_again", "candidates", "fastest_there", "there"]
 
 FINALISTS = 2
 """Drafts with room for a window for which the number of blocks is looked for."""
+
+NEAR = 0.02
+"""A draft is looked at more closely where a first look has it behind the best by less than this share."""
 
 SHARED = Filling(dedicate=False)
 
 PARTS = 4
 """Of all blocks that could be updated on the device, one part in so many more is tried at a time."""
+
+PROBES = (1.0, 0.5, 0.25)
+"""Of all blocks that could be, the shares with which it is asked what a draft may gain at best."""
+
+LONG_PROBES = (1 / PARTS, 1 / PARTS / 2)
+"""The same for long steps (``Bench.is_long``): with these it is seen whether there is anything in it."""
 
 
 def there(bench: Bench, draft: Draft) -> Draft:
@@ -47,11 +62,14 @@ def there(bench: Bench, draft: Draft) -> Draft:
     # What a step takes at least if no update on the host holds it up.
     if not able or bench.at_least(replace(draft, update_on_device=able)) > enough:
         return draft
-    bases = _bases(bench, draft, _window(bench, draft, able))
-    if not bench.is_long:
-        # Which of them may gain most is asked with all of their blocks, and with half of them.
-        bases = sorted(bases, key=lambda base: min(map(bench.seconds, _probes(bench, base))))[:FINALISTS]
-    best = min((_fastest_count(bench, base) for base in bases), key=bench.seconds, default=draft)
+    if bench.is_long and _least(bench, draft) > enough:
+        return draft
+    best, bases = draft, {base: _least(bench, base) for base in _bases(bench, draft, _window(bench, draft, able))}
+    # Of those whose steps are the same with and without, one will do.
+    unlike = {(bench.seconds(base), least): base for base, least in reversed(bases.items())}
+    for base in sorted(unlike.values(), key=lambda base: bases[base])[:FINALISTS]:
+        if bases[base] < min(enough, bench.seconds(best)):
+            best = min(best, _fastest_count(bench, base), key=bench.seconds)
     return best if bench.seconds(best) < enough else draft
 
 
@@ -62,7 +80,8 @@ def fastest_there(bench: Bench, drafts: Sequence[Draft], may_take: Callable[[Dra
     for draft in dict.fromkeys(drafts[:1] if bench.is_long else drafts):
         more = there(bench, draft)
         if more != draft:  # what is left to the host may run ahead of its step
-            more = ahead(bench, more)
+            few = ahead(bench, more, few=True)
+            more = ahead(bench, more) if bench.seconds(few) < bench.seconds(best) * (1 + NEAR) else few
         if more != draft and bench.seconds(more) < bench.seconds(best) * (1 - MORE_GAIN) and may_take(more):
             best = more
     return best
@@ -96,8 +115,11 @@ def _fastest_count(bench: Bench, base: Draft) -> Draft:
 
     def attempt(count: int) -> int:
         """Returns the best count so far."""
-        if count not in tried and (more := _placed(bench, base, able[:count])) is not None:
-            tried[count] = more
+        least = min(map(bench.seconds, tried.values()))
+        if count not in tried and at_best(bench, base, able[:count]) < least:
+            more = _placed(bench, base, able[:count])
+            if more is not None:
+                tried[count] = more
         return min(tried, key=lambda known: (bench.seconds(tried[known]), known))
 
     best = 0
@@ -134,10 +156,42 @@ def _window(bench: Bench, draft: Draft, names: Sequence[str], cells: int = UPDAT
     return bench.sizer(draft.streaming.update_chunk).update_window(names, cells)
 
 
-def _probes(bench: Bench, base: Draft) -> list[Draft]:
+def at_best(bench: Bench, base: Draft, names: Sequence[str]) -> float:
+    """What a step of ``base`` takes at least with the updates of ``names`` on the device: they take the host no time,
+    and the link as long as it takes to bring what they read, in front of the next fetch of their block. That they store
+    again what they have made, and that fetches wait for this, is left out."""
+    chosen, program = frozenset(names), bench.sketched(base)
+    sizer = bench.sizer(base.streaming.update_chunk)
+    loads = {b.name: _loaded(sizer, b) for b in bench.model.blocks if b.name in chosen}
+    due: dict[str, Outline] = {}  # updates that nobody has asked for yet
+    actions, places = list[Outline](), list[int]()
+    for action in program.actions:
+        if action.verb is Verb.FETCH and action.block in due:
+            update = due.pop(action.block)
+            actions.append(update._replace(lane=Lane.H2D, verb=Verb.LOAD, nbytes=loads[action.block]))
+        after = tuple([places[earlier] for earlier in action.after])
+        places.append(len(actions))
+        now = action._replace(after=after)
+        if action.verb is Verb.UPDATE and action.block in chosen:
+            due.setdefault(action.block, now)
+            now = now._replace(nbytes=0, after=())  # it holds up no other on its lane
+        actions.append(now)
+    return bench.paced(replace(program, actions=tuple(actions)), base)
+
+
+def _loaded(sizer: Sizer, block: Block) -> int:
+    """Bytes that come to the device for one update of ``block``: its states, its gradients, and those of its parameters
+    that have no master."""
+    trained = (p for p in block.parameters if p.trainable and not needs_master(p))
+    return sizer.state_nbytes(block.name) + block.gradient_nbytes + sum(p.nbytes for p in trained)
+
+
+def _least(bench: Bench, base: Draft) -> float:
+    """The least of ``at_best`` for some of the counts that would be tried."""
     able = candidates(bench, base)
-    tried = (_placed(bench, base, able[: ceil(len(able) / part)]) for part in (1, 2))
-    return [more for more in tried if more is not None] or [base]
+    counts = {ceil(len(able) * part) for part in (LONG_PROBES if bench.is_long else PROBES)}
+    bench.seconds(base)  # its program is at hand then
+    return min(at_best(bench, base, able[:count]) for count in sorted(counts))
 
 
 def _bases(bench: Bench, draft: Draft, window: int) -> list[Draft]:

@@ -22,10 +22,12 @@ __all__ = [
     "Level",
     "all_resident",
     "all_streamed",
+    "delays",
     "fewer_slots",
     "keep_order",
     "recomputable",
     "repeated_size",
+    "roomy",
     "selected",
     "sizes_at_once",
     "slot_options",
@@ -127,6 +129,14 @@ def all_streamed(model: Model, streaming: Streaming, level: Level = KEPT) -> Dra
     return Draft(homes, level.through(streaming), level.recompute, level.activations)
 
 
+def delays(streaming: Streaming) -> tuple[str, ...]:
+    """What delayed updates do to the numbers, in words (``Plan.changes_numbers``)."""
+    if streaming.delay_after is None:
+        return ()
+    late = "the update of each step comes a step late: forward and backward see parameters without it"
+    return (f"{late} (delayed parameter update, from step {streaming.delay_after + 1} on)",)
+
+
 def selected(trace: Trace, treatments: Mapping[str, Sequence[Treatment]]) -> tuple[Selection, ...]:
     """What a plan says where each block has the ``treatments`` given: those that are alike share a selection, in the
     order of the forward."""
@@ -149,7 +159,7 @@ def slot_options(shared: Sequence[Block], most: int = SHARED_SLOTS) -> list[tupl
     if larger:
         options.append((larger,))
     wanted_at_once = sizes_at_once(shared)
-    return list(dict.fromkeys(_roomy(option, wanted_at_once) for option in options))
+    return list(dict.fromkeys(roomy(option, wanted_at_once) for option in options))
 
 
 def sizes_at_once(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
@@ -169,7 +179,7 @@ def sizes_at_once(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-def _roomy(slots: tuple[int, ...], at_once: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def roomy(slots: tuple[int, ...], at_once: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """``slots`` and as many more as it takes to hold what is needed at once."""
     for sizes in at_once:
         for place, size in enumerate(sizes):

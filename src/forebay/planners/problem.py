@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forebay.budgets import Budget
 from forebay.compression import CODE_BITS
 from forebay.errors import ConfigError
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.plans import Budget
 from forebay.trace import Footprint, Model, Trace
 
 __all__ = ["Problem"]
@@ -23,7 +23,7 @@ class Problem:
     what the machine has where the budget names none (``disk_limit`` 0: no disk). ``state_names`` are the optimizer's
     states per element. ``overlap_update`` says whether host updates may run beside compute: not where both share the
     cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
-    is.
+    is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -38,12 +38,15 @@ class Problem:
     trace: Trace | None = None
     machine: Machine | None = None
     compress: int = 0
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):
             raise ConfigError("a trace and a machine go together: without one of them no step can be simulated")
         if self.compress not in (0, *CODE_BITS):
             raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress}")
+        if self.micro_batches < 1:
+            raise ConfigError(f"micro_batches must be 1 or more, got {self.micro_batches}")
         if self.trace is not None and self.trace.model != self.model:
             raise ConfigError("the trace is of another model; capture this one")
         if self.machine is not None and self.disk_limit and self.machine.disk is None:

@@ -30,6 +30,7 @@ __all__ = [
     "bought_by_speculation",
     "explained",
     "kept",
+    "limits",
     "recomputed",
     "unknown_activations",
 ]
@@ -116,6 +117,11 @@ def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
         *_pinning(bench, draft),
         *_gap(bench, draft),
     )
+
+
+def limits(bench: Bench, draft: Draft) -> tuple[str, ...]:
+    """What the step of ``draft`` waits for, and how far it is from what no plan can beat."""
+    return (_binding(bench, draft), *_gap(bench, draft))
 
 
 def bought_by_speculation(bench: Bench, draft: Draft) -> Iterator[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from forebay.errors import ConfigError, DoesNotFit
+from forebay.errors import ConfigError, DoesNotFit, NoRoomTogether
 from forebay.lowering import accumulation_of
 from forebay.memory import Tier
+from forebay.planners.activations.choosing import leanest, narrow
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
+from forebay.planners.shapes import least_device, levels
 from forebay.plans import Plan
 from forebay.units import format_apart, format_bytes
 
@@ -21,11 +23,19 @@ Make = Callable[[Problem, Bench], Plan]
 
 TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
-ROUNDS: Final = 7
+ROUNDS: Final = 6
 """Plans that are made in search of one that leaves enough room, the first one with all that is allowed."""
 
 CLOSE: Final = 1 / 32
-"""A plan is good enough when the next one that would be asked for had this share more of the budget at most."""
+"""A plan is good enough when the next one that would be asked for had this share more of the budget at most, or when
+the micro-batches leave no more than this share of it."""
+
+FAST: Final = 0.01
+"""A plan is good enough, too, when one with more, and without enough room, is no faster by more than this share."""
+
+EDGE: Final = 1 / 8
+"""Of the shares that are still in question, this part at either end is not asked for: a figure that hardly changes
+would lead there again and again."""
 
 
 @dataclass(frozen=True)
@@ -42,39 +52,84 @@ class Room:
 def leave_room(problem: Problem, micro_batches: int, make: Make) -> Room:
     """The plan that ``make`` makes for ``problem``, with room for ``micro_batches`` of ``forebay.accumulate``.
 
-    Raises ``DoesNotFit`` where there is none, ``ConfigError`` where activations are unknown (no batch was given).
+    Raises ``NoRoomTogether`` where there is none but for one, ``DoesNotFit`` where there is none for one either,
+    ``ConfigError`` where activations are unknown (no batch was given).
     """
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches must be 1 or more, got {micro_batches}")
+    problem = replace(problem, micro_batches=micro_batches)
     if micro_batches > 1 and problem.trace is None:
         raise ConfigError("what several micro-batches take is known only with a batch: give prepare one")
     bench = alone_bench = Bench(problem)
     plan = alone = make(problem, bench)
-    over = _over(problem, plan, micro_batches, bench)
+    taken = _taken(problem, plan, micro_batches, bench)
+    over = {tier: share for tier, share in taken.items() if share > 1}
     if not over:
         return Room(_told(plan, micro_batches, bench), bench, alone, bench)
-    # With less a plan keeps less, so that each micro-batch takes less; with too little there is no plan.
-    low, high, share, found = 0.0, 1.0, 1 / max(over.values()), None
+    found = None if _never(problem, micro_batches, bench) else _within(problem, micro_batches, make, alone, bench, over)
+    if found is None:
+        raise _refusal(problem, micro_batches, over, alone)
+    plan, bench = found
+    return Room(_told(replace(plan, budget=problem.budget), micro_batches, bench), bench, alone, alone_bench)
+
+
+def _within(
+    problem: Problem, micro_batches: int, make: Make, alone: Plan, known: Bench, over: Mapping[Tier, float]
+) -> tuple[Plan, Bench] | None:
+    """A plan for a share of what is allowed that leaves room in all of it, and the bench that it was made on; None if
+    none is found. ``alone`` is the plan for all of it, made on ``known``; ``over`` are the tiers that have no room
+    under that, and how many times all of it is taken.
+
+    With less a plan keeps less, so that each micro-batch takes less; with too little there is no plan.
+    """
+    found, fastest = None, alone.step_seconds or 0.0
+    low, high, share = 0.0, _needed(problem, alone, over), 1 / max(over.values())
+    below, above = 0.0, max(over.values())  # what is taken with these shares, in parts of what is allowed
+    scaled = set(over)
     for _ in range(ROUNDS - 1):
-        asked = _scaled(problem, share, over)
-        bench = Bench(asked)
+        asked = _scaled(problem, share, scaled)
+        bench = known.with_limits(asked)
         try:
             plan = make(asked, bench)
         except DoesNotFit:
-            low = share
+            low, below = share, 0.0
         else:
-            more = _over(problem, plan, micro_batches, bench)
-            if more:
-                high, over = share, {**over, **more}
+            taken = _taken(problem, plan, micro_batches, bench)
+            most = max(taken[tier] for tier in scaled)
+            if max(taken.values()) > 1:
+                scaled |= {tier for tier in TIERS if taken[tier] > 1}
+                high, above = min(share, _needed(problem, plan, scaled)), max(taken.values())
+                fastest = plan.step_seconds or 0.0
             else:
-                low, found = share, (plan, bench)
-        if found is not None and high - low < CLOSE:
+                low, below, found = share, most, (plan, bench)
+                if most >= 1 - CLOSE:
+                    break
+        if found is not None and (high - low < CLOSE or (found[0].step_seconds or 0.0) <= fastest * (1 + FAST)):
             break
-        share = (low + high) / 2
-    if found is None:
-        raise _refusal(problem, micro_batches, over)
-    plan, bench = found
-    return Room(_told(replace(plan, budget=problem.budget), micro_batches, bench), bench, alone, alone_bench)
+        # Where all but half of what may be left would be taken, if it grew evenly.
+        part = (1 - CLOSE / 2 - below) / (above - below) if below else 0.5
+        share = low + max(0.0, high - low) * min(1 - EDGE, max(EDGE, part))
+    return found
+
+
+def _needed(problem: Problem, plan: Plan, tiers: Collection[Tier]) -> float:
+    """The least share of what is allowed of ``tiers`` with which ``plan`` could be made: with that or more it is, or a
+    better one."""
+    needs = {Tier.DEVICE: plan.device, Tier.HOST: plan.host, Tier.DISK: plan.disk}
+    return max(needs[tier] / max(1, problem.limit(tier)) for tier in tiers)
+
+
+def _never(problem: Problem, micro_batches: int, bench: Bench) -> bool:
+    """Whether the device has no room for the micro-batches under any draft that holds the least at one time, nor even
+    with the least that any of them takes for one and the least that any takes for each further one."""
+    trace = problem.trace
+    if trace is None:
+        return False
+    drafts = (least_device(bench, [level]) for level in (*map(narrow, leanest(bench)), *levels(bench)))
+    needs = [accumulation_of(trace, bench.plan("", draft), liveness=bench.liveness) for draft in drafts]
+    streamed = [need for need in needs if need is not None]
+    if len(streamed) < len(needs) or not streamed:
+        return False
+    least = min(n.device for n in streamed) + (micro_batches - 1) * min(n.device_further for n in streamed)
+    return least > problem.limit(Tier.DEVICE)
 
 
 def _scaled(problem: Problem, share: float, tiers: Collection[Tier]) -> Problem:
@@ -84,13 +139,12 @@ def _scaled(problem: Problem, share: float, tiers: Collection[Tier]) -> Problem:
     return replace(problem, budget=budget, host_limit=limits[Tier.HOST], disk_limit=limits[Tier.DISK])
 
 
-def _over(problem: Problem, plan: Plan, micro_batches: int, bench: Bench) -> dict[Tier, float]:
-    """The tiers that have no room for the micro-batches, and how many times what is allowed these take."""
+def _taken(problem: Problem, plan: Plan, micro_batches: int, bench: Bench) -> dict[Tier, float]:
+    """How many times what is allowed of each tier the micro-batches take; 0 where they go one by one anyway."""
     needs = None if problem.trace is None else accumulation_of(problem.trace, plan, liveness=bench.liveness)
     if needs is None or micro_batches == 1:
-        return {}
-    taken = {tier: needs.needed(tier, micro_batches) for tier in TIERS}
-    return {t: taken[t] / max(1, problem.limit(t)) for t in TIERS if taken[t] > problem.limit(t)}
+        return dict.fromkeys(TIERS, 0.0)
+    return {tier: needs.needed(tier, micro_batches) / max(1, problem.limit(tier)) for tier in TIERS}
 
 
 def _told(plan: Plan, micro_batches: int, bench: Bench) -> Plan:
@@ -103,15 +157,16 @@ def _told(plan: Plan, micro_batches: int, bench: Bench) -> Plan:
     return replace(plan, reasons=(*plan.reasons, reason))
 
 
-def _refusal(problem: Problem, micro_batches: int, over: dict[Tier, float]) -> DoesNotFit:
+def _refusal(problem: Problem, micro_batches: int, over: Mapping[Tier, float], alone: Plan) -> NoRoomTogether:
     tier = max(over, key=lambda one: over[one])
     allowed = problem.limit(tier)
     needed = int(over[tier] * allowed) + 1
     shown = format_apart(needed, allowed)
-    return DoesNotFit(
+    return NoRoomTogether(
         f"no plan leaves room for {micro_batches} micro-batches at a time; use fewer, or none. {tier.value}: they take "
         f"up to {shown[0]} and {shown[1]} are allowed",
         tier=tier.value,
         needed=needed,
         allowed=allowed,
+        alone=alone,
     )

@@ -16,7 +16,7 @@ end and takes none away, so that no plan is slower for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import ceil
@@ -25,8 +25,10 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import more_on_disk
 from forebay.planners.parts import Draft
+from forebay.program import Outline, Verb
+from forebay.timeline import Lane
 
-__all__ = ["GAIN", "MORE_GAIN", "ahead", "candidates", "fastest_ahead", "fits", "second_copies"]
+__all__ = ["GAIN", "MORE_GAIN", "ahead", "candidates", "fastest_ahead", "fits", "second_copies", "unhindered"]
 
 GAIN = 0.01
 """Second copies that save less than this share of a step are not worth their bytes."""
@@ -41,7 +43,7 @@ RUNGS = 8
 """Of all blocks that are updated on the host, one part in so many more is tried at a time."""
 
 FEW_RUNGS = 4
-"""The same for long steps (``Bench.is_long``), until one gains nothing."""
+"""The same for long steps (``Bench.is_long``), from half of all blocks on until more gain nothing."""
 
 DISK_RUNGS = 3
 """Of those that have all on disk, where second copies take no host memory."""
@@ -49,28 +51,60 @@ DISK_RUNGS = 3
 OTHERS = 3
 """Drafts behind the fastest one that are tried with second copies too: they may gain more."""
 
+PROMISING = 6
+"""Drafts of which it is asked what they take if no update is in their way."""
+
 SPENT = 0.5
 """Of what a search may simulate, so much may go to those."""
 
 
-def ahead(bench: Bench, draft: Draft) -> Draft:
-    """``draft`` with the updates ahead of their step that make it faster; without a trace, as it is."""
+def ahead(bench: Bench, draft: Draft, *, few: bool = False) -> Draft:
+    """``draft`` with the updates ahead of their step that make it faster; without a trace, as it is. ``few``: of fewer
+    numbers of them than else."""
+    few = few or bench.is_long
     able = candidates(bench, draft)
-    if not able or bench.at_least(draft) > bench.seconds(draft) * (1 - GAIN):
+    enough = bench.seconds(draft) * (1 - GAIN) if able else 0.0
+    if not able or bench.at_least(draft) > enough or (not bench.is_long and unhindered(bench, draft) > enough):
         return draft
     homes = {p.block: p for p in draft.placements}
     # Where the host has no room for the second copies of some, those of others may still go to disk.
     on_disk = tuple(b for b in able if homes[b].parameters is Tier.DISK and homes[b].states is Tier.DISK)
     found = [draft]
-    if able != on_disk:
-        found.append(_climbed(bench, draft, _choices(bench, draft, able, FEW_RUNGS if bench.is_long else RUNGS)))
-    enough = bench.seconds(draft) * (1 - GAIN)
+    if able != on_disk and few:
+        found.append(_from_the_middle(bench, draft, list(_choices(bench, draft, able, FEW_RUNGS))))
+    elif able != on_disk:
+        found.append(_climbed(bench, draft, _choices(bench, draft, able, RUNGS)))
     found += _choices(bench, draft, on_disk, DISK_RUNGS)
     best = min(found, key=bench.seconds)
     return best if bench.seconds(best) < enough else draft
 
 
-def _climbed(bench: Bench, draft: Draft, choices: Iterator[Draft]) -> Draft:
+def unhindered(bench: Bench, draft: Draft) -> float:
+    """What a step of ``draft`` takes if its updates on the host, and what passes through the disk for them, take no
+    time: no update that runs earlier is worth more than that."""
+
+    def part(action: Outline) -> float:
+        of_updates = action.lane is Lane.UPDATE or (action.tensor < 0 and action.verb in (Verb.READ, Verb.WRITE))
+        return 0.0 if of_updates else 1.0
+
+    return bench.eased(draft, part)
+
+
+def _from_the_middle(bench: Bench, draft: Draft, choices: Sequence[Draft]) -> Draft:
+    """The one of ``choices`` that is worth it, sought from the middle of the rungs on: where half of the blocks are too
+    few, a quarter is too."""
+    start = min(FEW_RUNGS // 2, len(choices)) - 1
+    best = _climbed(bench, draft, choices[max(0, start) :])
+    for fewer in reversed(choices[: max(0, start)]):
+        if best not in (draft, choices[start]):
+            break  # more of them were worth it
+        seconds, known = bench.seconds(fewer), bench.seconds(best)
+        if seconds < known * (1 - MORE_GAIN) or (best != draft and known >= seconds * (1 - MORE_GAIN)):
+            best = fewer
+    return best
+
+
+def _climbed(bench: Bench, draft: Draft, choices: Iterable[Draft]) -> Draft:
     """The last of ``choices``, more and more updates ahead of their step, that is worth it."""
     best = draft
     for more in choices:
@@ -88,18 +122,29 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) 
     """``ahead`` of the fastest draft, ``best``, or of another one that ``may_take`` accepts and that gains more: with
     more on disk, where a second copy takes no host memory, or nearly as fast as ``best``."""
     chosen = ahead(bench, best)
-    if bench.is_long or not candidates(bench, best):
+    if bench.is_long:
         return chosen
     began = bench.simulated, bench.actions
-    for other in chain(more_on_disk(bench, best), bench.fastest(1 + OTHERS)):
+    for other in chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS)):
         if bench.spent(*began, SPENT):
             break
         enough = bench.seconds(chosen) * (1 - MORE_GAIN)
         if other != best and bench.at_least(other) < enough and fits(bench, other):
-            more = ahead(bench, other)
+            more = ahead(bench, other, few=True)
             if bench.seconds(more) < enough and may_take(more):
                 chosen = more
     return chosen
+
+
+def _promising(bench: Bench, best: Draft) -> list[Draft]:
+    """Of the drafts that were simulated those whose step is the shortest half-way to what it would be if no update were
+    in its way, where that would be shorter than the one of ``best``. What the search took for the fastest may have as
+    many blocks on the device as the host's updates ask for, and compute all the more again."""
+    enough = bench.seconds(best) * (1 - GAIN)
+    able = [draft for draft in bench.fastest(bench.simulated) if bench.at_least(draft) < enough and draft != best]
+    least = {draft: unhindered(bench, draft) for draft in sorted(able, key=bench.at_least)[:PROMISING]}
+    able = [draft for draft in least if least[draft] < enough]
+    return sorted(able, key=lambda draft: least[draft] + bench.seconds(draft))[:OTHERS]
 
 
 def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from forebay.budgets import DiskBudget
 from forebay.machine import Curve, Disk, Link, Machine
-from forebay.plans import DiskBudget
 from forebay.profiler.probe import cached, nominal
 from forebay.tiers.host import disks_of, free_in
 from forebay.units import MiB

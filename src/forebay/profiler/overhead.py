@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from forebay.budgets import Budget
 from forebay.device import open_device
 from forebay.memory import Tier
 from forebay.opening import open_session
 from forebay.optim.rules import read_optimizer
-from forebay.plans import Budget, Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.profiler.capture import capture
 from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import Stopwatch

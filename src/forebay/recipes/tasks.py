@@ -40,19 +40,19 @@ class Sample:
     seq: int | None
 
 
-def sample(name: str, *, batch: int, seq: int, dtype: str) -> Sample:
+def sample(name: str, *, batch: int, seq: int, dtype: str, on: str = "meta") -> Sample:
     """The model that ``name`` stands for, with a batch of ``batch`` sequences of ``seq`` tokens.
 
     ``name`` is a recipe, a folder with a config.json, a config.json, or ``package.module:function``. The function is
-    called without arguments inside ``torch.device("meta")`` and returns ``(model, batch)``, or a model of
-    transformers alone, for which the batch is made here. An encoder-decoder reads and writes ``seq`` tokens each; an
-    image classifier takes ``batch`` images of its own size.
+    called without arguments inside ``torch.device(on)`` and returns ``(model, batch)``, or a model of transformers
+    alone, for which the batch is made here, on the meta device like everything that no function makes. An
+    encoder-decoder reads and writes ``seq`` tokens each; an image classifier takes ``batch`` images of its own size.
 
     Raises ``ModelError`` when there is no such model or it cannot be built, ``ConfigError`` when ``seq`` is more than
     its positions.
     """
     if ":" in name and not Path(name).exists():
-        return _from_function(name, batch, seq, dtype)
+        return _from_function(name, batch, seq, dtype, on)
     source = find(name)
     config = read_config(source)
     model = build_as(source, dtype, _factory(source, config), config)
@@ -120,17 +120,17 @@ def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def _from_function(name: str, batch: int, seq: int, dtype: str) -> Sample:
+def _from_function(name: str, batch: int, seq: int, dtype: str, on: str) -> Sample:
     import torch
     from torch import nn
 
     function = _find_function(name)
     try:
-        with torch.device("meta"):
+        with torch.device(on):
             made = function()
     except Exception as error:
         # The function is the user's: whatever it raises is an answer to them and not a fault of ours.
-        raise ModelError(f"{name} failed on the meta device: {type(error).__name__}: {_first_line(error)}") from error
+        raise ModelError(f"{name} failed on the {on} device: {type(error).__name__}: {_first_line(error)}") from error
     if isinstance(made, nn.Module):
         if not _is_transformers(made):
             raise ModelError(

@@ -87,6 +87,7 @@ class Contents:
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for
         every element are in the parameter's shape, codes and scales in one dimension."""
+        self._stepping.delay.show()
         state, spec = self.state(name), self.spec_of[name]
         steps = state.steps.get(name, 0)
         if not steps:
@@ -101,6 +102,7 @@ class Contents:
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replaces the states of the parameters named; an empty mapping stands for "no step yet"."""
         self._settle()
+        self._stepping.delay.show()
         for block in dict.fromkeys(self._block_of[name] for name in states):
             state = self._store.blocks[block]
             self._stepping.speculation.drop(state)

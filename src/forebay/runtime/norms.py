@@ -2,8 +2,9 @@
 
 Clipping asks every gradient for its norm when backward is over, one after the other, each on one core of the host, and
 nothing else runs meanwhile. What a step asks for, the next one does too. So as soon as as many gradients have landed as
-then, the same op runs with the same arguments on the update lane. Who asks gets what it made if the bytes are still the
-same (``GradientBuffer.version``) and it is done; else the op runs as ever. Either way the bits are those of the op.
+then, the same op runs with the same arguments on a lane of its own: behind the updates that run under backward it would
+be known too late, and these would wait for one core meanwhile. Who asks gets what it made if the bytes are still the
+same (``GradientBuffer.version``); else the op runs as ever. Either way the bits are those of the op.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class _Made:
         self.norm = self.asked.op(gradient, *self.asked.args)
 
     def known(self) -> torch.Tensor | None:
-        """The outcome, a tensor of its own; None if it is not there yet, or failed."""
-        if self.done is None or not self.done.done() or dependency_failure(self.done) is not None:
+        """The outcome, a tensor of its own, as soon as it is there; None if it failed."""
+        if self.done is None or dependency_failure(self.done) is not None:
             return None
         return None if self.norm is None else self.norm.clone()
 
@@ -79,7 +80,7 @@ class Norms:
             return
         self._made = made = _Made(asked, version)
         made.done = self._device.submit(
-            Lane.UPDATE, partial(made.make, gradient), after=(arrived,), what=f"norm of gradient {what}"
+            Lane.NORM, partial(made.make, gradient), after=(arrived,), what=f"norm of gradient {what}"
         )
 
     def of(self, gradient: torch.Tensor, landings: int, version: int, op: Op, args: tuple[Any, ...]) -> torch.Tensor:
@@ -88,7 +89,7 @@ class Norms:
         if not known or gradient.numel() < self._least:
             return op(gradient, *args)
         made, self._asked = self._made, _Asked(op, args, landings)
-        # What is not done yet may be behind updates: the op itself is sooner.
+        # What is not done yet is under way: nothing but the norms of other gradients is before it.
         if made is not None and made.version == version and made.asked.args == args:
             norm = made.known()
             if norm is not None:

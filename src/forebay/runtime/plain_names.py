@@ -56,7 +56,9 @@ class PlainNames:
 
     def _exported(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
         """The value of a parameter for ``state``; under a second name the tensor that is there already, since tied
-        names must stay tied in what is saved."""
+        names must stay tied in what is saved. The next step sees every update that is in it (``delay``): one that
+        begins with what was saved is the same step."""
+        self._session.stepping.delay.show()
         reference = self._exports.get(name)
         made = reference() if reference is not None else None
         if made is None or not any(value is made for value in state.values()):
@@ -78,6 +80,7 @@ class PlainNames:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace the prepared parameters; use assign=False")
         self._session.synchronize()
+        self._session.stepping.delay.show()
         # torch copies the loaded value into param.data: for the time of the load that is a tensor of its own, with
         # the present value, because torch copies nothing when the shapes differ.
         for local, full in own.items():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forebay.device.base import Device, Watch
-from forebay.errors import ForebayError, SessionClosed
+from forebay.errors import ForebayError, SessionClosed, UsageError
 from forebay.kernels.team import Team
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
@@ -116,7 +116,9 @@ class Session:
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
         updater = Updater(self.device, rule, self.store.workspace, resources.team, self.store.cells)
-        self.stepping = Stepping(self.store, self.pool, updater, parameters, self.measure, self.torch_device)
+        self.stepping = Stepping(
+            self.store, self.pool, updater, parameters, self.measure, self.torch_device, plan.streaming.delay_after
+        )
         self.contents = Contents(model, parameters, self.store, self.pool, self.stepping, self.synchronize)
         self.vigil = Vigil(VigilPolicy())
         # Whether what a pass saves is more than counted: also where nobody counts it must go through forebay's hooks.
@@ -145,6 +147,13 @@ class Session:
         if self.gathering is None or self.gathering.begins():
             # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
             self.store.landing.empty()
+            if not training and not self.stepping.delay.show():
+                raise UsageError(
+                    "a forward without gradients sees every update, and this plan delays them: it cannot run between "
+                    "forward and backward of a training step; run it before the forward, or after optimizer.step()"
+                )
+            if training:
+                self.stepping.delay.opened()
             self.stash.begin_forward()
             self.pool.order.begin(TRAINING if training else EVALUATION)
         seen = self._seen = self.vigil.begins(shape(), training=training)
@@ -210,6 +219,7 @@ class Session:
 
     def end_backward(self) -> None:
         """Backward is over, or gave up."""
+        self.stepping.delay.closed()
         self.measure.end()
         self._whereabouts.block = ""
         self._whereabouts.phase = Phase.IDLE

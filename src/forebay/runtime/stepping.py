@@ -11,6 +11,7 @@ from torch import nn
 
 from forebay.errors import ModelError
 from forebay.runtime.blockstate import BlockState
+from forebay.runtime.delay import Delay
 from forebay.runtime.gradients import GradientBuffer, LandedGradient
 from forebay.runtime.measure import Measurement
 from forebay.runtime.speculation import Speculation, SpeculationPolicy
@@ -44,6 +45,7 @@ class Stepping:
         parameters: Mapping[str, nn.Parameter],
         measure: Measurement,
         device: torch.device,
+        delay_after: int | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -52,6 +54,7 @@ class Stepping:
         self._measure = measure
         self._device = device
         self.hyperparameters: Hyperparameters = _nobody
+        self.delay = Delay(pool, delay_after)
         self.speculation = Speculation(store.blocks.values(), updater, SpeculationPolicy())
 
     def land(self, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
@@ -86,6 +89,9 @@ class Stepping:
     def step(self, groups: Groups) -> None:
         """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
         forward will want the blocks. Those on the device are queued when they are needed (``deferred``)."""
+        if self.delay.holds(max((n for s in self._store.blocks.values() for n in s.steps.values()), default=0)):
+            self._step_late(groups)
+            return
         for state in self._in_order_of_use():
             tasks = self._tasks(state, groups)
             if not tasks:
@@ -104,6 +110,20 @@ class Stepping:
             for name in tasks:
                 state.steps[name] += 1
         self.speculation.end_step(self._store.blocks)
+
+    def _step_late(self, groups: Groups) -> None:
+        """``step`` where updates are delayed (``delay``): the device does not see this one before the next step."""
+        every = [(state, self._tasks(state, groups)) for state in self._in_order_of_use()]
+        updated = [(state, tasks) for state, tasks in every if tasks]
+        for state, tasks in updated:
+            self._land_replaced(state, tasks)
+        self.delay.turn([state.block.name for state, _ in updated])
+        # The last block first: its gradient is the first to land in the next backward, and waits until this update has
+        # read the one that it replaces.
+        for state, tasks in reversed(updated):
+            self._updater.submit(state, tasks)
+            for name in tasks:
+                state.steps[name] += 1
 
     def _tasks(self, state: BlockState, groups: Groups) -> dict[str, Task]:
         return {

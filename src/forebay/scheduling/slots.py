@@ -189,6 +189,17 @@ class SlotPool:
         if slot is not None:
             self._vacate(slot)
 
+    def bring(self, block: str) -> None:
+        """Starts the fetch of ``block`` if no slot holds or receives it, whatever the record says comes next. Raises
+        ``DeviceOutOfMemory`` where ``acquire`` would."""
+        if block in self._where:
+            return
+        slot = self._slot_for(block, NO_BLOCKS)
+        if slot is None:
+            raise self._no_slot(block)
+        self.prefetched += 1
+        self._fetch(block, slot)
+
     def slot_of(self, block: str) -> Slot | None:
         """The slot that holds or receives ``block``, if any."""
         return self._where.get(block)

@@ -55,15 +55,15 @@ def play(
 
 
 def pace(
-    program: Program | Sketch, costs: Costs, *, settled: bool = False, times: Sequence[int] = ()
+    program: Program | Sketch, costs: Costs, *, settled: bool = False, times: Sequence[float] = ()
 ) -> tuple[float, ...]:
     """The ``step_seconds`` of ``play`` alone, for who compares many programs: no event is made and no byte counted.
     ``costs`` are those of the trace that ``program`` was lowered from. ``times`` says how often in a row each action
-    is done (empty: each once)."""
+    is done (empty: each once), or which part of it."""
     return _step_seconds(program, _played(program, costs, None, times).end, settled)
 
 
-def _played(program: Program | Sketch, costs: Costs, books: _Books | None, times: Sequence[int] = ()) -> _Clock:
+def _played(program: Program | Sketch, costs: Costs, books: _Books | None, times: Sequence[float] = ()) -> _Clock:
     if isinstance(program, Program):  # a sketch comes from the lowering
         _refuse_unplayable(program)
     clock = _Clock(program, costs, Sharing(costs.machine), books, times)
@@ -116,7 +116,7 @@ class _Clock:
     """The state of a run. ``start`` and ``end`` are the seconds of each action, ``stalls`` intervals of compute."""
 
     def __init__(
-        self, program: Program | Sketch, costs: Costs, sharing: Sharing, books: _Books | None, times: Sequence[int]
+        self, program: Program | Sketch, costs: Costs, sharing: Sharing, books: _Books | None, times: Sequence[float]
     ) -> None:
         actions: Sequence[Action | Outline] = program.actions
         self.start = [inf] * len(actions)
@@ -145,12 +145,14 @@ class _Clock:
             queue.reverse()  # so that the next action of a lane is popped off its end
         self._crowds = sharing.may_crowd(fastest)
         # The lanes that have anything to do. Of each lane: the action that it runs (-1: none), when that will end if
-        # nothing changes, its share; an action that the next one was seen to wait for (-1: none).
+        # nothing changes, its share.
         self._lanes = [lane for lane, queue in enumerate(self._queues) if queue]
         self._running = [-1] * len(LANES)
         self._finish = [inf] * len(LANES)
         self._share = [1.0] * len(LANES)
-        self._waits = [-1] * len(LANES)
+        # By action: the idle lanes whose next one was seen to wait for it. And the idle lanes that wait for none.
+        self._waiting: dict[int, list[int]] = {}
+        self._ready = self._lanes
         self._busy = 0
         self._begun: list[int] = []  # lanes that have begun something since shares were given last, which were these
         self._shares: list[float] = []
@@ -169,22 +171,20 @@ class _Clock:
             self._end_due(now)
 
     def _start_ready(self, now: float) -> None:
-        """Starts what the idle lanes can start at ``now``."""
-        end, running, waits, actions = self.end, self._running, self._waits, self._actions
-        for lane in self._lanes:
-            if running[lane] >= 0 or (waits[lane] >= 0 and end[waits[lane]] > now):
-                continue
+        """Starts what the idle lanes can start at ``now``, in the order of the lanes."""
+        end, running, actions = self.end, self._running, self._actions
+        ready, self._ready = self._ready, []
+        for lane in sorted(ready) if len(ready) > 1 else ready:
             queue = self._queues[lane]
             if not queue:
                 continue
             index = queue[-1]
             for earlier in actions[index].after:
                 if end[earlier] > now:
-                    waits[lane] = earlier
+                    self._waiting.setdefault(earlier, []).append(lane)
                     break
             else:
                 queue.pop()
-                waits[lane] = -1
                 running[lane] = index
                 self.start[index] = now
                 self._finish[lane] = now + self._seconds[index]
@@ -205,14 +205,16 @@ class _Clock:
         """Ends what is done at ``now``."""
         end, finish, running, books = self.end, self._finish, self._running, self._books
         booked = False
-        for lane in self._lanes:
-            if finish[lane] > now:
-                continue
+        while now in finish:  # mostly one lane's
+            lane = finish.index(now)
             index = running[lane]
             end[index] = now
             running[lane] = -1
             finish[lane] = inf
             self._busy &= ~(1 << lane)
+            self._ready.append(lane)
+            if index in self._waiting:
+                self._ready += self._waiting.pop(index)
             if lane == COMPUTE:
                 self._compute_free = now
             if books is not None and books.ended(index, end):

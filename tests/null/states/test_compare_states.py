@@ -8,20 +8,32 @@ import pytest
 import typer
 from rich.console import Console
 
+from forebay.budgets import Budget
 from forebay.cli.compare import compare_policies, parse_budgets
 from forebay.cli.main import app
 from forebay.errors import ConfigError
 from forebay.memory import Tier
 from forebay.planners import STATES, make_plan
-from forebay.plans import Budget
 from forebay.reporting.comparison import LINKS, Candidate, comparison_tables
 from forebay.simulation import forecast
+from forebay.timeline import Lane
 from forebay.units import MiB
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 TRACE, ON = chain(4), machine()
 EVERYTHING = make_plan(asked(TRACE, ON, device=ENOUGH), "resident").device
-KEYS = {"policy", "budget", "feasible", "step_seconds", "peaks", "moved", "exact", "solve_seconds", "reason"}
+KEYS = {
+    "policy",
+    "budget",
+    "feasible",
+    "step_seconds",
+    "peaks",
+    "moved",
+    "exact",
+    "solve_seconds",
+    "reason",
+    "measured",
+}
 
 
 def candidates(*devices: int) -> tuple[Candidate, ...]:
@@ -44,6 +56,18 @@ def test_the_figures_are_those_of_the_plan() -> None:
         assert one.step_seconds == plan.step_seconds == expected.step_seconds
         assert one.peaks[Tier.DEVICE] <= EVERYTHING // 2
         assert one.moved == {lane: expected.moved[lane] for lane in LINKS}
+
+
+def test_micro_batches_pass_together() -> None:
+    one, two = (
+        {c.policy: c for c in compare_policies(TRACE, ON, [Budget(EVERYTHING // 2)], ("harmony", "l2l"), count)}
+        for count in (1, 2)
+    )
+    assert not one["harmony"].feasible and two["harmony"].feasible
+    seconds = one["l2l"].step_seconds, two["l2l"].step_seconds
+    assert seconds[0] is not None and seconds[1] is not None and seconds[0] < seconds[1]
+    # What streams crosses once for both.
+    assert two["l2l"].moved[Lane.H2D] < 2 * one["l2l"].moved[Lane.H2D]
 
 
 def test_what_does_not_fit_says_why_and_what_would() -> None:
@@ -94,4 +118,4 @@ def test_the_flags_of_compare_are_these() -> None:
     command = typer.main.get_command(app).commands["compare"]  # type: ignore[attr-defined]
     flags = {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
     asked_for = {"--batch", "--seq", "--dtype", "--optimizer", "--host-memory", "--disk", "--machine"}
-    assert flags == asked_for | {"--states", "--budgets", "--json"}
+    assert flags == asked_for | {"--states", "--budgets", "--accumulate", "--measure", "--plot", "--json"}

@@ -9,9 +9,9 @@ from forebay.errors import DoesNotFit
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import Bench, make_plan
+from forebay.planners.activations.swapping import swaps
 from forebay.planners.homes import at_home
 from forebay.planners.shapes import streamed_through, usual_window
-from forebay.planners.states.lohan import swaps
 from forebay.plans import Fate, Plan
 from forebay.simulation import simulate
 from tests.null.planning import ENOUGH, asked, chain, machine

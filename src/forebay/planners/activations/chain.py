@@ -3,9 +3,10 @@
 The least sum of the two halves of a step, forward and backward, such that each is at least as long as compute with all
 that runs again; as each direction of the link with parameters, gradients and activations on it; as both together where
 they slow each other (``Machine.duplex``); as compute and host lanes together where they share cores
-(``Machine.shared_cores``); as the updates on the host; as both directions of the disk; and such that every tier has
-room. Of the activations that move, as many bytes as needed go on to disk. What is on the device at the turning point,
-when forward is over and no block has gone backward, is counted in full.
+(``Machine.shared_cores``); as the updates on the host; as the host's memory, which updates and copies share; as both
+directions of the disk; and such that every tier has room. Of the activations that move, as many bytes as needed go on
+to disk. What is on the device at the turning point, when forward is over and no block has gone backward, is counted in
+full.
 
 With the choices at the vertices of the hull (``Group.least``) and shares instead of whole blocks, the optimum is below
 the step of every plan that these choices can make: each of its rows is something that no step can avoid. That is the
@@ -46,6 +47,7 @@ the one that does less is taken, and lanes that are not full leave less to wait 
 
 _PLACES = {field.name: place for place, field in enumerate(fields(Use))}
 DEVICE, RELOADS, HOST, DISK = (_PLACES[name] for name in ("device", "reloads", "host", "disk"))
+MEMORY = _PLACES["memory"]
 DISK_READ, DISK_WRITE = _PLACES["disk_read"], _PLACES["disk_write"]
 _FIELDS = attrgetter(*_PLACES)
 
@@ -98,7 +100,7 @@ class Chain:
             backward=halves[Phase.BACKWARD],
             device=standing - sum(group.held * len(group.blocks) for group in self.groups),
         )
-        self._solved: dict[tuple[int, int, int | None], Shares | None] = {}
+        self._solved: dict[tuple[int, int, int | None, bool], Shares | None] = {}
         self._certain = _certain(costs.machine)
         self._likely = _likely(costs.machine, problem.overlap_update)
         homes = [home for group in self.groups for home in group.homes if home.shared]
@@ -107,8 +109,9 @@ class Chain:
         self._least = _Columns.of(
             [(*group.homes, *group.moved) for group in self.groups], [group.least for group in self.groups], counts
         )
-        # Seconds of h2d that a byte of shared slots spares at most.
+        # Seconds of h2d, and of the host's memory, that a byte of shared slots spares at most.
         self._spared = max((home.spared / home.shared for home in homes), default=0.0)
+        self._spared_memory = max((home.spared_memory / home.shared for home in homes), default=0.0)
         self._disk = costs.machine.disk if self.limits[Tier.DISK] else None
         self._byte = float(sum(max((h.shared for h in g.homes), default=0) * len(g.blocks) for g in self.groups)) or 1.0
         self._moving = sum(max(u.host for u in (*g.uses, *g.least)) * len(g.blocks) for g in self.groups) or 1.0
@@ -119,35 +122,45 @@ class Chain:
         x = self._programme(self._least, self.limits[Tier.DEVICE], None, self._certain, 0.0).solution()
         return inf if x is None else self._read(self._least, x).seconds
 
-    def shares(self, device: int, slots: int, host: int | None = None) -> Shares | None:
+    def shares(self, device: int, slots: int, host: int | None = None, *, disk: bool = True) -> Shares | None:
         """The best shares of the menus with ``device`` bytes of the device and ``slots`` bytes of them in shared slots;
-        None if nothing fits. ``host``: bytes there, if less than allowed."""
-        key = device, slots, host
+        None if nothing fits. ``host``: bytes there, if less than allowed; ``disk``: whether anything may be there."""
+        key = device, slots, host, disk
         if key not in self._solved:
-            x = self.programme(device, slots, host).solution()
+            x = self.programme(device, slots, host, disk=disk).solution()
             self._solved[key] = None if x is None else self.read(x)
         return self._solved[key]
 
-    def programme(self, device: int, slots: int, host: int | None = None) -> Programme:
+    def programme(self, device: int, slots: int, host: int | None = None, *, disk: bool = True) -> Programme:
         """The programme that ``shares`` solves. With whole blocks it takes branch and bound, for which the library
         writes to stdout now and then; and rounding comes as near (``tests/null/test_chain.py``)."""
-        return self._programme(self._menus, device, slots, self._likely, LEAN, host)
+        return self._programme(self._menus, device, slots, self._likely, LEAN, host, disk=disk)
 
     def read(self, x: NDArray[Any]) -> Shares:
         """What a solution of ``programme`` says."""
         return self._read(self._menus, x)
 
     def _programme(
-        self, columns: _Columns, device: int, slots: int | None, lanes: Lanes, lean: float, host: int | None = None
+        self,
+        columns: _Columns,
+        device: int,
+        slots: int | None,
+        lanes: Lanes,
+        lean: float,
+        host: int | None = None,
+        *,
+        disk: bool = True,
     ) -> Programme:
         table, allowed = columns.table, self.limits[Tier.HOST]
-        limits = [device - (slots or 0), allowed if host is None else min(host, allowed), self.limits[Tier.DISK]]
+        on_host, there = allowed if host is None else min(host, allowed), self.limits[Tier.DISK] if disk else 0
+        limits = [device - (slots or 0), on_host, there]
         spare, away = self._spare(slots is None), self._away()
         upper, most = self._rows(columns, limits, lanes, spare, away)
-        work = np.r_[table[:DEVICE].sum(axis=0), 0.0, away[:DEVICE].sum()]
+        # What is done on the lanes; the host's memory has its part in that.
+        work = np.r_[table[:MEMORY].sum(axis=0), 0.0, away[:MEMORY].sum()]
         target = np.r_[lean * work / self._second, 1.0, 1.0]
         in_slots = inf if slots is None else slots / self._byte
-        on_disk = 0.0 if self._disk is None else inf
+        on_disk = inf if self._disk is not None and disk else 0.0
         highest = np.r_[np.full(table.shape[1], inf), in_slots, on_disk, inf, inf]
         return Programme(target, upper, most, columns.equal, columns.counts, highest)
 
@@ -160,6 +173,7 @@ class Chain:
         """What ``_byte`` bytes in slots that spare a fetch change; ``in_device``: whether they take room there."""
         spare = np.zeros(len(_PLACES))
         spare[RELOADS], spare[DEVICE] = -self._spared * self._byte, self._byte * in_device
+        spare[MEMORY] = -self._spared_memory * self._byte
         return spare
 
     def _away(self) -> NDArray[Any]:
@@ -276,6 +290,7 @@ def _certain(machine: Machine) -> Lanes:
         ("fb", {**h2d, **dict.fromkeys(d2h, crossing)}),
         ("fb", {**d2h, **dict.fromkeys(h2d, crossing)}),
         ("fb", {"update": 1.0}),
+        ("fb", {"memory": 1.0}),
         ("fb", {"disk_read": 1.0}),
         ("fb", {"disk_write": 1.0}),
     ]

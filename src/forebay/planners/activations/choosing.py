@@ -66,35 +66,48 @@ def seeds(bench: Bench) -> Iterator[Draft]:
     """
     limit = bench.problem.limit(Tier.DEVICE)
     through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
-    yield from _seeds(bench, limit, list(product(through, (_alike, early, spread))))
+    ways = list(product(through, (_alike, early, spread)))
+    disk = not _without_a_disk(bench, limit)
+    yield from _seeds(bench, limit, ways, disk=disk)
     if not bench.is_long:
-        yield from _lean(bench, limit)
+        yield from _lean(bench, limit, disk=disk)
     for rung in _rungs(limit)[: _rungs_tried(bench)]:
-        yield from _seeds(bench, rung, list(product(options(bench)[:1], (early, _alike))))
+        yield from _seeds(bench, rung, list(product(options(bench)[:1], (early, _alike))), disk=disk)
     lower = _rungs(bench.problem.limit(Tier.HOST))[: MOST_RUNGS - 1]
     # Nothing on the host is a budget too.
     for rung in (0, *lower) if _rungs_tried(bench) == MOST_RUNGS else ():
-        yield from _seeds(bench, limit, list(product(options(bench)[:1], (early, _alike))), host=rung)
+        yield from _seeds(bench, limit, list(product(options(bench)[:1], (early, _alike))), host=rung, disk=disk)
+    if not disk and bench.problem.limit(Tier.DISK):
+        yield from _seeds(bench, limit, ways[:1], disk=True)
 
 
-def _lean(bench: Bench, limit: int) -> Iterator[Draft]:
+def _without_a_disk(bench: Bench, limit: int) -> bool:
+    """Whether nothing has to go to a disk. To the programme what the links of the disk can do beside everything else is
+    done for nothing: what need not go there is better asked for without."""
+    slots = sum(options(bench)[-1])
+    return bench.chain is not None and bench.chain.shares(limit, slots, disk=False) is not None
+
+
+def _lean(bench: Bench, limit: int, *, disk: bool) -> Iterator[Draft]:
     """A draft near the optimum for a smaller device, and the rest of ``limit`` bytes for larger windows and blocks that
     stay. Where compute binds, the programme takes no notice of what waits for links and updates: less to wait for is
     worth more there than activations that stay."""
     chain, lower = bench.chain, _rungs(limit)[LEAN_RUNG:]
-    draft = None if chain is None or not lower else _repaired(bench, chain, options(bench)[0], _alike, lower[0], None)
+    if chain is None or not lower:
+        return
+    draft = _repaired(bench, chain, options(bench)[0], _alike, lower[0], None, disk=disk)
     if draft is not None:
         yield filled(bench, _widened(bench, draft, limit), Filling(), limit)
 
 
 def _seeds(
-    bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order]], host: int | None = None
+    bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order]], host: int | None = None, *, disk: bool
 ) -> Iterator[Draft]:
     """Drafts near the optimum with ``limit`` bytes of the device, and ``host`` bytes on the host if that is less than
-    allowed, for each of ``ways``: slots, and an order."""
+    allowed, for each of ``ways``: slots, and an order. ``disk``: whether anything may go there."""
     chain, found = bench.chain, set[Draft]()
     for slots, order in ways:
-        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, host)
+        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, host, disk=disk)
         if draft is None:
             continue
         for full in _completed(bench, draft, limit):
@@ -223,13 +236,13 @@ def _alike(shares: Sequence[float], count: int, options: Sequence[Option]) -> li
 
 
 def _repaired(
-    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, host: int | None
+    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, host: int | None, *, disk: bool
 ) -> Draft | None:
-    """The whole blocks nearest to the optimum that fit into ``limit`` bytes of the device, by the bench's account; None
-    if that does not come about in a few tries."""
+    """The whole blocks nearest to the optimum that fit into ``limit`` bytes of the device, by the bench's account, and
+    on the host if nothing may go to a ``disk``; None if that does not come about in a few tries."""
     room, best, over, short, step = limit, None, limit, 0, 0
     for _ in range(TRIES):
-        found = chain.shares(room, sum(slots), host)
+        found = chain.shares(room, sum(slots), host, disk=disk)
         if found is None:
             if not step:
                 break
@@ -237,7 +250,11 @@ def _repaired(
             continue
         draft = rounded(bench, chain, found, slots, order)
         spare = limit - bench.device(draft)
-        if spare >= 0:
+        lacking = 0 if disk else bench.arenas(draft).host - bench.problem.limit(Tier.HOST)
+        if spare >= 0 and lacking > 0:
+            # What passes through the host has buffers there, which the programme knows nothing of.
+            host = chain.limits[Tier.HOST] - lacking if host is None else host - lacking
+        elif spare >= 0:
             best = draft
             if step or spare <= CLOSE * limit or order is _alike:
                 break  # of blocks that are all alike, others take far more

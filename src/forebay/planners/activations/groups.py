@@ -21,7 +21,7 @@ from forebay.simulation import Costs
 from forebay.states import is_wide
 from forebay.trace import Block, Phase, Trace
 
-__all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of"]
+__all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of", "memory_seconds"]
 
 STATES_ON_DISK = (Tier.HOST, Tier.HOST, Tier.DISK)
 ON_DISK = (Tier.DISK, Tier.HOST, Tier.DISK)
@@ -33,7 +33,8 @@ class Use:
 
     A step has two halves: forward, and backward to the next forward, which waits until all gradients have landed. What
     is offloaded leaves in forward and comes back in backward. ``stores`` go to the host at any time: what an update on
-    the device makes of a block that is at home elsewhere.
+    the device makes of a block that is at home elsewhere. ``memory`` are seconds of the host's memory, which updates
+    and copies share (``memory_seconds``).
     """
 
     forward: float = 0.0
@@ -46,6 +47,7 @@ class Use:
     stores: float = 0.0
     disk_read: float = 0.0
     disk_write: float = 0.0
+    memory: float = 0.0
     device: float = 0.0
     host: float = 0.0
     disk: float = 0.0
@@ -55,13 +57,15 @@ class Use:
 class Home:
     """Where parameters, gradients and states of a block are, and what that costs. ``shared`` are the bytes of the
     shared slot that it takes when its turn comes; if it is still there at the next turn, ``spared`` of the seconds on
-    the link are not needed. What is trained comes once a step at least: its update made the copy in the slot stale.
+    the link are not needed, and ``spared_memory`` of those of the host's memory. What is trained comes once a step at
+    least: its update made the copy in the slot stale.
     """
 
     tiers: tuple[Tier, Tier, Tier]
     use: Use
     shared: int = 0
     spared: float = 0.0
+    spared_memory: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Group:
     ``inputs`` names, for each block, what makes its input: (block, op, occurrence); None where a plan cannot say that
     it moves. ``least`` are choices at the vertices of the hull: none for a block takes less than some mixture of them.
     ``moved`` are those of ``homes`` that are elsewhere once more, with the update on the device, at the best that the
-    links can do: none where that may not be.
+    links can do: none where that may not be. ``copied``: seconds of the host's memory for a byte over the link.
     """
 
     blocks: tuple[str, ...]
@@ -81,6 +85,7 @@ class Group:
     held: int
     least: tuple[Use, ...]
     moved: tuple[Home, ...] = ()
+    copied: float = 0.0
 
     @property
     def uses(self) -> list[Use]:
@@ -91,11 +96,29 @@ class Group:
                 offloads=o.out_seconds,
                 backward=o.seconds,
                 reloads=o.back_seconds,
+                memory=2 * o.moved * self.copied,
                 device=float(o.held),
                 host=float(o.moved),
             )
             for o in self.options
         ]
+
+
+def memory_seconds(costs: Costs) -> tuple[float, float]:
+    """Seconds of the host's memory that a byte touched by an update takes, and one that crosses the link: no step is
+    shorter than what all of them take together.
+
+    With an update running, at most U bytes/s are its own, and M in all (``simulation.sharing``); without, copies run at
+    R at most. So with ``r = max(R, M)`` and a copied byte counted as 1 / r, there is no instant at which more than a
+    second a second is counted if an updated byte counts as (1 - (M - U) / r) / U.
+    """
+    machine, updates = costs.machine, costs.update_rate
+    # On a cpu a copied byte is in host memory twice.
+    twice = 2.0 if machine.device_kind == "cpu" else 1.0
+    links = [twice * link.curve.best for link in (machine.h2d, machine.d2h)]
+    together = max(machine.host_bandwidth, updates, *links)
+    rest = max(together, *links, machine.duplex * sum(links))
+    return (1 - (together - updates) / rest) / updates, twice / rest
 
 
 def groups_of(problem: Problem, trace: Trace, index: TraceIndex, costs: Costs) -> tuple[Group, ...]:
@@ -108,6 +131,7 @@ class _Grouping:
     def __init__(self, problem: Problem, trace: Trace, index: TraceIndex, costs: Costs) -> None:
         self._problem, self._trace, self._index, self._costs = problem, trace, index, costs
         self._recomputable = frozenset(recomputable(trace))
+        self._updated, self._copied = memory_seconds(costs)
         self._items: dict[object, tuple[Items, tuple[Option, ...]]] = {}
         self._forward: dict[str, list[int]] = {}
         self._reads: dict[str, set[Phase]] = {}
@@ -138,8 +162,9 @@ class _Grouping:
                     self._homes(members[0][0]),
                     options,
                     items.held,
-                    _least(items, self._costs),
+                    _least(items, self._costs, self._copied),
                     self._moved(members[0][0]),
+                    self._copied,
                 )
             )
         return tuple(found)
@@ -225,14 +250,19 @@ class _Grouping:
         hosted = block.nbytes + gradients + states
         on_device = max(touched / machine.device_bandwidth, machine.launch_seconds) if trained else 0.0
         standing = block.nbytes + block.gradient_nbytes + states
-        again = fetch * (Phase.BACKWARD in self._reads.get(block.name, ()))
-        once = Use(0.0, fetch * bool(trained), 0.0, update, gradients=leave, device=block.nbytes, host=hosted)
+        written = touched * self._updated + sum(p.nbytes for p in trained) * self._copied
+        copied = block.nbytes * self._copied
+        turns = [Phase.FORWARD in self._reads.get(block.name, ()), Phase.BACKWARD in self._reads.get(block.name, ())]
+        forward, again = (fetch * turn for turn in turns)
+        memory = written + copied * bool(trained)
+        once = Use(0.0, fetch * bool(trained), 0.0, update, 0.0, 0.0, leave, memory=memory, device=block.nbytes)
+        once = replace(once, host=hosted)
         found = [Home(RESIDENT, Use(backward=on_device, device=standing)), Home(DEDICATED, once)]
         if block.held:
             return tuple(found)
-        forward = fetch * (Phase.FORWARD in self._reads.get(block.name, ()))
-        shared = block.nbytes, again if trained else forward + again
-        use = Use(0.0, forward, 0.0, update, reloads=again, gradients=leave, host=hosted)
+        shared = block.nbytes, again if trained else forward + again, copied * (turns[1] if trained else sum(turns))
+        memory = written + copied * sum(turns)
+        use = Use(0.0, forward, 0.0, update, 0.0, again, leave, memory=memory, host=hosted)
         found.append(Home(HOSTED, use, *shared))
         disk = machine.disk
         if disk is not None and self._problem.limit(Tier.DISK):
@@ -258,15 +288,18 @@ class _Grouping:
         nbytes = sum(p.nbytes for p in trained)
         come = held + nbytes + sum(p.nbytes for p in trained if not needs_master(p))
         seconds, stores = come / machine.h2d.curve.best, (held + nbytes) / machine.d2h.curve.best
-        uses = (
-            replace(home, use=replace(home.use, fetches=home.use.fetches + seconds, update=0.0, stores=stores))
-            for home in self._homes(block)
-            if home.tiers != RESIDENT
-        )
-        return tuple(uses)
+        crossing = (come + held + nbytes) * self._copied
+        found = []
+        for home in self._homes(block):
+            if home.tiers != RESIDENT:
+                fetches, use = home.use.fetches + seconds, home.use
+                memory = use.memory - use.update * self._costs.update_rate * self._updated + crossing
+                use = replace(use, fetches=fetches, update=0.0, stores=stores, memory=memory)
+                found.append(replace(home, use=use))
+        return tuple(found)
 
 
-def _least(items: Items, costs: Costs) -> tuple[Use, ...]:
+def _least(items: Items, costs: Costs, copied: float) -> tuple[Use, ...]:
     """The vertices of a hull below all choices for a block.
 
     As ``menu.thresholds``, but every item can move, at the links' best rates and without latencies. Then the best
@@ -288,7 +321,7 @@ def _least(items: Items, costs: Costs) -> tuple[Use, ...]:
             found.append((0, fixed, seconds))
     uses = [Use(backward=seconds, device=stays + held) for stays, held, seconds in found]
     uses += [
-        Use(offloads=held * out, backward=seconds, reloads=held * back, device=stays, host=held)
+        Use(0.0, 0.0, held * out, 0.0, seconds, held * back, memory=2 * held * copied, device=stays, host=held)
         for stays, held, seconds in found
     ]
     return tuple(dict.fromkeys(uses))

@@ -3,8 +3,13 @@
 l2l            a layer or two on the device, everything else on the host
 zero_offload   parameters on the device, gradients and states on the host
 zero_infinity  everything streams; what the host has no room for is on disk
+patrickstar    chunks of equal size, by Belady's rule; states in the margin where all parameters fit
+moesys         what is dense on the device, blocks with experts from the host or disk
+harmony        all micro-batches pass a layer while it is there, which is updated as soon as it can
 stronghold     a window of layers, as small as hides its transfers
 elixir         blocks cached on the device or resident there, searched for
+mobius         the same with as many layers ahead as is fastest; updates after backward
+angel_ptm      all room on the device to what is used next, as early as can be; host, then disk
 lohan          updates under backward, and the best amount of swapped activations
 drafting       what they share
 
@@ -21,24 +26,54 @@ from types import MappingProxyType
 
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
+from forebay.planners.states.angel_ptm import angel_ptm
 from forebay.planners.states.elixir import elixir
+from forebay.planners.states.harmony import harmony
 from forebay.planners.states.l2l import l2l
 from forebay.planners.states.lohan import lohan
+from forebay.planners.states.mobius import mobius
+from forebay.planners.states.moesys import moesys
+from forebay.planners.states.patrickstar import patrickstar
 from forebay.planners.states.stronghold import stronghold
 from forebay.planners.states.zero_infinity import zero_infinity
-from forebay.planners.states.zero_offload import zero_offload
+from forebay.planners.states.zero_offload import zero_offload, zero_offload_delayed
 from forebay.plans import Plan
 
-__all__ = ["STATES", "elixir", "l2l", "lohan", "stronghold", "zero_infinity", "zero_offload"]
+__all__ = [
+    "LATE",
+    "STATES",
+    "angel_ptm",
+    "elixir",
+    "harmony",
+    "l2l",
+    "lohan",
+    "mobius",
+    "moesys",
+    "patrickstar",
+    "stronghold",
+    "zero_infinity",
+    "zero_offload",
+    "zero_offload_delayed",
+]
 
 STATES: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
         "l2l": l2l,
         "zero-offload": zero_offload,
         "zero-infinity": zero_infinity,
+        "patrickstar": patrickstar,
+        "moesys": moesys,
+        "harmony": harmony,
         "stronghold": stronghold,
         "elixir": elixir,
+        "mobius": mobius,
+        "angel-ptm": angel_ptm,
         "lohan": lohan,
     }
 )
 """By the name that ``policy`` takes, in the order of publication."""
+
+LATE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
+    {"zero-offload-delayed": zero_offload_delayed}
+)
+"""Those that change the numbers, which is asked for by their names."""

@@ -2,31 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from forebay.errors import ConfigError, DoesNotFit
+from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.auto import refused
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
-from forebay.planners.parts import KEPT, Draft, Level
+from forebay.planners.parts import (
+    DEDICATED,
+    HOSTED,
+    KEPT,
+    RESIDENT,
+    Draft,
+    Level,
+    all_streamed,
+    fewer_slots,
+    slot_options,
+    streaming_through,
+)
 from forebay.planners.reasons import bought_by_speculation, kept, recomputed, unknown_activations
 from forebay.planners.refusals import device_too_small, with_remedies
-from forebay.planners.shapes import fewest_recomputed, options, streamed_through, usual_window
-from forebay.plans import Plan
+from forebay.planners.shapes import Filling, fewest_recomputed, filled, options, streamed_through, usual_window
+from forebay.plans import Placement, Plan, Streaming
 from forebay.remedies import Remedy
+from forebay.trace import Block
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["expect_trace", "finished", "levels", "on_host", "refusal", "serial", "streamed"]
+__all__ = [
+    "Home",
+    "all_stays",
+    "around",
+    "as_much_stays",
+    "cannot_serve",
+    "expect_trace",
+    "finished",
+    "levels",
+    "most_slots",
+    "on_host",
+    "refusal",
+    "serial",
+    "streamed",
+    "with_homes",
+]
+
+Home = tuple[Tier, Tier, Tier]
+"""Where parameters, gradients and states of a block are at home."""
 
 
 def expect_trace(bench: Bench, policy: str, asks: str) -> None:
     """Raises ``ConfigError`` for a problem without a trace: ``policy`` asks for ``asks``."""
     if bench.problem.trace is None:
         raise ConfigError(f"policy {policy} needs {asks}, which nobody knows without a batch; give one")
+
+
+def cannot_serve(policy: str, why: str, instead: str) -> CannotServe:
+    """``policy`` is not for this model or machine: ``why``, and the policies that are, ``instead``."""
+    remedy = Remedy("policy", 0, 0, f"policy {instead}")
+    return CannotServe(f"policy {policy} {why}. What would fit: {remedy.words}", nearest=(remedy,))
 
 
 def levels(bench: Bench) -> Sequence[Level]:
@@ -54,6 +91,46 @@ def streamed(bench: Bench) -> Draft:
     return next(draft for draft in drafts if bench.fits_device(draft))
 
 
+def around(bench: Bench, staying: Sequence[Block], home: Home, slots: int, level: Level) -> Draft:
+    """``staying`` at ``home``; all other blocks stream through ``slots`` slots of the repeated size and one for what is
+    larger (``slots`` 0: the least that is enough), with no window for gradients."""
+    draft = all_streamed(bench.model, Streaming(), level)
+    for block in staying:
+        draft = draft.placed(block.name, DEDICATED if block.held and home == HOSTED else home)
+    choices = slot_options(bench.streamed(draft), max(1, slots))
+    return replace(draft, streaming=streaming_through(bench.problem, choices[0 if slots else -1], 0))
+
+
+def as_much_stays(bench: Bench, staying: Sequence[Block], slots: int) -> tuple[Home, Level] | None:
+    """How much of the blocks ``staying`` the device has room for, ``around`` which all others stream: all of it, their
+    parameters, or nothing; and the fewest blocks that run again with it. None if there is room for nothing."""
+    for home in (RESIDENT, DEDICATED, HOSTED):
+        level = fewest_recomputed(bench, partial(around, bench, staying, home, slots), levels(bench))
+        if level is not None:
+            return home, level
+    return None
+
+
+def most_slots(bench: Bench, base: Draft, cut: Callable[[int], tuple[int, ...]]) -> Draft:
+    """``base``, which fits on the device, with as many slots as there is room for: those that ``cut`` makes for a
+    number of blocks, up to all that stream. The more blocks, the more bytes ``cut`` must ask for."""
+
+    def made(count: int) -> Draft:
+        return replace(base, streaming=replace(base.streaming, slots=cut(count)))
+
+    counts = range(1, 1 + len(bench.streamed(base)))
+    fitting = bisect_right(counts, bench.problem.limit(Tier.DEVICE), key=lambda count: bench.device(made(count)))
+    return made(counts[fitting - 1]) if fitting else base
+
+
+def all_stays(bench: Bench, base: Draft) -> Draft | None:
+    """``base`` with the parameters of all blocks on the device, and the gradients and states of as many as there is
+    room for beside them; None where there is no room for the parameters."""
+    homes = tuple(Placement(block.name, *DEDICATED) for block in bench.model.blocks)
+    draft = replace(base, placements=homes, streaming=fewer_slots(base.streaming, (), len(homes)))
+    return filled(bench, draft, Filling()) if bench.fits_device(draft) else None
+
+
 def on_host(bench: Bench, draft: Draft, policy: str) -> Draft:
     """``draft``, if the host has room for all of its homes. Raises ``DoesNotFit``: ``policy`` uses no disk."""
     sizes = bench.arenas(draft)
@@ -67,6 +144,14 @@ def on_host(bench: Bench, draft: Draft, policy: str) -> Draft:
     )
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts)
     raise refusal(bench, draft, Tier.HOST, f"policy {policy} keeps {held} there and nothing on disk")
+
+
+def with_homes(bench: Bench, draft: Draft) -> Draft:
+    """``draft`` with homes on the host and, as far as need be, on disk. Raises ``DoesNotFit`` with what would fit."""
+    try:
+        return at_home(bench, draft)
+    except DoesNotFit as error:
+        raise refused(bench, error, draft) from None
 
 
 def refusal(bench: Bench, draft: Draft, tier: Tier, why: str) -> DoesNotFit:

@@ -22,28 +22,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.parts import (
-    DEDICATED,
-    HOSTED,
-    RESIDENT,
-    Draft,
-    Level,
-    all_streamed,
-    repeated_size,
-    slot_options,
-    streaming_through,
-)
+from forebay.planners.parts import HOSTED, Draft, Level, repeated_size
 from forebay.planners.problem import Problem
-from forebay.planners.shapes import fewest_recomputed, wide
+from forebay.planners.shapes import wide
 from forebay.planners.speculation import ahead
-from forebay.planners.states.drafting import expect_trace, finished, levels, on_host, refusal
-from forebay.plans import Plan, Streaming
+from forebay.planners.states.drafting import (
+    Home,
+    around,
+    as_much_stays,
+    expect_trace,
+    finished,
+    levels,
+    on_host,
+    refusal,
+)
+from forebay.plans import Plan
 from forebay.simulation import Costs
 from forebay.trace import Block, Model, Phase
 
@@ -131,16 +129,12 @@ def _in_time(turn: Sequence[Use], blocks: Mapping[str, Block], machine: Machine,
     return True
 
 
-Home = tuple[Tier, Tier, Tier]
-
-
 def _where_ends_stay(bench: Bench) -> tuple[Home, Level]:
-    """How much of the blocks that are no layers the device has room for, beside the smallest window: all of it, their
-    parameters, or nothing; and the fewest blocks that run again with it. Raises ``DoesNotFit``."""
-    for home in (RESIDENT, DEDICATED, HOSTED):
-        level = fewest_recomputed(bench, partial(_shape, bench, home, LEAST), levels(bench))
-        if level is not None:
-            return home, level
+    """How much of the blocks that are no layers stays beside the smallest window (``as_much_stays``). Raises
+    ``DoesNotFit``."""
+    stays = as_much_stays(bench, _ends(bench.model), LEAST)
+    if stays is not None:
+        return stays
     draft = _shape(bench, HOSTED, LEAST, levels(bench)[-1])
     why = f"policy stronghold keeps a window of {LEAST} layers on the device beside the activations of a step"
     raise refusal(bench, draft, Tier.DEVICE, why)
@@ -148,12 +142,8 @@ def _where_ends_stay(bench: Bench) -> tuple[Home, Level]:
 
 def _shape(bench: Bench, ends: Home, layers: int, level: Level) -> Draft:
     """A window of so many layers, with all that is no layer at ``ends``, and no window for gradients."""
-    draft = all_streamed(bench.model, Streaming(), level)
-    for block in _ends(bench.model):
-        draft = draft.placed(block.name, DEDICATED if block.held and ends == HOSTED else ends)
-    slots = slot_options(bench.streamed(draft), layers)[0]
-    how = streaming_through(bench.problem, slots, 0)
-    return replace(draft, streaming=replace(how, prefetch_distance=layers - 1))
+    draft = around(bench, _ends(bench.model), ends, layers, level)
+    return replace(draft, streaming=replace(draft.streaming, prefetch_distance=layers - 1))
 
 
 def _ends(model: Model) -> list[Block]:

@@ -15,12 +15,9 @@ block has to fit into a slot, and is refused by name where it does not. Partitio
 
 from __future__ import annotations
 
-from forebay.errors import DoesNotFit
-from forebay.planners.auto import refused
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_home
 from forebay.planners.problem import Problem
-from forebay.planners.states.drafting import finished, serial, streamed
+from forebay.planners.states.drafting import finished, serial, streamed, with_homes
 from forebay.plans import Plan
 
 __all__ = ["zero_infinity"]
@@ -29,9 +26,4 @@ __all__ = ["zero_infinity"]
 def zero_infinity(problem: Problem, bench: Bench | None = None) -> Plan:
     """Everything streams, with homes on the host and, as far as need be, on disk. Raises ``DoesNotFit``."""
     bench = bench or Bench(problem)
-    draft = serial(streamed(bench))
-    try:
-        settled = at_home(bench, draft)
-    except DoesNotFit as error:
-        raise refused(bench, error, draft) from None
-    return finished(bench, "zero-infinity", settled)
+    return finished(bench, "zero-infinity", with_homes(bench, serial(streamed(bench))))

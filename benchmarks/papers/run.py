@@ -1,0 +1,39 @@
+"""Runs the claims: plans are made and simulated, nothing is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from benchmarks.case import BenchmarkError
+from benchmarks.host import code, hardware, versions
+from benchmarks.papers.claims import CLAIMS
+from benchmarks.papers.record import Comparison, Row
+
+__all__ = ["compare"]
+
+
+def compare(names: Sequence[str], command: str, say: Callable[[str], None]) -> Comparison:
+    """The claims called ``names`` (none: all); ``say`` gets a line about each. Raises ``BenchmarkError`` for a name
+    that is not among them."""
+    for name in names:
+        if name not in CLAIMS:
+            raise BenchmarkError(f"there is no claim {name}; there are {', '.join(CLAIMS)}")
+    date, before = datetime.now(UTC), code()
+    rows: list[Row] = []
+    for name in names or CLAIMS:
+        rows.append(CLAIMS[name]())
+        say(in_words(rows[-1]))
+    return Comparison(
+        date=date,
+        command=command,
+        hardware=hardware(with_gpu=False),
+        versions=versions(),
+        code=before,
+        rows=tuple(rows),
+    )
+
+
+def in_words(row: Row) -> str:
+    """A line about ``row``."""
+    return f"{row.system}, {row.claim}: {row.paper}; ours {row.ours} ({'agrees' if row.agrees else 'differs'})"

@@ -1,0 +1,79 @@
+"""Bytes that a run may take of each tier. Frozen, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay.errors import ConfigError
+from forebay.units import parse_disks
+
+__all__ = ["Budget", "DiskBudget", "DiskShare"]
+
+
+@dataclass(frozen=True)
+class DiskShare:
+    """A folder of the disk tier and the bytes allowed in it (None: what its file system has free)."""
+
+    path: str
+    nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.nbytes is not None and self.nbytes <= 0:
+            raise ConfigError(
+                f"the disk budget must be more than 0 bytes, got {self.nbytes} for {self.path}; or leave the disk out"
+            )
+
+
+@dataclass(frozen=True)
+class DiskBudget:
+    """Folders for the disk tier and the bytes allowed in all of them (None: what their file systems have free).
+
+    ``path`` is the first folder and ``beside`` are the others, each of which should be a disk of its own: what is on
+    disk is spread over all of them in stripes. ``nbytes`` less the bytes of the others is what ``path`` may hold.
+    """
+
+    path: str
+    nbytes: int | None = None
+    beside: tuple[DiskShare, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nbytes is not None and self.nbytes <= 0:
+            raise ConfigError(f"the disk budget must be more than 0 bytes, got {self.nbytes}; or leave the disk out")
+        if any((share.nbytes is None) != (self.nbytes is None) for share in self.beside):
+            raise ConfigError("of several disk folders either each has a size or none; write PATH:SIZE,PATH:SIZE")
+        paths = [share.path for share in self.folders]
+        if len(set(paths)) < len(paths):
+            raise ConfigError(f"the disk folder {max(paths, key=paths.count)} is named twice; name each one once")
+
+    @classmethod
+    def of(cls, text: str) -> DiskBudget:
+        """The budget written as ``PATH``, ``PATH:SIZE`` or several of these with commas between them.
+
+        Raises ``UnitError`` for what cannot be read and ``ConfigError`` for sizes of 0 or missing ones.
+        """
+        first, *others = (DiskShare(path, nbytes) for path, nbytes in parse_disks(text))
+        sizes = [share.nbytes for share in (first, *others) if share.nbytes is not None]
+        return cls(first.path, None if first.nbytes is None else sum(sizes), tuple(others))
+
+    @property
+    def folders(self) -> tuple[DiskShare, ...]:
+        """Every folder, with the bytes that it may hold."""
+        if self.nbytes is None:
+            return (DiskShare(self.path), *self.beside)
+        others = sum(share.nbytes for share in self.beside if share.nbytes is not None)
+        return (DiskShare(self.path, self.nbytes - others), *self.beside)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes allowed per tier. ``host`` and ``pinned`` None: what the machine (or its cgroup) has."""
+
+    device: int
+    host: int | None = None
+    pinned: int | None = None
+    disk: DiskBudget | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("device", self.device), ("host", self.host), ("pinned", self.pinned)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"the {name} budget must be more than 0 bytes, got {value}")
