@@ -228,11 +228,14 @@ def test_a_forward_without_gradients_inside_a_step_is_refused() -> None:
     late.step()
     assert "a step late" in forebay.report(late.model).plan.changes_numbers[0]
     loss = late.model(**case.inputs(1, dtype))["loss"]
-    with torch.no_grad(), pytest.raises(UsageError, match=r"run it before the forward, or after optimizer.step\(\)"):
-        late.model(**case.inputs(2, dtype))
-    loss.backward()
+    loss.backward(retain_graph=True)  # another backward may follow
+    for look in (late.model.state_dict, late.optimizer.state_dict, lambda: late.model(**case.inputs(2, dtype))):
+        with torch.no_grad(), pytest.raises(UsageError, match=r"between the forward of a training step and its "):
+            look()
+    late.step()
     with torch.no_grad():
         late.model(**case.inputs(2, dtype))
+    late.model.state_dict()
     late.close()
 
 

@@ -80,8 +80,9 @@ def ahead(bench: Bench, draft: Draft, *, few: bool = False) -> Draft:
 
 
 def unhindered(bench: Bench, draft: Draft) -> float:
-    """What a step of ``draft`` takes if its updates on the host, and what passes through the disk for them, take no
-    time: no update that runs earlier is worth more than that."""
+    """What a step of ``draft`` takes if its updates on the host take no time, nor the disk for anything but
+    activations: no update that runs earlier is worth more than that. (Parameters that a fetch reads from disk are in
+    this too, so where there are many the bound is loose.)"""
 
     def part(action: Outline) -> float:
         of_updates = action.lane is Lane.UPDATE or (action.tensor < 0 and action.verb in (Verb.READ, Verb.WRITE))

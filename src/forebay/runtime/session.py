@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forebay.device.base import Device, Watch
-from forebay.errors import ForebayError, SessionClosed, UsageError
+from forebay.errors import ForebayError, SessionClosed
 from forebay.kernels.team import Team
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
@@ -147,13 +147,10 @@ class Session:
         if self.gathering is None or self.gathering.begins():
             # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
             self.store.landing.empty()
-            if not training and not self.stepping.delay.show():
-                raise UsageError(
-                    "a forward without gradients sees every update, and this plan delays them: it cannot run between "
-                    "forward and backward of a training step; run it before the forward, or after optimizer.step()"
-                )
             if training:
-                self.stepping.delay.opened()
+                self.stepping.delay.begin()
+            else:
+                self.stepping.delay.show()
             self.stash.begin_forward()
             self.pool.order.begin(TRAINING if training else EVALUATION)
         seen = self._seen = self.vigil.begins(shape(), training=training)
@@ -219,7 +216,6 @@ class Session:
 
     def end_backward(self) -> None:
         """Backward is over, or gave up."""
-        self.stepping.delay.closed()
         self.measure.end()
         self._whereabouts.block = ""
         self._whereabouts.phase = Phase.IDLE

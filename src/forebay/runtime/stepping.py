@@ -92,6 +92,7 @@ class Stepping:
         if self.delay.holds(max((n for s in self._store.blocks.values() for n in s.steps.values()), default=0)):
             self._step_late(groups)
             return
+        self.delay.end()
         for state in self._in_order_of_use():
             tasks = self._tasks(state, groups)
             if not tasks:
