@@ -55,7 +55,7 @@ from forebay.plans import Plan
 
 __all__ = ["Stepped", "compare"]
 
-LAYERS: Final = 64
+LAYERS: Final = 32
 ELEMENTS: Final = 4 << 20
 STEPS: Final = 5
 TARGET: Final = 1.05
@@ -158,7 +158,7 @@ class Stepped:
 
 
 def compare(command: str, *, quick: bool, say: Say) -> Comparison:
-    """Runs all modes. Takes some 15 GiB of host memory."""
+    """Runs all modes. Takes some 8 GiB of host memory."""
     elements = (1 << 18) if quick else ELEMENTS
     return compared(
         "hidden step",
@@ -184,7 +184,7 @@ def _measured(elements: int, rounds: int, say: Say) -> Measured:
                     subject.turn(2, NEVER)  # orders are recorded, pages touched, kernels compiled
                 _check_losses(subjects)
                 if pace is None:
-                    pace = min(subjects["deferred"].update_alone() for _ in range(5)) / SHARE
+                    pace = median(subjects["deferred"].update_alone() for _ in range(7)) / SHARE
                     say(f"  update alone {SHARE * pace:.4f} s: forward and backward take {pace:.4f} s")
                 for subject in (base, *subjects.values()):
                     subject.model.pace.spread(pace, LAYERS)
