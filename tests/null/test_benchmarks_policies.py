@@ -86,7 +86,7 @@ def test_table(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- policies: begin -->\nold\n<!-- policies: end -->\n")
     write(readme)
-    assert "old" not in readme.read_text()
+    assert "\nold\n" not in readme.read_text()
 
 
 def test_an_instance_is_planned_by_auto_and_by_everyone() -> None:
