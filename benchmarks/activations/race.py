@@ -156,7 +156,7 @@ def race(
 
     ``first`` is the number of the first round, of the warm-up.
 
-    Raises ``BenchmarkError`` where plain fails or two contenders do not compute the same.
+    Raises ``BenchmarkError`` where plain fails or one that is to be exact does not compute the same.
     """
     baseline = next(entry for entry in entries if entry.row.name == plain)
     start = clock()
@@ -175,7 +175,7 @@ def race(
 
 
 def _round(entries: Sequence[Entry], baseline: Entry, index: int) -> dict[str, Turn]:
-    """One turn of everyone who is still in, compared with plain's."""
+    """One turn of everyone who is still in, compared with plain's. A rival that computes something else is out."""
     turns: dict[str, Turn] = {}
     for entry in in_rotation(entries, index):
         if entry.runner is None:
@@ -188,8 +188,15 @@ def _round(entries: Sequence[Entry], baseline: Entry, index: int) -> dict[str, T
         raise BenchmarkError(f"plain did not run: {baseline.row.detail}")
     expected = turns[baseline.row.name].losses
     for entry in entries:
-        if entry.row.name in turns:
+        if entry.row.name not in turns:
+            continue
+        try:
             _compare(entry.row, index, turns[entry.row.name].losses, expected)
+        except BenchmarkError as error:
+            if entry.row.exact:
+                raise
+            del turns[entry.row.name]
+            entry.leave(error)
     return turns
 
 

@@ -119,8 +119,13 @@ def test_another_loss_is_refused_to_the_last_bit_unless_rounding_is_allowed() ->
     with pytest.raises(BenchmarkError, match="near has losses"):
         run(entry(Script("plain")), entry(near))
     assert run(entry(Script("plain")), entry(near, exact=False))["near"].ratio == 1.0
-    with pytest.raises(BenchmarkError, match="equal within"):
-        run(entry(Script("plain")), entry(replace(near, loss=4.1), exact=False))
+
+
+def test_a_rival_that_computes_something_else_is_out_and_says_so() -> None:
+    rows = run(entry(Script("plain")), entry(Script("other", loss=4.1), exact=False), entry(Script("third")))
+    assert (rows["other"].state, rows["other"].seconds) == (State.FAILED, ())
+    assert "equal within" in rows["other"].detail
+    assert rows["third"].ratio == 1.0
 
 
 def test_rounds_go_on_for_as_long_as_was_allowed() -> None:
