@@ -70,10 +70,11 @@ def _section(comparison: Comparison) -> str:
 def _field(field: Field) -> str:
     plain = field.row("plain")
     seconds = "not measured" if plain.step_seconds is None else f"{plain.step_seconds:.3f} s"
+    rivals = [row for row in field.rows if row.series in RIVALS and row.state is State.MEASURED]
     return "\n".join(
         [
             f"**{field.model}**, batch {field.batch}; plain PyTorch: {field.plain_peak / MIB:.0f} MiB, {seconds}. "
-            + " ".join(_verdict(field, row) for row in field.rows if row.series in RIVALS and row.ratio is not None),
+            + " ".join(_verdict(field, row) for row in rivals),
             "",
             _HEAD + "".join(_row(field, row) for row in field.rows),
         ]
