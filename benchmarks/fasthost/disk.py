@@ -32,8 +32,9 @@ from benchmarks.fasthost.run import Measured, Say, compared, rotated
 from benchmarks.host import ROOT
 from forebay.device.base import Completion
 from forebay.device.cpu import CpuDevice
+from forebay.machine import Disk
 from forebay.memory import Kind, Ledger, Tier
-from forebay.profiler.disk_rates import measure_disk
+from forebay.profiler import disk_rates
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.tiers.arena import HostArena
 from forebay.tiers.diskfile import DiskPolicy
@@ -50,8 +51,8 @@ Key = tuple[str, str, int, int]
 """Who does what in which way."""
 
 VERBS: Final = ("read", "write", "both")
-WAYS: Final = ((MiB, 2), (2 * MiB, 1), (4 * MiB, 1), (4 * MiB, 2), (4 * MiB, 4))
-"""Bytes of a call and calls in flight, for fio and for the loop."""
+WAYS: Final = tuple((calls.block, calls.depth) for calls in disk_rates.WAYS)
+"""Bytes of a call and calls in flight, for fio and for the loop: all that the tier may choose from."""
 
 CHUNK: Final = 32 * MiB
 TARGET: Final = 0.9
@@ -75,8 +76,8 @@ def _measured(folder: Path, nbytes: int, rounds: int, say: Say) -> Measured:
     fio = installed()
     with tempfile.TemporaryDirectory(dir=folder, prefix="forebay-bench-") as inside:
         device = CpuDevice()
-        found = measure_disk(device, inside, CPU_EFFORT).disk
-        policy = DiskPolicy(block=found.block, depth=found.depth)
+        found = disk_rates.measure_disk(device, inside, CPU_EFFORT).disk
+        policy = DiskPolicy(reads=found.reads, writes=found.writes)
         with DiskTier([Folder(inside)], Ledger(Tier.DISK), policy=policy) as tier:
             subject = _Tier(device, tier, nbytes)
             try:
@@ -84,7 +85,7 @@ def _measured(folder: Path, nbytes: int, rounds: int, say: Say) -> Measured:
             finally:
                 subject.close()
                 device.close()
-    rows = [row for verb in VERBS for row in _rows(verb, seconds, nbytes, found.block, found.depth)]
+    rows = [row for verb in VERBS for row in _rows(verb, seconds, nbytes, found)]
     version = {} if fio is None else fio_version(fio)
     absent = () if fio is not None else ("fio: not installed; the loop of benchmarks/fasthost/raw.py stands in for it",)
     setting = f"one file of {nbytes // MiB} MiB, {rounds} rounds; both: half of the bytes each way"
@@ -135,7 +136,7 @@ def _turns(file: Path, nbytes: int, subject: _Tier) -> dict[Key, Callable[[], fl
     return turns
 
 
-def _rows(verb: str, seconds: Mapping[Key, list[float]], nbytes: int, block: int, depth: int) -> list[Row]:
+def _rows(verb: str, seconds: Mapping[Key, list[float]], nbytes: int, disk: Disk) -> list[Row]:
     own = seconds["forebay", verb, 0, 0]
     others = {key: taken for key, taken in seconds.items() if key[1] == verb and key[0] != "forebay"}
     names = sorted({key[0] for key in others})
@@ -146,9 +147,9 @@ def _rows(verb: str, seconds: Mapping[Key, list[float]], nbytes: int, block: int
         for key in best.values()
     ]
     ratios = tuple(theirs / mine for theirs, mine in zip(base, own, strict=True))
-    what = f"chunks of {CHUNK // MiB} MiB in calls of {block // MiB} MiB, {depth} in flight"
-    target = None if verb == "both" else TARGET
-    return [*rows, Row(f"forebay {verb}", what, tuple(own), ratios, target, at_least=True, nbytes=nbytes)]
+    ways = {"read": str(disk.reads), "write": str(disk.writes)}
+    what = f"chunks of {CHUNK // MiB} MiB in {ways.get(verb, ' and '.join(ways.values()))}"
+    return [*rows, Row(f"forebay {verb}", what, tuple(own), ratios, TARGET, at_least=True, nbytes=nbytes)]
 
 
 def _best_elsewhere(ways: Sequence[Sequence[float]]) -> list[float]:

@@ -81,8 +81,8 @@ def _measured(folder: Path, elements: int, rounds: int, say: Say) -> Measured:
             subject.close()
     setting = (
         f"{LAYERS} layers of {elements >> 20}M bf16 parameters, {nbytes / MiB:.0f} MiB of states read and written a "
-        f"step; 2 of 3 blocks are updated under backward; disk in calls of {found.block // MiB} MiB, {found.depth} in "
-        f"flight; {rounds} rounds of {STEPS} steps"
+        f"step; 2 of 3 blocks are updated under backward; disk read in {found.reads}, and "
+        f"written in {found.writes}; {rounds} rounds of {STEPS} steps"
     )
     return Measured(_rows(seconds, nbytes, note, raw.way), setting, versions=raw.versions)
 
@@ -95,8 +95,8 @@ def _plan(model: TimedModel, folder: str, disk: Disk) -> Plan:
         speculate=spread(model, AHEAD),
         chunk=CHUNK,
         disk=DiskBudget(folder),
-        disk_block=disk.block,
-        disk_depth=disk.depth,
+        reads=disk.reads,
+        writes=disk.writes,
     )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from benchmarks.fasthost.queued import Compute
 from forebay.arenas import arenas
 from forebay.budgets import Budget, DiskBudget
+from forebay.calls import Calls
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
@@ -156,8 +157,8 @@ def plan_by_hand(
     chunk: int,
     own_slots: bool = False,
     disk: DiskBudget | None = None,
-    disk_block: int | None = None,
-    disk_depth: int = 1,
+    reads: Calls | None = None,
+    writes: Calls | None = None,
 ) -> Plan:
     """``states`` is where the optimizer's live. ``chunk`` are the elements of an update job; ``overlap`` lets updates
     run under the next forward. Every block streams through four slots, or with ``own_slots`` has one of its own, to
@@ -172,8 +173,8 @@ def plan_by_hand(
         gradient_window=2 * largest,
         update_chunk=chunk,
         overlap_update=overlap,
-        disk_block=Streaming().disk_block if disk_block is None else disk_block,
-        disk_depth=disk_depth,
+        disk_reads=reads or Calls(),
+        disk_writes=writes or Calls(),
     )
     names = tuple(speculate)
     sizes = arenas(blocks, placements, streaming, STATES, names)

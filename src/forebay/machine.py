@@ -5,16 +5,17 @@ All capacities are bytes, all rates bytes/s or FLOP/s, all latencies seconds.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from forebay.calls import Calls
 from forebay.errors import ConfigError
-from forebay.units import MiB
 
 __all__ = ["MACHINE_SCHEMA", "Curve", "Disk", "Link", "Machine"]
 
-MACHINE_SCHEMA = 1
+MACHINE_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -67,22 +68,19 @@ class Link:
 class Disk:
     """The disk tier: bytes free, and its two links. ``path`` is where it was measured ("" in the catalogue).
 
-    The links are those of transfers in calls of ``block`` bytes at most, ``depth`` of them in flight at a time: the way
-    in which this disk was found fastest. ``duplex`` is the share of its rate that each direction keeps while both are
-    busy.
+    The links are those of transfers in the calls ``reads`` and ``writes``, the ways in which this disk was found
+    fastest. ``duplex`` is the share of its rate that each direction keeps while both are busy.
     """
 
     capacity: int
     read: Link
     write: Link
     path: str = ""
-    block: int = 4 * MiB
-    depth: int = 1
+    reads: Calls = field(default_factory=Calls)
+    writes: Calls = field(default_factory=Calls)
     duplex: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.block < 1 or self.depth < 1:
-            raise ConfigError(f"a disk is read in calls of 1 byte or more, 1 at a time or more, got {self}")
         if not 0 < self.duplex <= 1:
             raise ConfigError(f"duplex of a disk is in (0, 1], got {self.duplex}")
 
@@ -169,7 +167,22 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Machine:
-        """Reads ``to_json``'s text. Raises ``ConfigError`` naming the field that is wrong."""
+        """Reads ``to_json``'s text, of schema 1 too. Raises ``ConfigError`` naming the field that is wrong."""
         from forebay.records import load
 
-        return load(cls, text)
+        return load(cls, _with_calls_of_their_own(text))
+
+
+def _with_calls_of_their_own(text: str | bytes) -> str | bytes:
+    """``text`` of schema 1, where a disk was read and written in the same calls, as one of schema 2; else as it is."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return text  # what is wrong with it is said by who reads it
+    if not isinstance(whole, dict) or whole.get("schema") != 1:
+        return text
+    disk = whole.get("disk")
+    if isinstance(disk, dict):
+        calls = {name: disk[name] for name in ("block", "depth") if name in disk}
+        whole["disk"] = {**disk, "reads": calls, "writes": calls}
+    return json.dumps({**whole, "schema": 2})

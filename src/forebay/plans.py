@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from forebay.budgets import Budget
+from forebay.calls import Calls
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.memory import Tier
-from forebay.units import MiB
 
 __all__ = [
     "PLAN_SCHEMA",
@@ -22,7 +22,7 @@ __all__ = [
     "Treatment",
 ]
 
-PLAN_SCHEMA = 6
+PLAN_SCHEMA = 7
 
 UNLIMITED = 1 << 30
 """Micro-batches: where none takes more of a tier than another."""
@@ -122,10 +122,10 @@ class Streaming:
     device again before backward asks for them; ``host_activations`` are the bytes of the arena on the host that
     offloaded activations of one micro-batch take. ``disk_activations`` are those of the file for activations on disk,
     and ``disk_window`` those of the ring on the host through which they pass, in either direction. What is on disk is
-    read and written in calls of at most ``disk_block`` bytes, ``disk_depth`` of a transfer at a time in each folder.
-    ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
-    the bytes on the device through which blocks pass that are updated there and not at home there
-    (``Plan.update_on_device``): as many chunks at a time as it holds, beside the gradients that one of them widens.
+    read in the calls ``disk_reads`` and written in the calls ``disk_writes``. ``update_chunk`` is the number of
+    elements that one update job reads, updates and writes back. ``update_window`` are the bytes on the device through
+    which blocks pass that are updated there and not at home there (``Plan.update_on_device``): as many chunks at a time
+    as it holds, beside the gradients that one of them widens.
     ``overlap_update`` lets the updates of later blocks run under the next forward. ``delay_after`` (None: never) is the
     number of steps after which updates are delayed: that of a step then runs under forward and backward of the next
     one, which see parameters without it, and so make other numbers. ``poison`` fills slots with NaN when they are
@@ -141,8 +141,8 @@ class Streaming:
     host_activations: int = 0
     disk_activations: int = 0
     disk_window: int = 0
-    disk_block: int = 4 * MiB
-    disk_depth: int = 1
+    disk_reads: Calls = field(default_factory=Calls)
+    disk_writes: Calls = field(default_factory=Calls)
     update_chunk: int = 4 * 1024 * 1024
     update_window: int = 0
     overlap_update: bool = True
@@ -167,11 +167,9 @@ class Streaming:
         ):
             if nbytes < 0:
                 raise ConfigError(f"{name} must be 0 bytes or more, got {nbytes}")
-        if self.disk_block < PAGE or self.disk_block % PAGE or self.disk_depth < 1:
-            raise ConfigError(
-                f"disk_block must be whole pages of {PAGE} bytes and disk_depth 1 or more, got {self.disk_block} and "
-                f"{self.disk_depth}"
-            )
+        for name, calls in (("disk_reads", self.disk_reads), ("disk_writes", self.disk_writes)):
+            if calls.block % PAGE:
+                raise ConfigError(f"the block of {name} must be whole pages of {PAGE} bytes, got {calls.block}")
         if self.disk_window % PAGE:
             raise ConfigError(f"disk_window must be whole pages of {PAGE} bytes, got {self.disk_window}")
         for name, sizes in (("slots", self.slots), ("host_slots", self.host_slots)):

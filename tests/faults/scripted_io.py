@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 
+from forebay.calls import Calls
 from forebay.memory import Ledger, Tier
 from forebay.tiers.disk import DiskFile, DiskPolicy
 from forebay.tiers.io import Io, SystemIo
@@ -19,7 +20,7 @@ from forebay.units import MiB
 __all__ = ["PAGE", "SMALL", "ScriptedIo", "Tiers", "pattern", "round_trip", "tensor_at"]
 
 PAGE = 4096
-SMALL = DiskPolicy(block=4 * PAGE)  # several system calls in a small file
+SMALL = DiskPolicy(reads=Calls(4 * PAGE), writes=Calls(4 * PAGE))  # several system calls in a small file
 
 
 @final

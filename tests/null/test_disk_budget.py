@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from forebay.budgets import Budget, DiskBudget, DiskShare
-from forebay.errors import ConfigError
+from forebay.calls import Calls
+from forebay.cli.main import _disks as disks_of_flags
+from forebay.errors import ConfigError, UnitError
 from forebay.plans import Plan, Streaming
 from forebay.units import GiB, MiB
 
@@ -47,9 +50,34 @@ def test_others_that_leave_nothing_for_the_first_are_refused() -> None:
 
 
 def test_a_plan_keeps_the_folders_and_the_way_they_are_read() -> None:
-    streaming = Streaming(disk_block=2 * MiB, disk_depth=3)
+    streaming = Streaming(disk_reads=Calls(2 * MiB, 3), disk_writes=Calls(MiB))
     plan = Plan("test", Budget(GiB, disk=DiskBudget.of("/a:1GiB,/b:3GiB")), (), streaming, GiB, 0, 0)
     assert Plan.from_json(plan.to_json()) == plan
-    for wrong in ({"disk_block": 100}, {"disk_block": 0}, {"disk_depth": 0}):
-        with pytest.raises(ConfigError, match="disk_block must be whole pages"):
-            replace(streaming, **wrong)
+    for field in ("disk_reads", "disk_writes"):
+        with pytest.raises(ConfigError, match=f"block of {field} must be whole pages of 4096 bytes, got 100"):
+            replace(streaming, **{field: Calls(100)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"block": 0}, {"depth": 0}])
+def test_calls_that_move_nothing_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"calls of 1 byte or more, 1 at a time or more, got a block of \d+ and"):
+        Calls(**wrong)
+
+
+def test_calls_in_words_and_within_a_size() -> None:
+    assert str(Calls(2 * MiB, 3)) == "calls of 2.0 MiB, 3 at a time"
+    assert Calls(2 * MiB, 3).at_most(MiB) == Calls(MiB, 3)
+    assert Calls(MiB).at_most(2 * MiB) == Calls(MiB)
+
+
+def test_several_flags_are_as_one_with_all_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert disks_of_flags(None) is None and disks_of_flags([]) is None
+    assert disks_of_flags(["runs,old"]) == "runs,old"  # one flag stands as it is
+    assert disks_of_flags(["/a:1GiB", "/b:3GiB"]) == "/a:1GiB,/b:3GiB"
+    # Relative ones too, which a comma alone would not tell from one path with a comma in it.
+    text = disks_of_flags(["a,b", "c"])
+    assert text is not None
+    assert DiskBudget.of(text).folders == (DiskShare(f"{tmp_path}/a,b"), DiskShare(f"{tmp_path}/c"))
+    with pytest.raises(UnitError, match="without a path"):
+        disks_of_flags(["/a", " "])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from forebay.calls import Calls
 from forebay.catalogue import for_device, load_machine, machine_names, read_machine
 from forebay.cli.advice import advice
 from forebay.errors import ConfigError
@@ -85,6 +87,21 @@ def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
 def test_a_machine_survives_json() -> None:
     machine = a_machine()
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_a_machine_of_schema_1_had_one_way_for_reads_and_writes() -> None:
+    machine = a_machine()
+    assert machine.disk is not None
+    old = {**json.loads(machine.to_json()), "schema": 1}
+    assert Machine.from_json(json.dumps(old)) == machine  # an entry of the catalogue, which says nothing of calls
+    for name in ("reads", "writes"):
+        del old["disk"][name]
+    old["disk"] |= {"block": 2 * MiB, "depth": 3}
+    calls = Calls(2 * MiB, 3)
+    assert Machine.from_json(json.dumps(old)) == replace(machine, disk=replace(machine.disk, reads=calls, writes=calls))
+    assert Machine.from_json(json.dumps({**old, "disk": None})) == replace(machine, disk=None)
+    with pytest.raises(ConfigError, match=r"disk\.reads\.block"):
+        Machine.from_json(json.dumps({**old, "disk": {**old["disk"], "block": "large"}}))
 
 
 @pytest.mark.parametrize(

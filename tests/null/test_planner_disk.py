@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forebay.arenas import DISK_BLOCK
+from forebay.calls import Calls
 from forebay.checking import check
 from forebay.errors import DoesNotFit
 from forebay.lowering.liveness import device_bound
@@ -176,14 +177,13 @@ def test_reasons_speak_of_the_same_step_where_comparisons_are_coarse() -> None:
 def test_what_is_on_disk_moves_in_calls_that_suit_it() -> None:
     """And what a plan says of them is decided with the rest of it: nothing is simulated or proven once more for it."""
     assert ON.disk is not None
-    slow = replace(ON, disk=replace(ON.disk, block=2 * MiB, depth=3))
-    usual = Streaming()
-    for host, block, depth in ((STAGING, 2 * MiB, 3), (ENOUGH, usual.disk_block, usual.disk_depth)):
+    slow = replace(ON, disk=replace(ON.disk, reads=Calls(2 * MiB, 3), writes=Calls(MiB)))
+    for host, calls in ((STAGING, (Calls(2 * MiB, 3), Calls(MiB))), (ENOUGH, (Calls(), Calls()))):
         asking = asked(TRACE, slow, device=ENOUGH, host=host, disk=ENOUGH)
         bench = Bench(asking)
         plan = make_plan(asking, "offload-all", bench)
-        assert (plan.streaming.disk_block, plan.streaming.disk_depth) == (block, depth)
+        assert (plan.streaming.disk_reads, plan.streaming.disk_writes) == calls
         assert bool(plan.disk) is (host == STAGING)
         played = bench.played(plan)
         assert bench.played(replace(plan, reasons=()))[0] is played[0]
-        assert on_host(bench, Draft.of(plan)).streaming.disk_block == usual.disk_block
+        assert on_host(bench, Draft.of(plan)).streaming.disk_reads == Calls()

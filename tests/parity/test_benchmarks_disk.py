@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fasthost.disk import CHUNK, MiB, Raw, _only_open, _rows, _Tier
+from forebay.calls import Calls
 from forebay.device.cpu import CpuDevice
+from forebay.machine import Curve, Disk, Link
 from forebay.memory import Ledger, Tier
 from forebay.tiers.diskfile import DiskPolicy
 from forebay.tiers.stripes import DiskTier, Folder
 
+LINK = Link(Curve(((MiB, 1e9),)))
+DISK = Disk(MiB, LINK, LINK, reads=Calls(2 * MiB), writes=Calls(MiB, 2))
+
 
 def test_a_program_beside_the_tier_writes_the_tiers_own_file(tmp_path: Path) -> None:
     device, nbytes = CpuDevice(), CHUNK
-    policy = DiskPolicy(block=MiB, depth=2)
+    policy = DiskPolicy(reads=Calls(MiB, 2), writes=Calls(2 * MiB))
     with DiskTier([Folder(str(tmp_path))], Ledger(Tier.DISK), policy=policy) as tier:
         subject = _Tier(device, tier, nbytes)
         try:
@@ -41,7 +46,10 @@ def test_what_counts_is_the_best_way_of_anybody_else() -> None:
         ("forebay", "read", 0, 0): [1.0, 1.0, 1.0],
         ("raw", "write", MiB, 2): [0.1, 0.1, 0.1],
     }
-    rows = {row.name: row for row in _rows("read", seconds, 1000, 2 * MiB, 1)}
+    rows = {row.name: row for row in _rows("read", seconds, 1000, DISK)}
     assert set(rows) == {"fio read", "raw read", "forebay read"}
     assert rows["raw read"].what == "4 MiB, 1 in flight"
     assert rows["forebay read"].ratios == (1.4, 1.5, 1.6) and rows["forebay read"].met is True
+    assert rows["forebay read"].what == "chunks of 32 MiB in calls of 2.0 MiB, 1 at a time"
+    (both,) = _rows("both", {("forebay", "both", 0, 0): [1.0] * 2, ("raw", "both", MiB, 2): [1.0] * 2}, 1000, DISK)[1:]
+    assert both.what == "chunks of 32 MiB in calls of 2.0 MiB, 1 at a time and calls of 1.0 MiB, 2 at a time"

@@ -14,6 +14,7 @@ from benchmarks.fasthost.hidden import ALWAYS, NEVER, Parts, Stepped
 from benchmarks.fasthost.queued import Compute
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
 from forebay.budgets import DiskBudget
+from forebay.calls import Calls
 from forebay.device.base import Completion
 from forebay.memory import Tier
 from forebay.plans import Plan
@@ -36,7 +37,7 @@ def trained(states: Tier, folder: Path, *, overlap: bool, speculate: bool, own_s
             chunk=16 * 1024,
             own_slots=own_slots,
             disk=DiskBudget(str(folder)) if states is Tier.DISK else None,
-            disk_depth=2,
+            reads=Calls(depth=2),
         )
 
     stepped = Stepped(LAYERS, ELEMENTS, plan)

@@ -233,7 +233,7 @@ def changed(**what: Any) -> str:
     ("text", "match"),
     [
         (MACHINE.to_json()[:200], "this is not whole JSON"),
-        (changed(schema=99), "schema is 99, this forebay reads schema 1"),
+        (changed(schema=99), "schema is 99, this forebay reads schema 2"),
         (changed(h2d="gone"), "h2d"),
         (changed(compute={}), "compute"),
         (changed(host_bandwidth=0), "host_bandwidth must be more than 0"),

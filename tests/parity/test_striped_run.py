@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import forebay
+from forebay.calls import Calls
 from forebay.errors import DiskFull, DoesNotFit
 from forebay.memory import Tier
 from forebay.plans import Plan
@@ -24,7 +25,7 @@ FLOAT = torch.float32
 
 def plan_with_calls_in_flight() -> Plan:
     plan = speculating(NARROW, FLOAT, disk=True)
-    return replace(plan, streaming=replace(plan.streaming, disk_block=8192, disk_depth=2))
+    return replace(plan, streaming=replace(plan.streaming, disk_reads=Calls(8192, 2), disk_writes=Calls(4096, 3)))
 
 
 def everything_after(plan: Plan, disk: str) -> tuple[dict[str, torch.Tensor], int, int]:

@@ -51,7 +51,7 @@ def test_bounce_buffers_of_the_disk_are_the_same(tmp_path: Path) -> None:
     with DiskFolder(tmp_path, ledger=Ledger(Tier.DISK)) as folder:
         block = folder._bounce.get()
         flags = flags_at(address_of(block))
-        assert len(block) == folder.policy.block
+        assert len(block) == folder.policy.bounce_nbytes
         assert {"hg", "dc"} <= flags and "sh" not in flags
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from forebay.errors import ForebayError, UsageError
+from forebay.units import parse_disks
 
 __all__ = ["app", "main"]
 
@@ -34,10 +35,10 @@ Optimizer = Annotated[str | None, typer.Option(help="adamw, adam, sgd, lion, or 
 DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
 HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")]
 DiskPath = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         metavar="PATH[:SIZE],...",
-        help="Folder for a disk tier, or one on each of several disks: /a:1TiB,/b:1TiB.",
+        help="Folder for a disk tier; of several disks one on each, as /a:1TiB,/b:1TiB or one flag for each.",
     ),
 ]
 MachineName = Annotated[
@@ -117,7 +118,7 @@ def train(
             "device": device,
             "device_memory": device_memory,
             "host_memory": host_memory,
-            "disk": disk,
+            "disk": _disks(disk),
             "policy": policy,
             "loss": loss,
             "compress": compress,
@@ -130,7 +131,8 @@ def train(
 def demo(
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 512MiB.")] = None,
     disk: Annotated[
-        str | None, typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier; lowers the host budget too.")
+        list[str] | None,
+        typer.Option(metavar="PATH[:SIZE]", help="Folder for a disk tier; lowers the host budget too."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     json: AsJson = False,
@@ -139,7 +141,7 @@ def demo(
     with _errors_as_messages():
         from forebay.cli.demo import demo_settings
 
-        _train(None, demo_settings(host_memory, disk, steps), json)
+        _train(None, demo_settings(host_memory, _disks(disk), steps), json)
 
 
 @app.command()
@@ -193,7 +195,7 @@ def plan(
             "optimizer": optimizer,
             "device_memory": device_memory,
             "host_memory": host_memory,
-            "disk": disk,
+            "disk": _disks(disk),
             "machine": machine,
             "policy": policy,
             "loss": loss,
@@ -258,7 +260,7 @@ def compare(
             "accumulate": accumulate,
             "optimizer": optimizer,
             "host_memory": host_memory,
-            "disk": disk,
+            "disk": _disks(disk),
             "machine": machine,
         }
         if not _compare(flags, budgets, states, measure, plot, json):
@@ -324,6 +326,18 @@ def _of_recipe(model: str | None) -> Mapping[str, Any]:
     from forebay.recipes import load_recipe, recipe_names
 
     return load_recipe(model).train if model is not None and model in recipe_names() else {}
+
+
+def _disks(given: list[str] | None) -> str | None:
+    """The folders of all ``--disk`` flags, as one of them would name all."""
+    if not given:
+        return None
+    if len(given) == 1:
+        return given[0]
+    for one in given:
+        parse_disks(one)  # by itself: an empty one would become a part of the path before it
+    # And a comma before a path that is not absolute could be a part of that path.
+    return ",".join(one if one.startswith("/") else f"{Path.cwd()}/{one}" for one in given)
 
 
 def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:

@@ -106,8 +106,8 @@ def on_host(bench: Bench, draft: Draft) -> Draft:
         draft.streaming,
         host_slots=(),
         update_chunk=usual.update_chunk,
-        disk_block=usual.disk_block,
-        disk_depth=usual.disk_depth,
+        disk_reads=usual.disk_reads,
+        disk_writes=usual.disk_writes,
     )
     there = replace(draft, placements=placements, streaming=streaming)
     return _activations_on_disk(bench, there, (), ring=0) if streaming.disk_activations else there
@@ -191,7 +191,7 @@ def _suiting_the_disk(bench: Bench, streaming: Streaming) -> Streaming:
     machine = bench.problem.machine
     if machine is None or machine.disk is None:
         return streaming
-    return replace(streaming, disk_block=machine.disk.block, disk_depth=machine.disk.depth)
+    return replace(streaming, disk_reads=machine.disk.reads, disk_writes=machine.disk.writes)
 
 
 def _moved(draft: Draft, homes: dict[str, Placement], how: Streaming) -> Draft:

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import final
 
 import torch
 
+from forebay.calls import Calls
 from forebay.device.base import Completion, Device
 from forebay.layout import PAGE, align
 from forebay.machine import Disk, Link
 from forebay.memory import Kind, Ledger, Tier
 from forebay.profiler.effort import Effort
-from forebay.profiler.stopwatch import WallStopwatch, medians, span
+from forebay.profiler.stopwatch import WallStopwatch, in_turns, medians, span
 from forebay.profiler.transfer_rates import both_rates, curve_of
 from forebay.tiers.arena import HostArena
 from forebay.tiers.diskfile import DiskPolicy, TierFile
 from forebay.tiers.host import available_disk
 from forebay.tiers.stripes import DiskTier, Folder
 from forebay.timeline import Event, Lane
-from forebay.units import MiB, format_bytes
+from forebay.units import MiB
 
-__all__ = ["DiskFound", "measure_disk"]
+__all__ = ["WAYS", "DiskFound", "fastest", "measure_disk"]
 
 _BATCH = 16 * MiB
 
-_WAYS = ((4 * MiB, 1), (2 * MiB, 1), (MiB, 1), (2 * MiB, 2), (4 * MiB, 2), (4 * MiB, 4))
-"""Bytes of a call and calls in flight that are tried; the first stands unless another is faster by ``_BETTER``."""
+WAYS = tuple(Calls(block * MiB, depth) for block, depth in ((4, 1), (2, 1), (1, 1), (1, 2), (2, 2), (4, 2), (4, 4)))
+"""Tried for reads and for writes; the first stands unless another is faster by ``_BETTER``."""
 
 _BETTER = 1.05
+
+_PATIENCE = 2
+"""Times the rounds of other figures: of many ways in few rounds the luckiest would be taken for the fastest."""
 
 _DIRECTIONS = (Lane.DISK_READ, Lane.DISK_WRITE)
 
@@ -49,8 +54,8 @@ class DiskFound:
         """In words, what the figures cannot say."""
         way = "past the page cache (O_DIRECT)" if self.direct else "through the page cache: it refuses O_DIRECT"
         return (
-            f"{self.disk.path} was read and written {way}, in calls of {format_bytes(self.disk.block)}, "
-            f"{self.disk.depth} at a time: the fastest of {len(_WAYS)} ways"
+            f"{self.disk.path} was read and written {way}: read in {self.disk.reads}, written in {self.disk.writes}, "
+            f"each the fastest of {len(WAYS)} ways"
         )
 
 
@@ -63,32 +68,45 @@ def measure_disk(device: Device, path: str, effort: Effort) -> DiskFound:
     with HostArena(effort.disk_sizes[-1], Kind.STAGING, ledger=Ledger(Tier.HOST), what="probe") as arena:
         # Zeros would be stored as holes by some disks, and compressed by others.
         arena.memory.random_(generator=torch.Generator().manual_seed(0))
-        block, depth = _best_way(device, path, effort, arena.memory)
-        with _opened(path, effort, block, depth) as tier:
+        reads, writes = _best_ways(device, path, effort, arena.memory)
+        with _opened(path, effort, reads, writes) as tier:
             file = tier.create("probe", effort.disk_file)
             trial = _Trial(device, file, arena.memory)
             trial.fill()
             write, read = trial.link(Lane.DISK_WRITE, effort), trial.link(Lane.DISK_READ, effort)
             duplex, direct = trial.duplex(effort), tier.direct
-    return DiskFound(Disk(free, read, write, str(Path(path).absolute()), block, depth, duplex), direct)
+    return DiskFound(Disk(free, read, write, str(Path(path).absolute()), reads, writes, duplex), direct)
 
 
-def _opened(path: str, effort: Effort, block: int, depth: int) -> DiskTier:
-    policy = DiskPolicy(block=block, depth=depth)
+def _opened(path: str, effort: Effort, reads: Calls, writes: Calls) -> DiskTier:
+    policy = DiskPolicy(reads=reads, writes=writes)
     return DiskTier([Folder(path)], Ledger(Tier.DISK), needed=effort.disk_file, policy=policy)
 
 
-def _best_way(device: Device, path: str, effort: Effort, buffer: torch.Tensor) -> tuple[int, int]:
-    """The way in which a chunk is written and read fastest, one after the other."""
-    length = min(buffer.numel(), align(effort.disk_file // len(_WAYS), PAGE))
+def _best_ways(device: Device, path: str, effort: Effort, buffer: torch.Tensor) -> tuple[Calls, Calls]:
+    """The calls in which a chunk is read fastest, and those in which it is written fastest."""
+    length = min(buffer.numel(), align(effort.disk_file // len(WAYS), PAGE))
     with contextlib.ExitStack() as stack:
-        trials = {}
-        for way in _WAYS:
-            tier = stack.enter_context(_opened(path, effort, *way))
-            trials[way] = _Trial(device, tier.create("probe", length), buffer[:length])
-        taken = medians({way: trial.both_ways for way, trial in trials.items()}, effort.rounds, effort.bound)
-    best = min(taken, key=lambda way: taken[way])
-    return best if taken[_WAYS[0]] > _BETTER * taken[best] else _WAYS[0]
+        cases: dict[tuple[Lane, Calls], Callable[[], float]] = {}
+        for way in WAYS:
+            tier = stack.enter_context(_opened(path, effort, way, way))
+            trial = _Trial(device, tier.create("probe", length), buffer[:length])
+            cases |= {(lane, way): partial(trial.alone, lane) for lane in _DIRECTIONS}
+        # All are written before the first is read: what is read must have been written, and not a moment ago.
+        order = sorted(cases, key=lambda case: case[0] is Lane.DISK_READ)
+        taken = in_turns({case: cases[case] for case in order}, _PATIENCE * effort.rounds, _PATIENCE * effort.bound)
+    read, written = ({way: taken[lane, way] for way in WAYS} for lane in _DIRECTIONS)
+    return fastest(read), fastest(written)
+
+
+def fastest(seconds: Mapping[Calls, Sequence[float]]) -> Calls:
+    """The way that takes the smallest share of the seconds of a round, in the median of all rounds: what a disk can do
+    changes from one moment to the next, for all ways alike. The first of ``seconds`` unless it is slower by
+    ``_BETTER``."""
+    usual = [median(of_round) for of_round in zip(*seconds.values(), strict=True)]
+    shares = {way: median(s / u for s, u in zip(taken, usual, strict=True)) for way, taken in seconds.items()}
+    first, best = next(iter(shares)), min(shares, key=lambda way: shares[way])
+    return best if shares[first] > _BETTER * shares[best] else first
 
 
 @final
@@ -151,11 +169,6 @@ class _Trial:
         for start in range(0, self._file.nbytes - length + 1, length):
             self._file.write(start, self._buffer)
 
-    def both_ways(self) -> float:
-        """Seconds in which the whole buffer is written and read."""
-
-        def move() -> None:
-            self._file.write(0, self._buffer)
-            self._file.read(0, self._buffer)
-
-        return WallStopwatch().seconds(move)
+    def alone(self, lane: Lane) -> float:
+        """Seconds in which the whole buffer is read or written, with nothing beside it."""
+        return WallStopwatch().seconds(self._job(lane, 0, self._buffer.numel()))

@@ -169,10 +169,10 @@ class Store:
                 ledger=self._ledgers.disk,
                 needed=sizes.disk,
                 host_ledger=self._ledgers.host,
-                # The bounce buffers are of one block, for which the plan has DISK_BLOCK.
+                # The bounce buffers are of the larger block, for which the plan has DISK_BLOCK.
                 policy=DiskPolicy(
-                    block=min(plan.streaming.disk_block, DISK_BLOCK),
-                    depth=plan.streaming.disk_depth,
+                    reads=plan.streaming.disk_reads.at_most(DISK_BLOCK),
+                    writes=plan.streaming.disk_writes.at_most(DISK_BLOCK),
                     bounce_buffers=DISK_BOUNCE,
                 ),
             )

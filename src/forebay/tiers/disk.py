@@ -142,7 +142,7 @@ class DiskFolder:
 def _bounce_buffers(policy: DiskPolicy) -> queue.SimpleQueue[mmap.mmap]:
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(policy.bounce_buffers if policy.direct else 0):
-        buffers.put(map_pages(policy.block))
+        buffers.put(map_pages(policy.bounce_nbytes))
     return buffers
 
 

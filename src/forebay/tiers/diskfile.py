@@ -18,14 +18,15 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 
+from forebay.calls import Calls
 from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
 from forebay.memory import Kind, Ledger
 from forebay.tiers.io import Io
@@ -38,6 +39,7 @@ __all__ = [
     "DiskPolicy",
     "Meter",
     "TierFile",
+    "Verb",
     "bytes_of",
     "errno_words",
     "storage_error",
@@ -45,6 +47,9 @@ __all__ = [
 
 Buffer: TypeAlias = torch.Tensor | memoryview
 """A contiguous uint8 CPU tensor, or a contiguous memoryview of bytes."""
+
+Verb: TypeAlias = Literal["read", "write"]
+"""The direction of a transfer, in the word of its errors."""
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers that mean: the disk is full, or the user's share of it."""
@@ -54,15 +59,15 @@ NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 class DiskPolicy:
     """How files are read and written. Sizes in bytes.
 
-    ``block`` is the size of one system call, ``alignment`` what O_DIRECT wants of offsets, sizes and addresses,
-    ``direct`` False keeps to the page cache. ``bounce_buffers`` blocks of host memory serve the callers whose own
-    memory is not aligned; more callers than that at one time wait for each other. ``depth`` calls of one transfer are
-    in flight at a time; of a file over several folders, ``stripe`` bytes go to each in turn.
+    ``reads`` and ``writes`` are the calls into which a transfer is cut, ``alignment`` what O_DIRECT wants of offsets,
+    sizes and addresses, ``direct`` False keeps to the page cache. ``bounce_buffers``, each of the larger block, serve
+    the callers whose own memory is not aligned; more callers than that at one time wait for each other. Of a file over
+    several folders, ``stripe`` bytes go to each in turn.
     """
 
-    block: int = 4 * MiB
+    reads: Calls = field(default_factory=Calls)
+    writes: Calls = field(default_factory=Calls)
     stripe: int = 4 * MiB
-    depth: int = 1
     alignment: int = 4096
     direct: bool = True
     bounce_buffers: int = 2
@@ -72,11 +77,10 @@ class DiskPolicy:
             raise ConfigError(
                 f"alignment must be a power of two from 512 to the page size {mmap.PAGESIZE}, got {self.alignment}"
             )
-        for name, nbytes in (("block", self.block), ("stripe", self.stripe)):
+        sizes = (("the block of reads", self.reads.block), ("the block of writes", self.writes.block))
+        for name, nbytes in (*sizes, ("stripe", self.stripe)):
             if nbytes <= 0 or nbytes % self.alignment:
                 raise ConfigError(f"{name} must be a multiple of the alignment {self.alignment}, got {nbytes}")
-        if self.depth < 1:
-            raise ConfigError(f"depth must be 1 or more, got {self.depth}")
         if self.bounce_buffers < 1:
             raise ConfigError(f"bounce_buffers must be 1 or more, got {self.bounce_buffers}")
 
@@ -84,10 +88,19 @@ class DiskPolicy:
         """``nbytes`` rounded up to the alignment."""
         return -(-nbytes // self.alignment) * self.alignment
 
+    def calls(self, verb: Verb) -> Calls:
+        """Those of one direction."""
+        return self.reads if verb == "read" else self.writes
+
+    @property
+    def bounce_nbytes(self) -> int:
+        """Bytes of one bounce buffer: any call finds room in it."""
+        return max(self.reads.block, self.writes.block)
+
     @property
     def staging_nbytes(self) -> int:
         """Host memory of the bounce buffers."""
-        return self.bounce_buffers * self.block if self.direct else 0
+        return self.bounce_buffers * self.bounce_nbytes if self.direct else 0
 
 
 @final
@@ -206,13 +219,13 @@ class DiskFile(TierFile):
     ) -> None:
         self.close()
 
-    def _transfer(self, verb: str, offset: int, buffer: Buffer) -> None:
+    def _transfer(self, verb: Verb, offset: int, buffer: Buffer) -> None:
         view = bytes_of(buffer)
         self._check(verb, offset, view)
         with self._in_use():
-            position = 0
+            position, block = 0, self._policy.calls(verb).block
             while position < len(view):
-                piece = view[position : position + self._policy.block]
+                piece = view[position : position + block]
                 position += self._piece(verb, offset + position, piece)
 
     @contextmanager
@@ -229,7 +242,7 @@ class DiskFile(TierFile):
                 self._transfers -= 1
                 self._idle.notify_all()
 
-    def _check(self, verb: str, offset: int, view: memoryview) -> None:
+    def _check(self, verb: Verb, offset: int, view: memoryview) -> None:
         if verb == "read" and view.readonly:
             raise StorageError(f"cannot read from {self.path} into memory that is read-only; give a writable buffer")
         for name, value in (("offset", offset), ("size", len(view))):
@@ -244,7 +257,7 @@ class DiskFile(TierFile):
                 f"{self.nbytes} bytes"
             )
 
-    def _piece(self, verb: str, offset: int, piece: memoryview) -> int:
+    def _piece(self, verb: Verb, offset: int, piece: memoryview) -> int:
         """Moves as much of ``piece`` (one block at most) as one system call does; returns the bytes done."""
         direct = self.direct
         try:
@@ -269,14 +282,14 @@ class DiskFile(TierFile):
             self._leave_direct()
         return done
 
-    def _call(self, verb: str, offset: int, piece: memoryview) -> int:
+    def _call(self, verb: Verb, offset: int, piece: memoryview) -> int:
         if verb == "read":
             return self._io.preadv(self._fd, piece, offset)
         done = self._io.pwritev(self._fd, piece, offset)
         self._meter.add(done)
         return done
 
-    def _bounced(self, verb: str, offset: int, piece: memoryview) -> int:
+    def _bounced(self, verb: Verb, offset: int, piece: memoryview) -> int:
         """``_call`` by way of an aligned block, which nobody else has until it is put back."""
         block = self._bounce.get()
         try:

@@ -2,25 +2,26 @@
 
 A file is cut into stripes, which go to the folders in turn. Where a folder is full before the others, what follows is
 spread over those that have room (a *zone* is a range of the file that is spread over the same folders). Several calls
-are in flight at one time, ``DiskPolicy.depth`` in each folder; reads and writes have threads of their own, so that
-neither waits for the other anywhere but in the disk.
+are in flight at one time, as many in each folder as ``DiskPolicy`` says for reads and for writes. Both have threads of
+their own, so that neither waits for the other anywhere but in the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from forebay.errors import DiskFull, StorageError
 from forebay.memory import Kind, Ledger
 from forebay.tiers.disk import DiskFolder
-from forebay.tiers.diskfile import Buffer, DiskFile, DiskPolicy, TierFile, bytes_of
+from forebay.tiers.diskfile import Buffer, DiskFile, DiskPolicy, TierFile, Verb, bytes_of
 from forebay.tiers.io import Io, SystemIo
 from forebay.units import format_bytes
 
@@ -142,9 +143,12 @@ class DiskTier:
             self._room = [_UNLIMITED if alone else self._allowed(folder) for folder in folders]
             lay_out(self.policy.padded(needed), self._room, self.policy.stripe, self.policy.alignment)
             opened.pop_all()
-        workers = max(1, len(folders) * self.policy.depth - 1)
+        verbs: tuple[Verb, ...] = ("read", "write")
         self._crews = {
-            verb: ThreadPoolExecutor(workers, thread_name_prefix=f"forebay-disk-{verb}") for verb in ("read", "write")
+            verb: ThreadPoolExecutor(
+                max(1, len(folders) * self.policy.calls(verb).depth - 1), thread_name_prefix=f"forebay-disk-{verb}"
+            )
+            for verb in verbs
         }
         for crew in self._crews.values():
             self._stack.callback(crew.shutdown)
@@ -163,7 +167,7 @@ class DiskTier:
         """A new file of ``nbytes`` rounded up to the alignment over all folders, as ``DiskFolder.create`` makes one in
         one folder, whose errors it raises; nothing is left when one folder refuses its part."""
         size = self.policy.padded(nbytes)
-        if len(self._folders) == 1 and self.policy.depth == 1:
+        if len(self._folders) == 1 and self.policy.reads.depth == self.policy.writes.depth == 1:
             file: TierFile = self._folders[0].create(name, nbytes, kind)
             self._room[0] -= size
             return file
@@ -204,6 +208,10 @@ class DiskTier:
         return free if folder.nbytes is None else folder.nbytes
 
 
+_Pieces: TypeAlias = deque[tuple[DiskFile, int, memoryview]]
+"""Calls of one folder that are to be made: the file, where in it, and the memory."""
+
+
 @final
 class StripedFile(TierFile):
     """A file of a ``DiskTier`` whose bytes are in ``parts``, one a folder (None: none there), as ``zones`` say."""
@@ -213,7 +221,7 @@ class StripedFile(TierFile):
         parts: Sequence[DiskFile | None],
         zones: Sequence[Zone],
         policy: DiskPolicy,
-        crews: dict[str, ThreadPoolExecutor],
+        crews: dict[Verb, ThreadPoolExecutor],
     ) -> None:
         self.nbytes = sum(zone.nbytes for zone in zones)
         self._parts = parts
@@ -236,48 +244,59 @@ class StripedFile(TierFile):
                 part.close()
 
     def _transfer(
-        self, verb: str, offset: int, buffer: Buffer, move: Callable[[DiskFile, int, memoryview], None]
+        self, verb: Verb, offset: int, buffer: Buffer, move: Callable[[DiskFile, int, memoryview], None]
     ) -> None:
         view = bytes_of(buffer)
         if offset < 0 or offset + len(view) > self.nbytes:
             raise StorageError(
                 f"cannot {verb} bytes {offset} to {offset + len(view)}: the file has {self.nbytes} bytes"
             )
-        shares = self._shared_out(offset, view)
-
-        def work(share: Sequence[tuple[DiskFile, int, memoryview]]) -> None:
-            for part, start, piece in share:
-                move(part, start, piece)
-
-        # The caller's thread has the first share: with one there is nobody to wait for.
-        others = [self._crews[verb].submit(work, share) for share in shares[1:]]
+        crew = self._crews[verb]
+        depth = self._policy.calls(verb).depth
+        # Who is done with one call takes the next of that folder: the last ones end together, although no two calls
+        # take the same time.
+        takers = [pieces for pieces in self._cut(verb, offset, view) for _ in range(min(depth, len(pieces)))]
+        # The caller's thread is one of them: with a single call in flight there is nobody to wait for.
+        others = [crew.submit(_drain, pieces, move) for pieces in takers[1:]]
         try:
-            work(shares[0] if shares else ())
+            _drain(takers[0] if takers else deque(), move)
         finally:
             # All calls are out before anybody hears of an error: the buffer is the caller's own again.
             wait(others)
         for other in others:
             other.result()
 
-    def _shared_out(self, offset: int, view: memoryview) -> list[list[tuple[DiskFile, int, memoryview]]]:
-        """What is to be moved, by who moves it: ``depth`` shares a folder, of pieces of one call at most."""
-        shares: dict[tuple[int, int], list[tuple[DiskFile, int, memoryview]]] = {}
-        counts = [0] * len(self._parts)
+    def _cut(self, verb: Verb, offset: int, view: memoryview) -> list[_Pieces]:
+        """What is to be moved, in calls, folder by folder."""
+        found: list[_Pieces] = [deque() for _ in self._parts]
+        block = self._policy.calls(verb).block
         position = 0
         while position < len(view):
             number, start, follow = self._find(offset + position)
             part = self._parts[number]
             if part is None:
                 raise StorageError(f"byte {offset + position} of a striped file is in no folder")
-            length = min(follow, self._policy.block, len(view) - position)
-            turn = counts[number] % self._policy.depth
-            shares.setdefault((turn, number), []).append((part, start, view[position : position + length]))
-            counts[number] += 1
+            length = min(follow, block, len(view) - position)
+            found[number].append((part, start, view[position : position + length]))
             position += length
-        return list(shares.values())
+        return [pieces for pieces in found if pieces]
 
     def _find(self, offset: int) -> tuple[int, int, int]:
         for zone in self._zones:
             if offset < zone.start + zone.nbytes:
                 return zone.find(offset)
         raise StorageError(f"byte {offset} is not inside a file of {self.nbytes} bytes")
+
+
+def _drain(pieces: _Pieces, move: Callable[[DiskFile, int, memoryview], None]) -> None:
+    """Makes calls until none is left, or one fails. Others may do the same: a piece is taken by one of them."""
+    while True:
+        try:
+            part, start, piece = pieces.popleft()
+        except IndexError:
+            return
+        try:
+            move(part, start, piece)
+        except BaseException:
+            pieces.clear()  # the transfer has failed: nobody needs the rest of it
+            raise

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from forebay.calls import Calls
 from forebay.errors import ConfigError, DiskFull, ForebayError, HostOutOfMemory, StorageError, UsageError
 from forebay.memory import Kind, Ledger, Tier
 from forebay.tiers.disk import DiskFolder, DiskPolicy
@@ -122,7 +124,7 @@ def test_too_little_space_is_refused_before_anything_is_made(tmp_path: Path, tie
 
 
 def test_bounce_buffers_are_host_memory(tmp_path: Path, tiers: Tiers) -> None:
-    policy = DiskPolicy(block=MiB, bounce_buffers=3)
+    policy = DiskPolicy(reads=Calls(MiB // 2), writes=Calls(MiB), bounce_buffers=3)
     with DiskFolder(tmp_path, ledger=tiers.disk, host_ledger=tiers.host, policy=policy):
         assert tiers.host.usage().at_peak[Kind.STAGING] == 3 * MiB
     with pytest.raises(HostOutOfMemory, match="bounce buffers"):
@@ -175,8 +177,17 @@ def test_without_preallocation_the_file_has_its_size_all_the_same(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "fields", [{"alignment": 1000}, {"alignment": 256}, {"block": 0}, {"block": 4097}, {"bounce_buffers": 0}]
+    ("fields", "said"),
+    [
+        ({"alignment": 1000}, "alignment"),
+        ({"alignment": 256}, "alignment"),
+        ({"reads": Calls(4097)}, "the block of reads"),
+        ({"writes": Calls(4097)}, "the block of writes"),
+        ({"stripe": 100}, "stripe"),
+        ({"stripe": 0}, "stripe"),
+        ({"bounce_buffers": 0}, "bounce_buffers"),
+    ],
 )
-def test_policies_are_validated_at_birth(fields: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(fields))):
+def test_policies_are_validated_at_birth(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         DiskPolicy(**fields)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forebay.calls import Calls
 from forebay.errors import DiskFull, ForebayError, StorageError
 from forebay.memory import Ledger, Tier
 from forebay.tiers.disk import DiskFile, DiskFolder, DiskPolicy
@@ -23,7 +25,7 @@ from tests.faults.scripted_io import PAGE, SMALL, ScriptedIo, Tiers, pattern, ro
 
 @pytest.fixture(scope="module", params=[True, False], ids=["direct", "buffered"])
 def shared_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskFile]:
-    policy = DiskPolicy(block=SMALL.block, direct=request.param)
+    policy = replace(SMALL, direct=request.param)
     with DiskFolder(tmp_path_factory.mktemp("disk"), ledger=Ledger(Tier.DISK), policy=policy) as folder:
         file = folder.create("moments", 64 * PAGE)
         if file.direct is not request.param:
@@ -202,7 +204,7 @@ def test_close_waits_for_the_transfer_under_way(tmp_path: Path, tiers: Tiers) ->
 
 
 def test_more_unaligned_callers_than_bounce_buffers(tmp_path: Path, tiers: Tiers) -> None:
-    policy = DiskPolicy(block=PAGE, bounce_buffers=1)
+    policy = DiskPolicy(reads=Calls(PAGE), writes=Calls(PAGE), bounce_buffers=1)
     with DiskFolder(tmp_path, ledger=tiers.disk, policy=policy) as folder:
         file = folder.create("moments", 4 * 8 * PAGE)
         parts = [tensor_at(64, 8 * PAGE) for _ in range(4)]

@@ -1,0 +1,36 @@
+"""How the bytes of a disk transfer are cut into system calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from forebay.errors import ConfigError
+from forebay.units import MiB, format_bytes
+
+__all__ = ["Calls"]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of ``block`` bytes at most, ``depth`` of one transfer in flight at a time in each folder.
+
+    Reads and writes of a disk have calls of their own: disks were found that read fastest with few bytes in flight and
+    write fastest with many (docs/log.md).
+    """
+
+    block: int = 4 * MiB
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.depth < 1:
+            raise ConfigError(
+                f"a disk is read and written in calls of 1 byte or more, 1 at a time or more, got a block of "
+                f"{self.block} and a depth of {self.depth}"
+            )
+
+    def at_most(self, nbytes: int) -> Calls:
+        """The same with blocks of ``nbytes`` at most."""
+        return replace(self, block=min(self.block, nbytes))
+
+    def __str__(self) -> str:
+        return f"calls of {format_bytes(self.block)}, {self.depth} at a time"
