@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks.case import BenchmarkError
@@ -109,6 +111,13 @@ def _torch_wide_in_chunks(held: Buffers, team: Team) -> Contender:
     return Work("torch fused, all fp32, in chunks of 4M", 28, work)
 
 
+def _launch(
+    kernel: Callable[..., float], rows: npt.NDArray[np.int64], numbers: tuple[Any, ...], counter: int, shares: int
+) -> float:
+    """A thread's part of a step: the shares that it takes (``Team.take_turns``)."""
+    return kernel(rows, 0, shares, counter, *numbers)
+
+
 def _kernel(
     name: str,
     nbytes: float,
@@ -132,7 +141,7 @@ def _kernel(
             count = min(size, held.elements - start)
             row = [count, *(base + start * size for base, size in zip(bases, sizes, strict=True))]
             rows = np.array([row + [0] * (len(COLUMNS) - len(row) - 1) + [start]], dtype=np.int64)
-            team.run(lambda share, shares, rows=rows: kernel(rows, share, shares, scalars, STEP), count)  # type: ignore[misc]
+            team.take_turns(partial(_launch, kernel, rows, (scalars, STEP)), count)
 
     return Work(name, nbytes, work)
 
@@ -162,7 +171,7 @@ def _forebay_apart(held: Buffers, team: Team) -> Contender:
         rows[0, start : start + len(row)] = row
 
     def work() -> None:
-        team.run(lambda share, shares: kernel(rows, share, shares, scalars, STEP), held.elements)
+        team.take_turns(partial(_launch, kernel, rows, (scalars, STEP)), held.elements)
 
     return Work("forebay, the same into a second copy", 28, work)
 
@@ -180,7 +189,7 @@ def _lion(held: Buffers, team: Team) -> Contender:
     return Work(
         "forebay, Lion",
         20,
-        lambda: team.run(lambda share, shares: kernel(rows, share, shares, scalars), held.elements),
+        lambda: team.take_turns(partial(_launch, kernel, rows, (scalars,)), held.elements),
     )
 
 
@@ -195,7 +204,7 @@ def _low(held: Buffers, team: Team, bits: int) -> Contender:
     nbytes = 12 + 4 * (codes + scales) / held.elements
 
     def work() -> None:
-        team.run(lambda share, shares: kernel(rows, share, shares, scalars, book), held.elements)
+        team.take_turns(partial(_launch, kernel, rows, (scalars, book)), held.elements)
 
     return Work(f"forebay, {bits}-bit states", nbytes, work)
 

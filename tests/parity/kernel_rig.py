@@ -64,7 +64,7 @@ def memory(count: int, parameter: Form, gradient: Form, states: int, seed: int =
 def run(kernel: Callable[..., float], rows: Sequence[Sequence[int]], *arguments: Any, shares: int = SHARES) -> float:
     """All shares of a call, one after the other; the sum of what they return."""
     table = np.array(rows, dtype=np.int64).reshape(len(rows), -1)
-    return sum(kernel(table, share, shares, *arguments) for share in range(shares))
+    return sum(kernel(table, share, shares, 0, *arguments) for share in range(shares))
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from forebay.kernels.adam import COLUMNS, adam_kernel, adam_scalars
 from forebay.kernels.jit import compiled
 from forebay.kernels.native import Form
+from forebay.kernels.shares import WHOLE
 from forebay.kernels.team import ALONE, TURN, Team, cores
 from tests.parity.kernel_rig import memory, same
 
@@ -44,27 +45,79 @@ def test_shares_run_side_by_side(team: Team) -> None:
     assert team.run(lambda share, shares: barrier.wait() * 0.0 + 1.0, ALONE) == 3.0
 
 
-def test_who_is_done_takes_the_next_share(team: Team) -> None:
-    seen: list[tuple[int, int]] = []
-    held = threading.Event()
+def test_little_work_takes_no_turns(team: Team) -> None:
+    seen: list[tuple[int, int, str]] = []
 
-    def work(share: int, shares: int) -> float:
-        # Whoever has the first share keeps it until all others are done: by the other threads.
-        if share == 0:
-            assert held.wait(30)
-        seen.append((share, shares))
-        if len(seen) == shares - 1:
-            held.set()
+    def work(counter: int, shares: int) -> float:
+        seen.append((counter, shares, threading.current_thread().name))
         return 0.0
 
-    team.take_turns(work, 7 * TURN)
-    assert sorted(seen) == [(share, 7) for share in range(7)] and seen[-1] == (0, 7)
-    seen.clear()
-    held.set()
+    me = threading.current_thread().name
     team.take_turns(work, ALONE - 1)
-    assert seen == [(0, 1)]
+    assert seen == [(0, 1, me)]
+    seen.clear()
+    team.take_turns(work, 7 * TURN)
+    # Three threads, or one in the place of another that woke up late; one counter, which is somewhere.
+    assert [shares for _, shares, _ in seen] == [7] * 3 and len({counter for counter, _, _ in seen} - {0}) == 1
     with pytest.raises(ArithmeticError):
-        team.take_turns(lambda share, shares: _fails(), 7 * TURN)
+        team.take_turns(lambda counter, shares: _fails(), 7 * TURN)
+
+
+def test_shares_are_taken_until_none_is_left() -> None:
+    kernel = adam_kernel(Form.FP32, Form.FP32, coupled=False, amsgrad=False)
+    scalars = adam_scalars(1, 1e-2, 0.9, 0.999, 1e-8, 0.1, coupled=False, maximize=False)
+    # One row that is cut, one that one thread does whole, and one that ends within a block.
+    held = [memory(n, Form.FP32, Form.FP32, states=2, seed=n) for n in (3 * WHOLE, 300, 2 * WHOLE + 77)]
+    expected = [m.copy() for m in held]
+    alone = kernel(np.array([m.row(len(COLUMNS)) for m in expected], dtype=np.int64), 0, 1, 0, scalars, 0)
+    rows, number = np.array([m.row(len(COLUMNS)) for m in held], dtype=np.int64), np.zeros(1, dtype=np.int64)
+    # Whoever comes first finds two of them taken; they are done last, each by its name.
+    number[0] = 2
+    squares = kernel(rows, 0, 5, number.ctypes.data, scalars, 0)
+    assert number[0] == 6
+    assert kernel(rows, 0, 5, number.ctypes.data, scalars, 0) == 0.0
+    squares += kernel(rows, 0, 5, 0, scalars, 0) + kernel(rows, 1, 5, 0, scalars, 0)
+    assert squares == pytest.approx(alone, rel=1e-6)
+    for m, want in zip(held, expected, strict=True):
+        assert all(same(a, b) for a, b in zip(m.everything(), want.everything(), strict=True))
+
+
+def test_threads_that_take_turns_do_every_share_once(team: Team) -> None:
+    """An update is not idempotent: a share that is done twice, or not at all, is another result."""
+    kernel = adam_kernel(Form.FP32, Form.FP32, coupled=False, amsgrad=False)
+    scalars = adam_scalars(1, 1e-2, 0.9, 0.999, 1e-8, 0.1, coupled=False, maximize=False)
+    held = memory(9 * TURN + 5, Form.FP32, Form.FP32, states=2)
+    expected = held.copy()
+    rows = np.array([held.row(len(COLUMNS))], dtype=np.int64)
+    for _ in range(3):
+        team.take_turns(lambda counter, shares: kernel(rows, 0, shares, counter, scalars, 0), 9 * TURN)
+        kernel(np.array([expected.row(len(COLUMNS))], dtype=np.int64), 0, 1, 0, scalars, 0)
+    assert all(same(a, b) for a, b in zip(held.everything(), expected.everything(), strict=True))
+
+
+def test_nobody_waits_for_a_thread_that_has_not_begun(team: Team) -> None:
+    begun, held = threading.Barrier(4, timeout=30), threading.Event()
+
+    def busy(share: int, shares: int) -> float:
+        begun.wait()
+        assert held.wait(30)
+        return 0.0
+
+    other = threading.Thread(target=lambda: team.run(busy, ALONE))
+    other.start()
+    begun.wait()  # it and both threads of the team are in there now
+    seen: list[tuple[int, str]] = []
+
+    def work(share: int, shares: int) -> float:
+        seen.append((share, threading.current_thread().name))
+        return 1.0
+
+    try:
+        assert team.run(work, ALONE) == 3.0
+    finally:
+        held.set()
+        other.join()
+    assert seen == [(share, threading.current_thread().name) for share in range(3)]
 
 
 def _fails() -> float:
@@ -126,7 +179,7 @@ def test_several_callers_at_once_disturb_nobody(team: Team) -> None:
     def update(number: int) -> None:
         rows = np.array([held[number].row(len(COLUMNS))], dtype=np.int64)
         for _ in range(5):
-            team.run(lambda share, shares: kernel(rows, share, shares, scalars, 0), ALONE)
+            team.run(lambda share, shares: kernel(rows, share, shares, 0, scalars, 0), ALONE)
 
     threads = [threading.Thread(target=update, args=(n,)) for n in range(4)]
     for thread in threads:
@@ -136,7 +189,7 @@ def test_several_callers_at_once_disturb_nobody(team: Team) -> None:
     for number, expected in enumerate(alone):
         rows = np.array([expected.row(len(COLUMNS))], dtype=np.int64)
         for _ in range(5):
-            kernel(rows, 0, 1, scalars, 0)
+            kernel(rows, 0, 1, 0, scalars, 0)
         assert all(same(a, b) for a, b in zip(held[number].everything(), expected.everything(), strict=True))
 
 
@@ -147,12 +200,12 @@ def test_a_kernel_runs_without_the_interpreter_lock() -> None:
     scalars = adam_scalars(1, 1e-2, 0.9, 0.999, 1e-8, 0.1, coupled=False, maximize=False)
     # The same memory many times over, in one call: every row moves the first element again.
     rows = np.array([held.row(len(COLUMNS))] * 400, dtype=np.int64)
-    kernel(rows[:0], 0, 1, scalars, 0)
+    kernel(rows[:0], 0, 1, 0, scalars, 0)
     begun, ended = threading.Event(), threading.Event()
 
     def update() -> None:
         begun.wait()
-        kernel(rows, 0, 1, scalars, 0)
+        kernel(rows, 0, 1, 0, scalars, 0)
         ended.set()
 
     thread = threading.Thread(target=update)

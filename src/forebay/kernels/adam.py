@@ -24,7 +24,7 @@ import numpy.typing as npt
 from forebay.kernels.jit import compiled
 from forebay.kernels.lines import drain, lines_for, place_in, send
 from forebay.kernels.native import Apart, Form, fma, load, loose_add, store, store_drawn, written
-from forebay.kernels.shares import BLOCK, begin_of
+from forebay.kernels.shares import BLOCK, portions
 from forebay.kernels.stamp import STAMP
 
 __all__ = ["COLUMNS", "adam_kernel", "adam_scalars"]
@@ -40,7 +40,7 @@ VECTOR: Final = 8
 _SPREAD: Final = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio in 64 bits, as a signed number: neighbouring seeds become salts that have nothing in common."""
 
-Kernel = Callable[[npt.NDArray[np.int64], int, int, npt.NDArray[np.float32], int], float]
+Kernel = Callable[[npt.NDArray[np.int64], int, int, int, npt.NDArray[np.float32], int], float]
 
 
 def adam_scalars(
@@ -83,9 +83,12 @@ def adam_kernel(
     """The kernel for these forms; a parameter that is not fp32 has an fp32 master.
 
     ``coupled``: a weight decay that is part of the gradient (Adam), and not 0. ``state``, fp32 or bf16, is the form of
-    the moments; ``apart`` what is written elsewhere than read. Call it with the table of rows, the share, the number of
-    shares, ``adam_scalars`` and the seed of the step; it returns the sum of the squares of the share's gradients, inf
-    where one is too large for fp32. Raises ``ValueError`` for moments in fp16, whose range a second moment leaves.
+    the moments; ``apart`` what is written elsewhere than read.
+
+    Call it with the table of rows, the share, the number of shares, 0, ``adam_scalars`` and the seed of the step; it
+    returns the sum of the squares of the share's gradients, inf where one is too large for fp32. With the address of a
+    counter in the place of the 0, shares are taken from there until none is left, whichever was named. Raises
+    ``ValueError`` for moments in fp16, whose range a second moment leaves.
     """
     if state is Form.FP16:
         raise ValueError("moments are fp32 or bf16, not fp16")
@@ -97,14 +100,14 @@ def adam_kernel(
     p_made, m_made, v_made, top_made = written(1, p_moved), *(written(stream, m_moved) for stream in (2, 3, 4))
 
     @compiled
-    def kernel(rows: Any, share: Any, shares: Any, scalars: Any, seed: Any) -> Any:
+    def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any, seed: Any) -> Any:
         decay, rate, near, beta2 = scalars[0], scalars[1], scalars[2] != 0, scalars[3]
         rest2, bias2, eps, pace, sign = scalars[4], scalars[5], scalars[6], scalars[7], scalars[8]
         squares = np.float64(stamp - stamp)
         lines = lines_for(5) if moved else 0
         p_lines, own_lines = lines if p_moved else 0, lines if own_moved else 0
         m_lines, top_lines = lines if m_moved else 0, lines if top_moved else 0
-        for row in range(rows.shape[0]):
+        for row, begin, end in portions(rows, share, shares, counter):
             count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             m_at, v_at, top_at = rows[row, 4], rows[row, 5], rows[row, 6]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
@@ -112,7 +115,6 @@ def adam_kernel(
             # The hash takes the lower half of a salt; the upper one is the second moment's.
             salt = seed * _SPREAD + rows[row, 7]
             other, third = (seed * _SPREAD >> 32) + rows[row, 7], (seed * _SPREAD >> 16) + rows[row, 7]
-            begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             last = min(end, count - count % VECTOR)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)

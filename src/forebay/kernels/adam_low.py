@@ -20,7 +20,7 @@ from forebay.kernels.adam_block import GRADIENT, SCALES, begin_block, finish_blo
 from forebay.kernels.codes import TABLE, code_table
 from forebay.kernels.jit import compiled, part
 from forebay.kernels.native import Apart, Form, as_float, copy_bytes, greater, load, magnitude, store, written
-from forebay.kernels.shares import BLOCK, begin_of
+from forebay.kernels.shares import BLOCK, portions
 from forebay.kernels.stamp import STAMP
 
 __all__ = ["COLUMNS", "adam_low_kernel", "codebook", "state_nbytes"]
@@ -29,7 +29,7 @@ COLUMNS: Final = ("count", "gradient", "parameter", "master", "codes_1", "scales
 """Columns of the table of rows: for each moment its codes and a fp32 scale for every block."""
 
 Floats = npt.NDArray[np.float32]
-Kernel = Callable[[npt.NDArray[np.int64], int, int, Floats, Floats], float]
+Kernel = Callable[[npt.NDArray[np.int64], int, int, int, Floats, Floats], float]
 
 
 def state_nbytes(count: int, bits: int) -> tuple[int, int]:
@@ -99,9 +99,9 @@ def adam_low_kernel(
 ) -> Kernel:
     """The kernel for these forms and ``bits`` (8 or 4); a parameter that is not fp32 has an fp32 master.
 
-    Called with rows, share, shares, ``adam_scalars`` and ``codebook(bits)``; returns the sum of the squares of the
-    share's gradients. ``apart`` is what is written elsewhere than read. A block with inf or NaN in a moment has a scale
-    that says so, and nothing in it decodes to a finite value. Raises ``ValueError`` for other numbers of bits.
+    Called with rows, share, shares, counter, ``adam_scalars`` and ``codebook(bits)``, and returns the sum of squares as
+    ``adam_kernel``'s does. ``apart`` is what is written elsewhere than read. A block with inf or NaN in a moment has a
+    scale that says so, and nothing in it decodes to a finite value. Raises ``ValueError`` for other numbers of bits.
     """
     if bits not in (4, 8):
         raise ValueError(f"moments have 8 or 4 bits, not {bits}")
@@ -111,7 +111,7 @@ def adam_low_kernel(
     out, to_scales = len(COLUMNS) if apart else 0, written(SCALES, Apart.MOMENTS in apart)
 
     @compiled
-    def kernel(rows: Any, share: Any, shares: Any, scalars: Any, book: Any) -> Any:
+    def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any, book: Any) -> Any:
         tables = (np.int64(book[0].ctypes.data), np.int64(book[1].ctypes.data))
         numbers = np.int64(scalars.ctypes.data)
         # One block of both new moments; and of all else, where a row ends within a block: vectors are whole, and
@@ -119,8 +119,8 @@ def adam_low_kernel(
         m_new, v_new, spare = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.zeros(_SPARE, np.uint8)
         new, spare_at = (np.int64(m_new.ctypes.data), np.int64(v_new.ctypes.data)), np.int64(spare.ctypes.data)
         squares = np.float64(stamp - stamp)
-        for row in range(rows.shape[0]):
-            count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
+        for row, begin, end in portions(rows, share, shares, counter):
+            g_at, p_at = rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             m_at, m_scale_at, v_at, v_scale_at = rows[row, 4], rows[row, 5], rows[row, 6], rows[row, 7]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
             m_out, m_scale_out, v_out, v_scale_out = (
@@ -129,7 +129,6 @@ def adam_low_kernel(
                 rows[row, out + 6],
                 rows[row, out + 7],
             )
-            begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             for block in range(begin, end, BLOCK):
                 size, number = min(BLOCK, end - block), block // BLOCK
                 read = (g_at + block * given_size, p_at + block * 4)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from forebay.kernels.jit import compiled
 from forebay.kernels.lines import drain, lines_for, place_in, send
 from forebay.kernels.native import Apart, Form, load, loose_add, store, written
-from forebay.kernels.shares import BLOCK, begin_of
+from forebay.kernels.shares import BLOCK, portions
 from forebay.kernels.stamp import STAMP
 
 __all__ = ["COLUMNS", "lion_kernel", "lion_scalars"]
@@ -22,7 +22,7 @@ __all__ = ["COLUMNS", "lion_kernel", "lion_scalars"]
 COLUMNS: Final = ("count", "gradient", "parameter", "master", "exp_avg")
 """Columns of the table of rows. Without a master the column is not looked at."""
 
-Kernel = Callable[[npt.NDArray[np.int64], int, int, npt.NDArray[np.float32]], float]
+Kernel = Callable[[npt.NDArray[np.int64], int, int, int, npt.NDArray[np.float32]], float]
 
 
 def lion_scalars(lr: float, beta1: float, beta2: float, weight_decay: float) -> npt.NDArray[np.float32]:
@@ -44,17 +44,16 @@ def lion_kernel(parameter: Form, gradient: Form, *, apart: Apart = Apart.NOTHING
     p_made, m_made = written(1, p_moved), written(2, m_moved)
 
     @compiled
-    def kernel(rows: Any, share: Any, shares: Any, scalars: Any) -> Any:
+    def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any) -> Any:
         decay, beta1, rest1, beta2, rest2, lr = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5]
         zero = np.float32(0)
         squares = np.float64(stamp - stamp)
         lines = lines_for(3) if moved else 0
         p_lines, own_lines, m_lines = lines if p_moved else 0, lines if own_moved else 0, lines if m_moved else 0
-        for row in range(rows.shape[0]):
-            count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
+        for row, begin, end in portions(rows, share, shares, counter):
+            g_at, p_at = rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
             m_at, m_out = rows[row, 4], rows[row, out + 4]
-            begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)
                 p_to, own_to = place_in(p_lines, 0, p_out, block, 4), place_in(own_lines, 1, own_out, block, own_size)

@@ -30,6 +30,7 @@ __all__ = [
     "store",
     "store_drawn",
     "tag",
+    "take",
     "written",
 ]
 
@@ -72,6 +73,7 @@ _HALF: Final = ir.HalfType()
 _I8: Final = ir.IntType(8)
 _I16: Final = ir.IntType(16)
 _I32: Final = ir.IntType(32)
+_I64: Final = ir.IntType(64)
 _QUIET_NAN: Final = 0x7FC0
 
 
@@ -186,6 +188,18 @@ def copy_bytes(context: Any, source: Any, target: Any, count: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def take(context: Any, counter: Any) -> Any:
+    """What the int64 at the address ``counter`` was; it is one more now. No two threads are told the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where = builder.inttoptr(arguments[0], _I64.as_pointer())
+        # Nothing else hangs on it: what shares read and write, no two of them share.
+        return builder.atomic_rmw("add", where, ir.Constant(_I64, 1), "monotonic")
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -18,7 +18,7 @@ from forebay.kernels.adam import VECTOR
 from forebay.kernels.jit import compiled
 from forebay.kernels.lines import drain, lines_for, place_in, send
 from forebay.kernels.native import Apart, Form, fma, load, loose_add, store, written
-from forebay.kernels.shares import BLOCK, begin_of
+from forebay.kernels.shares import BLOCK, portions
 from forebay.kernels.stamp import STAMP
 
 __all__ = ["COLUMNS", "sgd_kernel", "sgd_scalars"]
@@ -26,7 +26,7 @@ __all__ = ["COLUMNS", "sgd_kernel", "sgd_scalars"]
 COLUMNS: Final = ("count", "gradient", "parameter", "master", "momentum_buffer")
 """Columns of the table of rows. Without a master, or without momentum, the column is not looked at."""
 
-Kernel = Callable[[npt.NDArray[np.int64], int, int, npt.NDArray[np.float32]], float]
+Kernel = Callable[[npt.NDArray[np.int64], int, int, int, npt.NDArray[np.float32]], float]
 
 
 def sgd_scalars(
@@ -60,7 +60,7 @@ def sgd_kernel(
     p_made, b_made = written(1, p_moved), written(2, b_moved)
 
     @compiled
-    def kernel(rows: Any, share: Any, shares: Any, scalars: Any) -> Any:
+    def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any) -> Any:
         shrink, keep, take, pace, fresh, sign = (
             scalars[0],
             scalars[1],
@@ -72,11 +72,10 @@ def sgd_kernel(
         squares = np.float64(stamp - stamp)
         lines = lines_for(3) if moved else 0
         p_lines, own_lines, b_lines = lines if p_moved else 0, lines if own_moved else 0, lines if b_moved else 0
-        for row in range(rows.shape[0]):
+        for row, begin, end in portions(rows, share, shares, counter):
             count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
             b_at, b_out = rows[row, 4], rows[row, out + 4]
-            begin, end = begin_of(row, count, share, shares), begin_of(row, count, share + 1, shares)
             last = min(end, count - count % VECTOR)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)

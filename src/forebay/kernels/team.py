@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Final, final
 
-__all__ = ["ALONE", "Team", "cores"]
+import numpy as np
+
+__all__ = ["ALONE", "TURN", "Team", "cores"]
 
 ALONE: Final = 65536
 """Elements: work on fewer is done before another thread would have woken up."""
 
-TURN: Final = 1 << 19
-"""Elements of a share that threads take in turns: a few tenths of a millisecond, some fifty times what taking costs."""
+TURN: Final = 1 << 16
+"""Elements of a share that threads take in turns: some 0.1 milliseconds, for which the others wait at the end at the
+most, and ten thousand times what taking costs (``shares.portions``)."""
 
 
 def cores() -> int:
@@ -25,18 +27,25 @@ def cores() -> int:
 
 @final
 class _Part:
-    """One share of a call, in another thread. ``outcome`` is there once ``done`` is set."""
+    """One share of a call, for whoever begins it first. ``outcome`` is there once ``done`` is set."""
 
-    __slots__ = ("done", "outcome", "work")
+    __slots__ = ("_begun", "_work", "done", "outcome")
 
     def __init__(self, work: Callable[[], float]) -> None:
-        self.work = work
+        self._work: Callable[[], float] | None = work
+        self._begun = threading.Lock()
         self.done = threading.Event()
         self.outcome: float | BaseException = 0.0
 
     def run(self) -> None:
+        """Does the work, if nobody has begun to."""
+        if not self._begun.acquire(blocking=False):
+            return
+        # A thread that comes too late must not keep alive what the work holds: the tensors whose memory it was given.
+        work, self._work = self._work, None
         try:
-            self.outcome = self.work()
+            if work is not None:
+                self.outcome = work()
         except BaseException as error:  # raised again in the thread that asked
             self.outcome = error
         self.done.set()
@@ -67,33 +76,37 @@ class Team:
         the team is closed. Raises what a share raised, after all of them have ended.
         """
         shares = self.size if elements >= ALONE and self._ready() else 1
-        parts = [_Part(lambda share=share: work(share, shares)) for share in range(1, shares)]  # type: ignore[misc]
-        for part in parts:
+        parts = [_Part(lambda share=share: work(share, shares)) for share in range(shares)]  # type: ignore[misc]
+        for part in parts[1:]:
             self._parts.put(part)
-        first = _Part(lambda: work(0, shares))
-        first.run()
+        # What no thread has begun by now is done here: where other work has the cores, one may wake up late.
+        for part in parts:
+            part.run()
         total = 0.0
-        for part in (first, *parts):
+        for part in parts:
             part.done.wait()
-        for part in (first, *parts):
+        for part in parts:
             if isinstance(part.outcome, BaseException):
                 raise part.outcome
             total += part.outcome
         return total
 
     def take_turns(self, work: Callable[[int, int], float], elements: int) -> None:
-        """Like ``run``, in more shares than threads: who is done with one takes the next, until all are taken.
+        """Calls ``work(counter, shares)`` in every thread. It does one share after the other, each the next at the
+        address ``counter`` (``shares.portions``), until all are taken. Little work is ``work(0, 1)``, in this thread.
 
         Where other work takes cores away for a while, as copies do, a thread that has lost its core has fewer shares
         and nobody waits for half of the work. Which thread has which share is by chance, and so is what makes sums.
         """
-        shares = max(self.size, elements // TURN) if elements >= ALONE else 1
-        numbers = itertools.count()  # one call of next() at a time: the interpreter's lock sees to it
+        shares = elements // TURN if elements >= ALONE else 1
+        if shares < 2:
+            work(0, 1)
+            return
+        number = np.zeros(1, np.int64)
 
         def take(share: int, threads: int) -> float:
-            while (turn := next(numbers)) < shares:
-                work(turn, shares)
-            return 0.0
+            # Who takes holds the counter: a caller that is interrupted does not wait for the others.
+            return work(int(number.ctypes.data), shares)
 
         self.run(take, elements)
 
@@ -122,5 +135,5 @@ class Team:
 def _serve(parts: queue.SimpleQueue[_Part | None]) -> None:
     while (part := parts.get()) is not None:
         part.run()
-        # An idle thread must not keep alive what the work held: the tensors whose memory it was given.
+        # Nor what came out of it, an error with its frames.
         del part

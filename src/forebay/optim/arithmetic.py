@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -23,10 +23,25 @@ from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
 from forebay.states import StateForm, form_of, is_wide, plain_name
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from forebay.kernels.native import Apart, Form
     from forebay.kernels.team import Team
 
-__all__ = ["Arithmetic", "Held", "KernelArithmetic", "Part", "TorchArithmetic", "copied", "host_arithmetic", "place_of"]
+    _Alike = tuple[Form, Form, Apart]
+    """What one call of a kernel has in common: the forms of parameter and gradient, what is written apart."""
+
+__all__ = [
+    "Arithmetic",
+    "Held",
+    "KernelArithmetic",
+    "Part",
+    "Prepared",
+    "TorchArithmetic",
+    "copied",
+    "host_arithmetic",
+    "place_of",
+]
 
 PIECE: Final = 1 << 18
 """Elements, whole blocks, whose moments are widened at a time."""
@@ -89,15 +104,25 @@ def copied(team: Team, target: torch.Tensor, source: torch.Tensor) -> None:
         np.copyto(there[start:stop], here[start:stop])
         return 0.0
 
-    team.take_turns(copy, there.size // _WIDE.itemsize)
+    team.run(copy, there.size // _WIDE.itemsize)
 
 
 class Arithmetic(ABC):
     """One optimizer's update of parts, in place or into another copy."""
 
     @abstractmethod
+    def prepared(self, parts: Sequence[Part]) -> Prepared:
+        """What updates ``parts``, each time it is called. Raises ``ValueError`` where they do not lie as an update
+        needs them."""
+
+    @final
     def update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
         """Updates parameters, masters and states. ``step`` counts from 1; ``group`` are the hyperparameters."""
+        self.prepared(parts)(step, group)
+
+
+Prepared = Callable[[int, Mapping[str, Any]], None]
+"""An update of certain parts: called with the step, counted from 1, and the hyperparameters."""
 
 
 @final
@@ -113,8 +138,11 @@ class TorchArithmetic(Arithmetic):
         self._moments = None if is_wide(rule.state_names) else moments_of(rule.state_names)
         self._workspace = None if workspace is None else workspace.view(_WIDE)
 
-    def update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
-        parts = [_brought(part) for part in parts]
+    def prepared(self, parts: Sequence[Part]) -> Prepared:
+        return partial(self._update, tuple(parts))
+
+    def _update(self, given: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
+        parts = [_brought(part) for part in given]
         if self._moments is not None:
             for part in parts:
                 self._update_coded(part, self._moments, step, group)
@@ -190,21 +218,33 @@ class KernelArithmetic(Arithmetic):
         self._states = tuple(form_of(state) for state in rule.state_names)
         self._forms = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
 
-    def update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
-        alike: dict[tuple[Form, Form, Apart], list[Part]] = defaultdict(list)
+    def prepared(self, parts: Sequence[Part]) -> Prepared:
+        alike: dict[_Alike, list[list[int]]] = defaultdict(list)
         for part in parts:
-            forms = self._forms[part.parameter.dtype], self._forms[part.gradient.dtype]
-            alike[*forms, _apart(part)].append(part)
-        for (parameter, gradient, apart), members in alike.items():
+            apart = _apart(part)
+            kind = self._forms[part.parameter.dtype], self._forms[part.gradient.dtype], apart
+            alike[kind].append(self._row(part, apart=bool(apart)))
+        tables = {kind: np.array(rows, dtype=np.int64) for kind, rows in alike.items()}
+        # Of all else the addresses are enough: whoever keeps this keeps no more tensors than these.
+        apart_states = {
+            number: [(part.written.states[number], part.states[number]) for part in parts if part.into is not None]
+            for number in self._left_alone(None)
+        }
+        return partial(self._update, tables, apart_states)
+
+    def _update(
+        self,
+        tables: Mapping[_Alike, npt.NDArray[np.int64]],
+        apart_states: Mapping[int, Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        for (parameter, gradient, apart), rows in tables.items():
             launch = self._choose(parameter, gradient, apart, step, group)
-            rows = np.array([self._row(part, apart=bool(apart)) for part in members], dtype=np.int64)
-            self._team.take_turns(
-                lambda share, shares, launch=launch, rows=rows: launch(rows, share, shares),  # type: ignore[misc]
-                int(rows[:, 0].sum()),
-            )
+            self._team.take_turns(partial(launch, rows), int(rows[:, 0].sum()))
         for number in self._left_alone(group):
-            for part in parts:
-                copied(self._team, part.written.states[number], part.states[number])
+            for target, source in apart_states[number]:
+                copied(self._team, target, source)
 
     def _row(self, part: Part, *, apart: bool) -> list[int]:
         """A row of a kernel's table; two in one where something is ``apart`` (``kernels.native.Apart``)."""

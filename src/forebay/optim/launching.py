@@ -13,7 +13,8 @@ from forebay.states import plain_name
 __all__ = ["Choose", "Launch", "chooser_of", "left_alone"]
 
 Launch = Callable[[Any, int, int], float]
-"""A kernel for given hyperparameters: called with rows, share and shares."""
+"""A kernel for given hyperparameters: called with rows, the counter from which it takes shares, and their number. A
+counter of 0 and 1 share: all of it."""
 
 Choose = Callable[[Form, Form, Apart, int, Mapping[str, Any]], Launch]
 """The kernel for a parameter's form, a gradient's form, what is written apart, a step and a group."""
@@ -30,13 +31,13 @@ def chooser_of(rule: AdamRule | LionRule | SgdRule) -> tuple[Choose, tuple[str, 
     return _adam_chooser(rule), adam.COLUMNS
 
 
-def left_alone(rule: AdamRule | LionRule | SgdRule, group: Mapping[str, Any]) -> tuple[int, ...]:
+def left_alone(rule: AdamRule | LionRule | SgdRule, group: Mapping[str, Any] | None) -> tuple[int, ...]:
     """Which of the rule's states a step with the hyperparameters ``group`` neither reads nor writes: those that only
-    other groups of the optimizer ask for."""
+    other groups of the optimizer ask for. None: which there are for any group."""
     names = [plain_name(state) for state in rule.state_names]
-    if isinstance(rule, SgdRule) and float(group["momentum"]) == 0:
+    if isinstance(rule, SgdRule) and (group is None or float(group["momentum"]) == 0):
         return tuple(range(len(names)))
-    if isinstance(rule, AdamRule) and not group["amsgrad"]:
+    if isinstance(rule, AdamRule) and (group is None or not group["amsgrad"]):
         return tuple(number for number, name in enumerate(names) if name == "max_exp_avg_sq")
     return ()
 
@@ -67,7 +68,7 @@ def _adam_chooser(rule: AdamRule) -> Choose:
         amsgrad = bool(group["amsgrad"])
         kernel = adam.adam_kernel(parameter, gradient, coupled=coupled, amsgrad=amsgrad, state=state, apart=apart)
         # The step is the seed: where moments are rounded by chance, every step draws anew.
-        return lambda rows, share, shares: kernel(rows, share, shares, scalars, step)
+        return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, step)
 
     return choose
 
@@ -79,7 +80,7 @@ def _adam_low_chooser(rule: AdamRule) -> Choose:
     def choose(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
         coupled, scalars = _adam_numbers(rule, step, group)
         kernel = adam_low.adam_low_kernel(parameter, gradient, bits, coupled=coupled, apart=apart)
-        return lambda rows, share, shares: kernel(rows, share, shares, scalars, book)
+        return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, book)
 
     return choose
 
@@ -88,7 +89,7 @@ def _choose_lion(parameter: Form, gradient: Form, apart: Apart, step: int, group
     beta1, beta2 = group["betas"]
     kernel = lion.lion_kernel(parameter, gradient, apart=apart)
     scalars = lion.lion_scalars(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]))
-    return lambda rows, share, shares: kernel(rows, share, shares, scalars)
+    return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars)
 
 
 def _choose_sgd(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
@@ -109,4 +110,4 @@ def _choose_sgd(parameter: Form, gradient: Form, apart: Apart, step: int, group:
         first=step == 1,
         maximize=bool(group["maximize"]),
     )
-    return lambda rows, share, shares: kernel(rows, share, shares, scalars)
+    return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars)

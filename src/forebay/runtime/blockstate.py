@@ -10,6 +10,7 @@ import torch
 
 from forebay.errors import ForebayError
 from forebay.layout import MASTER, StateLayout, needs_master
+from forebay.optim.arithmetic import Prepared
 from forebay.plans import Placement
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradients import GradientBuffer
@@ -44,6 +45,7 @@ class BlockState:
 
     ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
     the next step may be made before the step is asked for. A block that is updated on the device is ``streamed``.
+    ``prepared`` are the updates that were made ready for it, by where they read and write.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class BlockState:
         self.streamed = streamed
         self.gradients = gradients
         self.steps = {p.name: 0 for p in block.parameters if p.trainable}
+        self.prepared: dict[object, Prepared] = {}
 
     @property
     def parameters(self) -> Home:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -14,7 +14,16 @@ from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
 from forebay.kernels.team import Team
 from forebay.layout import MASTER, Cell, Chunk, Piece, needs_master, untrained_nbytes
-from forebay.optim.arithmetic import Arithmetic, Held, Part, TorchArithmetic, copied, host_arithmetic, place_of
+from forebay.optim.arithmetic import (
+    Arithmetic,
+    Held,
+    Part,
+    Prepared,
+    TorchArithmetic,
+    copied,
+    host_arithmetic,
+    place_of,
+)
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.cells import Cells, Load
@@ -22,7 +31,10 @@ from forebay.runtime.homes import Checkout
 from forebay.runtime.tensors import dtype_of, elements, flat, state_view
 from forebay.timeline import Lane
 
-__all__ = ["Task", "Updater"]
+__all__ = ["KEPT", "Task", "Updater"]
+
+KEPT: Final = 16
+"""Updates of a chunk that are kept ready: from either copy into the other and in place in both, in several groups."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +129,42 @@ class Updater:
         for chunk in state.layout.chunks:
             content = states[chunk.offset : chunk.offset + chunk.nbytes]
             held = self._copy(state, chunk, content, partial(_at_home, parameters))
-            self._apply(chunk, held, partial(_landed, flattened), tasks, self._on_device)
+            _apply(chunk, held, partial(_landed, flattened), tasks, self._on_device)
 
     def run_chunk(
         self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, tasks: Mapping[str, Task]
     ) -> None:
         """The job of ``submit``: updates one chunk on the host, whose ``states`` these are; ``loan`` are the parameters
         of the block. Runs in the update lane's thread."""
-        gradients = {name: buffer.host for name, buffer in state.gradients.items() if name in tasks}
+        if loan.apart or states.apart:
+            self._take_along(state, chunk, loan, states, tasks)
+        for task, pieces in _batches(chunk, tasks):
+            self._prepared(state, chunk, loan, states, pieces)(task.step, task.group)
+
+    def _prepared(
+        self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, pieces: Sequence[Piece]
+    ) -> Prepared:
+        """The update of ``pieces`` of a chunk. What is in memory has its place for good: it is made ready once.
+
+        Every view of a tensor gives the interpreter's lock away, and while the model's own Python runs, an update would
+        wait for it each time.
+        """
+        places = (t.data_ptr() for t in (states.source, states.buffer, loan.source, loan.buffer))
+        key = (*((piece.parameter.name, piece.start) for piece in pieces), *places)
+        known = state.prepared.get(key)
+        if known is not None:
+            return known
         held = self._copy(state, chunk, states.source, partial(_at_home, loan.source))
         into: Copy | None = None
         if loan.apart or states.apart:
             into = self._copy(state, chunk, states.buffer, partial(_at_home, loan.buffer))
-            self._take_along(state, chunk, loan, states, tasks)
-        self._apply(chunk, held, partial(_landed, gradients), tasks, self._on_host, into)
+        gradients = partial(_landed, {name: buffer.host for name, buffer in state.gradients.items()})
+        made = self._on_host.prepared([_part(piece, held(piece), gradients(piece), into) for piece in pieces])
+        if loan.staging is None and states.staging is None:
+            if len(state.prepared) >= KEPT * len(state.layout.chunks):
+                state.prepared.clear()  # at each step others have a gradient, as experts do: nothing is found again
+            state.prepared[key] = made
+        return made
 
     def run_cell(
         self, state: BlockState, chunk: Chunk, tasks: Mapping[str, Task], cell: Cell, buffer: torch.Tensor
@@ -139,7 +173,7 @@ class Updater:
         # Made for each chunk: it holds memory of the device, and would hold it longer than the cells do.
         arithmetic = self._arithmetic_there(None if self._cells is None else self._cells.widening)
         held = self._copy(state, chunk, buffer[: chunk.nbytes], _in_cell(cell, chunk, buffer, cell.parameters))
-        self._apply(chunk, held, _in_cell(cell, chunk, buffer, cell.gradients), tasks, arithmetic)
+        _apply(chunk, held, _in_cell(cell, chunk, buffer, cell.gradients), tasks, arithmetic)
 
     def _take_along(
         self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, tasks: Mapping[str, Task]
@@ -179,33 +213,31 @@ class Updater:
 
         return held
 
-    @staticmethod
-    def _apply(
-        chunk: Chunk,
-        held: Copy,
-        gradients: Values,
-        tasks: Mapping[str, Task],
-        arithmetic: Arithmetic,
-        into: Copy | None = None,
-    ) -> None:
-        """Updates the pieces of ``chunk`` that are in ``tasks``: from one copy into another, or in place."""
-        # Pieces of the same group at the same step go through one call of the kernel.
-        batches: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-        for piece in chunk.pieces:
-            task = tasks.get(piece.parameter.name)
-            if task is not None:
-                batches[(id(task.group), task.step)].append(piece)
-        for pieces in batches.values():
-            task = tasks[pieces[0].parameter.name]
-            parts = [_part(piece, held(piece), gradients(piece), into) for piece in pieces]
-            arithmetic.update(parts, task.step, task.group)
-
 
 Copy = Callable[[Piece], Held]
 """What one copy of a chunk has of a piece."""
 
 Values = Callable[[Piece], torch.Tensor]
 """The elements of a piece, 1-D: of its parameter, or of its gradient."""
+
+
+def _apply(chunk: Chunk, held: Copy, gradients: Values, tasks: Mapping[str, Task], arithmetic: Arithmetic) -> None:
+    """Updates the pieces of ``chunk`` that are in ``tasks``, in place."""
+    for task, pieces in _batches(chunk, tasks):
+        parts = [_part(piece, held(piece), gradients(piece), None) for piece in pieces]
+        arithmetic.update(parts, task.step, task.group)
+
+
+def _batches(chunk: Chunk, tasks: Mapping[str, Task]) -> Iterator[tuple[Task, Sequence[Piece]]]:
+    """The pieces of ``chunk`` that are in ``tasks``: those of one group at the same step, which go through one call of
+    the kernel, and their task."""
+    batches: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for piece in chunk.pieces:
+        task = tasks.get(piece.parameter.name)
+        if task is not None:
+            batches[(id(task.group), task.step)].append(piece)
+    for pieces in batches.values():
+        yield tasks[pieces[0].parameter.name], pieces
 
 
 def _part(piece: Piece, held: Held, gradient: torch.Tensor, into: Copy | None) -> Part:
