@@ -14,6 +14,7 @@ import traceback
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, final
 
 from forebay.device.base import Completion, Delays
@@ -64,7 +65,7 @@ class EventLog:
         with self._lock:
             events = list(self._events)
             self._events.clear()
-        return sorted(events, key=lambda event: event.start)
+        return sorted(events, key=attrgetter("start"))
 
 
 class LaneCompletion(Completion):

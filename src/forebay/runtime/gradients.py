@@ -284,17 +284,17 @@ def _can_accumulate(gradient: LandedGradient, value: Any) -> bool:
 def _scale(func: Any, gradient: LandedGradient, factor: Any) -> LandedGradient:
     """Multiplies or divides in place. By exactly 1, which clipping does where there is nothing to clip, changes no bit
     of a real number: then nothing is written, and an update that has read the gradient has read the right one."""
-    if isinstance(factor, torch.Tensor):
-        factor = factor.cpu()
     if gradient.is_floating_point() and _is_one(factor):
         gradient._expect_current()  # one that is out of date is refused all the same
     else:
-        func(gradient.writable(), factor)
+        func(gradient.writable(), factor.cpu() if isinstance(factor, torch.Tensor) else factor)
     return gradient
 
 
 def _is_one(factor: Any) -> bool:
-    return bool(factor == 1) if not isinstance(factor, torch.Tensor) else factor.dim() == 0 and bool(factor == 1)
+    if isinstance(factor, torch.Tensor):
+        return factor.dim() == 0 and bool(factor.item() == 1)
+    return bool(factor == 1)
 
 
 def _one_by_one(func: Any, args: Any) -> None:

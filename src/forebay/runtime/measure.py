@@ -188,7 +188,7 @@ class Measurement:
         self.micro_batches, self._passes = max(1, self._passes), 0
         # Passes that failed are counted in both, or in neither.
         self.together, self._together = min(self._together, self.micro_batches), 1
-        self.collect()
+        self._gather()
 
     @property
     def elapsed(self) -> float:
@@ -197,10 +197,13 @@ class Measurement:
 
     def forget(self) -> None:
         """Drops the events so far."""
-        self.collect()
+        self._gather()
         self._events.clear()
 
     def collect(self) -> tuple[Event, ...]:
         """Every event so far, in the order of their start within each step."""
-        self._events.extend(self._device.drain_events())
+        self._gather()
         return tuple(self._events)
+
+    def _gather(self) -> None:
+        self._events.extend(self._device.drain_events())

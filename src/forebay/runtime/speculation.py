@@ -93,7 +93,8 @@ class Speculation:
         if end is None or state.spare is None:
             return
         written = (state.spare.parameters.written, state.spare.states.written)
-        ends = (end, *(completion for completion in written if completion is not None))
+        # In memory all of them are one.
+        ends = tuple(dict.fromkeys((end, *(completion for completion in written if completion is not None))))
         versions = {name: state.gradients[name].version for name in tasks}
         self._ahead[state.block.name] = _Ahead(tasks, versions, ends)
         self.speculated += 1
