@@ -19,7 +19,7 @@ import torch
 
 from forebay.device.base import Completion, Device, NoDelays
 from forebay.device.cpu import CpuDevice, as_bytes, copies_bytes
-from forebay.device.lanes import EventLog, ReadyCompletion, WorkerLanes
+from forebay.device.lanes import EventLog, LaneCompletion, ReadyCompletion, WorkerLanes, dependency_failure
 from forebay.memory import Kind, TierUsage
 from forebay.timeline import Event, Lane
 
@@ -36,7 +36,7 @@ class Compute:
             time.perf_counter, EventLog(1), NoDelays(), prepare_thread=partial(torch.set_grad_enabled, False)
         )
         self._holds: list[Completion] = []
-        self._last: Completion = ReadyCompletion()
+        self._last: LaneCompletion = ReadyCompletion()
         self._free = 0.0
         self.stalled = 0.0
 
@@ -50,7 +50,7 @@ class Compute:
         """What is launched from now on begins after ``completion``, whose ``wait`` may return the moment."""
         self._holds.append(completion)
 
-    def mark(self) -> Completion:
+    def mark(self) -> LaneCompletion:
         """Done with all that has been launched so far."""
         return self._last
 
@@ -73,6 +73,47 @@ class Compute:
         left = self._free - time.perf_counter()
         if left > 0:
             time.sleep(left)
+
+
+@final
+class _Mark(LaneCompletion):
+    """Compute up to a moment: what is issued on a device is ordered behind it there."""
+
+    def __init__(self, computed: LaneCompletion) -> None:
+        self._computed = computed
+
+    def wait(self) -> Any:
+        return self._computed.wait()
+
+    def done(self) -> bool:
+        return self._computed.done()
+
+    def failure(self) -> BaseException | None:
+        return self._computed.failure()
+
+
+@final
+class _Copy(LaneCompletion):
+    """A copy and what it comes after."""
+
+    def __init__(self, copied: Completion, after: Sequence[Completion]) -> None:
+        self._copied = copied
+        self._after = after
+
+    def wait(self) -> Any:
+        return self._copied.wait()
+
+    def done(self) -> bool:
+        return self._copied.done()
+
+    def failure(self) -> BaseException | None:
+        return dependency_failure(self._copied)
+
+    def wait_for_issue(self) -> None:
+        """Waits until a device could be told to copy."""
+        for completion in self._after:
+            if not isinstance(completion, _Mark):
+                dependency_failure(completion)
 
 
 @final
@@ -112,7 +153,7 @@ class QueuedDevice(Device):
     ) -> Completion:
         """Like that of ``CpuDevice``; ``wait`` returns the moment at which it was done."""
         move = partial(_copied, target, source, copies_bytes(target, source))
-        return self._host.submit(lane, move, after=after, nbytes=source.nbytes, what=what)
+        return _Copy(self._host.submit(lane, move, after=after, nbytes=source.nbytes, what=what), tuple(after))
 
     def launch(
         self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""
@@ -120,9 +161,11 @@ class QueuedDevice(Device):
         return self._host.launch(job, after=after, nbytes=nbytes, what=what)
 
     def mark(self) -> Completion:
-        return self._compute.mark()
+        return _Mark(self._compute.mark())
 
     def hold_compute(self, completion: Completion) -> None:
+        if isinstance(completion, _Copy):
+            completion.wait_for_issue()
         self._compute.hold(completion)
 
     def now(self) -> float:

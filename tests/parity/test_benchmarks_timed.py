@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from benchmarks.fasthost.disk_step import STATE_BYTES
 from benchmarks.fasthost.hidden import ALWAYS, NEVER, Parts, Stepped
-from benchmarks.fasthost.queued import Compute
+from benchmarks.fasthost.queued import Compute, QueuedDevice
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
 from forebay.budgets import DiskBudget
 from forebay.calls import Calls
@@ -19,6 +21,7 @@ from forebay.device.base import Completion
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
+from forebay.timeline import Lane
 
 LAYERS, ELEMENTS = 4, 64 * TimedModel.WIDTH
 
@@ -141,3 +144,31 @@ def test_what_is_updated_ahead_is_spread_over_the_model() -> None:
     assert spread(model, 3 / 8) == ["layers.7", "layers.5", "layers.2"]
     assert spread(model, 1.0) == [f"layers.{number}" for number in range(7, -1, -1)]
     assert spread(model, 3 / 4, first=True) == [f"layers.{number}" for number in (0, 1, 2, 4, 5, 6)]
+
+
+def test_the_training_thread_waits_until_a_copy_can_be_issued() -> None:
+    """As on a device: for what the copy comes after on the host, and not for compute, nor for the copy itself."""
+    compute, going = Compute(), threading.Event()
+    device = QueuedDevice(compute)
+    source, target = torch.ones(4), torch.zeros(4)
+    try:
+        update = device.submit(Lane.UPDATE, partial(going.wait, 30.0))
+        compute.launch(partial(going.wait, 30.0), 0.0)
+        copied = device.copy(Lane.H2D, target, source, after=(device.mark(),))
+        device.hold_compute(copied)
+        assert not copied.done()
+        updated = device.copy(Lane.H2D, target, source, after=(device.mark(), update))
+        threading.Timer(0.05, going.set).start()
+        device.hold_compute(updated)
+        assert update.done()
+        updated.wait()
+        assert torch.equal(target, source)
+        failed = device.copy(Lane.H2D, target, source, after=(device.submit(Lane.UPDATE, partial(int, "x")),))
+        device.hold_compute(failed)  # and is not waited for in vain
+        with pytest.raises(ValueError, match="invalid literal"):
+            failed.wait()
+    finally:
+        going.set()
+        with contextlib.suppress(ValueError):
+            device.close()
+        compute.close()
