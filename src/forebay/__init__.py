@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from forebay.budgets import Budget
     from forebay.errors import ForebayError
+    from forebay.exporting import export
     from forebay.machine import Machine
     from forebay.plans import Plan
     from forebay.timeline import Timeline
@@ -42,6 +43,7 @@ __all__ = [
     "accumulate",
     "check",
     "close",
+    "export",
     "gradients",
     "initialize",
     "load",
@@ -64,6 +66,7 @@ _HOMES = {
     "Plan": "forebay.plans",
     "Timeline": "forebay.timeline",
     "Trace": "forebay.trace",
+    "export": "forebay.exporting",
 }
 
 

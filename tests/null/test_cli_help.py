@@ -11,6 +11,7 @@ import typer
 
 from forebay.cli.main import app
 from forebay.cli.plan import PlanSettings
+from forebay.cli.verify import Extent
 from forebay.config import TrainConfig
 
 HELP = """
@@ -46,6 +47,28 @@ TRAIN_FLAGS = {
     "--json",
 }
 
+VERIFY_FLAGS = {
+    "--batch",
+    "--seq",
+    "--layers",
+    "--steps",
+    "--seed",
+    "--dtype",
+    "--accumulate",
+    "--clip-norm",
+    "--optimizer",
+    "--device",
+    "--device-memory",
+    "--host-memory",
+    "--disk",
+    "--policy",
+    "--loss",
+    "--compress",
+    "--json",
+}
+
+EXPORT_FLAGS = {"--to", "--format", "--dtype", "--json"}
+
 DOCTOR_FLAGS = {"--device", "--disk", "--refresh", "--out", "--json"}
 
 DEMO_FLAGS = {"--host-memory", "--disk", "--steps", "--json"}
@@ -77,6 +100,8 @@ PLAN_FLAGS = {
         ("doctor", "--help"),
         ("plan", "--help"),
         ("compare", "--help"),
+        ("verify", "--help"),
+        ("export", "--help"),
     ],
 )
 def test_help_loads_nothing_heavy(arguments: tuple[str, ...]) -> None:
@@ -105,6 +130,16 @@ def test_the_flags_of_plan_are_these() -> None:
     assert {"--" + name.replace("_", "-") for name in PlanSettings.model_fields} | {"--out", "--json"} == (
         PLAN_FLAGS | {"--model"}
     )
+
+
+def test_the_flags_of_verify_are_these() -> None:
+    assert flags_of("verify") == VERIFY_FLAGS
+    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine"}
+    assert {"--" + name.replace("_", "-") for name in settings} | {"--json"} == VERIFY_FLAGS
+
+
+def test_the_flags_of_export_are_these() -> None:
+    assert flags_of("export") == EXPORT_FLAGS
 
 
 def test_the_flags_of_doctor_are_these() -> None:

@@ -11,23 +11,28 @@ import copy
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
+from forebay.checkpoint.source import Source, kept_dtype, raw_bytes, saved_buffers
+from forebay.checkpoint.weights import INDEX
 from forebay.errors import StorageError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["export_model"]
+__all__ = ["export_model", "write_configuration", "write_safetensors"]
 
 SHARD_NBYTES = 5 * 1000**3
 """Bytes of tensors after which a new file begins."""
 
 _TENSOR_ENTRY = 512
 """Bytes: more than the header's entry of any tensor of up to 16 dimensions takes, its name left out."""
+
+Written = tuple[str, "torch.Tensor", "torch.dtype"]
+"""A tensor by its name, and as what it is written."""
 
 
 def export_model(
@@ -47,39 +52,54 @@ def export_model(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        config: Any = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-        names = [*parameters, *_saved_buffers(model)]
-        header = 64 + sum(len(json.dumps(name)) + _TENSOR_ENTRY for name in names)
-        _write_shards(_tensors(model, parameters), header, folder, shard_nbytes)
+        names = [*parameters, *saved_buffers(model)]
+        _write_shards(_tensors(model, parameters), names, folder, shard_nbytes)
+        write_configuration(model, folder, None)  # last: an export that fails leaves nothing
     except OSError as error:
         raise StorageError(f"cannot write the model to {folder}: {error.strerror or error}") from error
 
 
-def _tensors(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[Path]:
+    """Writes config.json of a model of transformers, which says ``dtype`` (None: the one that it was made with), and
+    generation_config.json where it generates. Returns the files."""
+    whole: Any = model
+    config = copy.deepcopy(whole.config)
+    config.architectures = [type(model).__name__]
+    if dtype is not None:
+        config.dtype = dtype
+    config.save_pretrained(folder)
+    files = [folder / "config.json"]
+    if whole.can_generate() and whole.generation_config is not None:
+        whole.generation_config.save_pretrained(folder)
+        files.append(folder / "generation_config.json")
+    return files
+
+
+def write_safetensors(
+    source: Source, folder: Path, dtype: torch.dtype | None, *, shard_nbytes: int = SHARD_NBYTES
+) -> list[Path]:
+    """Writes the tensors of ``source`` as ``dtype`` (None: as they are) into ``folder``, which exists. Returns the
+    files; raises ``OSError`` after removing what was written."""
+    tensors = ((name, source.read(name), kept_dtype(entry, dtype)) for name, entry in source.entries.items())
+    return _write_shards(tensors, list(source.entries), folder, shard_nbytes)
+
+
+def _tensors(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[Written]:
     for name in parameters:
-        yield name, parameters[name]
-    yield from _saved_buffers(model).items()
+        tensor = parameters[name]
+        yield name, tensor, tensor.dtype
+        del tensor  # or the next one would be read while this one is still held
+    yield from ((name, buffer, buffer.dtype) for name, buffer in saved_buffers(model).items())
 
 
-def _saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the state dict: those that a module cannot compute again."""
-    saved = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                saved[name] = buffer
-    return saved
-
-
-def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], header: int, folder: Path, shard_nbytes: int) -> None:
+def _write_shards(tensors: Iterator[Written], names: Collection[str], folder: Path, shard_nbytes: int) -> list[Path]:
+    header = 64 + sum(len(json.dumps(name)) + _TENSOR_ENTRY for name in names)
     shards: list[_Shard] = []
     try:
-        for name, tensor in tensors:
+        for name, tensor, dtype in tensors:
             if not shards or shards[-1].nbytes >= shard_nbytes:
                 shards.append(_Shard(folder / f"model-{len(shards) + 1:05d}.part", header))
-            shards[-1].add(name, tensor)
+            shards[-1].add(name, tensor, dtype)
             del tensor  # or the next one would be read while this one is still held
         for shard in shards:
             shard.finish()
@@ -89,14 +109,15 @@ def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], header: int, fold
         raise
     if len(shards) == 1:
         os.replace(shards[0].path, folder / "model.safetensors")
-        return
+        return [folder / "model.safetensors"]
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         target = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         os.replace(shard.path, folder / target)
         places.update(dict.fromkeys(shard.entries, target))
     index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [folder / INDEX, *(folder / name for name in dict.fromkeys(places.values()))]
 
 
 @final
@@ -111,15 +132,14 @@ class _Shard:
         self._file: IO[bytes] = path.open("wb")
         self._file.seek(8 + header)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends ``tensor``."""
-        import torch
-
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy().data)
-        begin, self.nbytes = self.nbytes, self.nbytes + flat.nbytes
+    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Appends ``tensor`` as ``dtype``."""
+        begin = self.nbytes
+        for piece in raw_bytes(tensor, dtype):
+            self._file.write(piece)
+            self.nbytes += piece.nbytes
         self.entries[name] = {
-            "dtype": _dtype_name(tensor),
+            "dtype": _dtype_name(dtype),
             "shape": list(tensor.shape),
             "data_offsets": [begin, self.nbytes],
         }
@@ -139,12 +159,12 @@ class _Shard:
         self.path.unlink(missing_ok=True)
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """What safetensors calls the dtype: F32, BF16, I64."""
     import torch
 
-    if tensor.dtype is torch.bool:
+    if dtype is torch.bool:
         return "BOOL"
-    letter = "F" if tensor.dtype.is_floating_point else "I" if tensor.dtype.is_signed else "U"
-    prefix = "BF" if tensor.dtype is torch.bfloat16 else letter
-    return f"{prefix}{8 * tensor.element_size()}"
+    letter = "F" if dtype.is_floating_point else "I" if dtype.is_signed else "U"
+    prefix = "BF" if dtype is torch.bfloat16 else letter
+    return f"{prefix}{8 * dtype.itemsize}"

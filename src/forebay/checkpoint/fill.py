@@ -3,96 +3,51 @@ no more than one block is in memory beside the tiers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from forebay.checkpoint.weights import Weights
 from forebay.errors import ConfigError, ModelError
 from forebay.runtime.session import Session
 from forebay.trace import Block, Parameter
 
 __all__ = ["fill_at_random", "fill_from_folder"]
 
-INDEX = "model.safetensors.index.json"
+
+def _parameter(weights: Weights, spec: Parameter) -> torch.Tensor:
+    """The value of a parameter, under its own name or that of a tied one. Raises ``ConfigError``."""
+    name = next((n for n in (spec.name, *spec.aliases) if n in weights), None)
+    if name is None:
+        raise ConfigError(
+            f"{weights.folder} has no tensor {spec.name}; it was saved from another model, or this model's tied "
+            f"weights are not tied (init_empty_weights() unties them: call model.tie_weights() before prepare)"
+        )
+    return _read(weights, name, spec.shape)
 
 
-@final
-class _Weights:
-    """The tensors of a folder of safetensors, read one at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder} to load weights from")
-        self._file_of = dict(self._index())
-
-    def _index(self) -> Iterator[tuple[str, Path]]:
-        index = self._folder / INDEX
-        if index.is_file():
-            try:
-                # The index is input: it names files of this folder and none elsewhere.
-                files = {n: Path(f).name for n, f in dict(json.loads(index.read_text())["weight_map"]).items()}
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(f"{index} is not an index of safetensors; save the model again") from None
-            yield from ((name, self._folder / file) for name, file in files.items())
-            return
-        paths = sorted(self._folder.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(f"{self._folder} has no safetensors; save the model with save_pretrained")
-        for path in paths:
-            with self._open(path) as tensors:
-                yield from ((name, path) for name in tensors.keys())  # noqa: SIM118 - a reader, not a dict
-
-    @staticmethod
-    def _open(path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {error}") from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def read(self, name: str) -> torch.Tensor:
-        path = self._file_of[name]
-        with self._open(path) as tensors:
-            try:
-                value: torch.Tensor = tensors.get_tensor(name)
-            except SafetensorError as error:
-                raise ConfigError(f"{path} has no {name} although the index says so: {error}") from None
-            return value
-
-    def parameter(self, spec: Parameter) -> torch.Tensor:
-        """The value of a parameter, under its own name or that of a tied one. Raises ``ConfigError``."""
-        name = next((n for n in (spec.name, *spec.aliases) if n in self), None)
-        if name is None:
-            raise ConfigError(
-                f"{self._folder} has no tensor {spec.name}; it was saved from another model, or this model's tied "
-                f"weights are not tied (init_empty_weights() unties them: call model.tie_weights() before prepare)"
-            )
-        value = self.read(name)
-        if tuple(value.shape) != spec.shape:
-            raise ConfigError(
-                f"{name} in {self._folder} has shape {tuple(value.shape)}, the model's has {spec.shape}; "
-                f"use the config.json that belongs to the weights"
-            )
-        return value
+def _read(weights: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    value = weights.read(name)
+    if tuple(value.shape) != shape:
+        raise ConfigError(
+            f"{name} in {weights.folder} has shape {tuple(value.shape)}, the model's has {shape}; "
+            f"use the config.json that belongs to the weights"
+        )
+    return value
 
 
 def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
     """Loads every parameter and persistent buffer of ``model`` from a folder of safetensors."""
-    weights = _Weights(Path(folder))
+    weights = Weights(Path(folder))
     for block in session.model.blocks:
-        session.contents.write({spec.name: weights.parameter(spec) for spec in block.parameters})
+        session.contents.write({spec.name: _parameter(weights, spec) for spec in block.parameters})
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in weights:
-                buffer.copy_(weights.read(name))
+                buffer.copy_(_read(weights, name, tuple(buffer.shape)))
 
 
 def fill_at_random(session: Session, model: nn.Module, seed: int) -> None:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from forebay.errors import ForebayError, UsageError
-from forebay.units import parse_disks
+from forebay.cli.flags import (
+    Accumulate,
+    AsJson,
+    Batch,
+    Bits,
+    ClipNorm,
+    DeviceKind,
+    DeviceMemory,
+    DiskPath,
+    Dtype,
+    HostMemory,
+    LossWay,
+    MachineName,
+    Optimizer,
+    Policy,
+    Seq,
+    one_disk,
+)
+from forebay.cli.messages import EXIT_NO, errors_as_messages
+from forebay.cli.verbs import export, verify
+from forebay.errors import UsageError
+from forebay.recipes import settings_of
 
 __all__ = ["app", "main"]
-
-EXIT_NO = 1
-EXIT_MISUSE = 2
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="forebay",
@@ -26,35 +40,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-# Flags that several verbs have.
-Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
-Dtype = Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")]
-Optimizer = Annotated[str | None, typer.Option(help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.")]
-DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
-HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")]
-DiskPath = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATH[:SIZE],...",
-        help="Folder for a disk tier; of several disks one on each, as /a:1TiB,/b:1TiB or one flag for each.",
-    ),
-]
-MachineName = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
-]
-Policy = Annotated[str | None, typer.Option(help="The planner.")]
-LossWay = Annotated[
-    str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
-]
-Bits = Annotated[
-    int | None,
-    typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-Batch = Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")]
-Accumulate = Annotated[int | None, typer.Option(help="Micro-batches in an optimizer step.")]
 
 
 def main() -> None:
@@ -88,9 +73,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Decides random weights and the order of the text.")] = None,
     dtype: Dtype = None,
     accumulate: Accumulate = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradients to this norm.")] = None,
+    clip_norm: ClipNorm = None,
     optimizer: Optimizer = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
+    device: DeviceKind = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk: DiskPath = None,
@@ -101,7 +86,7 @@ def train(
     json: AsJson = False,
 ) -> None:
     """Train a causal language model on text files within the memory you allow."""
-    with _errors_as_messages():
+    with errors_as_messages():
         config_file, more_data = _split_files(files or [])
         flags = {
             "model": model,
@@ -118,7 +103,7 @@ def train(
             "device": device,
             "device_memory": device_memory,
             "host_memory": host_memory,
-            "disk": _disks(disk),
+            "disk": one_disk(disk),
             "policy": policy,
             "loss": loss,
             "compress": compress,
@@ -138,22 +123,22 @@ def demo(
     json: AsJson = False,
 ) -> None:
     """Train a model that needs several times its device memory on the annual messages of the US presidents."""
-    with _errors_as_messages():
+    with errors_as_messages():
         from forebay.cli.demo import demo_settings
 
-        _train(None, demo_settings(host_memory, _disks(disk), steps), json)
+        _train(None, demo_settings(host_memory, one_disk(disk), steps), json)
 
 
 @app.command()
 def doctor(
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
+    device: DeviceKind = None,
     disk: Annotated[str | None, typer.Option(metavar="PATH", help="A folder on the disk to measure.")] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew what was measured before.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the machine there, as JSON.")] = None,
     json: AsJson = False,
 ) -> None:
     """Measure what this machine can hold, move and compute (under 20 s, then remembered)."""
-    with _errors_as_messages():
+    with errors_as_messages():
         from forebay.cli.doctor import doctor as examine
 
         examine(device, disk, refresh, out, json)
@@ -185,7 +170,7 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Say whether a training run fits, on which tiers, and how fast it will be. Needs neither weights nor a GPU."""
-    with _errors_as_messages():
+    with errors_as_messages():
         flags = {
             "model": model,
             "batch": batch,
@@ -195,7 +180,7 @@ def plan(
             "optimizer": optimizer,
             "device_memory": device_memory,
             "host_memory": host_memory,
-            "disk": _disks(disk),
+            "disk": one_disk(disk),
             "machine": machine,
             "policy": policy,
             "loss": loss,
@@ -215,7 +200,7 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
     from forebay.cli.plan import plan as make_report
     from forebay.reporting.plan import plan_table
 
-    report = make_report(make_settings(_of_recipe(flags["model"]), flags))
+    report = make_report(make_settings(settings_of(flags["model"]), flags))
     if out is not None and report.fits:
         write_plan(report, out)
     if as_json:
@@ -251,7 +236,7 @@ def compare(
     json: AsJson = False,
 ) -> None:
     """Put policies side by side: the step, what each tier holds, what crosses each link."""
-    with _errors_as_messages():
+    with errors_as_messages():
         flags = {
             "model": model,
             "batch": batch,
@@ -260,7 +245,7 @@ def compare(
             "accumulate": accumulate,
             "optimizer": optimizer,
             "host_memory": host_memory,
-            "disk": _disks(disk),
+            "disk": one_disk(disk),
             "machine": machine,
         }
         if not _compare(flags, budgets, states, measure, plot, json):
@@ -283,7 +268,7 @@ def _compare(
     from forebay.reporting.plot import expect_plottable
     from forebay.reporting.plot import plot as draw
 
-    settings = make_settings(_of_recipe(flags["model"]), flags)
+    settings = make_settings(settings_of(flags["model"]), flags)
     if plot is not None:
         expect_plottable(plot)  # before minutes of planning
     tell = choose_view(Console(stderr=True)).note
@@ -310,7 +295,7 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) ->
 
     settings = {} if config_file is None else read_yaml(config_file)
     model = flags["model"] or settings.get("model")
-    config = make_config(_of_recipe(model), settings, flags)
+    config = make_config(settings_of(model), settings, flags)
     result = run_training(config, api, choose_view(Console(stderr=True)))
     if as_json:
         print(dumps(result.to_json_dict()))
@@ -319,25 +304,6 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) ->
     console.print(closing_table(result.report, result.losses))
     if result.folder is not None:
         console.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _of_recipe(model: str | None) -> Mapping[str, Any]:
-    """Settings that come with a model which has a name."""
-    from forebay.recipes import load_recipe, recipe_names
-
-    return load_recipe(model).train if model is not None and model in recipe_names() else {}
-
-
-def _disks(given: list[str] | None) -> str | None:
-    """The folders of all ``--disk`` flags, as one of them would name all."""
-    if not given:
-        return None
-    if len(given) == 1:
-        return given[0]
-    for one in given:
-        parse_disks(one)  # by itself: an empty one would become a part of the path before it
-    # And a comma before a path that is not absolute could be a part of that path.
-    return ",".join(one if one.startswith("/") else f"{Path.cwd()}/{one}" for one in given)
 
 
 def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:
@@ -349,14 +315,5 @@ def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:
     return configs[0] if configs else None, [file for file in files if file not in configs]
 
 
-@contextmanager
-def _errors_as_messages() -> Iterator[None]:
-    """Turns forebay's own errors and Ctrl-C into one message on stderr and an exit code."""
-    try:
-        yield
-    except ForebayError as error:
-        print(f"forebay: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_MISUSE if isinstance(error, UsageError) else EXIT_NO) from None
-    except KeyboardInterrupt:
-        print("forebay: stopped by Ctrl-C; the model of this run was not kept", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+app.command()(verify)
+app.command()(export)

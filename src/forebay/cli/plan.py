@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -26,11 +26,16 @@ __all__ = [
     "capture_step",
     "chosen_machine",
     "disk_budget",
+    "expect_policy",
     "make_settings",
     "plan",
+    "read_settings",
     "with_ops",
     "write_plan",
 ]
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class PlanSettings(BaseModel):
@@ -59,13 +64,18 @@ class PlanSettings(BaseModel):
 
 
 def make_settings(*layers: Mapping[str, Any]) -> PlanSettings:
-    """The settings in ``layers``; a later one overrides an earlier one, None means 'not given'.
+    """The settings of ``forebay plan`` in ``layers``; see ``read_settings``."""
+    return read_settings(PlanSettings, *layers)
+
+
+def read_settings(kind: type[Settings], *layers: Mapping[str, Any]) -> Settings:
+    """The settings of one ``kind`` in ``layers``; a later one overrides an earlier one, None means 'not given'.
 
     Raises ``ConfigError`` naming the first flag that is wrong.
     """
-    known = {k: v for layer in layers for k, v in layer.items() if v is not None and k in PlanSettings.model_fields}
+    known = {k: v for layer in layers for k, v in layer.items() if v is not None and k in kind.model_fields}
     try:
-        return PlanSettings.model_validate(known)
+        return kind.model_validate(known)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -79,13 +89,11 @@ def plan(settings: PlanSettings) -> PlanReport:
     """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
     import torch
 
-    from forebay.planners import PLANNERS
     from forebay.planning import assess, choose_report, gives_up_nothing
     from forebay.profiler.loss import cut_for, forced_cut
     from forebay.recipes.tasks import sample
 
-    if settings.policy not in PLANNERS:
-        raise ConfigError(f"--policy: there is no {settings.policy!r}; policies are {', '.join(sorted(PLANNERS))}")
+    expect_policy(settings.policy)
     folder = disk_budget(settings)
     machine, notes = chosen_machine(settings, folder)
     device = machine.device_capacity if settings.device_memory is None else settings.device_memory
@@ -121,6 +129,14 @@ def plan(settings: PlanSettings) -> PlanReport:
     except ModelError as error:
         # The model itself is fine: it has been captured. Its loss is not one that can be cut.
         return replace(plain, notes=(*plain.notes, str(error)))
+
+
+def expect_policy(name: str) -> None:
+    """Raises ``ConfigError`` where there is no policy ``name``."""
+    from forebay.planners import PLANNERS
+
+    if name not in PLANNERS:
+        raise ConfigError(f"--policy: there is no {name!r}; policies are {', '.join(sorted(PLANNERS))}")
 
 
 def write_plan(report: PlanReport, path: Path) -> None:

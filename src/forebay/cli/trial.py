@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from forebay import api
 from forebay.budgets import Budget
 from forebay.cli.train import optimizer_of
 from forebay.errors import DoesNotFit, ForebayError
 from forebay.plans import Plan
-from forebay.profiler.batch import call_arguments, integers_for, scalar_loss
+from forebay.profiler.batch import call_arguments, scalar_loss, with_values
 from forebay.recipes.tasks import sample
 from forebay.reporting.comparison import LINKS, Measured
 from forebay.tiers.host import available_host_memory
@@ -141,7 +140,7 @@ class Trials:
         settings = self._settings
         torch.manual_seed(SEED)
         found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype, on="cpu")
-        return found.model, _with_values(found.batch, found.model, self._device)
+        return found.model, with_values(found.batch, found.model, self._device, SEED)
 
     def _prepared(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, plan: Plan, budget: Budget
@@ -192,22 +191,6 @@ class Trials:
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
     args, kwargs = call_arguments(batch)
     return scalar_loss(model(*args, **kwargs))[0]
-
-
-def _with_values(batch: Any, model: nn.Module, device: str) -> Any:
-    """``batch`` on ``device``, with made-up values for what is on the meta device."""
-    generator = torch.Generator().manual_seed(SEED)
-    leaves, spec = tree_flatten_with_path(batch)
-    made = []
-    for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            if leaf.is_floating_point() and leaf.is_meta:
-                leaf = torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
-            elif leaf.is_meta:
-                leaf = integers_for(str(getattr(path[-1], "key", "")) if path else "", leaf, model)
-            leaf = leaf.to(device)
-        made.append(leaf)
-    return tree_unflatten(made, spec)
 
 
 def _end(events: Sequence[Event]) -> float:

@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from forebay.errors import CaptureFailed
 
-__all__ = ["call_arguments", "count_tokens", "integers_for", "named_inputs", "scalar_loss"]
+__all__ = [
+    "call_arguments",
+    "count_tokens",
+    "integers_for",
+    "moved_to",
+    "named_inputs",
+    "scalar_loss",
+    "with_values",
+]
 
 UNSEEN_LOSS_COPIES = 3
 """Copies of the outputs that a loss outside the model may make: log-probabilities, their gradient, the logits'."""
@@ -50,11 +58,11 @@ def count_tokens(arguments: Any) -> int:
     return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
 
 
-def integers_for(name: str, tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
+def integers_for(name: str, tensor: torch.Tensor, model: nn.Module, seed: int = 0) -> torch.Tensor:
     """The values of an integer or boolean input: its own, or made-up ones if it is on meta.
 
     Made up are ones for masks, zeros for token types, 0, 1, 2 ... for positions, and for everything else random
-    numbers below the smallest vocabulary of the model, from a fixed seed.
+    numbers below the smallest vocabulary of the model, from ``seed``.
     """
     last = name.rpartition(".")[2]
     with _disable_current_modes():
@@ -68,13 +76,36 @@ def integers_for(name: str, tensor: torch.Tensor, model: nn.Module) -> torch.Ten
             return torch.arange(tensor.shape[-1], dtype=tensor.dtype).expand(tensor.shape).clone()
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         high = max(min([*tables, torch.iinfo(tensor.dtype).max]), 2) if tables else 2
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, high, tensor.shape, generator=generator).to(tensor.dtype)
+
+
+def moved_to(batch: Any, device: torch.device | str) -> Any:
+    """``batch`` with every tensor on ``device``."""
+    whole = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), whole)
+
+
+def with_values(batch: Any, model: nn.Module, device: torch.device | str, seed: int = 0) -> Any:
+    """``batch`` on ``device``, with made-up values from ``seed`` for what is on the meta device (``integers_for``)."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves, spec = tree_flatten_with_path(batch)
+    made = []
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_floating_point() and leaf.is_meta:
+                leaf = torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+            elif leaf.is_meta:
+                leaf = integers_for(str(getattr(path[-1], "key", "")) if path else "", leaf, model, seed)
+            leaf = leaf.to(device)
+        made.append(leaf)
+    return tree_unflatten(made, spec)
 
 
 def scalar_loss(output: Any) -> tuple[torch.Tensor, int]:
     """What to call backward on, and the bytes that the user's own loss may take where it is not in the model."""
-    floats = [t for t in _leaves(output) if t.is_floating_point() and t.requires_grad]
+    trained = torch.is_grad_enabled()  # in an evaluation nothing requires a gradient
+    floats = [t for t in _leaves(output) if t.is_floating_point() and (t.requires_grad or not trained)]
     if not floats:
         raise CaptureFailed("the model's forward returned nothing that requires a gradient")
     scalar = next((t for t in floats if t.numel() == 1), None)

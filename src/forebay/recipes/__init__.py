@@ -10,7 +10,7 @@ from typing import Any
 
 from forebay.errors import ConfigError
 
-__all__ = ["Recipe", "load_recipe", "recipe_names"]
+__all__ = ["Recipe", "load_recipe", "recipe_names", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -38,3 +38,8 @@ def load_recipe(name: str) -> Recipe:
     if name not in recipe_names():
         raise ConfigError(f"there is no recipe {name}; recipes are {', '.join(recipe_names())}")
     return Recipe(name=name, **json.loads((files(__name__) / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def settings_of(model: str | None) -> Mapping[str, Any]:
+    """Settings that come with ``model`` where it is the name of a recipe; else none."""
+    return load_recipe(model).train if model is not None and model in recipe_names() else {}

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ConfigError, ModelError
 from forebay.recipes.causal_lm import ModelSource, build_as, find, read_config
+from forebay.recipes.depth import depth_of, with_layers
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Sample", "sample"]
+__all__ = ["Sample", "build_any", "depth", "is_transformers", "names_function", "sample"]
 
 FACTORIES = (
     ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
@@ -40,25 +41,49 @@ class Sample:
     seq: int | None
 
 
-def sample(name: str, *, batch: int, seq: int, dtype: str, on: str = "meta") -> Sample:
+def sample(name: str, *, batch: int, seq: int, dtype: str, on: str = "meta", layers: int | None = None) -> Sample:
     """The model that ``name`` stands for, with a batch of ``batch`` sequences of ``seq`` tokens.
 
     ``name`` is a recipe, a folder with a config.json, a config.json, or ``package.module:function``. The function is
     called without arguments inside ``torch.device(on)`` and returns ``(model, batch)``, or a model of transformers
     alone, for which the batch is made here, on the meta device like everything that no function makes. An
     encoder-decoder reads and writes ``seq`` tokens each; an image classifier takes ``batch`` images of its own size.
+    ``layers`` (None: all) are as many as the model gets, the first ones.
 
     Raises ``ModelError`` when there is no such model or it cannot be built, ``ConfigError`` when ``seq`` is more than
-    its positions.
+    its positions, and for ``layers`` of what a function makes.
     """
-    if ":" in name and not Path(name).exists():
+    if names_function(name):
+        if layers is not None:
+            raise ConfigError(f"{name} makes its own model, whose layers cannot be left out here; leave --layers")
         return _from_function(name, batch, seq, dtype, on)
-    source = find(name)
-    config = read_config(source)
-    model = build_as(source, dtype, _factory(source, config), config)
-    _mind_untied(source, model)
+    model = build_any(find(name), dtype, layers)
     made, used = _batch_for(model, name, batch, seq)
     return Sample(name, model, made, used)
+
+
+def build_any(source: ModelSource, dtype: str, layers: int | None = None) -> nn.Module:
+    """The model of ``source``, whatever it is for, with its parameters on the meta device; of ``layers`` layers (None:
+    all). Raises ``ModelError`` when it cannot be built."""
+    config = read_config(source)
+    if layers is not None:
+        config = with_layers(config, layers)
+    model = build_as(source, dtype, _factory(source, config), config)
+    _mind_untied(source, model)
+    return model
+
+
+def depth(name: str) -> int | None:
+    """Layers of the model that ``name`` stands for; None where a function makes it, or its configuration does not say.
+
+    Raises ``ModelError`` when there is no such model.
+    """
+    return None if names_function(name) else depth_of(read_config(find(name)))
+
+
+def names_function(name: str) -> bool:
+    """Whether ``name`` is ``package.module:function``."""
+    return ":" in name and not Path(name).exists()
 
 
 def _factory(source: ModelSource, config: Any) -> str:
@@ -132,7 +157,7 @@ def _from_function(name: str, batch: int, seq: int, dtype: str, on: str) -> Samp
         # The function is the user's: whatever it raises is an answer to them and not a fault of ours.
         raise ModelError(f"{name} failed on the {on} device: {type(error).__name__}: {_first_line(error)}") from error
     if isinstance(made, nn.Module):
-        if not _is_transformers(made):
+        if not is_transformers(made):
             raise ModelError(
                 f"{name} returned a {type(made).__name__} alone, and forebay knows the inputs of transformers models "
                 f"only; return (model, batch), batch being what the model's forward is called with"
@@ -162,7 +187,8 @@ def _find_function(name: str) -> Any:
     return function
 
 
-def _is_transformers(model: nn.Module) -> bool:
+def is_transformers(model: nn.Module) -> bool:
+    """Whether ``model`` is one of transformers, if that is installed at all."""
     from importlib.util import find_spec
 
     if find_spec("transformers") is None:

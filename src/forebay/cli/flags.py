@@ -1,0 +1,70 @@
+"""Flags that several verbs have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.units import parse_disks
+
+__all__ = [
+    "Accumulate",
+    "AsJson",
+    "Batch",
+    "Bits",
+    "ClipNorm",
+    "DeviceKind",
+    "DeviceMemory",
+    "DiskPath",
+    "Dtype",
+    "HostMemory",
+    "LossWay",
+    "MachineName",
+    "Optimizer",
+    "Policy",
+    "Seq",
+    "one_disk",
+]
+
+Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
+Dtype = Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")]
+Optimizer = Annotated[str | None, typer.Option(help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.")]
+DeviceKind = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")]
+DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")]
+DiskPath = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATH[:SIZE],...",
+        help="Folder for a disk tier; of several disks one on each, as /a:1TiB,/b:1TiB or one flag for each.",
+    ),
+]
+MachineName = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
+]
+Policy = Annotated[str | None, typer.Option(help="The planner.")]
+LossWay = Annotated[
+    str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Batch = Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")]
+Accumulate = Annotated[int | None, typer.Option(help="Micro-batches in an optimizer step.")]
+ClipNorm = Annotated[float | None, typer.Option(help="Clip the gradients to this norm.")]
+
+
+def one_disk(given: list[str] | None) -> str | None:
+    """The folders of all ``--disk`` flags, as one of them would name all."""
+    if not given:
+        return None
+    if len(given) == 1:
+        return given[0]
+    for one in given:
+        parse_disks(one)  # by itself: an empty one would become a part of the path before it
+    # And a comma before a path that is not absolute could be a part of that path.
+    return ",".join(one if one.startswith("/") else f"{Path.cwd()}/{one}" for one in given)

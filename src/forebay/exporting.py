@@ -1,0 +1,129 @@
+"""What training has made, written as other programs read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from forebay import api
+from forebay.checkpoint.archive import write_archive
+from forebay.checkpoint.dcp import Later, write_dcp
+from forebay.checkpoint.export import write_configuration, write_safetensors
+from forebay.checkpoint.source import ModelSource, Source
+from forebay.checkpoint.weights import Entry
+from forebay.errors import ConfigError, ModelError, StorageError
+from forebay.layout import MASTER, needs_master
+from forebay.recipes.tasks import is_transformers
+from forebay.runtime.hooks import session_of
+from forebay.runtime.session import Session
+from forebay.states import form_of, plain_name
+
+__all__ = ["LAYOUTS", "Layout", "export", "new_folder", "write"]
+
+Layout = Literal["huggingface", "dcp", "torch"]
+"""``huggingface``: sharded safetensors and config.json; ``dcp``: ``torch.distributed.checkpoint``; ``torch``: a state
+dict as ``torch.save`` writes it."""
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+def export(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    layout: Layout = "huggingface",
+    dtype: torch.dtype | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Path]:
+    """Writes a prepared model into ``folder``, which is new or empty, one tensor in memory at a time.
+
+    ``huggingface`` is what ``from_pretrained`` and ``forebay.load`` read. Parameters are written in full precision, as
+    ``dtype`` where one is given. ``dcp`` takes the states of ``optimizer`` along, under the names of
+    ``torch.distributed.checkpoint.state_dict``, for another program to go on with. Returns the files.
+
+    Raises ``UsageError`` for a model that is not prepared, a folder that holds files, and what a layout does not have;
+    ``StorageError`` when the folder cannot be written.
+    """
+    attachment = session_of(model)
+    if attachment is None:
+        raise ModelError("this model is not prepared; save it with its own save_pretrained or torch.save")
+    if layout not in LAYOUTS:
+        raise ConfigError(f"there is no layout {layout!r}; layouts are {', '.join(LAYOUTS)}")
+    if layout == "huggingface" and not is_transformers(model):
+        raise ModelError(f"{type(model).__name__} is not a model of transformers; use layout='torch' or layout='dcp'")
+    if optimizer is not None and layout != "dcp":
+        raise ConfigError(f"layout {layout!r} holds no optimizer states; leave the optimizer, or use layout='dcp'")
+    session: Session = attachment.session
+    specs = [spec for block in session.model.blocks for spec in block.parameters]
+    wide = {s.name: torch.float32 if needs_master(s) else getattr(torch, s.dtype) for s in specs}
+    entries = {s.name: Entry(s.shape, wide[s.name]) for s in specs}
+    source = ModelSource(model, api.parameters(model), entries)
+    states = None if optimizer is None else _states(session, optimizer)
+    target = new_folder(Path(folder))
+    try:
+        made = write(source, target, layout, dtype, states)
+        if layout == "huggingface":
+            made += write_configuration(model, target, dtype)
+    except OSError as error:
+        raise StorageError(f"cannot write the model to {target}: {error.strerror or error}") from error
+    return made
+
+
+def write(
+    source: Source,
+    folder: Path,
+    layout: Layout,
+    dtype: torch.dtype | None,
+    states: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Writes the tensors of ``source``, and ``states`` of an optimizer (``dcp``). Returns the files.
+
+    Raises ``OSError`` after removing what was written.
+    """
+    if layout == "huggingface":
+        return write_safetensors(source, folder, dtype)
+    if layout == "dcp":
+        return write_dcp(source, folder, dtype, states)
+    return write_archive(source, folder, dtype)
+
+
+def new_folder(path: Path) -> Path:
+    """``path``, made if it is not there, readable by its owner only: weights may be private.
+
+    Raises ``ConfigError`` for a folder that holds files, ``StorageError`` if it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise ConfigError(f"{path} is not empty; give a new folder")
+    except OSError as error:
+        raise StorageError(f"cannot make the folder {path}: {error.strerror}") from None
+    return path
+
+
+def _states(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What ``get_optimizer_state_dict`` gives, its tensors to be read later: a parameter's states at a time."""
+    names = {id(parameter): name for name, parameter in session.parameters.items()}
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    states = {name: _of_parameter(session, name) for group in groups for name in group["params"]}
+    return {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
+
+
+def _of_parameter(session: Session, name: str) -> dict[str, Later]:
+    spec = session.contents.spec_of[name]
+    if not session.contents.state(name).steps.get(name, 0):
+        return {}
+    found = {"step": Later(Entry((), torch.float32), lambda: session.read_states(name)["step"])}
+    for stream in session.contents.state(name).streams_of(spec):
+        key, form = plain_name(stream), form_of(stream)
+        shape = spec.shape if stream == MASTER or form.is_elementwise else (form.count(spec.numel),)
+        entry = Entry(shape, getattr(torch, form.dtype))
+        found[key] = Later(entry, lambda key=key: session.read_states(name)[key])  # type: ignore[misc]
+    return found

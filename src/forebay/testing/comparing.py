@@ -1,0 +1,238 @@
+"""One model twice, with forebay and in plain PyTorch, taken through the same steps.
+
+First step by step: before each one the plain model takes over what forebay has, so that whatever differs was made in
+this step, and everything is looked at. Then as a user trains, with no look in between: a look waits for transfers and
+updates, and would hide a step that does not wait for them. What is left at the end is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from forebay import api
+from forebay.errors import ModelError, UsageError
+from forebay.layout import MASTER
+from forebay.profiler.batch import call_arguments, scalar_loss
+from forebay.reporting.verdict import Check
+from forebay.runtime.accumulate import LossFunction, accumulate_in_order
+from forebay.runtime.hooks import session_of
+from forebay.testing.differences import Differences
+from forebay.testing.plain import PlainOptimizer
+from forebay.testing.promises import Course, Promise
+
+__all__ = ["Pair", "compare", "loss_of"]
+
+Accumulate = Callable[[nn.Module, Sequence[Any], LossFunction], Sequence[torch.Tensor]]
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that a model's output holds, as transformers' do, or else the sum of its output."""
+    args, kwargs = call_arguments(batch)
+    return scalar_loss(model(*args, **kwargs))[0]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prepared model and its optimizer, and the same model in plain PyTorch on the same device.
+
+    ``batches`` are micro-batches on that device, taken in turn; ``loss_fn`` makes a loss of one. ``alike``: both models
+    were made with the same values, and not given them afterwards.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    plain: nn.Module
+    plain_optimizer: PlainOptimizer
+    batches: Sequence[Any]
+    loss_fn: LossFunction = loss_of
+    alike: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise UsageError("there is no batch to train on; give one at least")
+
+    def batch(self, number: int) -> Any:
+        """The ``number``-th micro-batch (from 0)."""
+        return self.batches[number % len(self.batches)]
+
+
+def compare(pair: Pair, course: Course) -> tuple[Check, ...]:
+    """Takes both models through ``course`` and says what was equal.
+
+    The caller's random number generators are left as they were. Raises ``ModelError`` for a prepared model whose
+    parameters are not those of the plain one, and whatever either model raises.
+    """
+    session = _session(pair.model)
+    device = session.torch_device
+    if {n for n, _ in pair.plain.named_parameters()} != set(session.parameters):
+        raise ModelError("the two models have other parameters; make both of them alike, with the same settings")
+    dtype = next(pair.plain.parameters()).dtype
+    promise = Promise.of(session.plan, device, dtype, course)
+    found = Differences()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if pair.alike:
+            _note_parameters("parameters at the start", pair, found, "at the start", 0.0)
+        _step_by_step(pair, course, promise, found, device)
+        _at_a_stretch(pair, course, promise, found)
+    return found.checks
+
+
+def _session(model: nn.Module) -> Any:
+    attachment = session_of(model)
+    if attachment is None:
+        raise UsageError("the model is not prepared; call forebay.prepare(model, optimizer, ...) first")
+    return attachment.session
+
+
+# Step by step
+
+
+@final
+@dataclass(frozen=True)
+class _Pass:
+    """What one forward and backward came to: its loss, and the random number generator after it."""
+
+    loss: torch.Tensor
+    random: torch.Tensor
+
+
+def _step_by_step(pair: Pair, course: Course, promise: Promise, found: Differences, device: torch.device) -> None:
+    for step in range(course.steps):
+        _take_over(pair)
+        for micro in range(course.accumulate):
+            number, where = step * course.accumulate + micro, f"step {step + 1}, micro-batch {micro + 1}"
+            # forebay's first: what the plain model takes then is not charged to the device of a pass under way.
+            made = _pass(pair.model, pair, number, course, device)
+            expected = _pass(pair.plain, pair, number, course, device)
+            found.note("loss", made.loss, expected.loss, where, promise.loss)
+            found.note("random numbers", made.random, expected.random, where)
+            if micro == 0:
+                _note_gradients("gradients", pair, found, where, promise.gradients)
+        where = f"step {step + 1}"
+        if course.accumulate > 1:
+            _note_gradients("accumulated gradients", pair, found, where, promise.gradients)
+        if course.clip_norm is not None:
+            mine, theirs = (_clip(model, course.clip_norm) for model in (pair.model, pair.plain))
+            found.note("norm of the gradients", mine, theirs, where, promise.roundings)
+            _note_gradients("clipped gradients", pair, found, where, promise.roundings)
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        _note_parameters("parameters after one step", pair, found, where, promise.roundings)
+
+
+def _clip(model: nn.Module, norm: float) -> torch.Tensor:
+    found: torch.Tensor = nn.utils.clip_grad_norm_(model.parameters(), norm)
+    return found
+
+
+def _pass(model: nn.Module, pair: Pair, number: int, course: Course, device: torch.device) -> _Pass:
+    torch.manual_seed(course.seed + number)  # dropout draws the same in both
+    loss = pair.loss_fn(model, pair.batch(number))
+    loss.backward()
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return _Pass(loss.detach(), state)
+
+
+def _take_over(pair: Pair) -> None:
+    """Gives the plain model forebay's parameters, and the states of its optimizer."""
+    session, values = _session(pair.model), api.parameters(pair.model)
+    for name, parameter in pair.plain.named_parameters():
+        states = session.read_states(name) if parameter.requires_grad else {}
+        pair.plain_optimizer.take_over(parameter, values[name], states)
+
+
+def _note_gradients(name: str, pair: Pair, found: Differences, where: str, allowed: float | None) -> None:
+    gradients = api.gradients(pair.model)
+    for own, parameter in pair.plain.named_parameters():
+        found.note(name, gradients.get(own), parameter.grad, f"{own}, {where}", allowed)
+
+
+def _note_parameters(name: str, pair: Pair, found: Differences, where: str, allowed: float | None) -> None:
+    values = api.parameters(pair.model)
+    for own, parameter in pair.plain.named_parameters():
+        found.note(name, values[own], pair.plain_optimizer.value(parameter), f"{own}, {where}", allowed)
+
+
+# At a stretch
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The losses of a run, in order, and that of the evaluation in between."""
+
+    losses: tuple[torch.Tensor, ...]
+    evaluated: torch.Tensor
+
+
+def _at_a_stretch(pair: Pair, course: Course, promise: Promise, found: Differences) -> None:
+    _take_over(pair)
+    accumulate: Accumulate = api.accumulate if course.together else accumulate_in_order
+    mine = _run(pair, pair.model, pair.optimizer, course, accumulate)
+    theirs = _run(pair, pair.plain, pair.plain_optimizer, course, accumulate_in_order)
+    run = f"a run of {course.steps} {'step' if course.steps == 1 else 'steps'}"
+    for number, (left, right) in enumerate(zip(mine.losses, theirs.losses, strict=True)):
+        found.note(f"losses of {run}", left, right, f"pass {number + 1}", promise.losses)
+    found.note("evaluation in between", mine.evaluated, theirs.evaluated, "its loss", promise.losses)
+    _note_parameters(f"parameters after {run}", pair, found, "at the end", promise.outcome)
+    _note_states(f"optimizer states after {run}", pair, found, promise.outcome)
+    buffers = dict(pair.model.named_buffers())
+    for name, buffer in pair.plain.named_buffers():
+        found.note(f"buffers after {run}", buffers.get(name), buffer, name, promise.outcome)
+
+
+def _run(
+    pair: Pair,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | PlainOptimizer,
+    course: Course,
+    accumulate: Accumulate,
+) -> _Stretch:
+    losses: list[torch.Tensor] = []
+    evaluated = torch.empty(0)
+    first = course.steps * course.accumulate
+    for step in range(course.steps):
+        torch.manual_seed(course.seed + first + step)
+        numbers = range(first + step * course.accumulate, first + (step + 1) * course.accumulate)
+        losses += accumulate(model, [pair.batch(number) for number in numbers], pair.loss_fn)
+        if course.clip_norm is not None:
+            _clip(model, course.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        # After the first step, and not the last: steps that come after it must not notice.
+        if step == 0:
+            with _evaluating(model):
+                evaluated = pair.loss_fn(model, pair.batch(0)).detach()
+    return _Stretch(tuple(losses), evaluated)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """``model`` without gradients and without dropout; then each module as it was."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+def _note_states(name: str, pair: Pair, found: Differences, allowed: float | None) -> None:
+    session = _session(pair.model)
+    for own, parameter in pair.plain.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        mine: Mapping[str, torch.Tensor] = session.read_states(own)
+        theirs = pair.plain_optimizer.states(parameter)
+        # The count of steps is not every optimizer's to keep, and the fp32 copy is compared as the parameter.
+        for state in mine.keys() - {"step", MASTER}:
+            found.note(name, mine[state], theirs.get(state), f"{state} of {own}", allowed)
