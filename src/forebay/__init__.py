@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         probe,
         profile,
         report,
+        resume,
+        save,
         simulate,
         synchronize,
     )
@@ -53,6 +55,8 @@ __all__ = [
     "probe",
     "profile",
     "report",
+    "resume",
+    "save",
     "simulate",
     "synchronize",
 ]

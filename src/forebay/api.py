@@ -34,8 +34,9 @@ from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
 from forebay.runtime.accumulate import LossFunction, accumulate_by_block, accumulate_in_order, gains
 from forebay.runtime.blocks import BoundModel, find_blocks
-from forebay.runtime.hooks import is_prepared, session_of
+from forebay.runtime.hooks import is_prepared, prepared_session, session_of
 from forebay.runtime.session import Session
+from forebay.safekeeping import resume, save
 from forebay.simulation import simulate
 from forebay.trace import Footprint, Trace
 from forebay.units import format_apart, parse_bytes
@@ -53,6 +54,8 @@ __all__ = [
     "probe",
     "profile",
     "report",
+    "resume",
+    "save",
     "simulate",
     "synchronize",
 ]
@@ -258,13 +261,6 @@ def plan(
     return with_figures(trace, machine, room.plan, liveness=room.bench.liveness, micro_batches=micro_batches)
 
 
-def _session(model: nn.Module) -> Session:
-    attachment = session_of(model)
-    if attachment is None:
-        raise UsageError("this model is not prepared; call forebay.prepare(model, optimizer, ...) first")
-    return attachment.session
-
-
 @final
 class _Tensors(Mapping[str, torch.Tensor]):
     """Name to tensor, read when it is asked for: one tensor at a time is in memory."""
@@ -288,24 +284,24 @@ class _Tensors(Mapping[str, torch.Tensor]):
 
 def parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Full-precision copies of a prepared model's parameters on the host, by plain PyTorch name, read when asked."""
-    session = _session(model)
+    session = prepared_session(model)
     return _Tensors(list(session.parameters), session.contents.full_precision)
 
 
 def gradients(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Copies, on the host, of the gradients that there are now, by plain PyTorch name, read when asked."""
-    session = _session(model)
+    session = prepared_session(model)
     return _Tensors([n for n, p in session.parameters.items() if p.grad is not None], session.contents.gradient)
 
 
 def synchronize(model: nn.Module) -> None:
     """Waits for every update and transfer of a prepared model; raises the first error among them."""
-    _session(model).synchronize()
+    prepared_session(model).synchronize()
 
 
 def report(model: nn.Module) -> RunReport:
     """The plan of a prepared model and what was measured so far."""
-    session = _session(model)
+    session = prepared_session(model)
     return RunReport(
         plan=session.plan,
         timeline=session.timeline(),
@@ -389,7 +385,7 @@ def load(model: nn.Module, folder: str) -> None:
 
     Raises ``ConfigError`` naming the first tensor that is missing or has another shape.
     """
-    fill_from_folder(_session(model), model, folder)
+    fill_from_folder(prepared_session(model), model, folder)
 
 
 def initialize(model: nn.Module, seed: int = 0) -> None:
@@ -397,4 +393,4 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
 
     A transformers model's own initialisation is used; other modules need ``reset_parameters``.
     """
-    fill_at_random(_session(model), model, seed)
+    fill_at_random(prepared_session(model), model, seed)

@@ -50,6 +50,7 @@ class TrainConfig(BaseModel):
     loss: Loss = "auto"
     compress: Bits = 0
     run: Path | None = None
+    save_every: int | None = Field(default=None, ge=1)
 
     @field_validator("data", mode="before")
     @classmethod

@@ -37,6 +37,7 @@ __all__ = [
     "cell_of",
     "chunk_elements",
     "gradient_offsets",
+    "in_order",
     "needs_master",
     "spans_of",
     "state_layout",
@@ -65,6 +66,16 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
 def needs_master(parameter: Parameter) -> bool:
     """Whether an update needs an fp32 master copy: the parameter is trained in 16 bits."""
     return parameter.trainable and parameter.dtype in ("bfloat16", "float16")
+
+
+def in_order(parameter: Parameter) -> bool:
+    """Whether the elements lie in memory in the order of their indices."""
+    expected = 1
+    for size, stride in zip(reversed(parameter.shape), reversed(parameter.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def untrained_nbytes(block: Block) -> int:

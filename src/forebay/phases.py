@@ -6,24 +6,28 @@ second is small (at most about one block) and short, but it is there, so it is s
 
 Not counted anywhere: the interpreter and its libraries, the page cache, and what the caller holds: a model that was
 built with real weights (build it on the meta device), a ``state_dict`` of the whole model or optimizer (load it with
-``mmap=True``).
+``mmap=True``), and the copies of one block after the other that ``optimizer.load_state_dict`` makes of states on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from forebay.arenas import arenas, home_tier
-from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, needs_master, state_layout
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, in_order, needs_master, state_layout
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan
 from forebay.trace import Block, Parameter, Phase, Trace
+from forebay.units import MiB
 
-__all__ = ["PHASES", "PhasePeaks", "phases"]
+__all__ = ["PASSING", "PHASES", "PhasePeaks", "phases"]
 
 PHASES = ("load", "step", "eval", "save", "resume")
 """What can go on with a prepared model, in the order of a run."""
+
+PASSING = 1 * MiB
+"""Bytes of host memory through which what is on an accelerator passes to a checkpoint and from it."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     ``eval``    a forward without gradients, after ``zero_grad``: ``standing``, the inputs on cuda, and the forward's
                 activations where autograd saves none of them, while the output of the pass before is still held.
     ``save``    ``forebay.parameters`` written tensor by tensor: ``standing``; beside, ``_saving``.
-    ``resume``  ``load``, then ``optimizer.load_state_dict``: ``standing``; beside, what loading takes, or copies of the
-                states of the two largest blocks that keep them on disk.
+                ``forebay.save`` takes what ``resume`` takes.
+    ``resume``  ``forebay.resume``: ``standing``. States pass chunk by chunk, parameters block by block, straight
+                between the files and where they are at home or the buffers that updates and fetches pass through;
+                beside, ``PASSING`` for what is on an accelerator.
     """
     sizes = arenas(
         trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate, plan.update_on_device
@@ -61,8 +67,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     inputs = 0 if trace.device == "cpu" else sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
     loading = max((_loading(b) for b in pairs), default=0)
-    # The copy of one block's states is let go only when that of the next has been read.
-    resuming = sum(sorted((b.state_copy for b in pairs), reverse=True)[:2])
+    passing = PASSING if trace.device != "cpu" and _is_any_there(pairs, trace) else 0
     saving = [_saving(b, p, trace.device) for b in pairs for p in b.block.parameters]
 
     def peaks(device: int, beside: int = 0) -> PhasePeaks:
@@ -72,8 +77,8 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
         "load": peaks(standing, loading),
         "step": peaks(step[Tier.DEVICE]),
         "eval": peaks(standing + inputs + forward_peak(trace) + trace.held_nbytes),
-        "save": peaks(standing + max((d for d, _ in saving), default=0), max((h for _, h in saving), default=0)),
-        "resume": peaks(standing, max(loading, resuming)),
+        "save": peaks(standing + max((d for d, _ in saving), default=0), max((passing, *(h for _, h in saving)))),
+        "resume": peaks(standing, passing),
     }
 
 
@@ -102,6 +107,13 @@ def _forward_peak(trace: Trace) -> int:
             for reference in op.dropped:
                 live -= sizes.pop(visit.resolve(reference), 0)
     return peak
+
+
+def _is_any_there(homed: Iterable[_Homed], trace: Trace) -> bool:
+    """Whether anything that a checkpoint has is at home on the device."""
+    return trace.model.buffer_nbytes > 0 or any(
+        h.placement.resident or h.placement.states is Tier.DEVICE for h in homed
+    )
 
 
 class _Homed:
@@ -143,20 +155,6 @@ def _saving(homed: _Homed, parameter: Parameter, device: str) -> tuple[int, int]
     elif home_tier(homed.placement) is Tier.DISK:
         first = parameter.offset // PAGE * PAGE
         source = align(parameter.offset + parameter.nbytes, PAGE) - first
-    ordered = 0 if _in_order(parameter) else written
+    ordered = 0 if in_order(parameter) else written
     on_device = written if homed.placement.resident and device != "cpu" else 0
     return on_device, written + max(source, ordered)
-
-
-def _in_order(parameter: Parameter) -> bool:
-    """Whether the elements lie in memory in the order of their indices."""
-    expected = 1
-    for size, stride in _backwards(parameter):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _backwards(parameter: Parameter) -> Iterator[tuple[int, int]]:
-    return zip(reversed(parameter.shape), reversed(parameter.stride), strict=True)

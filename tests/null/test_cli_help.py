@@ -44,6 +44,8 @@ TRAIN_FLAGS = {
     "--loss",
     "--compress",
     "--run",
+    "--save-every",
+    "--resume",
     "--json",
 }
 
@@ -147,4 +149,4 @@ def test_the_flags_of_doctor_are_these() -> None:
 
 
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
-    assert {"--" + name.replace("_", "-") for name in TrainConfig.model_fields} | {"--json"} == TRAIN_FLAGS
+    assert {"--" + name.replace("_", "-") for name in TrainConfig.model_fields} | {"--resume", "--json"} == TRAIN_FLAGS

@@ -20,7 +20,6 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.checkpoint.export import export_model
 from forebay.device.cpu import CpuDevice
 from forebay.device.ledger import StorageLedger
-from forebay.layout import state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.phases import PHASES, PhasePeaks, forward_peak, phases
 from forebay.plans import Placement, Plan, Streaming
@@ -167,25 +166,28 @@ def test_saving(home: str, dtype: torch.dtype, folder: Path) -> None:
 
 
 @each
-def test_resuming(home: str, dtype: torch.dtype, folder: Path) -> None:
+def test_saving_a_checkpoint_and_resuming(home: str, dtype: torch.dtype, folder: Path) -> None:
     run = Run(CASES["llama"], dtype, home, folder)
     model, optimizer = run.prepare()
     model(**run.case.inputs(0, dtype)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    saved = optimizer.state_dict()
-    run.reset(model)
-    with seen() as ledger:
-        optimizer.load_state_dict(saved)
+    forebay.synchronize(model)
     expected = run.phases["resume"]
-    assert replace(run.peaks(model), device=0) == replace(expected, device=0, beside=0)
-    assert run.peaks(model).device == expected.device
-    # States on disk are read as whole blocks, and one block's are let go only when the next one's are there.
-    names = run.trace.state_names
-    copies = [state_layout(b, names, run.plan.streaming.update_chunk).nbytes for b in run.trace.model.blocks]
-    passing = sum(sorted(copies)[-2:]) if "disk" in home else 0
-    assert ledger.usage().peak == passing
-    assert expected.beside == max(passing, run.phases["load"].beside)
+    # device = resident parameters and states + slots + buffers; host and disk = the arenas and files of the plan
+    sizes = run.sizes
+    assert expected.device == sizes.device_resident + sizes.device_slots + run.trace.model.buffer_nbytes
+    assert (expected.host, expected.disk, expected.beside) == (sizes.host, sizes.disk, 0)
+    for phase, move in (
+        ("save", lambda: forebay.save(model, optimizer, folder / "kept", step=1)),
+        ("resume", lambda: forebay.resume(model, optimizer, folder / "kept")),
+    ):
+        run.reset(model)
+        with seen() as ledger:
+            move()
+        assert run.peaks(model) == expected, phase
+        assert ledger.usage().peak == 0, "not a byte is copied beside the tiers"
+        assert replace(run.phases[phase], beside=0) == expected
     forebay.close(model)
     run.device.close()
 

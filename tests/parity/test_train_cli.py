@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 import forebay  # noqa: E402
 from forebay.checkpoint.export import export_model  # noqa: E402
 from forebay.cli.demo import DEMO_HOST_MEMORY_WITH_DISK, demo_settings, presidential_messages  # noqa: E402
-from forebay.cli.loop import train_loop  # noqa: E402
+from forebay.cli.loop import Leg, make_scheduler, train_loop, warmup_of  # noqa: E402
 from forebay.cli.main import app, errors_as_messages  # noqa: E402
 from forebay.cli.progress import StepResult  # noqa: E402
 from forebay.config import TrainConfig, make_config  # noqa: E402
@@ -69,7 +69,7 @@ def test_a_streamed_run_from_the_shell(tmp_path: Path, text: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {tmp_path / 'model.json'}\nsteps: 999\nseq: 32\nbatch: 2\nlr: 0.003\ndevice: cpu\n")
     command = [sys.executable, "-c", "from forebay.cli.main import main; main()", "train", config, "--data", text]
-    command += ["--steps", "6", "--accumulate", "2", "--clip-norm", "1.0", "--device-memory", "8MiB"]
+    command += ["--steps", "6", "--clip-norm", "1.0", "--device-memory", "8MiB"]
     command += ["--host-memory", "14MiB", "--disk", f"{tmp_path / 'disk'}:24MiB", "--run", tmp_path / "run", "--json"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -243,7 +243,9 @@ def run_loop(model: torch.nn.Module, **settings: object) -> list[StepResult]:
     config: TrainConfig = make_config(base, settings)
     windows = Windows(torch.arange(64), batch=config.batch, seq=config.seq, seed=0)
     steps: list[StepResult] = []
-    train_loop(config, model, torch.optim.SGD(model.parameters(), lr=config.lr), windows, "cpu", steps.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
+    scheduler = make_scheduler(optimizer, warmup_of(config.steps))
+    train_loop(config, model, optimizer, scheduler, windows, "cpu", steps.append, None, Leg(0, lambda: False))
     return steps
 
 

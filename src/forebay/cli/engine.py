@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
+    from forebay.checkpoint.resuming import Resumed
+    from forebay.checkpoint.saving import Scheduler
     from forebay.loss import Loss
     from forebay.plans import Plan
     from forebay.reporting.run import RunReport
@@ -59,6 +63,23 @@ class Engine(Protocol):
 
     def parameters(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
         """Name to full-precision tensor, read as it is asked for."""
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        folder: Path,
+        *,
+        step: int,
+        scheduler: Scheduler | None,
+        extra: Any,
+    ) -> int:
+        """Saves what training goes on from."""
+
+    def resume(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, *, scheduler: Scheduler | None
+    ) -> Resumed:
+        """Puts everything where ``save`` left it."""
 
     def close(self, model: nn.Module) -> None:
         """Ends the threads and frees the tiers."""

@@ -70,7 +70,7 @@ def train(
     seq: Seq = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate, after a warmup over a tenth of the steps.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides random weights and the order of the text.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides random weights, dropout and the order of the text.")] = None,
     dtype: Dtype = None,
     accumulate: Accumulate = None,
     clip_norm: ClipNorm = None,
@@ -82,7 +82,15 @@ def train(
     policy: Policy = None,
     loss: LossWay = None,
     compress: Bits = None,
-    run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model; Ctrl-C saves there.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Save the run in its folder after every so many steps.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder of --run, with its settings.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Train a causal language model on text files within the memory you allow."""
@@ -108,8 +116,9 @@ def train(
             "loss": loss,
             "compress": compress,
             "run": run,
+            "save_every": save_every,
         }
-        _train(config_file, flags, json)
+        _train(config_file, flags, json, resume=resume)
 
 
 @app.command()
@@ -282,7 +291,7 @@ def _compare(
     return any(candidate.served for candidate in found.candidates)
 
 
-def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) -> None:
+def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool, *, resume: bool = False) -> None:
     from json import dumps
 
     from rich.console import Console
@@ -294,9 +303,10 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) ->
     from forebay.reporting.table import closing_table
 
     settings = {} if config_file is None else read_yaml(config_file)
-    model = flags["model"] or settings.get("model")
-    config = make_config(settings_of(model), settings, flags)
-    result = run_training(config, api, choose_view(Console(stderr=True)))
+    before = _of_run(flags["run"] or settings.get("run")) if resume else {}
+    model = flags["model"] or settings.get("model") or before.get("model")
+    config = make_config(settings_of(model), before, settings, flags)
+    result = run_training(config, api, choose_view(Console(stderr=True)), resume=resume)
     if as_json:
         print(dumps(result.to_json_dict()))
         return
@@ -304,6 +314,15 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool) ->
     console.print(closing_table(result.report, result.losses))
     if result.folder is not None:
         console.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _of_run(folder: Path | str | None) -> Mapping[str, Any]:
+    """Settings of the run in a folder, to go on with."""
+    from forebay.cli.runfolder import begun_with
+
+    if folder is None:
+        raise UsageError("--resume goes on with a run; give its folder as --run FOLDER")
+    return begun_with(Path(folder))
 
 
 def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:

@@ -26,5 +26,5 @@ def errors_as_messages() -> Iterator[None]:
         print(f"forebay: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_MISUSE if isinstance(error, UsageError) else EXIT_NO) from None
     except KeyboardInterrupt:
-        print("forebay: stopped by Ctrl-C; the model of this run was not kept", file=sys.stderr)
+        print("forebay: stopped by Ctrl-C; what was not saved is lost", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -18,13 +18,15 @@ __all__ = ["LiveProgress", "PlainProgress", "StepResult", "View", "choose_view"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step that is done: ``number`` counts from 1, ``tokens`` and ``elapsed`` (seconds) since the first began."""
+    """One step that is done: ``number`` counts from 1. ``taken`` steps were taken before this process began; ``tokens``
+    and ``elapsed`` (seconds) are since then."""
 
     number: int
     loss: float
     lr: float
     tokens: int
     elapsed: float
+    taken: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -69,11 +71,12 @@ class PlainProgress(View):
         self._steps, self._device_peak = steps, device_peak
 
     def step(self, result: StepResult) -> None:
+        mine = result.number - result.taken
         tenth = 10 * result.number // self._steps > 10 * (result.number - 1) // self._steps
-        if not tenth and result.number > 1:
+        if not tenth and mine > 1:
             return
         steps_left = self._steps - result.number
-        left = f"{format_seconds(result.elapsed / result.number * steps_left)} left  " if steps_left else ""
+        left = f"{format_seconds(result.elapsed / mine * steps_left)} left  " if steps_left else ""
         self.note(
             f"step {result.number}/{self._steps}  loss {result.loss:.4f}  "
             f"{format_count(result.tokens_per_second)} tokens/s  {left}"

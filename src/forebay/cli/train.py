@@ -8,18 +8,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, final
+from typing import IO, TYPE_CHECKING, Any
 
 from forebay.cli.engine import Engine
-from forebay.cli.loop import Accumulate, train_loop
+from forebay.cli.keeping import Keeper
+from forebay.cli.loop import Accumulate, Leg, make_scheduler, train_loop, warmup_of
 from forebay.cli.progress import StepResult, View
-from forebay.errors import CannotServe, ConfigError, DoesNotFit, ModelError, NoRoomTogether, StorageError
+from forebay.cli.runfolder import RunFolder
+from forebay.cli.stopping import Stop
+from forebay.errors import CannotServe, ConfigError, DoesNotFit, ModelError, NoRoomTogether
 from forebay.memory import Tier
 from forebay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
 
     from forebay.config import OptimizerName, TrainConfig
     from forebay.data.text import Windows
@@ -33,7 +37,8 @@ __all__ = ["TrainResult", "optimizer_of", "train"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run left: its report, the loss of each step, and its folder (None: none was asked for)."""
+    """What a run left: its report, the loss of each step, and its folder (None: none was asked for). The report is that
+    of this process, the losses are those of the whole run."""
 
     report: RunReport
     losses: tuple[float, ...]
@@ -42,41 +47,98 @@ class TrainResult:
     def to_json_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints: sizes are bytes, times seconds, rates per second."""
         run = None if self.folder is None else str(self.folder)
-        return {**self.report.to_json_dict(), "loss": list(self.losses), "run": run}
+        return {**self.report.to_json_dict(), "steps": len(self.losses), "loss": list(self.losses), "run": run}
 
 
-def train(config: TrainConfig, engine: Engine, view: View) -> TrainResult:
-    """Trains as ``config`` says and shows it on ``view``.
+@dataclass(frozen=True)
+class _Trained:
+    """What a run trains, and on what."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    windows: Windows
+    device: str
+
+
+def train(config: TrainConfig, engine: Engine, view: View, *, resume: bool = False) -> TrainResult:
+    """Trains as ``config`` says and shows it on ``view``; ``resume`` goes on with the run in its folder.
 
     Raises the ``ForebayError`` of whatever stands in the way; the model is closed in every case.
     """
+    if config.save_every is not None and config.run is None:
+        raise ConfigError("--save-every saves steps in the folder of a run; give it as --run FOLDER")
+    with ExitStack() as stack:
+        folder = None if config.run is None else stack.enter_context(RunFolder(config.run, resume=resume))
+        return _train(config, engine, view, folder)
+
+
+def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None) -> TrainResult:
+    import torch
+
     from forebay.data.tokenizers import find_tokenizer
     from forebay.recipes.causal_lm import build, find
 
-    folder = None if config.run is None else RunFolder(config.run)
     source = find(config.model)
     tokenizer = find_tokenizer(source.folder)
     windows = _windows(config, tokenizer)
     device = _device(config.device)
     model = build(source, config.dtype)
     _check_model(config, model, windows, tokenizer)
-    view.note(_opening(config, model, source, tokenizer, windows))
+    warmup = warmup_of(config.steps)
+    if folder is not None:
+        warmup = folder.begin(config, warmup, windows.tokens, windows.crc32)
+    view.note(_opening(config, model, source, tokenizer, windows, folder))
 
     batch = {name: tensor.to(device) for name, tensor in windows.batch(0).items()}
     model, optimizer, together = _prepared(config, engine, view, model, batch, device)
     try:
         view.note(_promise(engine.report(model).plan, config.accumulate, together))
-        _fill(engine, model, source, config.seed)
+        trained = _Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
+        keeper = None if folder is None else _keeper(config, engine, view, folder, trained)
+        taken = _resumed(config, engine, view, folder, trained)
+        if taken is None:
+            _fill(engine, model, source, config.seed)
+            # What the steps draw (dropout) hangs on the seed too, and on nothing that this process drew before.
+            torch.manual_seed(config.seed)
+        elif keeper is not None:
+            keeper.saved = taken
         accumulate = engine.accumulate if together > 1 else None
-        losses = _loop(config, engine, view, folder, (model, optimizer, windows, device), accumulate)
+        losses = _loop(config, engine, view, folder, keeper, trained, accumulate, taken or 0)
         engine.synchronize(model)
-        tokens = config.steps * config.tokens_per_step
+        tokens = (len(losses) - (taken or 0)) * config.tokens_per_step
         report = replace(engine.report(model), tokens=tokens)
-        if folder is not None:
+        if folder is not None and len(losses) == config.steps:
             folder.finish(report, model, engine, tokenizer)
     finally:
         engine.close(model)
     return TrainResult(report, losses, config.run)
+
+
+def _keeper(config: TrainConfig, engine: Engine, view: View, folder: RunFolder, trained: _Trained) -> Keeper:
+    """Who saves the run. Raises ``DiskFull`` where there is no room for what it is to save."""
+    from forebay.safekeeping import checkpoint_size
+
+    kept = (trained.model, trained.optimizer, trained.scheduler)
+    keeper = Keeper(engine, view, folder.checkpoint, kept, every=config.save_every)
+    keeper.announce(checkpoint_size(trained.model), trained.device, first=not folder.is_saved)
+    return keeper
+
+
+def _resumed(
+    config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: _Trained
+) -> int | None:
+    """Puts the run where it was saved and returns the steps taken until then; None where it was not."""
+    if folder is None or not folder.goes_on:
+        return None
+    if not folder.is_saved:
+        view.note(f"no step was saved in {folder.path}: the run begins anew")
+        return None
+    found = engine.resume(trained.model, trained.optimizer, folder.checkpoint, scheduler=trained.scheduler)
+    if found.step > config.steps:
+        raise ConfigError(f"--steps {config.steps}: the run in {folder.path} has taken {found.step} already")
+    view.note(f"goes on behind step {found.step}, as it was saved in {folder.checkpoint}")
+    return found.step
 
 
 def _prepared(
@@ -125,13 +187,21 @@ def _loop(
     engine: Engine,
     view: View,
     folder: RunFolder | None,
-    prepared: tuple[nn.Module, torch.optim.Optimizer, Windows, str],
+    keeper: Keeper | None,
+    trained: _Trained,
     accumulate: Accumulate | None,
+    taken: int,
 ) -> tuple[float, ...]:
-    """Runs the loop with its losses shown and kept; returns them."""
+    """Runs the loop with its losses shown and kept; returns them, those of the ``taken`` steps before included. A run
+    with a folder that is asked to stop is saved there."""
     losses: list[float] = []
+    stop = Stop()
     with ExitStack() as stack:
-        log = None if folder is None else stack.enter_context(folder.open_losses())
+        log: IO[str] | None = None
+        if folder is not None:
+            log, losses = folder.open_losses(taken)
+            stack.enter_context(log)
+            stack.enter_context(stop)
 
         def on_step(result: StepResult) -> None:
             losses.append(result.loss)
@@ -139,10 +209,17 @@ def _loop(
                 log.write(json.dumps({"step": result.number, "loss": result.loss, "lr": result.lr}) + "\n")
                 log.flush()
             view.step(result)
+            if keeper is not None and log is not None:
+                keeper.after(result.number, config.steps, log)
 
-        view.start(config.steps, lambda: _device_peak(engine.report(prepared[0])))
+        view.start(config.steps, lambda: _device_peak(engine.report(trained.model)))
         stack.callback(view.stop)
-        train_loop(config, *prepared, on_step, accumulate)
+        on = (trained.model, trained.optimizer, trained.scheduler, trained.windows, trained.device)
+        train_loop(config, *on, on_step, accumulate, Leg(taken, stop.requested))
+        step = len(losses)
+        if stop.by is not None and step < config.steps and keeper is not None and log is not None:
+            keeper.save(step, log)
+            view.note(f"stopped by {stop.by} behind step {step}; go on with: forebay train --run {config.run} --resume")
     return tuple(losses)
 
 
@@ -200,9 +277,18 @@ def _device_peak(report: RunReport) -> int | None:
     return None if usage is None else usage.peak
 
 
-def _opening(config: TrainConfig, model: nn.Module, source: ModelSource, tokenizer: Tokenizer, windows: Windows) -> str:
+def _opening(
+    config: TrainConfig,
+    model: nn.Module,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    windows: Windows,
+    folder: RunFolder | None,
+) -> str:
     parameters = format_count(sum(parameter.numel() for parameter in model.parameters()))
     start = "weights from the folder" if source.weights else f"random weights, seed {config.seed}"
+    if folder is not None and folder.goes_on and folder.is_saved:
+        start = "as they were saved"
     return (
         f"{source.name}: {parameters} parameters in {config.dtype}, {start}; "
         f"{format_count(windows.tokens)} tokens of text ({tokenizer.name}), "
@@ -218,34 +304,3 @@ def _promise(plan: Plan, micro_batches: int, together: int) -> str:
     seconds = plan.seconds_of_step(micro_batches, together)
     takes = "the time of a step is not known" if seconds is None else f"{format_seconds(seconds)} a step"
     return "\n  - ".join([f"plan by {plan.planner}: {needs}; {takes}", *plan.reasons, *plan.notes])
-
-
-@final
-class RunFolder:
-    """The folder of one run, readable by its owner only: text and weights may be private.
-
-    Raises ``ConfigError`` for a folder that holds files already, ``StorageError`` if it cannot be made.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise ConfigError(f"--run {path}: the folder is not empty; give a new one")
-            path.chmod(0o700)
-        except OSError as error:
-            raise StorageError(f"--run {path}: cannot make the folder: {error.strerror}") from None
-
-    def open_losses(self) -> IO[str]:
-        """The file that takes one JSON object per step."""
-        return (self.path / "losses.jsonl").open("w", encoding="utf-8")
-
-    def finish(self, report: RunReport, model: nn.Module, engine: Engine, tokenizer: Tokenizer) -> None:
-        """Writes plan and report, and the model as ``from_pretrained`` reads it."""
-        from forebay.checkpoint.export import export_model
-
-        (self.path / "plan.json").write_text(report.plan.to_json() + "\n", encoding="utf-8")
-        (self.path / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-        tokenizer.save(self.path)
-        export_model(model, engine.parameters(model), self.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import final
@@ -66,6 +67,11 @@ class Windows:
     def tokens(self) -> int:
         """Tokens in the row, the last ones that fill no window left out."""
         return self._windows.numel()
+
+    @property
+    def crc32(self) -> int:
+        """A checksum of these tokens."""
+        return zlib.crc32(self._windows.view(torch.uint8).numpy().data)
 
     @property
     def per_epoch(self) -> int:

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from forebay.errors import ForebayError
-from forebay.layout import MASTER, StateLayout, needs_master
+from forebay.layout import MASTER, Chunk, Piece, StateLayout, needs_master
 from forebay.optim.arithmetic import Prepared
 from forebay.plans import Placement
 from forebay.runtime.deferred import Deferred
@@ -121,9 +121,14 @@ class BlockState:
                 view.copy_(value[start : start + view.numel()])
                 start += view.numel()
 
+    def views(self, name: str, chunk: Chunk, content: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """The values of one state stream in ``content``, the bytes of ``chunk`` (1-D uint8): piece by piece, 1-D."""
+        start, nbytes = self.layout.spans(chunk)[name]
+        stream = content[start : start + nbytes]
+        for piece in chunk.pieces:
+            yield piece, state_view(stream, name, piece)
+
     def _stream_views(self, name: str, states: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for chunk in self.layout.chunks:
-            start, nbytes = self.layout.spans(chunk)[name]
-            stream = states[chunk.offset + start : chunk.offset + start + nbytes]
-            for piece in chunk.pieces:
-                yield piece.parameter.name, state_view(stream, name, piece)
+            for piece, view in self.views(name, chunk, states[chunk.offset : chunk.offset + chunk.nbytes]):
+                yield piece.parameter.name, view

@@ -40,6 +40,18 @@ class Coder:
         self._device = device
         self._generator: torch.Generator | None = None
 
+    @property
+    def state(self) -> torch.Tensor | None:
+        """The state of its generator; None before the first codes."""
+        return None if self._generator is None else self._generator.get_state()
+
+    @state.setter
+    def state(self, state: torch.Tensor | None) -> None:
+        self._generator = None
+        if state is not None:
+            self._generator = torch.Generator(self._device)
+            self._generator.set_state(state)
+
     def nbytes(self, tensor: torch.Tensor, bits: int) -> int:
         """Bytes of the codes of the storage of ``tensor``; 0 bits: of the storage itself."""
         nbytes, itemsize = tensor.untyped_storage().nbytes(), tensor.element_size()

@@ -6,7 +6,8 @@ optimizer's own state go through here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -55,7 +56,8 @@ class Contents:
             name = min(self.unwritten)
             raise SessionClosed(
                 f"{len(self.unwritten)} parameters have no values yet ({name}, ...): the model was prepared on the "
-                f"meta device; call forebay.load(model, folder) or forebay.initialize(model) first"
+                f"meta device, or a checkpoint was not read to its end; call forebay.load(model, folder), "
+                f"forebay.initialize(model) or forebay.resume(...) first"
             )
 
     def state(self, name: str) -> BlockState:
@@ -83,6 +85,27 @@ class Contents:
             self._stepping.speculation.drop(self._store.blocks[block])
             self._store.fill(block, lambda p: values.get(p.name))
         self.unwritten -= set(values)
+
+    @contextmanager
+    def replacing(self) -> Iterator[Mapping[str, BlockState]]:
+        """Has every parameter and state replaced at home: gives all blocks. They have no values until the end, and none
+        at all where that is not reached."""
+        self._settle()
+        self._stepping.delay.show()
+        self.unwritten |= set(self._parameters)
+        for block, state in self._store.blocks.items():
+            self._pool.invalidate(block)
+            self._stepping.speculation.drop(state)
+        yield self._store.blocks
+        self.unwritten.clear()
+
+    def complete(self) -> Mapping[str, BlockState]:
+        """All blocks, when every update that was asked for is at home, to be read there before the next step. Raises
+        ``SessionClosed`` while a parameter has no values."""
+        self.expect_written()
+        self._settle()
+        self._stepping.delay.show()
+        return self._store.blocks
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for

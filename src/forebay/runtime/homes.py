@@ -11,7 +11,8 @@ bytes out of the current one ``into`` the other, and checks them in there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Self, final
 
 import torch
@@ -80,6 +81,16 @@ class Home(ABC):
     def staging_for_write(self) -> torch.Tensor:
         """A buffer to make the content for ``write`` in: the bytes themselves, or a staging buffer."""
 
+    @abstractmethod
+    def look(self, offset: int, nbytes: int) -> torch.Tensor:
+        """``nbytes`` from ``offset``, now, to be read before the next call: the bytes themselves, or a staging buffer.
+        On disk both are those of something that is checked out, or of the whole home."""
+
+    @abstractmethod
+    def replace(self, offset: int, nbytes: int) -> AbstractContextManager[torch.Tensor]:
+        """Gives a buffer, as ``look`` does, for other bytes in the place of ``nbytes`` from ``offset``; they are at
+        home at its end. On disk it holds zeros at first."""
+
     def settle(self) -> None:
         """Waits for the last writer."""
         if self.written is not None:
@@ -135,6 +146,14 @@ class MemoryHome(Home):
     def staging_for_write(self) -> torch.Tensor:
         self.settle()
         return self._buffer
+
+    def look(self, offset: int, nbytes: int) -> torch.Tensor:
+        self.settle()
+        return self._buffer[offset : offset + nbytes]
+
+    @contextmanager
+    def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        yield self.look(offset, nbytes)
 
 
 @final
@@ -208,11 +227,26 @@ class DiskHome(Home):
         self._file.write(self._offset, content[: self.nbytes])
 
     def staging_for_write(self) -> torch.Tensor:
+        return self._staging(self.nbytes)
+
+    def look(self, offset: int, nbytes: int) -> torch.Tensor:
+        buffer = self._staging(nbytes)
+        self._file.read(self._offset + offset, buffer)
+        return buffer
+
+    @contextmanager
+    def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        buffer = self._staging(nbytes).zero_()
+        yield buffer
+        self._file.write(self._offset + offset, buffer)
+
+    def _staging(self, nbytes: int) -> torch.Tensor:
+        """A buffer of the ring that nobody reads or writes any more, when nobody writes here either."""
         self.settle()
-        staging, after = self._ring.take(self.nbytes)
+        staging, after = self._ring.take(nbytes)
         for completion in after:
             completion.wait()
-        buffer: torch.Tensor = staging.view(self.nbytes)
+        buffer: torch.Tensor = staging.view(nbytes)
         return buffer
 
     @staticmethod

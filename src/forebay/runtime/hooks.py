@@ -36,7 +36,7 @@ from forebay.runtime.session import Phase, Session
 from forebay.runtime.vigil import batch_shape
 from forebay.trace import Block
 
-__all__ = ["Attachment", "GradientHook", "RootHook", "is_prepared", "session_of"]
+__all__ = ["Attachment", "GradientHook", "RootHook", "is_prepared", "prepared_session", "session_of"]
 
 
 @final
@@ -82,6 +82,14 @@ def session_of(model: nn.Module) -> Attachment | None:
         if isinstance(hook, RootHook):
             return hook.attachment
     return None
+
+
+def prepared_session(model: nn.Module) -> Session:
+    """The session of a prepared model. Raises ``UsageError`` for a model that is not prepared."""
+    attachment = session_of(model)
+    if attachment is None:
+        raise UsageError("this model is not prepared; call forebay.prepare(model, optimizer, ...) first")
+    return attachment.session
 
 
 @final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import final
 
 import torch
@@ -27,6 +28,7 @@ from forebay.runtime.store import Ledgers, Store
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
 from forebay.scheduling.slots import SlotPool
+from forebay.tiers.lock import FolderLock
 from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
 
@@ -60,6 +62,7 @@ class Resources:
         self.pool = pool
         self.stash = stash
         self.team = team
+        self.locks: dict[Path, FolderLock] = {}
         self._owns_device = owns_device
         self._closed = False
 
@@ -70,6 +73,8 @@ class Resources:
         self._closed = True
         # From the last one to the first, each whatever those before it raised: no thread, file or arena outlives it.
         with ExitStack() as closing:
+            for lock in self.locks.values():
+                closing.callback(lock.close)
             if self._owns_device:
                 closing.callback(self.device.close)
             for held in (self.team, self.store, self.stash, self.pool):
@@ -308,6 +313,13 @@ class Session:
         """Replaces the states of the parameters named (``contents``)."""
         self.expect_open()
         self.contents.write_states(states)
+
+    def lock(self, folder: Path) -> None:
+        """Keeps ``folder`` for this session until it is closed. Raises ``StorageError`` where another one has it."""
+        self.expect_open()
+        path = folder.resolve()
+        if path not in self.resources.locks:
+            self.resources.locks[path] = FolderLock(path)
 
     def timeline(self) -> Timeline:
         """What was measured so far."""

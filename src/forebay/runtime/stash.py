@@ -129,7 +129,7 @@ class Stash:
         self._watch = watch
         self._torch_device = torch_device
         self._depots = depots
-        self._coder = Coder(torch_device)
+        self.coder = Coder(torch_device)
         self._window = TransferWindow(device, streaming.offload_window)
         self._reloads = Reloads[_Treated](streaming.reload_window, self._reload)
         # By storage; the tickets of this forward, for as long as something may yet save what they stand for.
@@ -182,10 +182,10 @@ class Stash:
         if leaves:
             # Before the codes are made: they are part of what the window bounds.
             with self._told():
-                self._window.admit(self._coder.nbytes(tensor, bits))
+                self._window.admit(self.coder.nbytes(tensor, bits))
         # Without codes a look of the copy's own at the storage: it holds the bytes until they have left, whoever lets
         # go before.
-        held, form = self._coder.encode(tensor, bits) if bits else (_bytes_of(storage, self._torch_device), None)
+        held, form = self.coder.encode(tensor, bits) if bits else (_bytes_of(storage, self._torch_device), None)
         treated = _Treated(what, held.numel(), form)
         if leaves:
             treated.range = self._room(treatment.fate, held, what)

@@ -8,7 +8,7 @@ from forebay.layout import Piece
 from forebay.states import form_of
 from forebay.trace import Parameter
 
-__all__ = ["alone", "dtype_of", "elements", "flat", "shaped", "state_view"]
+__all__ = ["alone", "bytes_before", "dtype_of", "elements", "flat", "shaped", "state_view"]
 
 
 def dtype_of(parameter: Parameter) -> torch.dtype:
@@ -44,6 +44,12 @@ def state_view(stream: torch.Tensor, state: str, piece: Piece) -> torch.Tensor:
     start = form.count(piece.offset)
     typed: torch.Tensor = stream.view(getattr(torch, form.dtype))
     return typed[start : start + form.count(piece.stop - piece.start)]
+
+
+def bytes_before(state: str, piece: Piece) -> int:
+    """Bytes of the values of ``state`` that its parameter has before those of ``piece``."""
+    form = form_of(state)
+    return form.count(piece.start) * form.itemsize
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,160 @@
+"""Putting a prepared model and its optimizer back to where a checkpoint left them.
+
+First everything is looked at: the manifest, the size and the header of every file, the names, dtypes and shapes of all
+tensors, the parameter groups, the scheduler. What does not fit is refused then, and nothing has changed. After that
+bytes go from the files to where they are at home, states chunk by chunk, and their checksums are compared on the way.
+Where that fails the model has no values, and says so, until it gets some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from forebay.checkpoint.encoding import decode
+from forebay.checkpoint.generations import Generations
+from forebay.checkpoint.inventory import BUFFER, VALUE, entries_of, entry_name
+from forebay.checkpoint.manifest import Group, Manifest
+from forebay.checkpoint.passing import Onward, Passing
+from forebay.checkpoint.pieces import PieceReader
+from forebay.checkpoint.randomness import restore
+from forebay.checkpoint.saving import Scheduler, buffer_entry, groups_of, kept_buffers
+from forebay.errors import ConfigError, OptimizerError, UsageError
+from forebay.layout import MASTER, needs_master
+from forebay.runtime.blockstate import BlockState
+from forebay.runtime.session import Phase, Session
+from forebay.runtime.tensors import bytes_before, dtype_of, elements
+from forebay.trace import Parameter
+
+__all__ = ["Resumed", "resume_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on: ``step`` optimizer steps have been taken, and ``extra`` is what ``forebay.save`` was
+    given to keep."""
+
+    step: int
+    extra: Any
+
+
+def resume_checkpoint(
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generations: Generations,
+    scheduler: Scheduler | None,
+) -> Resumed:
+    """Reads the checkpoint that stands. See ``forebay.resume``."""
+    if session.phase is not Phase.IDLE:
+        session.expect_open()
+        raise UsageError("forebay.resume has no place within a forward or a backward; call it before the loop")
+    manifest = generations.expect_current()
+    state = _scheduler_state(manifest, scheduler)
+    settings = _settings(manifest, groups_of(session, optimizer))
+    buffers = kept_buffers(model)
+    expected = {e.name: e for block in session.model.blocks for e in entries_of(block, session.state_names)}
+    expected |= {e.name: e for e in (buffer_entry(name, buffer) for name, buffer in buffers.items())}
+    _check_steps(manifest, session)
+    extra = decode(manifest.extra)
+    reader = PieceReader(generations.files, generations.path_of(manifest.generation), manifest.files, expected)
+    with reader, torch.no_grad(), session.contents.replacing() as blocks:
+        for block in blocks.values():
+            _read_block(block, reader)
+            block.steps.update((name, manifest.steps[name]) for name in block.steps)
+        _read_buffers(buffers, reader)
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        _set(group, saved)
+    if scheduler is not None:
+        scheduler.load_state_dict(state)
+    # Last: nothing draws between this and the next step.
+    restore(session, manifest.randomness)
+    return Resumed(manifest.step, extra)
+
+
+def _scheduler_state(manifest: Manifest, scheduler: Scheduler | None) -> dict[str, Any]:
+    saved = manifest.scheduler
+    if saved is None or scheduler is None:
+        if (saved is None) != (scheduler is None):
+            there, here = ("none", "one") if saved is None else (f"a {saved.get('kind')}", "none")
+            raise ConfigError(f"the checkpoint was saved with {there} as scheduler and resume was given {here}")
+        return {}
+    kind = type(scheduler).__qualname__
+    if saved.get("kind") != kind:
+        raise ConfigError(
+            f"the checkpoint was saved with a {saved.get('kind')} as scheduler, resume was given a {kind}"
+        )
+    state = decode(saved.get("state"))
+    return state if isinstance(state, dict) else {}
+
+
+def _settings(manifest: Manifest, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The saved settings of each group. Raises ``OptimizerError`` where the groups are others."""
+    if [g.parameters for g in manifest.groups] != [g.parameters for g in groups]:
+        raise OptimizerError(
+            f"the checkpoint was saved with parameter groups of {[len(g.parameters) for g in manifest.groups]} "
+            f"parameters, this optimizer has {[len(g.parameters) for g in groups]}, or others in them; make the "
+            f"optimizer as it was made"
+        )
+    return [decode(group.settings) for group in manifest.groups]
+
+
+def _check_steps(manifest: Manifest, session: Session) -> None:
+    trained = {p.name for block in session.model.blocks for p in block.parameters if p.trainable}
+    odd = min(trained ^ manifest.steps.keys(), default=None)
+    if odd is not None:
+        where = "here" if odd in trained else "when the checkpoint was saved"
+        raise ConfigError(f"parameter {odd} is trained {where} only; freeze the parameters that were frozen then")
+
+
+def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        now = group.get(key)
+        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.shape == value.shape:
+            now.copy_(value)  # whoever holds the tensor goes on changing the learning rate
+        else:
+            group[key] = value
+
+
+def _read_block(state: BlockState, reader: PieceReader) -> None:
+    passing = Passing()
+    home = state.parameters
+    with home.replace(0, home.nbytes) as content:
+        for parameter in state.block.parameters:
+            if not needs_master(parameter):
+                values = elements(content, parameter, parameter.offset)
+                passing.into(values, partial(reader.read, entry_name(VALUE, parameter)))
+        for chunk in state.layout.chunks:
+            if chunk.nbytes:
+                with state.states.replace(chunk.offset, chunk.nbytes) as states:
+                    for name in state.layout.streams:
+                        for piece, values in state.views(name, chunk, states):
+                            if name not in state.streams_of(piece.parameter):
+                                continue
+                            onward = Onward(reader.read, entry_name(name, piece.parameter), bytes_before(name, piece))
+                            passing.into(values, onward)
+                            if name == MASTER:
+                                _round(values, content, piece.parameter, piece.start)
+
+
+def _round(master: torch.Tensor, content: torch.Tensor, parameter: Parameter, start: int) -> None:
+    """Makes elements of a 16-bit parameter from those of its master, as an update does."""
+    begin = parameter.offset + start * dtype_of(parameter).itemsize
+    nbytes = master.numel() * dtype_of(parameter).itemsize
+    content[begin : begin + nbytes].view(dtype_of(parameter)).copy_(master)
+
+
+def _read_buffers(buffers: Mapping[str, torch.Tensor], reader: PieceReader) -> None:
+    passing = Passing()
+    for name, buffer in buffers.items():
+        values = buffer.detach()
+        if not values.is_contiguous():
+            values = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+        passing.into(values.reshape(-1), partial(reader.read, f"{BUFFER}.{name}"))
+        if not buffer.is_contiguous():
+            buffer.copy_(values)

@@ -1,0 +1,97 @@
+"""When a run is saved, and what it says of that."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, final
+
+from forebay.cli.progress import View
+from forebay.errors import DiskFull
+from forebay.tiers.host import available_disk
+from forebay.units import format_apart, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from forebay.cli.engine import Engine
+
+__all__ = ["Keeper"]
+
+
+@final
+class Keeper:
+    """Saves a run in ``folder`` after every ``every`` steps (None: only when it is asked to).
+
+    ``saved`` is the step whose checkpoint stands; None while there is none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        view: View,
+        folder: Path,
+        trained: tuple[nn.Module, torch.optim.Optimizer, LRScheduler],
+        *,
+        every: int | None,
+    ) -> None:
+        self._engine = engine
+        self._view = view
+        self._folder = folder
+        self._model, self._optimizer, self._scheduler = trained
+        self._every = every
+        self.saved: int | None = None
+
+    def announce(self, nbytes: int, device: str, *, first: bool) -> None:
+        """Says what a checkpoint of ``nbytes`` will take, where the run is to be saved as it goes. Raises ``DiskFull``
+        where there is no room for it; ``first``: none stands in the folder yet."""
+        if self._every is None:
+            return
+        # The one that stands is removed when the next one is whole.
+        needed = nbytes * (2 if first else 1)
+        free = available_disk(self._folder.parent)
+        if free < needed:
+            asked, there = format_apart(needed, free)
+            raise DiskFull(
+                f"--save-every needs {asked} in {self._folder} and {there} are free: a checkpoint takes "
+                f"{format_bytes(nbytes)} and is written beside the last one; make room, or have --run on another disk",
+                needed=needed,
+                allowed=free,
+            )
+        seconds = format_seconds(_write_seconds(nbytes, self._folder.parent, device))
+        self._view.note(
+            f"saved every {self._every} steps: {format_bytes(nbytes)} each, about {seconds} of writing, and as much "
+            f"again on disk while one is written"
+        )
+
+    def after(self, step: int, last: int, losses: IO[str]) -> None:
+        """``step`` has been taken, ``last`` will be the last one: saves the run where it is time to."""
+        if self._every is not None and (step % self._every == 0 or step == last):
+            self.save(step, losses)
+
+    def save(self, step: int, losses: IO[str]) -> None:
+        """Saves the run after ``step``, if that is not done; ``losses`` goes to the disk before."""
+        if step == self.saved:
+            return
+        since = time.perf_counter()
+        # The checkpoint says that so many steps were taken: what they lost must not be missing then.
+        losses.flush()
+        os.fsync(losses.fileno())
+        nbytes = self._engine.save(
+            self._model, self._optimizer, self._folder, step=step, scheduler=self._scheduler, extra=None
+        )
+        self.saved = step
+        took = format_seconds(time.perf_counter() - since)
+        self._view.note(f"step {step} is saved: {format_bytes(nbytes)} in {took}")
+
+
+def _write_seconds(nbytes: int, folder: Path, device: str) -> float:
+    """Seconds of writing ``nbytes`` as this machine's disk was measured, or as a common one writes."""
+    from forebay.budgets import DiskBudget
+    from forebay.profiler.here import this_machine
+
+    machine, _ = this_machine(device, DiskBudget(str(folder)))
+    return 0.0 if machine.disk is None else machine.disk.write.seconds(nbytes)

@@ -1,0 +1,212 @@
+"""The folder of one run.
+
+run.json         what decides the numbers: the settings that the run was begun with, and its text
+losses.jsonl     a line for each step
+checkpoint/      where the run goes on (``forebay.save``)
+plan.json, report.json, config.json, model*.safetensors and the tokenizer: what a whole run leaves
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, final
+
+from forebay.checkpoint.generations import MANIFEST
+from forebay.config import TrainConfig
+from forebay.errors import ConfigError, StorageError
+from forebay.records import dump, load
+from forebay.tiers.lock import LOCK, FolderLock
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forebay.cli.engine import Engine
+    from forebay.data.tokenizers import Tokenizer
+    from forebay.reporting.run import RunReport
+
+__all__ = ["RunFolder", "RunStart", "begun_with"]
+
+_RUN, _LOSSES = "run.json", "losses.jsonl"
+
+_NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_norm", "optimizer", "compress")
+"""The settings that decide the numbers, beside the text: a run goes on with those that it was begun with."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What a run was begun with: its ``settings``, the steps over which its learning rate rises, and the tokens of its
+    text with their checksum."""
+
+    settings: Mapping[str, Any]
+    warmup: int
+    tokens: int
+    text_crc32: int
+    schema: int = 1
+
+    def __post_init__(self) -> None:
+        if self.schema != 1 or self.warmup < 1:
+            raise ConfigError("a run is kept in schema 1, with a warmup of 1 step or more")
+
+
+def begun_with(path: Path) -> dict[str, Any]:
+    """The settings of the run in the folder ``path``; none where it was not begun.
+
+    Raises ``ConfigError`` where there is no such folder, or one of something else.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"--resume: there is no folder {path}; leave --resume out to begin a run there")
+    start = _read_start(path)
+    return {} if start is None else dict(start.settings)
+
+
+def _read_start(path: Path) -> RunStart | None:
+    try:
+        return load(RunStart, (path / _RUN).read_bytes())
+    except FileNotFoundError:
+        if any(entry.name not in (LOCK, f"{_RUN}.new") for entry in path.iterdir()):
+            raise ConfigError(f"{path} is not the folder of a run: it has no {_RUN}; give the one of --run") from None
+        return None
+    except ConfigError as error:
+        raise ConfigError(f"{path / _RUN}: {error}") from None
+    except OSError as error:
+        raise StorageError(f"cannot read {path / _RUN}: {error.strerror}") from None
+
+
+@final
+class RunFolder:
+    """The folder of one run, readable by its owner only: text and weights may be private. It belongs to this process
+    until it is closed.
+
+    Raises ``ConfigError`` for a folder that holds files already (``resume``: for one that holds no run),
+    ``StorageError`` if it cannot be made or another process has it.
+    """
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not resume and any(entry.name != LOCK for entry in path.iterdir()):
+                raise ConfigError(
+                    f"--run {path}: the folder is not empty; give a new one, or go on with the run in it: --resume"
+                )
+            path.chmod(0o700)
+        except OSError as error:
+            raise StorageError(f"--run {path}: cannot make the folder: {error.strerror}") from None
+        self._goes_on = resume
+        self._lock = FolderLock(path)
+        self._start = _read_start(path) if resume else None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where ``forebay.save`` keeps the run."""
+        return self.path / "checkpoint"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the folder was opened to go on with the run in it."""
+        return self._goes_on
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a step to go on from."""
+        return (self.checkpoint / MANIFEST).exists()
+
+    def begin(self, config: TrainConfig, warmup: int, tokens: int, text_crc32: int) -> int:
+        """Notes what the run is begun with, or compares it with that; returns the steps over which the learning rate
+        rises.
+
+        Raises ``ConfigError`` naming the first setting that would change the numbers of a run that goes on.
+        """
+        asked = RunStart(_portable(config), warmup, tokens, text_crc32)
+        if self._start is None:
+            self._write(asked)
+            return warmup
+        begun = self._start
+        for name in _NUMBERS:
+            before, now = begun.settings.get(name), asked.settings.get(name)
+            if before != now:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"{flag}: the run in {self.path} was begun with {before}, not {now}; leave {flag} out"
+                )
+        if (begun.tokens, begun.text_crc32) != (tokens, text_crc32):
+            raise ConfigError(
+                f"--data: the text has {tokens} tokens and is not the one of {begun.tokens} tokens that the run in "
+                f"{self.path} was begun with"
+            )
+        return begun.warmup
+
+    def _write(self, start: RunStart) -> None:
+        fresh = self.path / f"{_RUN}.new"
+        try:
+            with fresh.open("wb") as file:
+                file.write(dump(start).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, self.path / _RUN)
+        except OSError as error:
+            raise StorageError(f"--run {self.path}: cannot write {_RUN}: {error.strerror}") from None
+
+    def open_losses(self, step: int) -> tuple[IO[str], list[float]]:
+        """The file that takes one JSON object per step, and the losses of the first ``step`` steps in it. What comes
+        after them belongs to steps that were not saved and is dropped.
+
+        Raises ``ConfigError`` where steps are missing.
+        """
+        path = self.path / _LOSSES
+        try:
+            losses, end = _losses_of(path, step) if step else ([], 0)
+            file = path.open("a", encoding="utf-8")
+            file.truncate(end)
+        except OSError as error:
+            raise StorageError(f"cannot open {path}: {error.strerror}") from None
+        return file, losses
+
+    def finish(self, report: RunReport, model: nn.Module, engine: Engine, tokenizer: Tokenizer) -> None:
+        """Writes plan and report, and the model as ``from_pretrained`` reads it."""
+        from forebay.checkpoint.export import export_model
+
+        (self.path / "plan.json").write_text(report.plan.to_json() + "\n", encoding="utf-8")
+        (self.path / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+        tokenizer.save(self.path)
+        export_model(model, engine.parameters(model), self.path)
+
+
+def _losses_of(path: Path, step: int) -> tuple[list[float], int]:
+    """The losses of the first steps, and the bytes of their lines."""
+    losses, end = [], 0
+    with path.open("rb") as file:
+        for number in range(1, step + 1):
+            line = file.readline()
+            end += len(line)
+            try:
+                said = json.loads(line)
+                if said["step"] != number or not line.endswith(b"\n"):
+                    raise ValueError(line)
+                losses.append(float(said["loss"]))
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(
+                    f"{path} does not have the loss of step {number} in line {number}, and step {step} is saved; put "
+                    f"the file back as it was"
+                ) from None
+    return losses, end
+
+
+def _portable(config: TrainConfig) -> dict[str, Any]:
+    """The settings of ``config`` as JSON, with paths that mean the same wherever the run goes on."""
+    settings: dict[str, Any] = config.model_dump(mode="json")
+    settings["data"] = [str(path.resolve()) for path in config.data]
+    model = Path(config.model)
+    if model.exists():
+        settings["model"] = str(model.resolve())
+    return {name: value for name, value in settings.items() if value is not None}

@@ -1,0 +1,88 @@
+"""Checkpoints, as the public functions ``forebay.save`` and ``forebay.resume``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from forebay.checkpoint.files import SystemFiles, refused
+from forebay.checkpoint.generations import Generations
+from forebay.checkpoint.inventory import checkpoint_nbytes
+from forebay.checkpoint.resuming import Resumed, resume_checkpoint
+from forebay.checkpoint.saving import Scheduler, kept_buffers, save_checkpoint
+from forebay.errors import ConfigError
+from forebay.runtime.hooks import prepared_session
+
+__all__ = ["checkpoint_size", "resume", "save"]
+
+
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: str | os.PathLike[str],
+    *,
+    step: int,
+    scheduler: Scheduler | None = None,
+    extra: Any = None,
+) -> int:
+    """Saves a prepared model and its optimizer in ``folder``, so that training goes on from there bit for bit.
+
+    Called between ``optimizer.step()`` and the next forward; gradients are not saved. What is: parameters in full
+    precision, buffers of the state dict, optimizer states, step counts, the settings of the parameter groups, the
+    states of ``scheduler`` (anything with ``state_dict``) and of the random number generators of Python, NumPy and
+    torch, ``step`` (optimizer steps so far), and ``extra``: numbers, text, small tensors and lists, tuples and dicts of
+    these, such as the position in the data.
+
+    A process that is killed at any instant, here or later, leaves the last checkpoint that this function returned from,
+    or a newer one. It takes the place of the one before, which is removed when the new one is on the disk: twice its
+    bytes are needed for a moment. No tier holds more than it does between two steps (``Plan``'s phase ``save``). The
+    folder is made if it is not there, for its owner only, and belongs to this model until ``forebay.close``.
+
+    Returns the bytes of the files. Raises ``UsageError`` for a call that cannot be served, ``DiskFull`` and
+    ``StorageError`` for what the disk refuses: the checkpoint before stands then.
+    """
+    session, files = prepared_session(model), SystemFiles()
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(files, "make", path, error) from error
+    session.lock(path)
+    generations = Generations(path, files)
+    return save_checkpoint(session, model, optimizer, generations, step=step, scheduler=scheduler, extra=extra)
+
+
+def resume(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: str | os.PathLike[str],
+    *,
+    scheduler: Scheduler | None = None,
+) -> Resumed:
+    """Puts a prepared model, its optimizer and ``scheduler`` where ``forebay.save`` left them; the next step is the one
+    that would have come.
+
+    The plan need not be the one that the checkpoint was saved under, nor the budgets; the model may have come on the
+    meta device. Model, optimizer and groups must be made as they were made. No tier holds more than it does between two
+    steps (phase ``resume``). Nothing of the folder is unpickled, and no byte of it is used unchecked.
+
+    Returns ``step`` and ``extra`` of the checkpoint. Raises ``ConfigError`` or ``OptimizerError`` where there is no
+    checkpoint, or one of another model or optimizer, and ``StorageError`` for one that is damaged. Nothing has changed
+    then, unless the damage showed in the bytes of a tensor: the model has no values after that, until it is given some.
+    """
+    session, path = prepared_session(model), Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path} to resume from")
+    session.lock(path)
+    return resume_checkpoint(session, model, optimizer, Generations(path, SystemFiles()), scheduler)
+
+
+def checkpoint_size(model: nn.Module) -> int:
+    """Bytes of the tensors that ``save`` writes for a prepared model."""
+    session = prepared_session(model)
+    buffers = sum(buffer.nbytes for buffer in kept_buffers(model).values())
+    return checkpoint_nbytes(session.model.blocks, session.state_names, buffers)

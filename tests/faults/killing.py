@@ -1,0 +1,138 @@
+"""Runs that are killed at random instants: ``python -m tests.faults.killing FOLDER TRIALS SEED``.
+
+One process imports torch and has no thread; every part of a run is a child of it, forked, so that a part is cheap.
+For each trial a part trains and saves after every step until it is killed, others go on from its checkpoint and are
+killed too, and the last one may come to the end. Its losses and parameters must be those of a run that nobody killed,
+and no part may begin before the step that was said to be saved. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import forebay
+from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
+
+STEPS = 12
+KILLS = 2
+"""Parts of a trial that are killed."""
+WAYS = ("auto", "stream", "disk")
+
+
+def part(folder: Path, way: str, said: Callable[[str], None]) -> None:
+    """Trains from where ``folder`` says to the end, saves after each step and then says so."""
+    torch.set_num_threads(1)
+    disk = folder / "disk"
+    disk.mkdir(exist_ok=True)
+    options: dict[str, Any] = {"policy": way}
+    if way == "disk":
+        options = {"plan": disk_plan(disk), "disk": f"{disk}:64MiB"}
+    model = network()
+    model, optimizer = forebay.prepare(model, adamw(model), device_memory=AMPLE, device="cpu", **options)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    losses: list[float] = []
+    begin = 0
+    kept = folder / "kept"
+    if (kept / "manifest.json").exists():
+        found = forebay.resume(model, optimizer, kept, scheduler=scheduler)
+        begin, losses = found.step, found.extra
+    said(f"begin {begin}")
+    for step in range(begin, STEPS):
+        for micro in range(2):
+            inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro))
+            loss = nn.functional.dropout(model(inputs), 0.1).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        forebay.save(model, optimizer, kept, step=step + 1, scheduler=scheduler, extra=losses)
+        said(f"saved {step + 1}")
+    digest = [value.double().sum().item().hex() for value in forebay.parameters(model).values()]
+    said("end " + json.dumps([losses, digest]))
+    forebay.close(model)
+
+
+def run_part(folder: Path, way: str, kill: Callable[[int], None]) -> tuple[list[str], int]:
+    """A part in a process of its own, at which ``kill`` may shoot; what it said, and how it ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            part(folder, way, lambda line: os.write(writer, f"{line}\n".encode()) and None)
+        except BaseException as error:
+            os.write(writer, f"error {type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    kill(child)
+    with os.fdopen(reader) as lines:
+        text = lines.read()
+    _, status = os.waitpid(child, 0)
+    return text.splitlines(), status
+
+
+def shoot_between(draw: random.Random, seconds: float) -> Callable[[int], None]:
+    def kill(child: int) -> None:
+        time.sleep(draw.uniform(0, seconds))
+        os.kill(child, signal.SIGKILL)
+
+    return kill
+
+
+def number_in(lines: list[str], verb: str) -> int:
+    return max((int(line.split()[1]) for line in lines if line.startswith(f"{verb} ")), default=0)
+
+
+def trial(folder: Path, way: str, draw: random.Random, seconds: float, expected: str) -> int:
+    """Returns how many parts were killed while they ran. Raises ``AssertionError`` where anything was lost."""
+    killed = last = 0
+    for number in range(KILLS + 1):
+        shoot = shoot_between(draw, seconds) if number < KILLS else lambda child: None
+        lines, status = run_part(folder, way, shoot)
+        assert not any(line.startswith("error") for line in lines), lines
+        if any(line.startswith("begin") for line in lines):
+            assert number_in(lines, "begin") >= last, (lines, last)
+        last = max(last, number_in(lines, "saved"))
+        killed += os.WIFSIGNALED(status)
+    assert lines[-1] == expected, (way, lines)
+    return killed
+
+
+def main(folder: Path, trials: int, seed: int) -> None:
+    draw = random.Random(seed)
+    killed = 0
+    # Kernels are loaded once, here, and every child has them. A child of a process with threads would lack those.
+    (folder / "warm").mkdir()
+    part(folder / "warm", "stream", lambda line: None)
+    assert threading.active_count() == 1, threading.enumerate()
+    for way in WAYS:
+        (folder / way).mkdir()
+        since = time.monotonic()
+        lines, _ = run_part(folder / way, way, lambda child: None)
+        seconds = time.monotonic() - since
+        assert number_in(lines, "saved") == STEPS, lines
+        for number in range(trials):
+            where = folder / f"{way}-{number}"
+            where.mkdir()
+            killed += trial(where, way, draw, seconds, lines[-1])
+            shutil.rmtree(where)
+    print(json.dumps({"trials": trials * len(WAYS), "killed": killed}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
