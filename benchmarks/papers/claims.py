@@ -199,8 +199,8 @@ def patrickstar() -> Row:
 def lohan_size() -> Row:
     """175B on a consumer card."""
     card, shape = load_machine("rtx-4090-12-ssd"), Gpt(96, 12288)
-    ours, tried = best("lohan", shape, (1, 2, 4), card)
-    small = point("lohan", shape, 1, with_host(card, 256 * GiB))
+    ours, tried = best("lohan", shape, (1, 2, 4), card, "backward")
+    small = point("lohan", shape, 1, with_host(card, 256 * GiB), "backward")
     host = _rate(small) if small.fits else f"does not fit: {_short(small.refusal)}"
     return Row(
         name="lohan-size",
@@ -209,8 +209,8 @@ def lohan_size() -> Row:
         paper="87 TFLOP/s; fits with 256 GB of host memory",
         ours=f"768 GiB of host memory: {_rate(ours)}; 256 GiB: {host}",
         agrees=ours is not None and small.fits,
-        why="gradients have a home on the host, 2 bytes a parameter, where the paper uses each up at once; larger "
-        "batches do not fit on the device, so that the update is paid for fewer tokens",
+        why="gradients are used up in backward as in the paper (update='backward'); larger batches do not fit on the "
+        "device, so that the update is paid for fewer tokens",
         points=(*tried, small),
     )
 

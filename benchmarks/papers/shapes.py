@@ -15,6 +15,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import Bench, make_plan
 from forebay.planning import problem_of
+from forebay.plans import UpdateTime
 
 if TYPE_CHECKING:
     from forebay.trace import Trace
@@ -70,13 +71,14 @@ def traced(shape: Gpt, batch: int) -> Trace:
     return forebay.profile(model.half().train(), {"input_ids": tokens, "labels": tokens}, device="cuda")
 
 
-def point(policy: str, shape: Gpt, batch: int, machine: Machine) -> Point:
-    """The plan of ``policy`` for a step of ``batch`` sequences, with all that ``machine`` has."""
+def point(policy: str, shape: Gpt, batch: int, machine: Machine, update: UpdateTime = "step") -> Point:
+    """The plan of ``policy`` for a step of ``batch`` sequences, with all that ``machine`` has. ``update``: see
+    ``planners.Problem``."""
     trace = traced(shape, batch)
     disk = None if machine.disk is None else DiskBudget(WHOLE_DISK, machine.disk.capacity)
     made = Point(policy, machine.name, str(shape), shape.parameters, batch, None, shape.flops(batch))
     with collector_paused():
-        bench = Bench(problem_of(trace, machine, Budget(machine.device_capacity, None, None, disk)))
+        bench = Bench(problem_of(trace, machine, Budget(machine.device_capacity, None, None, disk), update=update))
         try:
             plan = make_plan(bench.problem, policy, bench)
         except DoesNotFit as refusal:
@@ -101,9 +103,11 @@ def largest(policy: str, shapes: Sequence[Gpt], batch: int, machine: Machine) ->
     return tried.get(below), tuple(tried[index] for index in sorted(tried))
 
 
-def best(policy: str, shape: Gpt, batches: Sequence[int], machine: Machine) -> tuple[Point | None, tuple[Point, ...]]:
+def best(
+    policy: str, shape: Gpt, batches: Sequence[int], machine: Machine, update: UpdateTime = "step"
+) -> tuple[Point | None, tuple[Point, ...]]:
     """The batch with the most flops a second, and all that were tried."""
-    tried = tuple(point(policy, shape, batch, machine) for batch in batches)
+    tried = tuple(point(policy, shape, batch, machine, update) for batch in batches)
     fitting = [one for one in tried if one.fits]
     return max(fitting, key=lambda one: one.teraflops, default=None), tried
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from forebay.arenas import arenas
+from forebay.arenas import arenas_of
 from forebay.budgets import Budget
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
@@ -49,9 +49,7 @@ def adopt_plan(
             f"the plan updates block {plan.update_on_device[0]} on the device, where states in fewer bits than fp32 "
             f"need memory beside the update_window; take it out of update_on_device, or keep the states in fp32"
         )
-    sizes = arenas(
-        bound.model, plan.placements, plan.streaming, rule.state_names, plan.speculate, plan.update_on_device
-    )
+    sizes = arenas_of(bound.model, plan, rule.state_names)
     if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
         raise ConfigError(
             f"the plan was made for another model or optimizer: it has {format_bytes(plan.device)} on the device, "
@@ -96,6 +94,7 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
     for names, does, field in (
         (plan.speculate, "speculates on", "speculate"),
         (plan.update_on_device, "updates on the device", "update_on_device"),
+        (plan.update_in_backward, "updates in backward", "update_in_backward"),
     ):
         for name in names:
             if not blocks[name].gradient_nbytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -26,7 +26,7 @@ from forebay.optim.rules import read_optimizer
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import choose_plan, problem_of
-from forebay.plans import Plan
+from forebay.plans import Plan, UpdateTime
 from forebay.profiler.capture import capture
 from forebay.profiler.here import this_machine
 from forebay.profiler.loss import cut_for, forced_cut
@@ -34,6 +34,7 @@ from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
 from forebay.runtime.accumulate import LossFunction, accumulate_by_block, accumulate_in_order, gains
 from forebay.runtime.blocks import BoundModel, find_blocks
+from forebay.runtime.contents import LazyTensors
 from forebay.runtime.hooks import is_prepared, prepared_session, session_of
 from forebay.runtime.session import Session
 from forebay.safekeeping import resume, save
@@ -78,6 +79,7 @@ def prepare(
     device: str | torch.device | Device | None = None,
     blocks: Sequence[str] | None = None,
     micro_batches: int = 1,
+    update: UpdateTime = "step",
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts a memory plan under ``model`` and ``optimizer``; the training loop stays as it is.
 
@@ -89,7 +91,9 @@ def prepare(
     0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other
     numbers, and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one;
     ``blocks`` names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as
-    many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep.
+    many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``update``
+    "backward" lets blocks be updated in backward, as soon as their gradients are on the host, and these be used up: a
+    step is one backward, and nobody may clip gradients or read them.
 
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
@@ -105,8 +109,8 @@ def prepare(
         bound = find_blocks(model, blocks)
         _check_model(model, bound, optimizer, opened)
         if plan is None:
-            asking = _Asking(model, batch, bound, blocks, optimizer, budget, policy, opened, compress, micro_batches)
-            plan = asking.plan(loss)
+            asked = budget, policy, opened, compress, micro_batches, update
+            plan = _Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
         return open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
@@ -161,6 +165,7 @@ class _Asking:
     device: Device
     compress: int
     micro_batches: int
+    update: UpdateTime
 
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
@@ -196,6 +201,7 @@ class _Asking:
             trace=trace,
             machine=machine,
             compress=self.compress,
+            update=self.update,
         )
 
         def settled(plan: Plan, bench: Bench, many: int) -> Plan:
@@ -249,49 +255,34 @@ def profile(
 
 
 def plan(
-    trace: Trace, machine: Machine, budget: Budget, policy: str = "auto", compress: int = 0, micro_batches: int = 1
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    policy: str = "auto",
+    compress: int = 0,
+    micro_batches: int = 1,
+    update: UpdateTime = "step",
 ) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``: see
-    ``prepare``. Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
+    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``, ``update``:
+    see ``prepare``. Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
     """
-    problem = problem_of(trace, machine, budget, compress)
+    problem = problem_of(trace, machine, budget, compress, update)
     room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     return with_figures(trace, machine, room.plan, liveness=room.bench.liveness, micro_batches=micro_batches)
-
-
-@final
-class _Tensors(Mapping[str, torch.Tensor]):
-    """Name to tensor, read when it is asked for: one tensor at a time is in memory."""
-
-    def __init__(self, names: Sequence[str], read: Any) -> None:
-        self._names = dict.fromkeys(names)
-        self._read = read
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        tensor: torch.Tensor = self._read(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Full-precision copies of a prepared model's parameters on the host, by plain PyTorch name, read when asked."""
     session = prepared_session(model)
-    return _Tensors(list(session.parameters), session.contents.full_precision)
+    return LazyTensors(list(session.parameters), session.contents.full_precision)
 
 
 def gradients(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Copies, on the host, of the gradients that there are now, by plain PyTorch name, read when asked."""
     session = prepared_session(model)
-    return _Tensors([n for n, p in session.parameters.items() if p.grad is not None], session.contents.gradient)
+    return LazyTensors([n for n, p in session.parameters.items() if p.grad is not None], session.contents.gradient)
 
 
 def synchronize(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from typing import final
 from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, align, cell_of, gradient_offsets, state_layout
 from forebay.memory import Kind, Tier
-from forebay.plans import Placement, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.trace import Block, Model
 from forebay.units import MiB
 
@@ -25,6 +25,8 @@ __all__ = [
     "Arenas",
     "Sizer",
     "arenas",
+    "arenas_of",
+    "gradient_nbytes",
     "home_nbytes",
     "home_tier",
 ]
@@ -128,6 +130,11 @@ def home_nbytes(block: Block) -> int:
     return align(block.nbytes, PAGE)
 
 
+def gradient_nbytes(block: Block) -> int:
+    """Bytes on the host of what a block's gradients take that have landed."""
+    return gradient_offsets(block)[1]
+
+
 @final
 class Sizer:
     """Sizes plans for one model that differ in their placements and slots: what depends on the optimizer's states
@@ -160,11 +167,13 @@ class Sizer:
         streaming: Streaming,
         speculate: Collection[str] = (),
         update_on_device: Collection[str] = (),
+        update_in_backward: Collection[str] = (),
     ) -> Arenas:
         """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own. ``speculate`` names
         the blocks with two copies at home of their parameters and states (``Plan.speculate``), ``update_on_device``
-        those that are updated on the device. Raises ``ConfigError`` for an ``update_window`` without room for one of
-        their chunks."""
+        those that are updated on the device, ``update_in_backward`` those whose gradients pass through slots. Raises
+        ``ConfigError`` for an ``update_window`` without room for one of their chunks, and for ``gradient_slots`` of
+        which none holds the gradients of one of them."""
         if streaming.update_chunk != self.update_chunk:
             raise ConfigError(f"sizes for chunks of {self.update_chunk} elements, asked for {streaming.update_chunk}")
         pairs = [(self._blocks[p.block], p) for p in placements]
@@ -197,7 +206,7 @@ class Sizer:
             update_widening=widening,
             host_parameters=sum(b.nbytes * copies(b) for b in on_host),
             host_spare_parameters=sum(b.nbytes * (copies(b) - 1) for b in on_host),
-            host_gradients=sum(gradient_offsets(b)[1] for b, _ in hosted),
+            host_gradients=self._gradients([b for b, _ in hosted], streaming, update_in_backward),
             host_states=state_copies(Tier.HOST),
             host_moved_states=sum(nbytes for nbytes, tier in moved if tier is Tier.HOST),
             host_activations=streaming.host_activations,
@@ -212,6 +221,18 @@ class Sizer:
             disk_states=state_copies(Tier.DISK),
             disk_activations=streaming.disk_activations,
         )
+
+    @staticmethod
+    def _gradients(hosted: Iterable[Block], streaming: Streaming, update_in_backward: Collection[str]) -> int:
+        """Bytes on the host of landed gradients: those of every block of ``hosted``, or the slots that they share."""
+        standing = sum(gradient_nbytes(b) for b in hosted if b.name not in update_in_backward)
+        largest = max((gradient_nbytes(b) for b in hosted if b.name in update_in_backward), default=0)
+        if largest > max(streaming.gradient_slots, default=0):
+            raise ConfigError(
+                f"the gradients of a block that is updated in backward take {largest} bytes and the largest of the "
+                f"gradient_slots has {max(streaming.gradient_slots, default=0)}; make it larger"
+            )
+        return standing + sum(align(slot) for slot in streaming.gradient_slots if update_in_backward)
 
     def _cell(self, update_on_device: Collection[str], window: int) -> tuple[int, int]:
         """Bytes of the largest cell of these blocks, and of their widest gradients."""
@@ -249,7 +270,14 @@ def arenas(
     state_names: tuple[str, ...],
     speculate: Collection[str] = (),
     update_on_device: Collection[str] = (),
+    update_in_backward: Collection[str] = (),
 ) -> Arenas:
     """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
     sizer = Sizer(model, state_names, streaming.update_chunk)
-    return sizer.arenas(placements, streaming, speculate, update_on_device)
+    return sizer.arenas(placements, streaming, speculate, update_on_device, update_in_backward)
+
+
+def arenas_of(model: Model, plan: Plan, state_names: tuple[str, ...]) -> Arenas:
+    """The arenas for ``model`` under ``plan``."""
+    blocks = plan.speculate, plan.update_on_device, plan.update_in_backward
+    return arenas(model, plan.placements, plan.streaming, state_names, *blocks)

@@ -7,10 +7,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from forebay.errors import ConfigError
 from forebay.loss import Loss
+from forebay.plans import UpdateTime
 from forebay.units import parse_bytes, parse_disks
 
 __all__ = ["OptimizerName", "TrainConfig", "make_config", "read_yaml"]
@@ -49,6 +50,7 @@ class TrainConfig(BaseModel):
     policy: str = "auto"
     loss: Loss = "auto"
     compress: Bits = 0
+    update: UpdateTime = "step"
     run: Path | None = None
     save_every: int | None = Field(default=None, ge=1)
 
@@ -62,6 +64,16 @@ class TrainConfig(BaseModel):
     def _disk_can_be_read(cls, value: str | None) -> str | None:
         if value is not None:
             parse_disks(value)
+        return value
+
+    @field_validator("update")
+    @classmethod
+    def _one_backward_as_it_is(cls, value: UpdateTime, others: ValidationInfo) -> UpdateTime:
+        """Updates in backward use gradients up: none is left to be clipped, or to be added to."""
+        for name, harmless in (("clip_norm", None), ("accumulate", 1)):
+            if value == "backward" and others.data.get(name, harmless) != harmless:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"backward uses gradients up as they come; leave {flag} out, or take --update step")
         return value
 
     @property

@@ -17,6 +17,7 @@
     │   └── DiskFull
     ├── StorageError             a disk tier cannot be read or written
     ├── ParameterReleased        a parameter was read while its bytes were elsewhere
+    ├── GradientUsedUp           a gradient, or another step, is asked for after the update in backward that used it up
     └── SessionClosed            the model was closed, or its run was abandoned after a fault
 
 Every message says what was needed, what was there and what to change. The command line turns
@@ -41,6 +42,7 @@ __all__ = [
     "DiskFull",
     "DoesNotFit",
     "ForebayError",
+    "GradientUsedUp",
     "HostOutOfMemory",
     "ModelError",
     "NoRoomTogether",
@@ -159,6 +161,11 @@ class StorageError(ForebayError):
 
 class ParameterReleased(ForebayError):
     """A parameter was read while its bytes were elsewhere."""
+
+
+class GradientUsedUp(ForebayError):
+    """A gradient is asked for that an update in backward has used up, or something that would need it: a step with
+    other hyperparameters, a second backward, values from between backward and step."""
 
 
 class SessionClosed(ForebayError):

@@ -35,7 +35,8 @@ def with_figures(
         return pace(program, costs, settled=not plan.streaming.overlap_update)[-1]
 
     step = seconds(1) if plan.step_seconds is None else plan.step_seconds
-    two = seconds(2)
+    # Where updates use gradients up in backward, a step is one backward.
+    further = None if plan.update_in_backward else max(0.0, seconds(2) - step)
     accumulation = accumulation_of(trace, plan, liveness=liveness)
     if accumulation is not None and micro_batches > 1:
         found = together(plan, costs, micro_batches, liveness=liveness)
@@ -45,7 +46,7 @@ def with_figures(
     return replace(
         plan,
         step_seconds=step,
-        micro_batch_seconds=max(0.0, two - step),
+        micro_batch_seconds=further,
         accumulation=accumulation,
         notes=(source_of(machine, costs.measured_share), *more),
     )

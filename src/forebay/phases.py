@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from forebay.arenas import arenas, home_tier
+from forebay.arenas import arenas_of, home_tier
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, in_order, needs_master, state_layout
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan
@@ -60,9 +60,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
                 between the files and where they are at home or the buffers that updates and fetches pass through;
                 beside, ``PASSING`` for what is on an accelerator.
     """
-    sizes = arenas(
-        trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate, plan.update_on_device
-    )
+    sizes = arenas_of(trace.model, plan, trace.state_names)
     standing = sizes.device_resident + sizes.device_slots + sizes.device_updates + trace.model.buffer_nbytes
     inputs = 0 if trace.device == "cpu" else sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]

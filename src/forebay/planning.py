@@ -29,7 +29,7 @@ from forebay.planners import Bench, Problem, alternatives, make_plan
 from forebay.planners.parts import Draft
 from forebay.planners.room import Room, leave_room
 from forebay.planners.speculation import second_copies
-from forebay.plans import Plan
+from forebay.plans import Plan, UpdateTime
 from forebay.reporting.forecast import AccumulationForecast, Alternative, PlanReport, StepForecast
 from forebay.simulation import Costs, Forecast, by_turns, draws, play, summarise, together
 from forebay.timeline import Timeline
@@ -42,9 +42,11 @@ MOST_ALTERNATIVES = 3
 """Alternatives that a report names."""
 
 
-def problem_of(trace: Trace, machine: Machine, budget: Budget, compress: int = 0) -> Problem:
+def problem_of(
+    trace: Trace, machine: Machine, budget: Budget, compress: int = 0, update: UpdateTime = "step"
+) -> Problem:
     """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
-    ``compress``: see ``Problem``."""
+    ``compress``, ``update``: see ``Problem``."""
     on_disk = 0
     if budget.disk is not None and machine.disk is not None:
         on_disk = machine.disk.capacity if budget.disk.nbytes is None else budget.disk.nbytes
@@ -60,6 +62,7 @@ def problem_of(trace: Trace, machine: Machine, budget: Budget, compress: int = 0
         trace=trace,
         machine=machine,
         compress=compress,
+        update=update,
     )
 
 
@@ -73,16 +76,17 @@ def assess(
     cut: Cut | None = None,
     compress: int = 0,
     micro_batches: int = 1,
+    update: UpdateTime = "step",
 ) -> PlanReport:
     """Whether ``trace`` can be trained on ``machine`` within ``budget``, how, and how fast.
 
     ``model`` is its name in the report, ``notes`` what the report shall say beside. ``cut`` is how ``trace`` computes
-    the loss, None: from all logits at once. ``compress``: see ``Problem``. There is room for ``micro_batches`` that
-    pass the model together. It is checked before it is reported. Raises ``UsageError`` for input that cannot be used,
-    and ``ForebayError`` where that check finds a fault.
+    the loss, None: from all logits at once. ``compress``, ``update``: see ``Problem``. There is room for
+    ``micro_batches`` that pass the model together. It is checked before it is reported. Raises ``UsageError`` for input
+    that cannot be used, and ``ForebayError`` where that check finds a fault.
     """
     with collector_paused():
-        problem = problem_of(trace, machine, budget, compress)
+        problem = problem_of(trace, machine, budget, compress, update)
         allowed = {tier: problem.limit(tier) for tier in Tier}
         if not machine.pinned_capacity:
             del allowed[Tier.PINNED]  # this device needs none

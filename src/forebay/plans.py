@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from forebay.budgets import Budget
 from forebay.calls import Calls
@@ -20,9 +21,14 @@ __all__ = [
     "Selection",
     "Streaming",
     "Treatment",
+    "UpdateTime",
 ]
 
 PLAN_SCHEMA = 7
+
+UpdateTime = Literal["step", "backward"]
+"""When an update may be made: when ``optimizer.step()`` asks for it, or in backward as soon as a block's gradients have
+landed, which uses them up."""
 
 UNLIMITED = 1 << 30
 """Micro-batches: where none takes more of a tier than another."""
@@ -126,6 +132,8 @@ class Streaming:
     elements that one update job reads, updates and writes back. ``update_window`` are the bytes on the device through
     which blocks pass that are updated there and not at home there (``Plan.update_on_device``): as many chunks at a time
     as it holds, beside the gradients that one of them widens.
+    ``gradient_slots`` are buffers on the host (bytes each, largest first) through which the gradients of blocks pass
+    that are updated in backward (``Plan.update_in_backward``).
     ``overlap_update`` lets the updates of later blocks run under the next forward. ``delay_after`` (None: never) is the
     number of steps after which updates are delayed: that of a step then runs under forward and backward of the next
     one, which see parameters without it, and so make other numbers. ``poison`` fills slots with NaN when they are
@@ -134,6 +142,7 @@ class Streaming:
 
     slots: tuple[int, ...] = ()
     host_slots: tuple[int, ...] = ()
+    gradient_slots: tuple[int, ...] = ()
     prefetch_distance: int = 1
     gradient_window: int = 0
     offload_window: int = 0
@@ -172,7 +181,11 @@ class Streaming:
                 raise ConfigError(f"the block of {name} must be whole pages of {PAGE} bytes, got {calls.block}")
         if self.disk_window % PAGE:
             raise ConfigError(f"disk_window must be whole pages of {PAGE} bytes, got {self.disk_window}")
-        for name, sizes in (("slots", self.slots), ("host_slots", self.host_slots)):
+        for name, sizes in (
+            ("slots", self.slots),
+            ("host_slots", self.host_slots),
+            ("gradient_slots", self.gradient_slots),
+        ):
             if any(size <= 0 for size in sizes) or list(sizes) != sorted(sizes, reverse=True):
                 raise ConfigError(f"{name} must be positive sizes in bytes, largest first, got {sizes}")
 
@@ -224,10 +237,13 @@ class Plan:
     copy of their parameters and states into a second one at home, which becomes the current one if the step turns out
     to ask for just that. ``update_on_device`` names blocks that are not resident and whose update runs on the device
     all the same: gradients, parameters and states pass through ``Streaming.update_window``, chunk by chunk, and what
-    the update makes of them goes home again. ``loss_piece`` (0: all at once) are the most bytes of logits at a time
-    from which the loss of a language model is computed. ``fingerprint`` is that of the trace that the plan was made
-    for ("": none). ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result
-    differ from plain PyTorch (lossless: nothing). ``accumulation``: see there (None: unknown, or nothing that streams).
+    the update makes of them goes home again. ``update_in_backward`` names blocks whose gradients are used up: as soon
+    as those of a block have landed it is updated where it is at home, and their place on the host is another block's.
+    So a step is one backward, and nobody can clip those gradients, or look at them. ``loss_piece`` (0: all at once) are
+    the most bytes of logits at a time from which the loss of a language model is computed. ``fingerprint`` is that of
+    the trace that the plan was made for ("": none). ``reasons`` say in words why the plan is as it is,
+    ``changes_numbers`` whatever makes the result differ from plain PyTorch (lossless: nothing). ``accumulation``: see
+    there (None: unknown, or nothing that streams).
     """
 
     planner: str
@@ -242,6 +258,7 @@ class Plan:
     activations: tuple[Selection, ...] = ()
     speculate: tuple[str, ...] = ()
     update_on_device: tuple[str, ...] = ()
+    update_in_backward: tuple[str, ...] = ()
     loss_piece: int = 0
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
@@ -269,6 +286,7 @@ class Plan:
             )
         if self.update_on_device and not self.streaming.update_window:
             raise ConfigError("the plan updates blocks on the device and has no update_window for them; give it one")
+        self._check_in_backward()
         if self.streaming.delay_after is not None:
             self._check_delay()
         chosen = [block for selection in self.activations for block in selection.blocks]
@@ -296,6 +314,19 @@ class Plan:
         if len(set(blocks)) < len(blocks):
             raise ConfigError(f"{field} names block {max(blocks, key=blocks.count)} twice; name it once")
 
+    def _check_in_backward(self) -> None:
+        """Raises where updates in backward contradict what else is said of the same blocks."""
+        self._check_updates("update_in_backward", self.update_in_backward)
+        for where, others in (("speculate", self.speculate), ("update_on_device", self.update_on_device)):
+            both = frozenset(self.update_in_backward).intersection(others)
+            if both:
+                raise ConfigError(
+                    f"block {min(both)} is updated in backward, on the host and in place; take it out of {where} or of "
+                    f"update_in_backward"
+                )
+        if self.update_in_backward and not self.streaming.gradient_slots:
+            raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
+
     def _check_delay(self) -> None:
         """Raises for updates that cannot be delayed, or are and nobody says so."""
         for placed in self.placements:
@@ -304,8 +335,11 @@ class Plan:
                     f"delay_after delays the update of block {placed.block} on the host, whose parameters stay on the "
                     f"device meanwhile: its parameters must be on the device and its states elsewhere"
                 )
-        if self.speculate or self.update_on_device:
-            raise ConfigError("delayed updates run on the host after their step; leave speculate and update_on_device")
+        if self.speculate or self.update_on_device or self.update_in_backward:
+            raise ConfigError(
+                "delayed updates run on the host after their step; leave speculate, update_on_device and "
+                "update_in_backward out"
+            )
         if not self.changes_numbers:
             raise ConfigError("a plan with delay_after must say in changes_numbers that updates come a step late")
 

@@ -65,7 +65,8 @@ class Action:
                  its backward. ``uses`` are the blocks that it reads from slots. While it runs, the device holds
                  ``peak`` bytes more than before it at most; when it is done, what ``changes`` says.
     FETCH        ``block`` into ``slot``
-    LAND, ACCUMULATE   the gradient of ``parameter``; when done, ``changes`` frees it on the device
+    LAND, ACCUMULATE   the gradient of ``parameter``; when done, ``changes`` frees it on the device. ``slot`` is which
+                 of ``Streaming.gradient_slots`` it lands in, if its block is updated in backward
     OFFLOAD      the root ``tensor`` (an id of the trace) that ``block`` made. ``ops`` are the op that makes it and, not
                  included, the one before which forward lets go of it (of codes: the next): ``changes`` frees it when
                  both that is so and the copy is done. On its way to disk it lies at byte ``ring`` of the ring on the

@@ -12,9 +12,9 @@ class Remedy:
     """One change with which a plan that was refused would fit, ``words`` says it to the user.
 
     ``what`` is ``device``, ``host`` or ``disk`` (a larger budget), ``batch`` (a smaller batch or a shorter sequence,
-    ``share`` of the one asked for), ``optimizer`` (one with fewer states, named ``optimizer``) or ``policy`` (another
-    one, within the same budgets). ``needed`` and ``allowed`` are bytes. ``estimate`` says that the figure was not
-    computed for that very change.
+    ``share`` of the one asked for), ``blocks`` (smaller ones), ``update`` (in backward), ``optimizer`` (one with fewer
+    states, named ``optimizer``) or ``policy`` (another one, within the same budgets). ``needed`` and ``allowed`` are
+    bytes. ``estimate`` says that the figure was not computed for that very change.
     """
 
     what: str

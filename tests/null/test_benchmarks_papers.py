@@ -65,7 +65,7 @@ def test_the_largest_that_fits_is_found(fitting: int, monkeypatch: pytest.Monkey
 
 def test_the_best_batch_has_the_most_flops_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: dict[int, float | None] = {1: 4.0, 2: 1.0, 4: None}
-    monkeypatch.setattr(shapes, "point", lambda policy, shape, batch, machine: point(1, seconds[batch], batch))
+    monkeypatch.setattr(shapes, "point", lambda policy, shape, batch, *_: point(1, seconds[batch], batch))
     found, tried = best("lohan", Gpt(1, HEAD), tuple(seconds), CARD)
     assert found is not None and found.batch == 2 and found.teraflops == 8.0 and len(tried) == 3
     assert best("lohan", Gpt(1, HEAD), (4,), CARD)[0] is None

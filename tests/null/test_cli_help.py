@@ -43,6 +43,7 @@ TRAIN_FLAGS = {
     "--policy",
     "--loss",
     "--compress",
+    "--update",
     "--run",
     "--save-every",
     "--resume",
@@ -88,6 +89,7 @@ PLAN_FLAGS = {
     "--policy",
     "--loss",
     "--compress",
+    "--update",
     "--out",
     "--json",
 }
@@ -136,7 +138,7 @@ def test_the_flags_of_plan_are_these() -> None:
 
 def test_the_flags_of_verify_are_these() -> None:
     assert flags_of("verify") == VERIFY_FLAGS
-    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine"}
+    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "update"}  # it clips and accumulates
     assert {"--" + name.replace("_", "-") for name in settings} | {"--json"} == VERIFY_FLAGS
 
 

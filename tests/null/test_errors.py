@@ -26,6 +26,7 @@ TREE = {
     "DiskFull": ("BudgetExceeded",),
     "StorageError": ("ForebayError",),
     "ParameterReleased": ("ForebayError",),
+    "GradientUsedUp": ("ForebayError",),
     "SessionClosed": ("ForebayError",),
 }
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from forebay.errors import DoesNotFit
 from forebay.planners import Problem, make_plan
 from forebay.remedies import Remedy
-from forebay.trace import Trace
+from forebay.trace import Block, Trace
 from forebay.units import format_bytes
 from tests.null.planning import ENOUGH, asked, chain, machine
-from tests.null.synthetic import ADAM
+from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace
 
 TRACE = chain(6, batch=64)
@@ -127,3 +129,28 @@ def test_a_disk_refusal_names_the_least_that_is_enough() -> None:
     assert make_plan(asked(big, ON, device=device, host=host, disk=error.needed), "auto").disk <= error.needed
     assert refused(asked(big, ON, device=device, host=host, disk=error.needed - 1)).tier == "disk"
     assert error.needed < ENOUGH
+
+
+def test_blocks_of_single_modules_where_the_largest_is_what_is_too_large() -> None:
+    """Layers of six matrices, each a module: one of them has to fit, beside the same activations."""
+    width, size = 64, 8192
+    parts = [
+        [
+            replace(
+                block("", ((width, width), "float32", True)).parameters[0],
+                name=f"l{i}.m{j}.weight",
+                offset=j * 4 * width**2,
+            )
+            for j in range(6)
+        ]
+        for i in range(4)
+    ]
+    layers = [Block(f"l{i}", tuple(own), (f"l{i}",), 6 * 4 * width**2) for i, own in enumerate(parts)]
+    trace = chain_trace(layers, [Layer(b.name, saved=(size,) * 6, out=size) for b in layers], input_nbytes=size)
+    least = refused(asked(trace, ON, device=1), "stream").needed
+    error = refused(asked(trace, ON, device=least - 1), "stream")
+    smaller = remedy(error, "blocks")
+    assert smaller.needed == least - 5 * 4 * width**2 and smaller.estimate
+    assert "named in blocks= of forebay.prepare: the largest, l0.m0, takes 16.0 KiB" in smaller.words
+    tight = refused(asked(trace, ON, device=smaller.needed - 1), "stream")
+    assert all(r.what != "blocks" for r in tight.nearest)

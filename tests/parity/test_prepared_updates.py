@@ -72,6 +72,7 @@ def test_an_update_that_is_ready_asks_torch_for_nothing(tmp_path: Path) -> None:
         state = next(state for state in session.store.blocks.values() if state.gradients)
         (name,) = state.gradients
         chunk, group = state.layout.chunks[1], session.stepping.hyperparameters([name])[name]
+        landed = {name: state.gradients[name].host}
         current = state.current
         loan = current.parameters.check_out(0, current.parameters.nbytes, "", current.parameters)
         states = current.states.check_out(chunk.offset, chunk.nbytes, "", current.states)
@@ -81,7 +82,7 @@ def test_an_update_that_is_ready_asks_torch_for_nothing(tmp_path: Path) -> None:
                 state.prepared.clear()
                 state.prepared.update(dict.fromkeys(range(KEPT * CHUNKS), lambda step, group: None))
             with Ops() as ops:
-                session.stepping._updater.run_chunk(state, chunk, loan, states, {name: Task(7, group)})
+                session.stepping._updater.run_chunk(state, chunk, loan, states, {name: Task(7, group)}, landed)
             assert (ops.count == 0) is made_ready
         assert len(state.prepared) == 1
     finally:

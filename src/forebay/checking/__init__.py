@@ -12,6 +12,7 @@ ring        what is on its way to disk, or from there, is not overwritten in the
 residency   a parameter is read from a slot that holds its block, with the values of the step: of a block that is
             updated ahead of its step, out of the copy that the updates of the steps before have made
 gradients   every gradient lands once in every pass, when it is complete
+passing     gradients that are used up in backward are left alone in their slots until their updates have read them
 updates     every trainable element is updated once in every step, after its gradient, with its states; what of that is
             done on the device for a block whose home is elsewhere gets there and home again (``cells``)
 capacity    the device has room at every instant, within the budget and within what the plan promises (``transit``)
@@ -32,6 +33,7 @@ from forebay.checking.fitting import allowances, check_names, check_standing, la
 from forebay.checking.gradients import landings
 from forebay.checking.live import Live
 from forebay.checking.order import Order
+from forebay.checking.passing import check_gradient_slots
 from forebay.checking.residency import Residency
 from forebay.checking.ring import check_ring
 from forebay.checking.step import Step
@@ -103,6 +105,7 @@ class _Proof:
         residency = Residency(step, program, order, plan, passes)
         residency.check()
         landed = landings(step, program, order, placements, passes)
+        check_gradient_slots(step.trace.model, plan, program, order)
         Updates(step, plan, program, order, self.layouts, passes, landed, residency.sources).check()
         check_device(
             step,

@@ -90,7 +90,8 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
 
     ``state`` are the ``layouts``. Gradients that stay on the device are none of them: ``staying_gradients``. A block
     that is updated ahead of its step has its parameters and states at home twice. One that is updated on the device
-    passes through a window there, and its states are copied from home and back.
+    passes through a window there, and its states are copied from home and back. The gradients of those that are updated
+    in backward share slots.
     """
     blocks = {b.name: b for b in trace.model.blocks}
     pairs = [(blocks[p.block], p) for p in plan.placements]
@@ -98,7 +99,9 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     if trace.device == "cuda":
         device += sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
     device += plan.streaming.update_window if plan.update_on_device else 0
-    host = pinned = disk = 0
+    host = disk = 0
+    passing = frozenset(plan.update_in_backward)
+    pinned = sum(_align(slot, ALIGNMENT) for slot in plan.streaming.gradient_slots if passing)
     ring = workspace = largest_gradient = moved = 0
     through_ring = False
     for block, placement in pairs:
@@ -112,7 +115,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             continue
         # A block on the device whose states are elsewhere keeps a copy at home, on the host: updates happen there.
         home = 0 if placement.parameters is Tier.DISK else block.nbytes * copies
-        pinned += home + sum(_align(p.nbytes, ALIGNMENT) for p in trained)
+        pinned += home + sum(_align(p.nbytes, ALIGNMENT) for p in trained if block.name not in passing)
         largest_gradient = max((largest_gradient, *(p.nbytes for p in trained)))
         disk += _align(block.nbytes, PAGE) * copies if placement.parameters is Tier.DISK else 0
         if placement.states is Tier.DISK:

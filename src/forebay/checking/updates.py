@@ -50,6 +50,7 @@ class Updates:
         self._fetched = {read: fetch for fetch, read in sources.items()}
         self._placements = {p.block: p for p in plan.placements}
         self._ahead = frozenset(plan.speculate)
+        self._in_backward = frozenset(plan.update_in_backward)
         self._cells = Cells(plan, program, order, layouts)
         self._ids = step.ids
         # Parameters with a gradient, of every block, and those that have elements in a chunk of it.
@@ -155,7 +156,8 @@ class Updates:
             return
         for reader in self._work(block, chunk, step, update).gradients if there else (update,):
             self._check_time(block, names if latest < 0 or not order.before(latest, reader) else [], step, reader)
-            for name in self._trained[block, chunk]:
+            # Of gradients that are used up others land in the place: see ``passing``.
+            for name in self._trained[block, chunk] if block not in self._in_backward else ():
                 following = self._moves[name, step + 1][:1]
                 if following and not order.before(reader, following[0]):
                     text = f"the next gradient of {name} may overwrite the one that action {reader} reads"
@@ -183,14 +185,16 @@ class Updates:
     def _check_time(self, block: str, names: list[str], step: int, update: int) -> None:
         """An update (or what reads gradients for it) comes after the gradients of ``names``, and when the step is asked
         for, which is after all of backward is issued. One ahead of its step comes after all that lands in its block:
-        whatever lands later tells the step that the update has to be done again."""
+        whatever lands later tells the step that the update has to be done again. One in backward comes after the
+        gradients that it reads."""
         program = self._program
         for name in names:
             landing = self._landing(name, step)
             if not self._order.before(landing, update):
                 text = f"the gradient of {name} lands in action {landing}, which may not be done"
                 raise fault(program, update, name, text)
-        if block not in self._ahead and update < self._passes.ends[step]:
+        early = block in self._ahead or block in self._in_backward
+        if not early and update < self._passes.ends[step]:
             text = f"block {block} is updated before backward of step {step} is over, and the plan does not speculate"
             raise fault(program, update, block, f"{text} with it")
 

@@ -16,7 +16,7 @@ from forebay.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from forebay.machine import Machine
-    from forebay.plans import Plan
+    from forebay.plans import Plan, UpdateTime
     from forebay.trace import Trace
 
 __all__ = ["Comparison", "Run", "compare", "compare_policies", "parse_budgets"]
@@ -89,7 +89,8 @@ def compare(
         tell("running plain PyTorch")
         why = trials.run_plain(captured.trace, on)
         run, unrun = trials.run, (why,) if why else ()
-    candidates = compare_policies(captured.trace, on, asked, policies, settings.accumulate, run, tell)
+    many, update = settings.accumulate, settings.update
+    candidates = compare_policies(captured.trace, on, asked, policies, many, run, tell, update)
     return Comparison(f"{name} on {machine.name}", candidates, (*unrun, *notes, *timed, *captured.trace.notes))
 
 
@@ -101,15 +102,16 @@ def compare_policies(
     micro_batches: int = 1,
     run: Run | None = None,
     tell: Callable[[str], None] = silent,
+    update: UpdateTime = "step",
 ) -> tuple[Candidate, ...]:
     """``policies`` on ``trace`` and ``machine`` within each of ``budgets``, in this order, for a step of
     ``micro_batches`` that pass the model together. ``run`` is given the plan of each that fits, before the next one is
-    asked; ``tell`` hears whose it is."""
+    asked; ``tell`` hears whose it is. ``update``: see ``Problem``."""
     found = []
     for budget in budgets:
         for policy in policies:
             with collector_paused():
-                candidate, plan = _candidate(trace, machine, budget, policy, micro_batches)
+                candidate, plan = _candidate(trace, machine, budget, policy, micro_batches, update)
             if plan is not None and run is not None:
                 tell(f"running {policy} with {format_bytes(budget.device)} on the device")
                 candidate = replace(candidate, measured=run(plan, budget))
@@ -118,7 +120,7 @@ def compare_policies(
 
 
 def _candidate(
-    trace: Trace, machine: Machine, budget: Budget, policy: str, micro_batches: int
+    trace: Trace, machine: Machine, budget: Budget, policy: str, micro_batches: int, update: UpdateTime
 ) -> tuple[Candidate, Plan | None]:
     from forebay.figures import with_figures
     from forebay.planners import make_plan
@@ -127,7 +129,7 @@ def _candidate(
     from forebay.simulation import by_turns, together
 
     # Each has benches of its own: what another policy has simulated on one would count as found by this one.
-    problem, start = problem_of(trace, machine, budget), time.perf_counter()
+    problem, start = problem_of(trace, machine, budget, update=update), time.perf_counter()
     try:
         room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     except DoesNotFit as refusal:

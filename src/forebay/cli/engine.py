@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forebay.checkpoint.resuming import Resumed
     from forebay.checkpoint.saving import Scheduler
     from forebay.loss import Loss
-    from forebay.plans import Plan
+    from forebay.plans import Plan, UpdateTime
     from forebay.reporting.run import RunReport
 
 __all__ = ["Engine"]
@@ -38,6 +38,7 @@ class Engine(Protocol):
         plan: Plan | None,
         device: str,
         micro_batches: int,
+        update: UpdateTime,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Puts model and optimizer under a plan."""
 

@@ -25,6 +25,7 @@ __all__ = [
     "Optimizer",
     "Policy",
     "Seq",
+    "UpdateIn",
     "one_disk",
 ]
 
@@ -51,6 +52,12 @@ LossWay = Annotated[
 Bits = Annotated[
     int | None,
     typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
+]
+UpdateIn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="step|backward", help="backward: blocks are updated as their gradients land, which uses these up."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Batch = Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")]

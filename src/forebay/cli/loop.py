@@ -66,7 +66,7 @@ def train_loop(
     tells ``on_step`` of each. ``accumulate`` takes the micro-batches of a step through the model, None: one by one.
 
     Raises ``ForebayError`` before the update when a loss is not a finite number: the parameters are those of the
-    last good step then.
+    last good step then, unless they are updated in backward.
     """
     from torch.nn.utils import clip_grad_norm_
 
@@ -85,8 +85,9 @@ def train_loop(
         batches = [windows.batch(number) for number in range(first, first + config.accumulate)]
         total = sum(loss.item() for loss in accumulate(model, batches, mean_loss))
         if not math.isfinite(total):
+            when = "before the update" if config.update == "step" else "with blocks that backward has updated for it"
             raise ForebayError(
-                f"the loss is {total} at step {step + 1}, so training was stopped before the update; lower --lr, set "
+                f"the loss is {total} at step {step + 1}, so training was stopped {when}; lower --lr, set "
                 "--clip-norm 1.0, or use --dtype float32"
             )
         if config.clip_norm is not None:

@@ -24,6 +24,7 @@ from forebay.cli.flags import (
     Optimizer,
     Policy,
     Seq,
+    UpdateIn,
     one_disk,
 )
 from forebay.cli.messages import EXIT_NO, errors_as_messages
@@ -82,6 +83,7 @@ def train(
     policy: Policy = None,
     loss: LossWay = None,
     compress: Bits = None,
+    update: UpdateIn = None,
     run: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model; Ctrl-C saves there.")
     ] = None,
@@ -115,6 +117,7 @@ def train(
             "policy": policy,
             "loss": loss,
             "compress": compress,
+            "update": update,
             "run": run,
             "save_every": save_every,
         }
@@ -175,6 +178,7 @@ def plan(
     policy: Policy = None,
     loss: LossWay = None,
     compress: Bits = None,
+    update: UpdateIn = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan there, as JSON.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -194,6 +198,7 @@ def plan(
             "policy": policy,
             "loss": loss,
             "compress": compress,
+            "update": update,
         }
         if not _plan(flags, out, json):
             raise typer.Exit(EXIT_NO)
@@ -236,6 +241,7 @@ def compare(
     host_memory: HostMemory = None,
     disk: DiskPath = None,
     machine: MachineName = None,
+    update: UpdateIn = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run each policy that fits for a few steps, on this machine.")
     ] = False,
@@ -256,6 +262,7 @@ def compare(
             "host_memory": host_memory,
             "disk": one_disk(disk),
             "machine": machine,
+            "update": update,
         }
         if not _compare(flags, budgets, states, measure, plot, json):
             raise typer.Exit(EXIT_NO)

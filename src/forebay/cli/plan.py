@@ -13,6 +13,7 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.config import Bits, OptimizerName, Size
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.loss import Cut, Loss
+from forebay.plans import UpdateTime
 from forebay.units import format_count
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class PlanSettings(BaseModel):
     loss: Loss = "auto"
     compress: Bits = 0
     accumulate: int = Field(default=1, ge=1)
+    update: UpdateTime = "step"
 
     @field_validator("machine")
     @classmethod
@@ -113,6 +115,7 @@ def plan(settings: PlanSettings) -> PlanReport:
             cut,
             settings.compress,
             settings.accumulate,
+            settings.update,
         )
 
     here = torch.device(machine.device_kind) if settings.machine is None else None

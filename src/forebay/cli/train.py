@@ -161,6 +161,7 @@ def _prepared(
             plan=plan,
             device=device,
             micro_batches=micro_batches,
+            update=config.update,
         )
 
     count = config.accumulate

@@ -74,6 +74,7 @@ class BlockHome:
         self.placement = placement
         self.chunks = chunks
         self.untrained = untrained_nbytes(block)
+        self.trained = sum(parameter.trainable for parameter in block.parameters)
         self.on_disk = home_tier(placement) is Tier.DISK
         self.stateless = not any(chunk.nbytes for chunk in chunks)
         self.states_on_disk = placement.states is Tier.DISK and not self.stateless

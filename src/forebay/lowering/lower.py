@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from forebay.arenas import Arenas, arenas
+from forebay.arenas import Arenas, arenas_of
 from forebay.errors import ConfigError
 from forebay.lowering.liveness import Liveness, input_nbytes
 from forebay.lowering.recorder import Recorder
@@ -63,9 +63,12 @@ def _walked(
     if micro_batches < 1 or (steps is not None and steps < 1):
         raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
     _refuse_other_model(trace, plan)
-    sizes = arenas(
-        trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate, plan.update_on_device
-    )
+    if plan.update_in_backward and micro_batches > 1:
+        raise ConfigError(
+            f"a plan that updates blocks in backward takes one backward a step, got {micro_batches}; take "
+            f"update_in_backward out, or pass the micro-batches together (forebay.accumulate)"
+        )
+    sizes = arenas_of(trace.model, plan, trace.state_names)
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
     done, before, after = 0, None, walker.state()
     while done < steps if steps is not None else done < 2 or (before != after and done < MOST_STEPS):

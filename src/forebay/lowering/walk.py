@@ -16,6 +16,7 @@ import numpy as np
 from forebay.arenas import Arenas
 from forebay.lowering.columns import Column, column
 from forebay.lowering.homes import Homes
+from forebay.lowering.in_backward import PaperBackwardUpdates
 from forebay.lowering.index import NEVER
 from forebay.lowering.liveness import Liveness
 from forebay.lowering.lives import Move, Profile
@@ -59,6 +60,7 @@ class Walker:
             streaming.prefetch_distance,
         )
         self.homes.number_slots(self.pool)
+        self._in_backward = PaperBackwardUpdates(plan, self.homes)
         self._numbers = {id(slot): number for number, slot in enumerate(self.pool.slots)}
         self._window = TransferWindow(recorder, streaming.gradient_window)
         self._tasks: dict[str, set[int]] = defaultdict(set)
@@ -200,6 +202,7 @@ class Walker:
         reader = home.read_by.pop(landing.place, None)
         if reader is not None:
             reader.wait()
+        slot, free = self._in_backward.place(home)
         self._window.admit(landing.nbytes)
         first = landing.place not in tasks
         tasks.add(landing.place)
@@ -207,14 +210,16 @@ class Walker:
             Lane.D2H,
             Verb.LAND if first else Verb.ACCUMULATE,
             f"gradient {landing.name}" if first else f"accumulate {landing.name}",
-            after=(self._recorder.mark(),),
+            after=(self._recorder.mark(), *free),
             nbytes=landing.nbytes,
             block=landing.block,
             parameter=landing.name,
             changes=landing.frees,
+            slot=slot,
         )
         self._window.sent(done, landing.nbytes)
         home.arrived[landing.place] = done
+        self._in_backward.landed(home, landing.place)
         left = self._to_land.get(landing.block, 0)
         if left:
             self._to_land[landing.block] = left - 1
@@ -237,7 +242,8 @@ class Walker:
             else:
                 if not delayed:
                     self.pool.invalidate(name)
-                self.homes.step(home, tasks)
+                if not self._in_backward.step(home):
+                    self.homes.step(home, tasks)
         if not self._plan.streaming.overlap_update:
             self.homes.settle()
         self._tasks.clear()

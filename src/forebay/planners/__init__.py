@@ -10,6 +10,7 @@ shapes, homes      drafts that fit on the device; what of them goes to disk
 search, reasons    the fastest of them, and why in words
 speculation        which of its updates run ahead of their step, under backward
 device_updates     which of them run on the device though their blocks are at home elsewhere
+in_backward        which of them use gradients up in backward, where a user allows it
 auto, policies     the planners themselves
 states             published policies for parameters, gradients and optimizer states
 refusals           what was too small and what would fit
@@ -26,9 +27,11 @@ from forebay.errors import ConfigError
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
+from forebay.planners.in_backward import with_enough_slots
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.planners.states import LATE, STATES
+from forebay.planners.states.drafting import cannot_serve
 from forebay.plans import Plan
 
 __all__ = ["LATE", "PLANNERS", "STATES", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
@@ -53,10 +56,15 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
     """The plan of the planner called ``policy``. ``bench`` is one of the same problem, for who asks more than once:
     what has been sized and simulated is used again.
 
-    Raises ``ConfigError`` for an unknown name and ``DoesNotFit`` when the budget cannot be met.
+    Raises ``ConfigError`` for an unknown name, ``CannotServe`` for a policy that delays updates which shall be made in
+    backward, and ``DoesNotFit`` when the budget cannot be met.
     """
     planner = PLANNERS.get(policy)
     if planner is None:
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
+    if problem.update == "backward" and policy in LATE:
+        late = "makes updates a step late, and update='backward' makes them at once"
+        raise cannot_serve(policy, late, "zero-offload, or this one with update='step'")
     with collector_paused():
-        return planner(problem, bench)
+        bench = bench or Bench(problem)
+        return with_enough_slots(bench, planner(problem, bench))

@@ -16,6 +16,7 @@ from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
 from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
+from forebay.planners.in_backward import passed, usable
 from forebay.planners.parts import Draft, delays, recomputable, slot_options
 from forebay.planners.problem import Problem
 from forebay.plans import Fate, Plan, Streaming
@@ -67,6 +68,8 @@ class Known:
         self.paced: dict[Draft, tuple[float, int]] = {}
         self.slots: dict[int, list[tuple[int, ...]]] = {}
         self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
+        early = self.liveness if problem.update == "backward" else None
+        self.in_backward = frozenset[str]() if early is None else usable(early)
 
 
 @final
@@ -135,9 +138,16 @@ class Bench:
         found = self.known.arenas.get(draft)
         if found is None:
             sizer, there = self.sizer(draft.streaming.update_chunk), draft.update_on_device
-            found = sizer.arenas(draft.placements, draft.streaming, draft.speculate, there)
+            names, streaming = self.in_backward(draft)
+            found = sizer.arenas(draft.placements, streaming, draft.speculate, there, names)
             self.known.arenas[draft] = found
         return found
+
+    def in_backward(self, draft: Draft) -> tuple[tuple[str, ...], Streaming]:
+        """The blocks of ``draft`` that are updated in backward, and its streaming with slots for their gradients: its
+        own, if those are large enough."""
+        able = self.known.in_backward
+        return passed(self.model, draft, able) if able else ((), draft.streaming)
 
     def device(self, draft: Draft) -> int:
         """Bytes that the device will hold at most; never exceeded, whatever the timing."""
@@ -188,11 +198,12 @@ class Bench:
     def plan(self, name: str, draft: Draft, reasons: tuple[str, ...] = ()) -> Plan:
         """The plan that ``draft`` stands for."""
         sizes = self.arenas(draft)
+        in_backward, streaming = self.in_backward(draft)
         return Plan(
             planner=name,
             budget=self.problem.budget,
             placements=draft.placements,
-            streaming=draft.streaming,
+            streaming=streaming,
             device=self.device(draft),
             host=sizes.host,
             disk=sizes.disk,
@@ -201,6 +212,7 @@ class Bench:
             activations=draft.activations,
             speculate=draft.speculate,
             update_on_device=draft.update_on_device,
+            update_in_backward=in_backward,
             fingerprint=self._fingerprint,
             reasons=reasons,
             changes_numbers=(
@@ -246,7 +258,8 @@ class Bench:
         """The program of which ``seconds`` are those of the last step."""
         program = self._sketches.get(draft)
         if program is None:
-            coarse = replace(self.plan("", draft), streaming=self._coarse(draft))
+            plan = self.plan("", draft)
+            coarse = replace(plan, streaming=self._coarse(draft, plan.streaming))
             program = sketch(self.costs.trace, coarse, liveness=self.liveness)
             while len(self._sketches) >= SKETCHES:
                 del self._sketches[next(iter(self._sketches))]
@@ -288,10 +301,9 @@ class Bench:
         if fault is not None:
             raise fault
 
-    def _coarse(self, draft: Draft) -> Streaming:
-        """The streaming of simulations that only compare: with larger update jobs, and a window for as many of them on
-        the device."""
-        streaming = draft.streaming
+    def _coarse(self, draft: Draft, streaming: Streaming) -> Streaming:
+        """``streaming``, that of ``draft``, for simulations that only compare: with larger update jobs, and a window
+        for as many of them on the device."""
         chunk = max(streaming.update_chunk, self._elements // CHUNKS)
         if chunk == streaming.update_chunk or not draft.update_on_device:
             return replace(streaming, update_chunk=chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,7 @@ __all__ = [
     "fewer_slots",
     "keep_order",
     "recomputable",
+    "repeated",
     "repeated_size",
     "roomy",
     "selected",
@@ -190,7 +191,12 @@ def roomy(slots: tuple[int, ...], at_once: Sequence[tuple[int, ...]]) -> tuple[i
 
 def repeated_size(blocks: Sequence[Block]) -> int:
     """The largest size that counts as repeated: near the size that most blocks have, the larger one of equals."""
-    counts = Counter(b.nbytes for b in blocks)
+    return repeated(b.nbytes for b in blocks)
+
+
+def repeated(sizes: Iterable[int]) -> int:
+    """``repeated_size`` of what has these ``sizes``."""
+    counts = Counter(sizes)
     commonest, count = max(counts.items(), key=lambda item: (item[1], item[0]))
     if count == 1:
         return max(counts)

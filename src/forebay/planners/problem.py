@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from forebay.budgets import Budget
 from forebay.compression import CODE_BITS
 from forebay.errors import ConfigError
 from forebay.machine import Machine
 from forebay.memory import Tier
+from forebay.plans import UpdateTime
 from forebay.trace import Footprint, Model, Trace
 
 __all__ = ["Problem"]
@@ -24,6 +26,7 @@ class Problem:
     states per element. ``overlap_update`` says whether host updates may run beside compute: not where both share the
     cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
     is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
+    ``update`` "backward": gradients may be used up while backward runs (``Plan.update_in_backward``).
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -39,6 +42,7 @@ class Problem:
     machine: Machine | None = None
     compress: int = 0
     micro_batches: int = 1
+    update: UpdateTime = "step"
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):
@@ -47,6 +51,16 @@ class Problem:
             raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress}")
         if self.micro_batches < 1:
             raise ConfigError(f"micro_batches must be 1 or more, got {self.micro_batches}")
+        if self.update not in get_args(UpdateTime):
+            raise ConfigError(f"update must be {' or '.join(get_args(UpdateTime))}, got {self.update!r}")
+        if self.update == "backward" and self.trace is None:
+            why = self.footprint.note or "no batch was given"
+            raise ConfigError(f"update='backward' needs to know when gradients are made ({why}); give a batch")
+        if self.update == "backward" and self.micro_batches > 1:
+            raise ConfigError(
+                f"update='backward' makes one backward a step, got {self.micro_batches} micro-batches; take one, or "
+                f"update='step'"
+            )
         if self.trace is not None and self.trace.model != self.model:
             raise ConfigError("the trace is of another model; capture this one")
         if self.machine is not None and self.disk_limit and self.machine.disk is None:

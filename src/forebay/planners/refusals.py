@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from forebay.arenas import Arenas, Sizer
+from forebay.arenas import Arenas, Sizer, gradient_nbytes
 from forebay.errors import DoesNotFit
-from forebay.layout import states_nbytes
+from forebay.layout import align, states_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
+from forebay.planners.in_backward import passed, usable
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.remedies import Remedy
 from forebay.states import BLOCK
@@ -85,7 +88,9 @@ def with_remedies(bench: Bench, error: DoesNotFit, draft: Draft, more: Iterable[
     remedies = [Remedy(tier.value, error.needed, error.allowed, f"{_AS_ASKED[tier]} {format_bytes(error.needed)}")]
     if tier is Tier.DEVICE:
         remedies.extend(_smaller_batch(bench, draft))
+        remedies.extend(_single_modules(bench, draft))
     else:
+        remedies.extend(_gradients_used_up(bench, error, draft))
         remedies.extend(_all_on_device(bench))
     remedies.extend(more)
     remedies.extend(_smaller_optimizer(bench, draft, tier))
@@ -119,6 +124,36 @@ def _smaller_batch(bench: Bench, draft: Draft) -> Iterator[Remedy]:
     )
 
 
+def _single_modules(bench: Bench, draft: Draft) -> Iterator[Remedy]:
+    """Blocks of single modules, where the largest of them is so much smaller than the largest block that it would do.
+    What takes several modules to run again is kept then."""
+    largest, owned = max(draft.streaming.slots, default=0), Counter[str]()
+    for block in bench.streamed(draft):
+        for parameter in block.parameters:
+            owned[parameter.name.rpartition(".")[0]] += align(parameter.nbytes)
+    name, nbytes = max(owned.items(), key=lambda item: item[1], default=("", largest))
+    limit = bench.problem.limit(Tier.DEVICE)
+    kept = replace(draft, recompute=(), activations=(), streaming=KEPT.through(draft.streaming))
+    need = bench.device(kept) - largest + nbytes
+    if nbytes < largest and need <= limit:
+        words = f"blocks of single modules, named in blocks= of forebay.prepare: the largest, {name}, takes "
+        yield Remedy("blocks", need, limit, f"{words}{format_bytes(nbytes)} (an estimate)", estimate=True)
+
+
+def _gradients_used_up(bench: Bench, error: DoesNotFit, draft: Draft) -> Iterator[Remedy]:
+    """Updates in backward, for who can do without gradients after it: the host needs as much less, wherever all else
+    is at home."""
+    problem, liveness = bench.problem, bench.liveness
+    if error.tier != Tier.HOST.value or liveness is None or problem.update == "backward" or problem.micro_batches > 1:
+        return
+    names, streaming = passed(bench.model, draft, usable(liveness))
+    spared = sum(gradient_nbytes(block) for block in bench.model.blocks if block.name in names)
+    need = error.needed - spared + sum(streaming.gradient_slots)
+    if names and need <= error.allowed:
+        words = f"update='backward', where nobody clips gradients or reads them: {format_bytes(need)} there"
+        yield Remedy("update", need, error.allowed, words)
+
+
 def _all_on_device(bench: Bench) -> Iterator[Remedy]:
     """The device memory with which nothing is asked of host and disk."""
     draft = min((all_resident(bench.model, level) for level in (KEPT, Level(bench.recomputable))), key=bench.device)
@@ -138,7 +173,8 @@ def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remed
         if states_nbytes(states, BLOCK) >= states_nbytes(problem.state_names, BLOCK):
             continue
         sizer = Sizer(bench.model, states, draft.streaming.update_chunk)
-        sizes = sizer.arenas(draft.placements, draft.streaming)
+        in_backward, streaming = bench.in_backward(draft)
+        sizes = sizer.arenas(draft.placements, streaming, update_in_backward=in_backward)
         fits = all(n <= problem.limit(t) for t, n in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)))
         device = bench.beside(draft) + sizes.device
         if not fits or device > problem.limit(Tier.DEVICE):

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, GradientUsedUp
 from forebay.layout import MASTER, Chunk, Piece, StateLayout, needs_master
 from forebay.optim.arithmetic import Prepared
 from forebay.plans import Placement
@@ -16,9 +16,10 @@ from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradients import GradientBuffer
 from forebay.runtime.homes import Home
 from forebay.runtime.tensors import state_view
+from forebay.scheduling.gradients import GradientSlots
 from forebay.trace import Block, Parameter
 
-__all__ = ["BlockCopy", "BlockState", "Streamed"]
+__all__ = ["BlockCopy", "BlockState", "Passing", "Streamed"]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,26 @@ class Streamed:
 
 
 @final
+class Passing:
+    """Where the gradients of a block pass that is updated in backward: the ``slots`` that it shares with others, each
+    gradient at one of ``offsets`` (bytes) of the ``nbytes`` that it takes there."""
+
+    def __init__(self, slots: GradientSlots, offsets: Mapping[str, int], nbytes: int) -> None:
+        self.slots = slots
+        self.offsets = offsets
+        self.nbytes = nbytes
+        # The parameters whose gradients were used up for a step that is not taken yet.
+        self.used_up: set[str] = set()
+
+
+@final
 class BlockState:
     """One block at run time: its homes, its landed gradients, and how many steps each parameter has taken.
 
     ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
-    the next step may be made before the step is asked for. A block that is updated on the device is ``streamed``.
-    ``prepared`` are the updates that were made ready for it, by where they read and write.
+    the next step may be made before the step is asked for. A block that is updated on the device is ``streamed``, the
+    gradients of one that is updated in backward are ``passing``. ``prepared`` are the updates that were made ready
+    for it, by where they read and write.
     """
 
     def __init__(
@@ -58,6 +73,7 @@ class BlockState:
         gradients: Mapping[str, GradientBuffer],
         spare: BlockCopy | None = None,
         streamed: Streamed | None = None,
+        passing: Passing | None = None,
     ) -> None:
         self.block = block
         self.placement = placement
@@ -65,6 +81,7 @@ class BlockState:
         self.current = self._first = BlockCopy(parameters, states)
         self.spare = spare
         self.streamed = streamed
+        self.passing = passing
         self.gradients = gradients
         self.steps = {p.name: 0 for p in block.parameters if p.trainable}
         self.prepared: dict[object, Prepared] = {}
@@ -80,6 +97,15 @@ class BlockState:
         """The current copy of the optimizer states, like ``parameters``."""
         self.queue_deferred()
         return self.current.states
+
+    def expect_not_updated(self) -> None:
+        """Raises ``GradientUsedUp`` while the block is at home as a step leaves it that is not taken yet: whatever
+        reads it for the pass that goes on would read the parameters of the next one."""
+        if self.passing is not None and self.passing.used_up:
+            raise GradientUsedUp(
+                f"block {self.block.name} was updated in backward and is read again before optimizer.step(): take the "
+                f"step first; if backward itself comes back to the block, prepare the model with update='step'"
+            )
 
     def queue_deferred(self) -> None:
         """Queues the update that a step has asked for, if it is not queued yet."""

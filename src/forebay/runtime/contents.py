@@ -6,7 +6,7 @@ optimizer's own state go through here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -24,7 +24,7 @@ from forebay.scheduling.slots import SlotPool
 from forebay.states import form_of, plain_name
 from forebay.trace import Model, Parameter
 
-__all__ = ["Contents"]
+__all__ = ["Contents", "LazyTensors"]
 
 
 @final
@@ -66,6 +66,7 @@ class Contents:
 
     def full_precision(self, name: str) -> torch.Tensor:
         """A copy of a parameter on the host, its fp32 master if it has one."""
+        self._stepping.in_backward.expect_whole()
         return self._store.full_precision(self._block_of[name], self.spec_of[name])
 
     def value(self, name: str) -> torch.Tensor:
@@ -79,6 +80,7 @@ class Contents:
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Sets parameters (plain names; shape of the parameter) at home, block by block."""
+        self._stepping.in_backward.expect_whole()
         self._settle()
         for block in dict.fromkeys(self._block_of[name] for name in values):
             self._pool.invalidate(block)
@@ -110,6 +112,7 @@ class Contents:
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for
         every element are in the parameter's shape, codes and scales in one dimension."""
+        self._stepping.in_backward.expect_whole()
         self._stepping.delay.show()
         state, spec = self.state(name), self.spec_of[name]
         steps = state.steps.get(name, 0)
@@ -124,6 +127,7 @@ class Contents:
 
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replaces the states of the parameters named; an empty mapping stands for "no step yet"."""
+        self._stepping.in_backward.expect_whole()
         self._settle()
         self._stepping.delay.show()
         for block in dict.fromkeys(self._block_of[name] for name in states):
@@ -146,3 +150,24 @@ class Contents:
                 state.write_stream(stream, spec, content, torch.zeros(form.count(spec.numel)))
         # SGD keeps no count; that it has a momentum at all says that it has taken a step.
         state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))
+
+
+@final
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Name to tensor, read when it is asked for: one tensor at a time is in memory."""
+
+    def __init__(self, names: Sequence[str], read: Callable[[str], torch.Tensor | None]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._read(name) if name in self._names else None
+        if tensor is None:
+            raise KeyError(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

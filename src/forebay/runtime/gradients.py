@@ -9,14 +9,14 @@ runs on a copy on the device. (design.md, mechanism 4.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from forebay.device.base import Completion, Device
 from forebay.device.lanes import dependency_failure
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, GradientUsedUp
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.norms import Norms
 from forebay.runtime.tensors import flat, shaped
@@ -44,11 +44,14 @@ class Landing:
         self.window = TransferWindow(device, window)
         self._staging = staging
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Completion:
-        """Queues ``target = source`` (1-D, the same dtype)."""
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, what: str, free: tuple[Completion, ...] = ()
+    ) -> Completion:
+        """Queues ``target = source`` (1-D, the same dtype), once ``free`` are done."""
         self.window.admit(source.nbytes)
         # The mark: the copy must not start before the kernel that makes the gradient is done.
-        done = self.device.copy(Lane.D2H, target, source, after=(self.device.mark(),), what=f"gradient {what}")
+        after = (self.device.mark(), *free)
+        done = self.device.copy(Lane.D2H, target, source, after=after, what=f"gradient {what}")
         self.window.sent(done, source.nbytes)
         return done
 
@@ -91,7 +94,8 @@ def _sum_job(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
 
 @final
 class GradientBuffer:
-    """The landed bytes of one parameter's gradient: ``host`` (1-D, the parameter's dtype) in the gradient arena.
+    """The landed bytes of one parameter's gradient: ``host`` (1-D, the parameter's dtype) in the gradient arena. None:
+    it has a place there only from ``lend`` until it is used up.
 
     ``arrived`` is the last job that writes the bytes, ``read_by`` the update that reads them. ``generation`` counts
     the gradients that have landed here: a wrapper that somebody kept must not pass the next one off as its own.
@@ -101,10 +105,12 @@ class GradientBuffer:
     """
 
     def __init__(
-        self, parameter: Parameter, host: torch.Tensor, landing: Landing, deferred: Deferred | None = None
+        self, parameter: Parameter, host: torch.Tensor | None, landing: Landing, deferred: Deferred | None = None
     ) -> None:
         self.parameter = parameter
-        self.host = host
+        self._host = host
+        self.passes: Final = host is None
+        self._free: tuple[Completion, ...] = ()
         self.arrived: Completion | None = None
         self.read_by: Completion | None = None
         self.generation = 0
@@ -112,14 +118,47 @@ class GradientBuffer:
         self.landings = 0
         self._landing = landing
         self._deferred = deferred or Deferred()
-        self._norms = Norms(landing.device if landing.norms_ahead else None)
+        # Where others' gradients land next, nothing may read a norm behind the update's back.
+        self._norms = Norms(landing.device if landing.norms_ahead and not self.passes else None)
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The landed bytes. Raises ``GradientUsedUp`` where they have no place."""
+        if self._host is None:
+            raise self.gone()
+        return self._host
+
+    def gone(self) -> ForebayError:
+        """What is said to whoever asks for a gradient that is no longer here."""
+        if self.passes:
+            return GradientUsedUp(
+                f"the gradient of {self.parameter.name} was used up: its block is updated in backward, so that nobody "
+                f"can clip, read or add to it; call optimizer.step() and optimizer.zero_grad(), which sets it to None, "
+                f"after every backward, or prepare the model with update='step'"
+            )
+        return ForebayError(
+            f"this gradient of {self.parameter.name} is that of an earlier backward and its bytes were overwritten by "
+            f"the next; to keep a gradient, clone() it before zero_grad()"
+        )
+
+    def lend(self, host: torch.Tensor, free: tuple[Completion, ...]) -> None:
+        """The gradient has its place at ``host``, whose last reader is done when ``free`` are."""
+        self._host, self._free = host, free
+
+    def use_up(self) -> None:
+        """The update that reads the bytes is queued; their place is another's from now on, behind that update."""
+        self._host, self._free = None, ()
+        self.arrived = self.read_by = None
+        self.landings = 0
+        self.generation += 1  # who holds the gradient must not take the next one's bytes for it
 
     def land(self, gradient: torch.Tensor) -> None:
         """Replaces the landed bytes by ``gradient``."""
         self._before_write()
         self.generation += 1
         self.landings = 1
-        self._arrives(self._landing.copy(self.host, flat(gradient, self.parameter), self.parameter.name))
+        source = flat(gradient, self.parameter)
+        self._arrives(self._landing.copy(self.host, source, self.parameter.name, self._free))
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Adds ``gradient`` to the landed bytes, in the parameter's dtype as autograd would on the device."""
@@ -216,12 +255,18 @@ class LandedGradient(torch.Tensor):
         self.buffer.settle_for_write()
         return self.piece
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was used up by an update in backward."""
+        return self.buffer.passes and self.generation != self.buffer.generation
+
+    def was_used_up(self, buffer: GradientBuffer) -> bool:
+        """Whether this is the gradient that ``buffer`` had last, which was used up."""
+        return self.buffer is buffer and self.generation == buffer.generation - 1
+
     def _expect_current(self) -> None:
         if self.generation != self.buffer.generation:
-            raise ForebayError(
-                f"this gradient of {self.buffer.parameter.name} is that of an earlier backward and its bytes were "
-                f"overwritten by the next; to keep a gradient, clone() it before zero_grad()"
-            )
+            raise self.buffer.gone()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

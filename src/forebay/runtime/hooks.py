@@ -27,7 +27,7 @@ from forebay.device.base import NoWatch
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
 from forebay.errors import ForebayError, UsageError
 from forebay.plans import Plan
-from forebay.runtime.gradients import host_copy
+from forebay.runtime.gradients import LandedGradient, host_copy
 from forebay.runtime.offloading import Offloading
 from forebay.runtime.passes import Pass
 from forebay.runtime.plain_names import PlainNames
@@ -216,7 +216,7 @@ class Attachment:
         if name in self._streamed_names:
             self.session.hide(name)  # what cannot be read stays NaN
         parameter.data = self.session.contents.value(name)
-        if gradient is not None:
+        if gradient is not None and not (isinstance(gradient, LandedGradient) and gradient.is_gone):
             parameter.grad = host_copy(gradient).to(parameter.device)
 
     # Forward.

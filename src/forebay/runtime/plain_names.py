@@ -58,6 +58,7 @@ class PlainNames:
         """The value of a parameter for ``state``; under a second name the tensor that is there already, since tied
         names must stay tied in what is saved. The next step sees every update that is in it (``delay``): one that
         begins with what was saved is the same step."""
+        self._session.stepping.in_backward.expect_whole()
         self._session.stepping.delay.show()
         reference = self._exports.get(name)
         made = reference() if reference is not None else None
@@ -79,6 +80,7 @@ class PlainNames:
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError("load_state_dict(assign=True) would replace the prepared parameters; use assign=False")
+        self._session.stepping.in_backward.expect_whole()
         self._session.synchronize()
         self._session.stepping.delay.show()
         # torch copies the loaded value into param.data: for the time of the load that is a tensor of its own, with

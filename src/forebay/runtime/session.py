@@ -150,6 +150,7 @@ class Session:
         self.expect_open()
         self.contents.expect_written()
         if self.gathering is None or self.gathering.begins():
+            self.stepping.in_backward.expect_whole()
             # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
             self.store.landing.empty()
             if training:
@@ -243,7 +244,7 @@ class Session:
             buffer = state.gradients.get(name)
             if buffer is None:
                 return
-            self.stepping.land(parameter, gradient, buffer)
+            self.stepping.land(state, parameter, gradient, buffer)
         self.stepping.landed(state)
 
     def follow(self, hyperparameters: Hyperparameters) -> None:

@@ -13,6 +13,7 @@ from forebay.errors import ModelError
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.delay import Delay
 from forebay.runtime.gradients import GradientBuffer, LandedGradient
+from forebay.runtime.in_backward import BackwardUpdates
 from forebay.runtime.measure import Measurement
 from forebay.runtime.speculation import Speculation, SpeculationPolicy
 from forebay.runtime.store import Store
@@ -56,16 +57,20 @@ class Stepping:
         self.hyperparameters: Hyperparameters = _nobody
         self.delay = Delay(pool, delay_after)
         self.speculation = Speculation(store.blocks.values(), updater, SpeculationPolicy())
+        self.in_backward = BackwardUpdates(store.blocks, updater, parameters, self._tasks_now)
 
-    def land(self, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
-        """Has ``gradient`` go to the host, and ``parameter.grad`` stand for it."""
+    def land(self, state: BlockState, parameter: nn.Parameter, gradient: torch.Tensor, buffer: GradientBuffer) -> None:
+        """Has ``gradient``, of a parameter of the block ``state``, go to the host, and ``parameter.grad`` stand for
+        it."""
         since = self._measure.now()
+        self.in_backward.make_room(state, buffer.parameter.name)
         buffer.land(gradient)
         self._measure.waited(since)
         parameter.grad = LandedGradient(buffer, self._device)
 
     def landed(self, state: BlockState) -> None:
         """A gradient of a block has landed in backward."""
+        self.in_backward.landed(state)
         if state.spare is None:
             return
         for name, buffer in state.gradients.items():
@@ -75,7 +80,8 @@ class Stepping:
 
     def expect_possible(self, groups: Groups) -> None:
         """Raises what keeps a step for ``groups`` from being taken, before anything has changed: ``ModelError`` for a
-        gradient that the plan has no room and no state for, the error of an update that ran ahead and failed."""
+        gradient that the plan has no room and no state for, ``GradientUsedUp`` for a step that is not the one that was
+        made in backward, the error of an update that ran ahead and failed."""
         for state in self._store.blocks.values():
             for spec in state.block.parameters:
                 if not spec.trainable and spec.name in groups and self._parameters[spec.name].grad is not None:
@@ -84,6 +90,7 @@ class Stepping:
                         f"forebay.close() the model and prepare it anew to train it, or set requires_grad=False again "
                         f"and its grad to None"
                     )
+        self.in_backward.expect_taken_over(groups)
         self.speculation.raise_failed(self._store.blocks)
 
     def step(self, groups: Groups) -> None:
@@ -102,14 +109,18 @@ class Stepping:
                 gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
                 self._updater.run_resident(state, tasks, gradients)
             else:
-                self._land_replaced(state, tasks)
+                left = self.in_backward.left(state, tasks)
+                self._land_replaced(state, left)
                 self._pool.invalidate(state.block.name)
                 if state.streamed is not None:
                     state.streamed.deferred.put(partial(self._updater.submit, state, tasks))
+                elif state.passing is not None:
+                    self.in_backward.finish(state, left)
                 elif not self.speculation.commit(state, tasks):
                     self._updater.submit(state, tasks)
             for name in tasks:
                 state.steps[name] += 1
+        self.in_backward.end_step()
         self.speculation.end_step(self._store.blocks)
 
     def _step_late(self, groups: Groups) -> None:
@@ -147,7 +158,7 @@ class Stepping:
                 # Another parameter's, or a view: a copy, since landing it must not overwrite what is being read.
                 gradient = gradient.value().to(self._device, copy=True)
             if gradient is not None:
-                self.land(parameter, gradient.detach(), buffer)
+                self.land(state, parameter, gradient.detach(), buffer)
 
     def _in_order_of_use(self) -> Iterator[BlockState]:
         blocks = self._store.blocks

@@ -8,19 +8,20 @@ from typing import final
 
 import torch
 
-from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, UPDATE_RING, Arenas, arenas, home_tier
+from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, UPDATE_RING, Arenas, arenas_of, home_tier
 from forebay.device.base import Completion, Device
 from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.plans import Fate, Placement, Plan, Streaming
-from forebay.runtime.blockstate import BlockCopy, BlockState, Streamed
+from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
 from forebay.runtime.cells import Cells
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.depots import Depot, DepotRow, DiskDepot, HostDepot
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.places import Places
 from forebay.runtime.tensors import alone, elements, shaped
+from forebay.scheduling.gradients import GradientSlots
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
 from forebay.tiers.diskfile import DiskPolicy, TierFile
@@ -70,7 +71,7 @@ class Store:
         self._micro_batches = 1
         self.rows: dict[Fate, DepotRow] = {}
         self.cells: Cells | None = None
-        self.sizes = arenas(model, plan.placements, plan.streaming, state_names, plan.speculate, plan.update_on_device)
+        self.sizes = arenas_of(model, plan, state_names)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
             opened.callback(self.close)
@@ -100,6 +101,8 @@ class Store:
             window = self._on_device(sizes.device_updates, Kind.STAGING, "the window of updates on the device")
             self.cells = Cells(self._device, window, sizes.update_cell, sizes.update_widening)
         places = Places(self._device, self._on_device, files, slot_ring, chunk_ring)
+        passed = [] if host_gradients is None or not plan.update_in_backward else streaming.gradient_slots
+        slots = GradientSlots([host_gradients.carve(n) for n in passed] if host_gradients is not None else [])
         for placement in plan.placements:
             block = model.block(placement.block)
             layout = state_layout(block, state_names, streaming.update_chunk)
@@ -110,9 +113,14 @@ class Store:
             if block.name in plan.speculate:
                 copy = places.parameters(block, placement, second)
                 spare = BlockCopy(copy, places.states(block, placement, layout.nbytes, host_states))
-            gradients, streamed = self._gradients(block, placement, host_gradients)
+            streamed, passing = None, None
+            if block.name in plan.update_in_backward:
+                passing = Passing(slots, *gradient_offsets(block))
+                gradients = {p.name: GradientBuffer(p, None, self.landing) for p in block.parameters if p.trainable}
+            else:
+                gradients, streamed = self._gradients(block, placement, host_gradients)
             self.blocks[block.name] = BlockState(
-                block, placement, layout, parameters, states, gradients, spare, streamed if streams else None
+                block, placement, layout, parameters, states, gradients, spare, streamed if streams else None, passing
             )
 
     def _open_update_staging(self, sizes: Arenas) -> StagingRing:
@@ -223,6 +231,7 @@ class Store:
 
     def fetch(self, block: str, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
         """Queues the copy of a block's home into a slot (``slots.BlockSource``)."""
+        self.blocks[block].expect_not_updated()
         return self.blocks[block].parameters.fetch(target[: self.blocks[block].block.nbytes], after)
 
     def make_room(self, micro_batches: int) -> None:

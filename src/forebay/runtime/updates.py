@@ -79,6 +79,8 @@ class Updater:
         # Gradients that are still landing must be there before the update reads them.
         landed = tuple(g.arrived for n, g in state.gradients.items() if n in tasks and g.arrived is not None)
         loan = source.parameters.check_out(0, source.parameters.nbytes, f"read {block.name}", target.parameters)
+        # Where they are now: by the time that a job runs, the gradients of the next step may have another place.
+        gradients = {name: state.gradients[name].host for name in tasks}
         read: Completion | None = None
         done: Completion | None = None
         for chunk in state.layout.chunks:
@@ -93,7 +95,7 @@ class Updater:
                 along = 2 * untrained_nbytes(block) if loan.apart and done is None else 0
                 read = done = self._device.submit(
                     Lane.UPDATE,
-                    partial(self.run_chunk, state, chunk, loan, states, tasks),
+                    partial(self.run_chunk, state, chunk, loan, states, tasks, gradients),
                     after=(*landed, *loan.ready, *states.ready),
                     nbytes=state.layout.touched(chunk) + along,
                     what=f"update {block.name}",
@@ -132,24 +134,39 @@ class Updater:
             _apply(chunk, held, partial(_landed, flattened), tasks, self._on_device)
 
     def run_chunk(
-        self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, tasks: Mapping[str, Task]
+        self,
+        state: BlockState,
+        chunk: Chunk,
+        loan: Checkout,
+        states: Checkout,
+        tasks: Mapping[str, Task],
+        gradients: Mapping[str, torch.Tensor],
     ) -> None:
         """The job of ``submit``: updates one chunk on the host, whose ``states`` these are; ``loan`` are the parameters
-        of the block. Runs in the update lane's thread."""
+        of the block, ``gradients`` the landed ones of those in ``tasks``. Runs in the update lane's thread."""
         if loan.apart or states.apart:
             self._take_along(state, chunk, loan, states, tasks)
         for task, pieces in _batches(chunk, tasks):
-            self._prepared(state, chunk, loan, states, pieces)(task.step, task.group)
+            self._prepared(state, chunk, loan, states, pieces, gradients)(task.step, task.group)
 
     def _prepared(
-        self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, pieces: Sequence[Piece]
+        self,
+        state: BlockState,
+        chunk: Chunk,
+        loan: Checkout,
+        states: Checkout,
+        pieces: Sequence[Piece],
+        gradients: Mapping[str, torch.Tensor],
     ) -> Prepared:
-        """The update of ``pieces`` of a chunk. What is in memory has its place for good: it is made ready once.
+        """The update of ``pieces`` of a chunk. What is in memory has its place for good, or one of a few places, as
+        gradients that pass have: it is made ready once for each.
 
         Every view of a tensor gives the interpreter's lock away, and while the model's own Python runs, an update would
         wait for it each time.
         """
-        places = (t.data_ptr() for t in (states.source, states.buffer, loan.source, loan.buffer))
+        names = [piece.parameter.name for piece in pieces]
+        homes = (states.source, states.buffer, loan.source, loan.buffer)
+        places = (tensor.data_ptr() for tensor in (*homes, *(gradients[name] for name in names)))
         key = (*((piece.parameter.name, piece.start) for piece in pieces), *places)
         known = state.prepared.get(key)
         if known is not None:
@@ -158,8 +175,7 @@ class Updater:
         into: Copy | None = None
         if loan.apart or states.apart:
             into = self._copy(state, chunk, states.buffer, partial(_at_home, loan.buffer))
-        gradients = partial(_landed, {name: buffer.host for name, buffer in state.gradients.items()})
-        made = self._on_host.prepared([_part(piece, held(piece), gradients(piece), into) for piece in pieces])
+        made = self._on_host.prepared([_part(p, held(p), _landed(gradients, p), into) for p in pieces])
         if loan.staging is None and states.staging is None:
             if len(state.prepared) >= KEPT * len(state.layout.chunks):
                 state.prepared.clear()  # at each step others have a gradient, as experts do: nothing is found again

@@ -107,7 +107,7 @@ def test_settling_after_each_step_makes_it_slower_and_no_more_exact() -> None:
     ("changes", "words"),
     [
         ({"changes_numbers": ()}, "must say in changes_numbers"),
-        ({"speculate": ("layers.0",)}, "leave speculate and update_on_device"),
+        ({"speculate": ("layers.0",)}, "leave speculate, update_on_device"),
         (
             {"placements": tuple(Placement(b.name, *[Tier.HOST] * 3) for b in TRACE.model.blocks)},
             "layers.0 on the host",

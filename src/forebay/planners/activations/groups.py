@@ -243,7 +243,8 @@ class _Grouping:
         layout = state_layout(block, self._problem.state_names, 1 << 22)
         states = layout.nbytes
         touched = sum(touched_nbytes(layout.streams, p.numel, p.nbytes) for p in trained)
-        gradients = gradient_offsets(block)[1]
+        # Where they are used up in backward a few slots hold all of them: nothing is the least.
+        gradients = 0 if self._problem.update == "backward" else gradient_offsets(block)[1]
         fetch = machine.h2d.seconds(block.nbytes)
         leave = sum(machine.d2h.seconds(p.nbytes) for p in trained)
         update = touched / self._costs.update_rate

@@ -11,7 +11,9 @@ the link, the SSDs and the CPU have to do, which is convex in it.
 Ours departs in four things. The time is simulated, in steps from nothing swapped to everything, and the fastest taken:
 the simulator knows of waiting too. The blocks that are alike swap the same, where the paper may stop inside a layer.
 Model states and activations go to disk only as far as the host has no room for them. An update while backward runs goes
-into a second copy (see ``l2l``), and is made only where the step is faster for it.
+into a second copy (see ``l2l``), and is made only where the step is faster for it; unless the user has given up
+clipping and looking at gradients (``Problem.update``): then it is the paper's, in place and at once, and the host holds
+the gradients of a few layers.
 """
 
 from __future__ import annotations

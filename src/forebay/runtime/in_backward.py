@@ -1,0 +1,141 @@
+"""Updates in backward: a block is updated as soon as its gradients have landed, which uses them up.
+
+Liao et al., "LoHan" (2024), call it active gradient offloading; Lv et al., "LOMO" (2023), fuse the update of SGD with
+backward for the same reason, and torchtune has it as ``optimizer_in_bwd``. The host then holds the gradients of a few
+blocks and not of the whole model. The numbers are those of a step after backward, because the update of a block reads
+nothing but its own gradients, states and parameters, and because nobody can have changed those in between: that is what
+the user has given up with ``update="backward"``. No second backward is added to a gradient, nothing is clipped, and the
+hyperparameters are those that are set while backward runs.
+
+Whatever would make other numbers is refused, at the latest by ``optimizer.step()``: a gradient that was dropped or put
+in another's place, other hyperparameters, a parameter that was taken out of the optimizer, a block that backward reads
+again after its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import final
+
+import torch
+from torch import nn
+
+from forebay.errors import GradientUsedUp
+from forebay.runtime.blockstate import BlockState
+from forebay.runtime.gradients import LandedGradient
+from forebay.runtime.tensors import elements
+from forebay.runtime.updates import Task, Updater
+
+__all__ = ["BackwardUpdates"]
+
+Tasks = Mapping[str, Task]
+
+
+@final
+class BackwardUpdates:
+    """Those of one session. ``tasks_now`` says what a step over a block would ask for if it came now, of all
+    parameters that have a gradient."""
+
+    def __init__(
+        self,
+        blocks: Mapping[str, BlockState],
+        updater: Updater,
+        parameters: Mapping[str, nn.Parameter],
+        tasks_now: Callable[[BlockState], Tasks],
+    ) -> None:
+        self._blocks = {name: state for name, state in blocks.items() if state.passing is not None}
+        self._updater = updater
+        self._parameters = parameters
+        self._tasks_now = tasks_now
+        # By parameter, what it was updated for in backward: the step that takes it over asks for the same.
+        self._made: dict[str, Task] = {}
+
+    def make_room(self, state: BlockState, name: str) -> None:
+        """Before the gradient of ``name`` lands: its block has a slot. Raises ``GradientUsedUp`` for a second gradient
+        before the first one's step."""
+        passing = state.passing
+        if passing is None:
+            return
+        if name in passing.used_up:
+            raise state.gradients[name].gone()
+        if passing.slots.of(state.block.name) is not None:
+            return
+        while (other := passing.slots.in_the_way(passing.nbytes)) is not None:
+            # Not all that it trains has a gradient in this pass, which only the end of backward would tell.
+            self._use_up(self._blocks[other])
+        slot = passing.slots.take(state.block.name, passing.nbytes)
+        for other, buffer in state.gradients.items():
+            if other not in passing.used_up:
+                place: torch.Tensor = elements(slot.buffer, buffer.parameter, passing.offsets[other])
+                buffer.lend(place, slot.read)
+
+    def landed(self, state: BlockState) -> None:
+        """A gradient of ``state`` has landed. With the last one of the block its update is queued."""
+        passing = state.passing
+        if passing is not None and all(g.landings or n in passing.used_up for n, g in state.gradients.items()):
+            self._use_up(state)
+
+    def _use_up(self, state: BlockState, tasks: Tasks | None = None) -> None:
+        """Updates a block with what has landed of it (None: as a step would that came now), and gives its slot back."""
+        passing = state.passing
+        if passing is None or passing.slots.of(state.block.name) is None:
+            return
+        landed = [name for name, buffer in state.gradients.items() if buffer.landings]
+        wanted = self._tasks_now(state) if tasks is None else tasks
+        made = {name: wanted[name] for name in landed if name in wanted}
+        done = self._updater.submit(state, made) if made else None
+        for name, buffer in state.gradients.items():
+            if buffer.landings:
+                passing.used_up.add(name)
+            buffer.use_up()
+        self._made |= made
+        # What has no update has been copied there all the same, by the lane that brings the next occupant's.
+        passing.slots.give_back(state.block.name, () if done is None else (done,))
+
+    def expect_taken_over(self, groups: Mapping[str, Mapping[str, object]]) -> None:
+        """Raises ``GradientUsedUp`` where a step over ``groups`` is not the one that was made in backward."""
+        for state in self._blocks.values():
+            for name in state.gradients:
+                task, gradient = self._made.get(name), self._parameters[name].grad
+                if task is not None:
+                    self._expect_same(state, name, task, groups)
+                elif name in groups and isinstance(gradient, LandedGradient) and gradient.is_gone:
+                    raise state.gradients[name].gone()  # a second step over the same gradients
+
+    def _expect_same(
+        self, state: BlockState, name: str, task: Task, groups: Mapping[str, Mapping[str, object]]
+    ) -> None:
+        gradient = self._parameters[name].grad
+        if not (isinstance(gradient, LandedGradient) and gradient.was_used_up(state.gradients[name])):
+            why = "its gradient was dropped or replaced between backward and step()"
+        elif name not in groups:
+            why = "the optimizer does not hold it any more"
+        elif groups[name] != task.group:
+            why = "its hyperparameters were changed between backward and step(); change them after step()"
+        else:
+            return
+        raise GradientUsedUp(
+            f"parameter {name} was updated in backward as the optimizer was then, and {why}; the step cannot be taken "
+            f"back: load the parameters of a step that is whole, or prepare the model with update='step'"
+        )
+
+    def left(self, state: BlockState, tasks: Tasks) -> Tasks:
+        """Those of ``tasks`` that no update in backward was made for."""
+        return {name: task for name, task in tasks.items() if name not in self._made} if state.passing else tasks
+
+    def finish(self, state: BlockState, tasks: Tasks) -> None:
+        """The rest of a step: ``tasks`` are those of ``left``, and all of their gradients have landed."""
+        self._use_up(state, tasks)
+
+    def end_step(self) -> None:
+        """The step has been taken: a next backward may come."""
+        for state in self._blocks.values():
+            self._use_up(state, {})  # gradients of parameters that the optimizer does not hold
+            if state.passing is not None:
+                state.passing.used_up.clear()
+        self._made.clear()
+
+    def expect_whole(self) -> None:
+        """Raises ``GradientUsedUp`` between a backward and its step: some blocks are updated and others are not."""
+        for state in self._blocks.values():
+            state.expect_not_updated()

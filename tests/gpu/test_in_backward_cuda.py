@@ -1,0 +1,58 @@
+"""Updates in backward with a card: gradients wait on the way to the host for updates there, and no number changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import forebay
+from forebay.device.base import Delays
+from forebay.device.cuda import CudaDevice
+from forebay.device.delays import RandomDelays
+from forebay.plans import Plan
+from tests.parity.in_backward import in_backward
+from tests.parity.models import CASES, Case
+from tests.parity.test_delays import NARROW
+
+pytestmark = pytest.mark.gpu
+
+BUDGET = 2 * 2**30
+
+
+def left(case: Case, plan: Plan, folder: str | None, delays: Delays | None) -> dict[str, torch.Tensor]:
+    """All that three steps leave, with nothing read in between."""
+    device = CudaDevice(0, BUDGET, delays=delays)
+    model = case.model(torch.bfloat16)
+    model, optimizer = forebay.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        plan=plan,
+        device_memory=BUDGET,
+        disk=folder,
+        device=device,
+    )
+    for step in range(3):
+        model(**{k: v.to("cuda") for k, v in case.inputs(step, torch.bfloat16).items()})["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = {f"parameter {n}": p.cpu().clone() for n, p in forebay.parameters(model).items()}
+    for i, states in optimizer.state_dict()["state"].items():
+        seen |= {f"{n} of {i}": s.cpu().clone() for n, s in states.items()}
+    forebay.close(model)
+    assert device.ledger.live == 0
+    device.close()
+    return seen
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["host", "tiers"])
+@pytest.mark.parametrize("name", ["narrow", "llama-tied"])
+def test_as_with_a_step_after_backward(name: str, disk: bool, tmp_path: Path) -> None:
+    case = NARROW if name == "narrow" else CASES[name]
+    plan, folder = in_backward(case, torch.bfloat16, disk=disk), f"{tmp_path}:64MiB" if disk else None
+    expected = left(case, replace(plan, update_in_backward=(), host=BUDGET), folder, None)
+    made = left(case, plan, folder, RandomDelays(0, max_seconds=0.002))
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[n], tensor) for n, tensor in expected.items())

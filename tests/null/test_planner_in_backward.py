@@ -1,0 +1,143 @@
+"""Plans in which gradients may be used up: less of the host for all that streams, and more slots where a step gains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from forebay.arenas import gradient_nbytes
+from forebay.checking import check
+from forebay.errors import CannotServe, ConfigError, DoesNotFit
+from forebay.figures import with_figures
+from forebay.machine import Machine
+from forebay.planners import LATE, PLANNERS, Bench, Problem, make_plan
+from forebay.planners.in_backward import FEWEST, slots_of
+from forebay.planners.parts import Draft
+from forebay.plans import Plan
+from tests.null.planning import ENOUGH, asked, chain, machine
+from tests.null.synthetic import block, problem
+
+N = 12
+ELEMENTS = 2 * 64 * 64
+GRADIENTS = 4 * ELEMENTS
+"""Bytes of the gradients of one block, in fp32."""
+
+TRACE = chain(N, saved=2)
+QUICK = machine(compute=4e8, h2d=1e9, d2h=1e9, update=1e10)
+SLOW = machine(compute=4e8, h2d=1e9, d2h=1e9, update=2e8)
+
+
+def allowed(on: Machine = QUICK, *, host: int = ENOUGH) -> Problem:
+    """Something that streams: the device has room for little more than three blocks and what a step makes."""
+    return replace(asked(TRACE, on, device=400_000, host=host), update="backward")
+
+
+def gradients(plan: Plan) -> int:
+    """Bytes of gradients on the host: of slots, and of blocks that keep theirs."""
+    kept = {p.block for p in plan.placements if not p.resident} - set(plan.update_in_backward)
+    return sum(plan.streaming.gradient_slots) + sum(gradient_nbytes(TRACE.model.block(name)) for name in kept)
+
+
+@pytest.mark.parametrize("policy", ["stream", "auto", "zero-infinity", "lohan"])
+def test_every_policy_uses_them_up_where_it_may(policy: str) -> None:
+    problem = allowed()
+    plan, other = make_plan(problem, policy), make_plan(replace(problem, update="step"), policy)
+    streamed = [p.block for p in plan.placements if not p.resident]
+    assert streamed and plan.update_in_backward == tuple(streamed)
+    assert not plan.speculate and not plan.update_on_device
+    assert gradients(plan) == FEWEST * GRADIENTS < gradients(replace(other, update_in_backward=()))
+    assert any("updated in backward, which uses their gradients up: 3 slots" in reason for reason in plan.reasons)
+    check(TRACE, QUICK, plan)
+    assert not other.update_in_backward and not other.streaming.gradient_slots
+
+
+def test_what_fits_by_it() -> None:
+    """All gradients but those of the slots are spared, and a host that is as much smaller is enough."""
+    room = make_plan(allowed(), "zero-infinity").host
+    plan = make_plan(allowed(host=room), "zero-infinity")
+    assert plan.host <= room
+    with pytest.raises(DoesNotFit, match="host memory"):
+        make_plan(replace(allowed(host=room), update="step"), "zero-infinity")
+    with pytest.raises(DoesNotFit, match="host memory"):
+        make_plan(allowed(host=room - 1), "zero-infinity")
+
+
+def test_more_slots_where_a_step_gains_by_them() -> None:
+    """Where the host is slow to update, backward waits for a slot. None that cost more than they gain, and none that
+    there is no room for."""
+    few, many = make_plan(allowed(QUICK), "stream"), make_plan(allowed(SLOW), "stream")
+    assert len(few.streaming.gradient_slots) == FEWEST < len(many.streaming.gradient_slots)
+    bench = Bench(allowed(SLOW))
+    least = replace(Draft.of(many), streaming=replace(many.streaming, gradient_slots=few.streaming.gradient_slots))
+    assert bench.seconds(Draft.of(many)) < 0.99 * bench.seconds(least)
+    host = many.host - GRADIENTS
+    tight = make_plan(allowed(SLOW, host=host), "stream")
+    assert tight.host <= host
+    assert FEWEST <= len(tight.streaming.gradient_slots) < len(many.streaming.gradient_slots)
+    assert tight.step_seconds is not None and many.step_seconds is not None
+    assert tight.step_seconds > many.step_seconds
+
+
+def test_a_step_of_it_has_one_backward() -> None:
+    plan = make_plan(allowed(), "stream")
+    told = with_figures(TRACE, QUICK, plan)
+    assert told.step_seconds == plan.step_seconds and told.micro_batch_seconds is None
+    assert told.seconds_of_step(2) is None
+
+
+def test_the_slots_of_blocks_that_differ() -> None:
+    """One for the largest, the others of the size that most have."""
+    head = block("head", ((64, 128), "float32", True))
+    layers = [block(f"b{i}", ((64, 64), "float32", True), ((64,), "float32", False)) for i in range(4)]
+    assert slots_of([head, *layers]) == (64 * 128 * 4, 64 * 64 * 4, 64 * 64 * 4)
+    assert slots_of(layers[:2]) == (64 * 64 * 4,) * 2
+    assert slots_of([head, *layers], 9) == (64 * 128 * 4, *(64 * 64 * 4,) * 4)
+    assert slots_of([]) == ()
+
+
+def test_what_stays_has_nothing_to_use_up() -> None:
+    plan = make_plan(replace(allowed(), budget=replace(allowed().budget, device=ENOUGH)), "resident")
+    assert not plan.update_in_backward and not plan.streaming.gradient_slots
+    assert any("nothing is updated in backward" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("policy", LATE)
+def test_updates_at_once_are_no_late_ones(policy: str) -> None:
+    with pytest.raises(
+        CannotServe, match=f"policy {policy} makes updates a step late.*What would fit: policy zero-off"
+    ):
+        make_plan(allowed(), policy)
+    assert policy in PLANNERS
+
+
+WRONG: dict[str, tuple[Callable[[], Problem], str]] = {
+    "no batch": (
+        lambda: replace(problem([block("b", ((8,), "float32", True))], device=1 << 20), update="backward"),
+        "needs to know when gradients are made .*; give a batch",
+    ),
+    "micro-batches": (lambda: replace(allowed(), micro_batches=4), "one backward a step, got 4 micro-batches"),
+    "unknown": (lambda: replace(allowed(), update="later"), "update must be step or backward, got 'later'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_cannot_be_asked(how: str) -> None:
+    make, words = WRONG[how]
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_a_host_that_is_too_small_is_told_of_it() -> None:
+    """The bytes that are named are those of the plan."""
+    needed = make_plan(allowed(), "zero-infinity").host
+    with pytest.raises(DoesNotFit, match="update='backward', where nobody clips gradients or reads them") as refused:
+        make_plan(replace(allowed(host=needed), update="step"), "zero-infinity")
+    remedy = next(remedy for remedy in refused.value.nearest if remedy.what == "update")
+    assert remedy.needed == needed
+    assert make_plan(allowed(host=remedy.needed), "zero-infinity").host == needed
+    for wanted in (replace(allowed(host=needed - 1), update="step"), allowed(host=needed - 1)):
+        with pytest.raises(DoesNotFit) as refused:
+            make_plan(wanted, "zero-infinity")
+        assert all(remedy.what != "update" for remedy in refused.value.nearest)

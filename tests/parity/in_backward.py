@@ -1,0 +1,58 @@
+"""Plans whose blocks are updated in backward, and runs that read no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import forebay
+from forebay.arenas import arenas, gradient_nbytes
+from forebay.device.base import Delays
+from forebay.plans import Plan
+from forebay.runtime.blocks import find_blocks
+from tests.parity.models import Case
+from tests.parity.speculating import Run, speculating
+from tests.parity.test_delays import STATES
+
+__all__ = ["in_backward", "left_by", "stepped", "used_up"]
+
+
+def used_up(case: Case, dtype: torch.dtype) -> tuple[str, ...]:
+    """The blocks that train and are not in use while others are."""
+    model = find_blocks(case.model(dtype)).model
+    return tuple(block.name for block in model.blocks if block.gradient_nbytes and not block.held)
+
+
+def in_backward(case: Case, dtype: torch.dtype, *, disk: bool, slots: int = 2) -> Plan:
+    """Every block that can is updated in backward, through ``slots`` slots for gradients of the largest; at home on the
+    host or, with ``disk``, in turn wherever a block can be."""
+    plan, names = replace(speculating(case, dtype, disk=disk), speculate=()), used_up(case, dtype)
+    model = find_blocks(case.model(dtype)).model
+    largest = max(gradient_nbytes(model.block(name)) for name in names)
+    streaming = replace(plan.streaming, gradient_slots=(largest,) * slots)
+    sizes = arenas(model, plan.placements, streaming, STATES, update_in_backward=names)
+    return replace(plan, streaming=streaming, update_in_backward=names, host=sizes.host, disk=sizes.disk)
+
+
+def stepped(run: Run, batch: int) -> torch.Tensor:
+    loss = run.backward(batch)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss
+
+
+def left_by(
+    case: Case, dtype: torch.dtype, plan: Plan, folder: str | None, delays: Delays | None = None, steps: int = 3
+) -> dict[str, torch.Tensor]:
+    """All that some steps leave: losses, parameters, the optimizer's states."""
+    run = Run(case, dtype, plan, folder, delays)
+    try:
+        left = {f"loss {step}": stepped(run, step) for step in range(steps)}
+        left |= {f"parameter {n}": p for n, p in forebay.parameters(run.model).items()}
+        left |= {f"value {n}": p.clone() for n, p in run.model.state_dict().items()}
+        for i, states in run.optimizer.state_dict()["state"].items():
+            left |= {f"{n} of {i}": s.clone() for n, s in states.items()}
+        return left
+    finally:
+        run.close()
