@@ -144,6 +144,9 @@ class Sizer:
         self.update_chunk = update_chunk
         self._blocks = {b.name: b for b in model.blocks}
         self._states: dict[str, _StateSizes] = {}
+        # Bytes of the gradients of each block on the host, and of the largest of them.
+        self._landed = {b.name: gradient_nbytes(b) for b in model.blocks}
+        self._largest = {b.name: max((p.nbytes for p in b.parameters if p.trainable), default=0) for b in model.blocks}
         alike: dict[object, _StateSizes] = {}
         for block in model.blocks:
             shape = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
@@ -196,7 +199,7 @@ class Sizer:
         writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
         at_home = [b for b in trained if b.name not in update_on_device]
         ring = UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0)
-        largest_gradient = max((p.nbytes for b in trained for p in b.parameters if p.trainable), default=0)
+        largest_gradient = max((self._largest[b.name] for b in trained), default=0)
         return Arenas(
             device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
             device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
@@ -222,11 +225,10 @@ class Sizer:
             disk_activations=streaming.disk_activations,
         )
 
-    @staticmethod
-    def _gradients(hosted: Iterable[Block], streaming: Streaming, update_in_backward: Collection[str]) -> int:
+    def _gradients(self, hosted: Iterable[Block], streaming: Streaming, update_in_backward: Collection[str]) -> int:
         """Bytes on the host of landed gradients: those of every block of ``hosted``, or the slots that they share."""
-        standing = sum(gradient_nbytes(b) for b in hosted if b.name not in update_in_backward)
-        largest = max((gradient_nbytes(b) for b in hosted if b.name in update_in_backward), default=0)
+        standing = sum(self._landed[b.name] for b in hosted if b.name not in update_in_backward)
+        largest = max((self._landed[b.name] for b in hosted if b.name in update_in_backward), default=0)
         if largest > max(streaming.gradient_slots, default=0):
             raise ConfigError(
                 f"the gradients of a block that is updated in backward take {largest} bytes and the largest of the "

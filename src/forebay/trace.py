@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from hashlib import sha256
 
 from forebay.errors import ConfigError
@@ -75,7 +76,7 @@ class Block:
     nbytes: int
     held: bool = False
 
-    @property
+    @cached_property
     def module(self) -> str | None:
         """The one module inside whose forward all uses of the parameters lie: what can be recomputed as a whole.
 
@@ -85,12 +86,12 @@ class Block:
         inside = all(name == outer or name.startswith(f"{outer}.") for name in self.modules)
         return outer if outer and inside and not self.held else None
 
-    @property
+    @cached_property
     def trainable_numel(self) -> int:
         """Number of elements that an optimizer updates."""
         return sum(p.numel for p in self.parameters if p.trainable)
 
-    @property
+    @cached_property
     def gradient_nbytes(self) -> int:
         """Bytes of the gradients that one backward makes, in the parameters' own dtype."""
         return sum(p.nbytes for p in self.parameters if p.trainable)

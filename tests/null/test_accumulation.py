@@ -102,6 +102,21 @@ def test_few_plans_are_made_in_search_of_room(part: float) -> None:
     assert len(made) <= 6
 
 
+def test_what_a_plan_needs_that_is_known_is_not_asked_for_again() -> None:
+    """A plan that takes a part of the budget alone, and just too much of it with all: with anything down to that part
+    it would be made once more."""
+    budget = of(planned("stream")).needed(Tier.DEVICE, COUNT) - 1
+    made: list[tuple[int, Plan]] = []
+
+    def streaming(problem: Problem, bench: Bench) -> Plan:
+        made.append((problem.limit(Tier.DEVICE), make_plan(problem, "stream", bench)))
+        return made[-1][1]
+
+    room = leave_room(asked(TRACE, machine(), device=budget), COUNT, streaming)
+    assert of(room.plan).most(Tier.DEVICE, budget) >= COUNT
+    assert len(made) > 1 and all(limit < made[0][1].device for limit, _ in made[1:])
+
+
 def test_where_there_can_be_no_room_one_plan_is_made() -> None:
     device, made = planned("stream-recompute").device, list[Problem]()
 

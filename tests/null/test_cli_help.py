@@ -138,7 +138,7 @@ def test_the_flags_of_plan_are_these() -> None:
 
 def test_the_flags_of_verify_are_these() -> None:
     assert flags_of("verify") == VERIFY_FLAGS
-    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "update"}  # it clips and accumulates
+    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "update"}
     assert {"--" + name.replace("_", "-") for name in settings} | {"--json"} == VERIFY_FLAGS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -60,6 +61,25 @@ def with_room(problem: Problem, tier: str, part: int) -> Problem:
         return replace(problem, disk_limit=room, budget=replace(problem.budget, disk=DiskBudget("folder", room)))
     room += 5 * MiB if problem.disk_limit else 0
     return replace(problem, host_limit=room, budget=replace(problem.budget, host=room))
+
+
+def test_more_memory_is_not_slower_where_there_is_time_for_a_few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with models of thousands of moves: a search has time for three or four such drafts, and those that come first
+    must not be nearly the same."""
+    import forebay.planners.bench as workbench
+
+    monkeypatch.setattr(workbench, "ACTIONS", 3000)
+    trace = chain(16, saved=6, activation=1 << 17)
+    on = machine(compute=4e8, h2d=4e8, d2h=4e8, update=2e8)
+    everything = Bench(asked(trace, on, device=1 << 50))
+    assert everything.liveness is not None
+    peak = everything.liveness.profile().peak
+    found = []
+    for part in (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8):
+        problem = asked(trace, on, device=int(part * peak))
+        bench = Bench(problem)
+        found.append(make_plan(problem, "auto", bench).step_seconds or 0.0)
+    assert all(more <= less * (1 + TIE) for less, more in pairwise(found))
 
 
 MACHINES = {

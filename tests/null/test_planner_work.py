@@ -44,9 +44,11 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return called
 
     import forebay.planners.bench as workbench
+    import forebay.planners.device_updates as device_updates
 
     for name in COUNTED:
         monkeypatch.setattr(workbench, name, counting(name, getattr(workbench, name)))
+    monkeypatch.setattr(device_updates, "pace", counting("pace", device_updates.pace))
     monkeypatch.setattr(Programme, "solution", counting("solution", Programme.solution))
     return found
 

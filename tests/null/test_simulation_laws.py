@@ -6,14 +6,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.machine import Curve, Link, Machine
 from forebay.memory import Kind, Tier
-from forebay.program import Action, Change, Program, Verb
+from forebay.program import Action, Change, Outline, Program, Verb
+from forebay.simulation.clock import Clock, Witness
 from forebay.simulation.costs import Costs
-from forebay.simulation.play import play
+from forebay.simulation.play import pace, play
+from forebay.simulation.score import Score
 from forebay.timeline import Event, Lane, Timeline
 from tests.null.simulating import seconds_trace
 from tests.null.strategies import machines
@@ -193,3 +195,62 @@ def peak_between(program: Program, timeline: Timeline) -> tuple[int, int]:
             least = max(least, before + sum(n for end, n in ended if end == start and n < 0))
             most = max(most, before + sum(n for end, n in ended if end == start and n > 0))
     return least, most
+
+
+class Onlooker(Witness):
+    """Sees everything in the order of time, and says nothing."""
+
+    def __init__(self) -> None:
+        self.instants: list[float] = []
+
+    def begin(self, index: int) -> None:
+        pass
+
+    def ended(self, index: int, end: list[float]) -> None:
+        self.instants.append(end[index])
+
+    def mark(self, computing: int) -> None:
+        pass
+
+
+@settings(max_examples=50)
+@given(program=programs(), machine=ANY, settled=st.booleans())
+def test_lanes_that_run_ahead_of_the_clock_are_where_it_would_have_them(
+    program: Program, machine: Machine, settled: bool
+) -> None:
+    """To the last bit, and so are those that share with others."""
+    costs = Costs(TRACE, machine)
+    score, onlooker = Score.of(program, costs, settled=settled), Onlooker()
+    ahead, watched = Clock(score), Clock(score, onlooker)
+    ahead.run()
+    watched.run()
+    assert (ahead.start, ahead.end) == (watched.start, watched.end)
+    assert onlooker.instants == sorted(watched.end)
+    assert pace(score) == play(program, TRACE, machine, costs=costs, settled=settled).step_seconds
+
+
+@settings(max_examples=50)
+@given(program=programs(), machine=ANY, data=st.data())
+def test_a_score_with_others_instead_is_that_of_another_program(
+    program: Program, machine: Machine, data: st.DataObject
+) -> None:
+    costs, actions = Costs(TRACE, machine), program.actions
+    updates = [i for i, action in enumerate(actions) if action.lane is Lane.UPDATE]
+    fetches = [i for i, action in enumerate(actions) if action.verb is Verb.FETCH]
+    idle = data.draw(st.sets(st.sampled_from(updates))) if updates else set[int]()
+    before = {}
+    for index in sorted(data.draw(st.sets(st.sampled_from(fetches)))) if fetches else ():
+        after = tuple(data.draw(st.lists(st.integers(0, index - 1), max_size=2))) if index else ()
+        nbytes = data.draw(st.sampled_from([0, 100, 1_000_000]))
+        before[index] = Outline(Lane.H2D, Verb.LOAD, "load", actions[index].step, after, nbytes)
+    other, places = list[Action](), list[int]()
+    for index, action in enumerate(actions):
+        if index in before:
+            more = before[index]
+            waits = tuple(places[i] for i in more.after)
+            other.append(Action(more.lane, more.verb, more.what, more.step, after=waits, nbytes=more.nbytes))
+        places.append(len(other))
+        waits = () if index in idle else tuple(places[i] for i in action.after)
+        other.append(replace(action, after=waits, nbytes=0 if index in idle else action.nbytes))
+    score = Score.of(program, costs).instead(idle, before, costs)
+    assert pace(score) == pace(Score.of(replace(program, actions=tuple(other)), costs))

@@ -26,6 +26,9 @@ from forebay.trace import Trace
 
 __all__ = ["Liveness", "device_bound", "input_nbytes", "updating_nbytes"]
 
+STAGES = 8
+"""Plans whose stages are kept: a search turns among a few that differ in them."""
+
 
 @final
 class Liveness:
@@ -43,7 +46,7 @@ class Liveness:
         self._landings = Landings(self.index)
         self._arrangements: dict[frozenset[str], Arrangement] = {}
         self._profiles: dict[tuple[frozenset[str], tuple[Selection, ...]], Profile] = {}
-        self._latest: tuple[object, Sequence[Stage]] | None = None
+        self._stages: dict[object, Sequence[Stage]] = {}
         self._transits: dict[tuple[frozenset[str], tuple[Selection, ...]], Transit] = {}
 
     def profile(self, recompute: Iterable[str] = (), activations: tuple[Selection, ...] = ()) -> Profile:
@@ -59,12 +62,15 @@ class Liveness:
     def stages(
         self, recompute: Iterable[str], activations: tuple[Selection, ...], hosted: frozenset[str]
     ) -> Sequence[Stage]:
-        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave. The latest
-        are kept: plans that differ in windows or updates alone have the same."""
+        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave. Some of the
+        latest are kept: plans that differ in windows or updates alone have the same."""
         key = frozenset(recompute), activations, hosted
-        if self._latest is None or self._latest[0] != key:
-            self._latest = key, Stages(self.index, self.profile(recompute, activations), hosted).all()
-        return self._latest[1]
+        stages = self._stages
+        if key not in stages:
+            while len(stages) >= STAGES:
+                del stages[next(iter(stages))]
+            stages[key] = Stages(self.index, self.profile(recompute, activations), hosted).all()
+        return stages[key]
 
     def _transit(self, recompute: frozenset[str], activations: tuple[Selection, ...]) -> Transit:
         key = recompute, activations

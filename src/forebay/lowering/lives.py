@@ -16,7 +16,7 @@ for whoever asks first.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import final
 
@@ -45,7 +45,8 @@ class Move:
     ``made`` and Python holds it until after the op at ``dropped``. ``asked`` is the position at which backward first
     asks for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back. ``codes`` are what
     takes its place (None: nothing does). They, or else the root, are on the device until after position ``until``, and
-    then for as long as their copy to the host takes, if their ``fate`` is to leave.
+    then for as long as their copy to the host takes, if their ``fate`` is to leave: ``leaves``. ``moved`` are the bytes
+    of what leaves, or of the codes that stay.
     """
 
     root: int
@@ -62,16 +63,13 @@ class Move:
     fate: Fate
     codes: Codes | None
     until: int
+    # Asked for at every turn, and so not worked out each time.
+    moved: int = field(init=False)
+    leaves: bool = field(init=False)
 
-    @property
-    def moved(self) -> int:
-        """Bytes of what leaves, or of the codes that stay."""
-        return self.nbytes if self.codes is None else self.codes.nbytes
-
-    @property
-    def leaves(self) -> bool:
-        """Whether it leaves the device, or else only becomes codes there."""
-        return self.fate is not Fate.KEEP
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moved", self.nbytes if self.codes is None else self.codes.nbytes)
+        object.__setattr__(self, "leaves", self.fate is not Fate.KEEP)
 
 
 @dataclass(frozen=True)

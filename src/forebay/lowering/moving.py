@@ -31,6 +31,7 @@ class Moving:
 
     def __init__(self, recorder: Recorder, moves: Iterable[Move], streaming: Streaming) -> None:
         self.freed: list[Change] = []
+        self._accounts = not recorder.sketching  # whether anybody asks what is where on the device
         self._recorder = recorder
         self._unasked = [move for move in moves if move.asked == NEVER]
         self._window = TransferWindow(recorder, streaming.offload_window)
@@ -133,7 +134,7 @@ class Moving:
             after=(self._recorder.mark(), *busy),
             nbytes=move.moved,
             block=move.block,
-            changes=(Change(move.kind if move.codes is None else Kind.ACTIVATION, -move.moved),),
+            changes=self._left(move),
             ops=move.ops,
             tensor=move.root,
             ring=-1 if place is None else place.offset,
@@ -144,6 +145,12 @@ class Moving:
             self._write(move, place, done)
         self._reloads.offloaded(move, move.moved)
         self._window.sent(done, move.moved)
+
+    def _left(self, move: Move) -> tuple[Change, ...]:
+        """What the copy of ``move`` to the host frees on the device."""
+        if not self._accounts:
+            return ()
+        return (Change(move.kind if move.codes is None else Kind.ACTIVATION, -move.moved),)
 
     def _reload(self, move: Move) -> None:
         place: RingPlace | None = None
@@ -160,7 +167,7 @@ class Moving:
             nbytes=move.moved,
             block=move.block,
             peak=move.moved,
-            changes=(*_some(freed), Change(Kind.ACTIVATION, move.moved)),
+            changes=(*_some(freed), Change(Kind.ACTIVATION, move.moved)) if self._accounts else (),
             ops=(self._asking, self._asking),
             tensor=move.root,
             ring=-1 if place is None else place.offset,

@@ -153,12 +153,15 @@ class Recorder:
     ) -> Recorded:
         """Writes down an action, after what the caller names and after what its lane must wait for."""
         self.before()
-        known = self._known(lane, after)
+        known, index = self._known(lane, after), len(self._lanes)
+        self._lanes.append(lane)
+        if lane is Lane.COMPUTE:
+            self._last_compute = index
         if self.sketching:
             self.outlines.append(
                 Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits, False, apart, block)
             )
-            return self._written(lane)
+            return Recorded(self, index)
         self.actions.append(
             Action(
                 lane=lane,
@@ -181,7 +184,7 @@ class Recorder:
                 apart=apart,
             )
         )
-        return self._written(lane)
+        return Recorded(self, index)
 
     def add_updates(
         self, what: str, block: str, after: Sequence[Completion], chunks: Iterable[tuple[int, int]], *, apart: bool
@@ -248,13 +251,6 @@ class Recorder:
                 changes=changes,
             )
         )
-
-    def _written(self, lane: Lane) -> Recorded:
-        index = len(self._lanes)
-        self._lanes.append(lane)
-        if lane is Lane.COMPUTE:
-            self._last_compute = index
-        return Recorded(self, index)
 
 
 def _nothing() -> None:

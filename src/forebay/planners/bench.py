@@ -10,23 +10,24 @@ from forebay.arenas import Arenas, Sizer
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import lower, sketch
-from forebay.lowering.liveness import Liveness, input_nbytes, updating_nbytes
+from forebay.lowering.liveness import input_nbytes, updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
-from forebay.planners.activations.groups import Group, groups_of
+from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
-from forebay.planners.in_backward import passed, usable
+from forebay.planners.in_backward import passed
+from forebay.planners.known import Known
 from forebay.planners.parts import Draft, delays, recomputable, slot_options
 from forebay.planners.problem import Problem
 from forebay.plans import Fate, Plan, Streaming
 from forebay.program import Outline, Program, Sketch
-from forebay.simulation import Costs, Forecast, pace, play, summarise
+from forebay.simulation import Costs, Forecast, Score, pace, play, summarise
 from forebay.states import state_changes
 from forebay.timeline import Timeline
 from forebay.trace import Block
 
-__all__ = ["Bench", "Known"]
+__all__ = ["Bench"]
 
 SIMULATIONS = 40
 """Simulations that one search may take at most: what a search costs is counted, not timed, so that the same problem
@@ -42,34 +43,14 @@ IN_WORDS = ACTIONS // 8
 SIMULATIONS_LEAST = 3
 """But so many it may take."""
 
-SKETCHES = 8
-"""Programs of drafts that were simulated last are kept, so many: who asks what would change about one of them asks
-soon."""
+SIMULATIONS_COSTLY = 4
+"""Drafts of which a search can simulate no more than so many are costly."""
 
 LONG = 160
 """Visits of a trace from which on a step is so long that nothing is simulated beside what is most likely to gain."""
 
 CHUNKS = 500
 """Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
-
-
-@final
-class Known:
-    """What is known of the drafts of one model on one machine, whatever the limits: ``paced`` are the seconds of a step
-    and the actions of its program, ``groups`` follow from ``Problem.compress`` and from whether there is a disk."""
-
-    def __init__(self, problem: Problem) -> None:
-        trace, machine = problem.trace, problem.machine
-        self.liveness = None if trace is None else Liveness(trace)
-        self.costs = None if trace is None or machine is None else Costs(trace, machine)
-        self.sizers: dict[int, Sizer] = {}
-        self.arenas: dict[Draft, Arenas] = {}
-        self.beside: dict[tuple[object, ...], int] = {}
-        self.paced: dict[Draft, tuple[float, int]] = {}
-        self.slots: dict[int, list[tuple[int, ...]]] = {}
-        self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
-        early = self.liveness if problem.update == "backward" else None
-        self.in_backward = frozenset[str]() if early is None else usable(early)
 
 
 @final
@@ -83,10 +64,10 @@ class Bench:
         self.recomputable: tuple[str, ...] = () if problem.trace is None else recomputable(problem.trace)
         self.simulated = 0
         self.actions = 0
+        self._last_actions = 0
         self.liveness = self.known.liveness
         self._elements = sum(b.trainable_numel for b in self.model.blocks)
         self._seconds: dict[Draft, float] = {}
-        self._sketches: dict[Draft, Sketch] = {}
         self._exact: dict[Draft, Forecast] = {}
         self._proofs: dict[Draft, DoesNotFit | PlanInvalid | None] = {}
         self._latest: tuple[Draft, Program, Timeline] | None = None
@@ -125,6 +106,11 @@ class Bench:
     def is_long(self) -> bool:
         """Whether a step is so long that little of it should be simulated; the same whatever the budgets are."""
         return self.problem.trace is not None and len(self.problem.trace.visits) >= LONG
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether the draft that was simulated last has so many actions that a search has no time for many like it."""
+        return self._last_actions * SIMULATIONS_COSTLY > ACTIONS
 
     def sizer(self, update_chunk: int) -> Sizer:
         """The sizer for chunks of ``update_chunk`` elements."""
@@ -245,36 +231,34 @@ class Bench:
         if draft not in self._seconds:
             paced = self.known.paced.get(draft)
             if paced is None:
-                program = self.sketched(draft)
-                paced = self.paced(program, draft), len(program.actions)
+                program, score = self.sketched(draft)
+                paced = pace(score)[-1], len(program.actions)
                 self.known.paced[draft] = paced
             # What another bench has simulated counts all the same: what is found does not depend on who came before.
             self.simulated += 1
             self.actions += paced[1]
+            self._last_actions = paced[1]
             self._seconds[draft] = paced[0]
         return self._seconds[draft]
 
-    def sketched(self, draft: Draft) -> Sketch:
-        """The program of which ``seconds`` are those of the last step."""
-        program = self._sketches.get(draft)
-        if program is None:
-            plan = self.plan("", draft)
-            coarse = replace(plan, streaming=self._coarse(draft, plan.streaming))
+    def sketched(self, draft: Draft) -> tuple[Sketch, Score]:
+        """The program of which ``seconds`` are those of the last step, and its score."""
+        known = self.known
+        if draft not in known.sketches:
+            coarse = replace(self.plan("", draft), streaming=self.coarse(draft))
             program = sketch(self.costs.trace, coarse, liveness=self.liveness)
-            while len(self._sketches) >= SKETCHES:
-                del self._sketches[next(iter(self._sketches))]
-            self._sketches[draft] = program
-        return program
+            score = Score.of(program, self.costs, settled=not draft.streaming.overlap_update)
+            known.keep(draft, program, score)
+        return known.sketches[draft]
 
     def eased(self, draft: Draft, part: Callable[[Outline], float]) -> float:
         """``seconds`` if every action took ``part`` of its seconds (or so many times of them): what a step may come to
-        where those are not in its way. It is asked of the actions in order, and costs no program."""
-        program = self.sketched(draft)
-        return self.paced(program, draft, list(map(part, program.actions)))
-
-    def paced(self, program: Sketch, draft: Draft, times: Sequence[float] = ()) -> float:
-        """Seconds of the last step of ``program``, one of ``draft``; ``times``: see ``simulation.pace``."""
-        return pace(program, self.costs, settled=not draft.streaming.overlap_update, times=times)[-1]
+        where those are not in its way. It costs no program, and is worked out once."""
+        eased = self.known.eased
+        if (draft, part) not in eased:
+            program, score = self.sketched(draft)
+            eased[draft, part] = pace(score.times(list(map(part, program.actions))))[-1]
+        return eased[draft, part]
 
     def played(self, plan: Plan) -> tuple[Program, Timeline]:
         """``plan`` lowered, every chunk of every update by itself, and played against a clock. The latest is kept."""
@@ -301,9 +285,10 @@ class Bench:
         if fault is not None:
             raise fault
 
-    def _coarse(self, draft: Draft, streaming: Streaming) -> Streaming:
-        """``streaming``, that of ``draft``, for simulations that only compare: with larger update jobs, and a window
-        for as many of them on the device."""
+    def coarse(self, draft: Draft) -> Streaming:
+        """The streaming of simulations that only compare: with larger update jobs, and a window for as many of them on
+        the device."""
+        _, streaming = self.in_backward(draft)
         chunk = max(streaming.update_chunk, self._elements // CHUNKS)
         if chunk == streaming.update_chunk or not draft.update_on_device:
             return replace(streaming, update_chunk=chunk)

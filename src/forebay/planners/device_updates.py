@@ -29,8 +29,9 @@ from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, on_host
 from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
-from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, fits
+from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, alike, fits
 from forebay.program import Outline, Verb
+from forebay.simulation import pace
 from forebay.states import is_wide
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
@@ -67,9 +68,12 @@ def there(bench: Bench, draft: Draft) -> Draft:
     best, bases = draft, {base: _least(bench, base) for base in _bases(bench, draft, _window(bench, draft, able))}
     # Of those whose steps are the same with and without, one will do.
     unlike = {(bench.seconds(base), least): base for base, least in reversed(bases.items())}
+    tried: list[Draft] = []
     for base in sorted(unlike.values(), key=lambda base: bases[base])[:FINALISTS]:
-        if bases[base] < min(enough, bench.seconds(best)):
+        worth = bases[base] < min(enough, bench.seconds(best))
+        if worth and not any(alike(bench, base, one, _least) for one in tried):
             best = min(best, _fastest_count(bench, base), key=bench.seconds)
+            tried.append(base)
     return best if bench.seconds(best) < enough else draft
 
 
@@ -161,23 +165,29 @@ def at_best(bench: Bench, base: Draft, names: Sequence[str]) -> float:
     """What a step of ``base`` takes at least with the updates of ``names`` on the device: they take the host no time,
     and the link as long as it takes to bring what they read, in front of the next fetch of their block. That they store
     again what they have made, and that fetches wait for this, is left out."""
-    chosen, program = frozenset(names), bench.sketched(base)
+    known, key = bench.known.relieved, (base, tuple(names))
+    if key not in known:
+        known[key] = _relieved(bench, base, names)
+    return known[key]
+
+
+def _relieved(bench: Bench, base: Draft, names: Sequence[str]) -> float:
+    """``at_best``, worked out."""
+    chosen = frozenset(names)
+    program, score = bench.sketched(base)
     sizer = bench.sizer(base.streaming.update_chunk)
     loads = {b.name: _loaded(sizer, b) for b in bench.model.blocks if b.name in chosen}
     due: dict[str, Outline] = {}  # updates that nobody has asked for yet
-    actions, places = list[Outline](), list[int]()
-    for action in program.actions:
+    loaded: dict[int, Outline] = {}
+    updates = list[int]()
+    for index, action in enumerate(program.actions):
         if action.verb is Verb.FETCH and action.block in due:
             update = due.pop(action.block)
-            actions.append(update._replace(lane=Lane.H2D, verb=Verb.LOAD, nbytes=loads[action.block]))
-        after = tuple([places[earlier] for earlier in action.after])
-        places.append(len(actions))
-        now = action._replace(after=after)
-        if action.verb is Verb.UPDATE and action.block in chosen:
-            due.setdefault(action.block, now)
-            now = now._replace(nbytes=0, after=())  # it holds up no other on its lane
-        actions.append(now)
-    return bench.paced(replace(program, actions=tuple(actions)), base)
+            loaded[index] = update._replace(lane=Lane.H2D, verb=Verb.LOAD, nbytes=loads[action.block])
+        elif action.verb is Verb.UPDATE and action.block in chosen:
+            due.setdefault(action.block, action)
+            updates.append(index)  # it holds up no other on its lane
+    return pace(score.instead(updates, loaded, bench.costs))[-1]
 
 
 def _loaded(sizer: Sizer, block: Block) -> int:

@@ -81,8 +81,11 @@ def _within(
     With less a plan keeps less, so that each micro-batch takes less; with too little there is no plan.
     """
     found, fastest = None, alone.step_seconds or 0.0
-    low, high, share = 0.0, _needed(problem, alone, over), 1 / max(over.values())
-    below, above = 0.0, max(over.values())  # what is taken with these shares, in parts of what is allowed
+    most_over = max(over.values())
+    low, high = 0.0, _needed(problem, alone, over)
+    # With as much as ``alone`` needs it would be the answer again.
+    share = 1 / most_over if 1 / most_over < high else high / most_over
+    below, above = 0.0, most_over  # what is taken with these shares, in parts of what is allowed
     scaled = set(over)
     for _ in range(ROUNDS - 1):
         asked = _scaled(problem, share, scaled)

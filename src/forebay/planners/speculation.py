@@ -28,13 +28,16 @@ from forebay.planners.parts import Draft
 from forebay.program import Outline, Verb
 from forebay.timeline import Lane
 
-__all__ = ["GAIN", "MORE_GAIN", "ahead", "candidates", "fastest_ahead", "fits", "second_copies", "unhindered"]
+__all__ = ["GAIN", "MORE_GAIN", "ahead", "alike", "candidates", "fastest_ahead", "fits", "second_copies", "unhindered"]
 
 GAIN = 0.01
 """Second copies that save less than this share of a step are not worth their bytes."""
 
 MORE_GAIN = 0.002
 """Nor are more of them that save less than this share beside fewer."""
+
+SAME = MORE_GAIN / 2
+"""Steps that differ by no more than this share are the same."""
 
 WORSE = 0.05
 """Where a step is slower by more than this share than with fewer, no more are tried."""
@@ -83,12 +86,12 @@ def unhindered(bench: Bench, draft: Draft) -> float:
     """What a step of ``draft`` takes if its updates on the host take no time, nor the disk for anything but
     activations: no update that runs earlier is worth more than that. (Parameters that a fetch reads from disk are in
     this too, so where there are many the bound is loose.)"""
+    return bench.eased(draft, _without_updates)
 
-    def part(action: Outline) -> float:
-        of_updates = action.lane is Lane.UPDATE or (action.tensor < 0 and action.verb in (Verb.READ, Verb.WRITE))
-        return 0.0 if of_updates else 1.0
 
-    return bench.eased(draft, part)
+def _without_updates(action: Outline) -> float:
+    of_updates = action.lane is Lane.UPDATE or (action.tensor < 0 and action.verb in (Verb.READ, Verb.WRITE))
+    return 0.0 if of_updates else 1.0
 
 
 def _from_the_middle(bench: Bench, draft: Draft, choices: Sequence[Draft]) -> Draft:
@@ -108,7 +111,11 @@ def _from_the_middle(bench: Bench, draft: Draft, choices: Sequence[Draft]) -> Dr
 def _climbed(bench: Bench, draft: Draft, choices: Iterable[Draft]) -> Draft:
     """The last of ``choices``, more and more updates ahead of their step, that is worth it."""
     best = draft
+    # Of long steps what they take without updates in the way was not asked.
+    floor = bench.at_least(draft) if bench.is_long else unhindered(bench, draft)
     for more in choices:
+        if bench.seconds(best) * (1 - MORE_GAIN) <= floor:
+            break  # no update is in its way any more
         seconds, before = bench.seconds(more), bench.seconds(best)
         if seconds < before * (1 - MORE_GAIN):
             best = more
@@ -126,15 +133,26 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) 
     if bench.is_long:
         return chosen
     began = bench.simulated, bench.actions
+    tried = [best]
     for other in chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS)):
         if bench.spent(*began, SPENT):
             break
         enough = bench.seconds(chosen) * (1 - MORE_GAIN)
-        if other != best and bench.at_least(other) < enough and fits(bench, other):
+        if bench.at_least(other) >= enough or not fits(bench, other):
+            continue
+        if not any(alike(bench, other, one, unhindered) for one in tried):
+            tried.append(other)
             more = ahead(bench, other, few=True)
             if bench.seconds(more) < enough and may_take(more):
                 chosen = more
     return chosen
+
+
+def alike(bench: Bench, one: Draft, other: Draft, least: Callable[[Bench, Draft], float]) -> bool:
+    """Whether two drafts take the same, now and with ``least`` (seconds with something out of the way), but for what is
+    no gain: a block in a slot that it alone needs or in one of its own, say. What helps one helps the other as much."""
+    pairs = ((each(bench, one), each(bench, other)) for each in (Bench.seconds, least))
+    return all(abs(a - b) <= SAME * max(a, b) for a, b in pairs)
 
 
 def _promising(bench: Bench, best: Draft) -> list[Draft]:

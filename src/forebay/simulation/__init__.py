@@ -1,19 +1,22 @@
 """A program against a clock: how long a step takes, what waits for what, and how many bytes are where. No torch.
 
-``simulate`` goes from a plan to a ``Timeline``, ``play`` from a program, ``pace`` to the seconds alone; ``costs`` says
-how long one thing takes alone, ``sharing`` how much slower it is beside others, ``forecast`` sums a timeline up for
-people and planners, ``together`` says what a step takes whose micro-batches pass the model together.
+``simulate`` goes from a plan to a ``Timeline``, ``play`` from a program, ``pace`` from its score to the seconds alone;
+``costs`` says how long one thing takes alone, ``score`` what a clock reads of a program, ``sharing`` how much slower a
+thing is beside others, ``forecast`` sums a timeline up for people and planners, ``together`` says what a step takes
+whose micro-batches pass the model together.
 """
 
 from forebay.simulation.costs import Costs
 from forebay.simulation.forecast import Forecast, forecast, limits, simulate, summarise
 from forebay.simulation.play import pace, play
+from forebay.simulation.score import Score
 from forebay.simulation.together import PassesForecast, by_turns, draws, together
 
 __all__ = [
     "Costs",
     "Forecast",
     "PassesForecast",
+    "Score",
     "by_turns",
     "draws",
     "forecast",

@@ -59,6 +59,16 @@ class Sharing:
         host = [rate * self._traffic[i] for i, rate in enumerate(fastest) if HOST >> i & 1]
         return sum(host) > max(self._bandwidth, *host)
 
+    def alone(self, *, crowds: bool) -> int:
+        """The lanes whose rate is their own whatever else runs, and that take none from any other. ``crowds`` says that
+        host memory may become too slow (``may_crowd``)."""
+        lanes = DISK if self._disk_duplex == 1 else 0
+        if not self.crowding:
+            lanes |= COMPUTE | THREADS & ~HOST
+            if not crowds:
+                lanes |= UPDATE | (H2D | D2H if self._duplex == 1 else 0)
+        return lanes
+
     def shares(self, busy: int) -> list[float]:
         """The share of its rate that each lane keeps while the lanes in ``busy`` run, host memory left out."""
         known = self._known.get(busy)

@@ -17,6 +17,7 @@ from forebay.plans import Plan
 from forebay.program import Sketch, Verb
 from forebay.simulation.costs import Costs
 from forebay.simulation.play import pace
+from forebay.simulation.score import Score
 from forebay.timeline import CROSSING, Lane
 from forebay.trace import Phase, Trace
 
@@ -41,7 +42,8 @@ def together(plan: Plan, costs: Costs, micro_batches: int, *, liveness: Liveness
     trace, machine = costs.trace, costs.machine
     program = sketch(trace, plan, liveness=liveness)
     times = _times(program, trace, micro_batches)
-    seconds = pace(program, costs, settled=not plan.streaming.overlap_update, times=times)[-1]
+    score = Score.of(program, costs, settled=not plan.streaming.overlap_update)
+    seconds = pace(score.times(times))[-1]
     moved = _moved(program, times)
     parked = parked_nbytes(trace, plan)
     if parked and micro_batches > 1:

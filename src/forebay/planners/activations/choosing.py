@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
@@ -62,13 +62,18 @@ def seeds(bench: Bench) -> Iterator[Draft]:
     """Drafts near the optimum of the programme, through the most slots and through the fewest, with the choices of
     blocks that are alike in every order. Then those for smaller budgets of device and host, on a ladder that is the
     same whatever the budget: what fits into less fits, and for whole tensors every budget is another knapsack, which
-    may be a worse one.
+    may be a worse one. Where a simulation takes so long that there is time for a few only (``Bench.is_costly``), one of
+    each comes first: all of one budget are near to each other.
     """
     limit = bench.problem.limit(Tier.DEVICE)
     through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
     ways = list(product(through, (_alike, early, spread)))
     disk = not _without_a_disk(bench, limit)
-    yield from _seeds(bench, limit, ways, disk=disk)
+    for place, draft in enumerate(_seeds(bench, limit, ways, disk=disk)):
+        yield draft
+        if not place and bench.is_costly and not bench.is_long:
+            yield from _lean(bench, limit, disk=disk)
+            yield from _ladder(bench, limit, disk=disk)
     if not bench.is_long:
         yield from _lean(bench, limit, disk=disk)
     for rung in _rungs(limit)[: _rungs_tried(bench)]:
@@ -79,6 +84,12 @@ def seeds(bench: Bench) -> Iterator[Draft]:
         yield from _seeds(bench, limit, list(product(options(bench)[:1], (early, _alike))), host=rung, disk=disk)
     if not disk and bench.problem.limit(Tier.DISK):
         yield from _seeds(bench, limit, ways[:1], disk=True)
+
+
+def _ladder(bench: Bench, limit: int, *, disk: bool) -> Iterator[Draft]:
+    """One draft for each rung of the ladder."""
+    for rung in _rungs(limit):
+        yield from islice(_seeds(bench, rung, [(options(bench)[0], _alike)], disk=disk), 1)
 
 
 def _without_a_disk(bench: Bench, limit: int) -> bool:

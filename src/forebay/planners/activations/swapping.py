@@ -21,7 +21,7 @@ from forebay.planners.homes import at_home
 from forebay.planners.parts import Draft, Level
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 
-__all__ = ["swapped", "swaps"]
+__all__ = ["streamed_swaps", "swapped", "swaps"]
 
 PARTS: Final = 8
 """Steps from nothing of a layer swapped to everything."""
@@ -38,13 +38,10 @@ def swapped(bench: Bench) -> Iterator[Draft]:
     step gains by it: the seconds are convex in the bytes, and what moves little is quick to simulate. Nothing goes to a
     disk for it that need not."""
     homes: dict[Draft, Draft] = {}
-    for level in swaps(bench):
-        through = (streamed_through(bench, slots, usual_window(bench), level) for slots in options(bench))
-        draft = next((draft for draft in through if bench.fits_device(draft)), None)
-        if draft is not None:
-            full = filled(bench, draft, Filling())
-            with suppress(DoesNotFit):
-                homes[full] = at_home(bench, full)
+    for draft in streamed_swaps(bench):
+        full = filled(bench, draft, Filling())
+        with suppress(DoesNotFit):
+            homes[full] = at_home(bench, full)
     without = {draft: home for draft, home in homes.items() if not bench.arenas(home).disk}
     best = inf
     for draft, home in (without or homes).items():
@@ -53,6 +50,15 @@ def swapped(bench: Bench) -> Iterator[Draft]:
             if bench.seconds(home) >= best:
                 break
             best = bench.seconds(home)
+
+
+def streamed_swaps(bench: Bench) -> Iterator[Draft]:
+    """Everything streams, with more and more of the activations swapped, as far as the device has room."""
+    for level in swaps(bench):
+        through = (streamed_through(bench, slots, usual_window(bench), level) for slots in options(bench))
+        draft = next((draft for draft in through if bench.fits_device(draft)), None)
+        if draft is not None:
+            yield draft
 
 
 def swaps(bench: Bench) -> tuple[Level, ...]:

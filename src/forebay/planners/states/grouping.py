@@ -17,13 +17,14 @@ from forebay.lowering import accumulation_of
 from forebay.memory import Tier
 from forebay.planners.activations.swapping import swaps
 from forebay.planners.auto import proven
-from forebay.planners.bench import CHUNKS, Bench
+from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, Level
+from forebay.planners.shapes import streamed_through, usual_window
 from forebay.planners.states.drafting import cannot_serve, expect_trace
 from forebay.planners.states.housing import housed, nothing_fits
 from forebay.simulation import together
 
-__all__ = ["fits_all", "grouped", "seconds_of_all"]
+__all__ = ["fits_all", "grouped", "seconds_of_all", "through_each"]
 
 LEVELS: Final = 2
 """Of the amounts of activations that ``lohan`` knows: all run again from inputs that stay, or that move."""
@@ -53,6 +54,20 @@ def grouped(bench: Bench, policy: str, make: Callable[[Bench, Sequence[Level]], 
     return best
 
 
+def through_each(
+    bench: Bench, levels: Sequence[Level], slots: Sequence[tuple[int, ...]], most_ahead: int | None = None
+) -> Iterator[Draft]:
+    """Everything streams at each of ``levels`` through each of ``slots``, with as many blocks ahead as those allow, or
+    ``most_ahead`` if that is less, as far as the device has room for one micro-batch."""
+    for level in levels:
+        for each in slots:
+            draft = streamed_through(bench, each, usual_window(bench), level)
+            if bench.fits_device(draft):
+                allowed = max(0, len(each) - 1)
+                ahead = allowed if most_ahead is None else min(most_ahead, allowed)
+                yield replace(draft, streaming=replace(draft.streaming, prefetch_distance=ahead))
+
+
 def fits_all(bench: Bench, draft: Draft) -> bool:
     """Whether every tier has room for all micro-batches of a step. That ``draft`` fits with one is known."""
     needs = accumulation_of(bench.costs.trace, bench.plan("", draft), liveness=bench.liveness)
@@ -65,7 +80,5 @@ def fits_all(bench: Bench, draft: Draft) -> bool:
 def seconds_of_all(bench: Bench, draft: Draft) -> float:
     """Seconds of a step of all micro-batches under ``draft``, with updates in fewer and larger chunks than they run in
     where there are many (like ``Bench.seconds``)."""
-    elements = sum(block.trainable_numel for block in bench.model.blocks)
-    how = replace(draft.streaming, update_chunk=max(draft.streaming.update_chunk, elements // CHUNKS))
-    plan = replace(bench.plan("", draft), streaming=how)
+    plan = replace(bench.plan("", draft), streaming=bench.coarse(draft))
     return together(plan, bench.costs, bench.problem.micro_batches, liveness=bench.liveness).seconds

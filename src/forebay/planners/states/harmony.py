@@ -27,10 +27,9 @@ from typing import Final
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, Level
 from forebay.planners.problem import Problem
-from forebay.planners.shapes import streamed_through, usual_window
 from forebay.planners.speculation import candidates, fits
 from forebay.planners.states.drafting import finished
-from forebay.planners.states.grouping import fits_all, grouped, seconds_of_all
+from forebay.planners.states.grouping import fits_all, grouped, seconds_of_all, through_each
 from forebay.plans import Plan
 
 __all__ = ["harmony"]
@@ -51,12 +50,7 @@ def harmony(problem: Problem, bench: Bench | None = None) -> Plan:
 
 
 def _drafts(bench: Bench, levels: Sequence[Level]) -> Iterator[Draft]:
-    for level in levels:
-        for slots in bench.slot_options(PACKS):
-            draft = streamed_through(bench, slots, usual_window(bench), level)
-            if bench.fits_device(draft):
-                how = draft.streaming
-                yield replace(draft, streaming=replace(how, prefetch_distance=min(PACKS - 1, how.prefetch_distance)))
+    return through_each(bench, levels, bench.slot_options(PACKS), PACKS - 1)
 
 
 def _early(bench: Bench, draft: Draft) -> Draft:

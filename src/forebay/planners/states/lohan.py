@@ -18,14 +18,10 @@ the gradients of a few layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from forebay.planners.activations.swapping import swaps
+from forebay.planners.activations.swapping import streamed_swaps, swaps
 from forebay.planners.auto import proven
 from forebay.planners.bench import Bench
-from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
-from forebay.planners.shapes import options, streamed_through, usual_window
 from forebay.planners.speculation import ahead
 from forebay.planners.states.drafting import expect_trace, finished
 from forebay.planners.states.housing import housed
@@ -40,18 +36,9 @@ def lohan(problem: Problem, bench: Bench | None = None) -> Plan:
     without a batch."""
     bench = bench or Bench(problem)
     expect_trace(bench, "lohan", "what activations take and how long they take to make")
-    fitting = housed(bench, _drafts(bench), swaps(bench))
+    fitting = housed(bench, streamed_swaps(bench), swaps(bench))
     best = min(fitting, key=bench.seconds)
     more = ahead(bench, best)
     moved = best.streaming.host_activations + best.streaming.disk_activations
     said = f"swapping {format_bytes(moved)} of activations is the fastest of {len(fitting)} amounts"
     return finished(bench, "lohan", more if proven(bench, more) else best, said)
-
-
-def _drafts(bench: Bench) -> Iterator[Draft]:
-    """Everything streams, with more and more of the activations swapped, as far as the device has room."""
-    for level in swaps(bench):
-        drafts = (streamed_through(bench, slots, usual_window(bench), level) for slots in options(bench))
-        draft = next((draft for draft in drafts if bench.fits_device(draft)), None)
-        if draft is not None:
-            yield draft

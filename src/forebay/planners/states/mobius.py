@@ -19,15 +19,13 @@ paper builds on (``zero-offload``). What the host has no room for goes to disk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Final
 
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, Level
 from forebay.planners.problem import Problem
-from forebay.planners.shapes import streamed_through, usual_window
 from forebay.planners.states.drafting import finished, serial
-from forebay.planners.states.grouping import grouped
+from forebay.planners.states.grouping import grouped, through_each
 from forebay.plans import Plan
 
 __all__ = ["mobius"]
@@ -50,12 +48,7 @@ def mobius(problem: Problem, bench: Bench | None = None) -> Plan:
 
 
 def _drafts(bench: Bench, levels: Sequence[Level]) -> Iterator[Draft]:
-    for level in levels:
-        for slots in _stages(bench):
-            draft = serial(streamed_through(bench, slots, usual_window(bench), level))
-            if bench.fits_device(draft):
-                how = draft.streaming
-                yield replace(draft, streaming=replace(how, prefetch_distance=max(0, len(slots) - 1)))
+    return map(serial, through_each(bench, levels, _stages(bench)))
 
 
 def _stages(bench: Bench) -> list[tuple[int, ...]]:

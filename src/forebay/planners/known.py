@@ -1,0 +1,54 @@
+"""What is known of drafts, worked out once for all searches over one model on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from forebay.arenas import Arenas, Sizer
+from forebay.lowering.liveness import Liveness
+from forebay.planners.activations.groups import Group
+from forebay.planners.in_backward import usable
+from forebay.planners.parts import Draft
+from forebay.planners.problem import Problem
+from forebay.program import Outline, Sketch
+from forebay.simulation import Costs, Score
+
+__all__ = ["Known"]
+
+SKETCHED = 120_000
+"""Programs of drafts that were simulated last are kept, of so many actions: who asks what would change about one of
+them asks soon."""
+
+
+@final
+class Known:
+    """What is known of the drafts of one model on one machine, whatever the limits. ``paced`` are the seconds of a step
+    and the actions of its program, ``eased`` and ``relieved`` what they would be if something were out of the way
+    (``Bench.eased``, ``device_updates.at_best``). ``groups`` follow from ``Problem.compress`` and whether there is a
+    disk."""
+
+    def __init__(self, problem: Problem) -> None:
+        trace, machine = problem.trace, problem.machine
+        self.liveness = None if trace is None else Liveness(trace)
+        self.costs = None if trace is None or machine is None else Costs(trace, machine)
+        self.sizers: dict[int, Sizer] = {}
+        self.arenas: dict[Draft, Arenas] = {}
+        self.beside: dict[tuple[object, ...], int] = {}
+        self.paced: dict[Draft, tuple[float, int]] = {}
+        self.eased: dict[tuple[Draft, Callable[[Outline], float]], float] = {}
+        self.relieved: dict[tuple[Draft, tuple[str, ...]], float] = {}
+        self.sketches: dict[Draft, tuple[Sketch, Score]] = {}
+        self._sketched = 0
+        self.slots: dict[int, list[tuple[int, ...]]] = {}
+        self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
+        early = self.liveness if problem.update == "backward" else None
+        self.in_backward = frozenset[str]() if early is None else usable(early)
+
+    def keep(self, draft: Draft, program: Sketch, score: Score) -> None:
+        """Notes the program of ``draft``, and forgets the oldest ones where they have too many actions together."""
+        while self.sketches and self._sketched + len(program.actions) > SKETCHED:
+            oldest, _ = self.sketches.pop(next(iter(self.sketches)))
+            self._sketched -= len(oldest.actions)
+        self.sketches[draft] = program, score
+        self._sketched += len(program.actions)
