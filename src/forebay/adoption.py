@@ -95,6 +95,7 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
         (plan.speculate, "speculates on", "speculate"),
         (plan.update_on_device, "updates on the device", "update_on_device"),
         (plan.update_in_backward, "updates in backward", "update_in_backward"),
+        (plan.update_at_storage, "updates beside the storage", "update_at_storage"),
     ):
         for name in names:
             if not blocks[name].gradient_nbytes:

@@ -38,7 +38,8 @@ UPDATE_RING = 3
 """Buffers through which states on disk pass: one is read, one updated, one written back."""
 
 UPDATE_CELLS = 3
-"""Cells that an ``update_window`` should hold: one is on its way to the device, one updated, one on its way back."""
+"""Cells that an ``update_window`` should hold: one is on its way to the device, one updated, one on its way back. Those
+of updates beside the storage are as many."""
 
 DISK_BLOCK = 4 * MiB
 """Bytes that one call reads from disk or writes to it."""
@@ -56,7 +57,10 @@ class Arenas:
     Where blocks are updated on the device: ``device_updates`` is the window through which they pass, as many cells
     of ``update_cell`` as it holds and, at its end, ``update_widening``, where gradients become fp32.
     ``host_moved_states`` are those of ``host_states`` that move, in an arena of their own, and ``moved_ring`` is
-    ``update_ring`` where the device copies from and to it."""
+    ``update_ring`` where the device copies from and to it.
+
+    Where blocks are updated beside the storage: ``storage_window`` is the memory that the host shares with whoever does
+    it: ``UPDATE_CELLS`` cells of ``storage_cell`` (whole pages) and, at its end, ``storage_widening``."""
 
     device_resident: int
     device_gradients: int
@@ -74,6 +78,9 @@ class Arenas:
     update_workspace: int
     update_ring: int
     moved_ring: int
+    storage_cell: int
+    storage_widening: int
+    storage_window: int
     host_slots: int
     activation_ring: int
     disk_bounce: int
@@ -90,7 +97,7 @@ class Arenas:
     def host_staging(self) -> int:
         """Bytes on the host through which other bytes pass."""
         to_device = self.gradient_staging + self.host_slots + self.activation_ring
-        return to_device + self.update_workspace + self.update_ring + self.disk_bounce
+        return to_device + self.update_workspace + self.update_ring + self.storage_window + self.disk_bounce
 
     @property
     def host(self) -> int:
@@ -170,13 +177,15 @@ class Sizer:
         streaming: Streaming,
         speculate: Collection[str] = (),
         update_on_device: Collection[str] = (),
+        update_at_storage: Collection[str] = (),
         update_in_backward: Collection[str] = (),
     ) -> Arenas:
         """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own. ``speculate`` names
         the blocks with two copies at home of their parameters and states (``Plan.speculate``), ``update_on_device``
-        those that are updated on the device, ``update_in_backward`` those whose gradients pass through slots. Raises
-        ``ConfigError`` for an ``update_window`` without room for one of their chunks, and for ``gradient_slots`` of
-        which none holds the gradients of one of them."""
+        those that are updated on the device, ``update_in_backward`` those whose gradients pass through slots,
+        ``update_at_storage`` those that are updated where their states lie on disk. Raises ``ConfigError`` for an
+        ``update_window`` without room for one of their chunks, and for ``gradient_slots`` of which none holds the
+        gradients of one of them."""
         if streaming.update_chunk != self.update_chunk:
             raise ConfigError(f"sizes for chunks of {self.update_chunk} elements, asked for {streaming.update_chunk}")
         pairs = [(self._blocks[p.block], p) for p in placements]
@@ -197,8 +206,12 @@ class Sizer:
         on_host = [b for b, p in hosted if home_tier(p) is Tier.HOST]
         on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
         writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
-        at_home = [b for b in trained if b.name not in update_on_device]
-        ring = UPDATE_RING * max((s.largest_chunk for s in states(Tier.DISK)), default=0)
+        there = frozenset(update_at_storage)
+        elsewhere = there.union(update_on_device)
+        at_home = [b for b in trained if b.name not in elsewhere]
+        passing = [b for b, p in pairs if p.states is Tier.DISK and b.name not in there]
+        ring = UPDATE_RING * max((self._states[b.name].largest_chunk for b in passing), default=0)
+        beside = self._storage_cell(update_at_storage)
         largest_gradient = max((self._largest[b.name] for b in trained), default=0)
         return Arenas(
             device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
@@ -217,6 +230,9 @@ class Sizer:
             update_workspace=max((self._states[b.name].widened for b in at_home), default=0),
             update_ring=ring,
             moved_ring=ring if any(nbytes and tier is Tier.DISK for nbytes, tier in moved) else 0,
+            storage_cell=beside[0],
+            storage_widening=beside[1],
+            storage_window=UPDATE_CELLS * beside[0] + beside[1],
             host_slots=sum(streaming.host_slots) if on_disk else 0,
             activation_ring=streaming.disk_window,
             disk_bounce=DISK_BLOCK * DISK_BOUNCE if writes else 0,
@@ -235,6 +251,12 @@ class Sizer:
                 f"gradient_slots has {max(streaming.gradient_slots, default=0)}; make it larger"
             )
         return standing + sum(align(slot) for slot in streaming.gradient_slots if update_in_backward)
+
+    def _storage_cell(self, update_at_storage: Collection[str]) -> tuple[int, int]:
+        """Bytes of the largest cell of these blocks, in whole pages, and of their widest gradients."""
+        states = [self._states[name] for name in update_at_storage]
+        cell = max((s.largest_cell for s in states), default=0)
+        return align(cell, PAGE), max((s.widened for s in states), default=0)
 
     def _cell(self, update_on_device: Collection[str], window: int) -> tuple[int, int]:
         """Bytes of the largest cell of these blocks, and of their widest gradients."""
@@ -272,14 +294,15 @@ def arenas(
     state_names: tuple[str, ...],
     speculate: Collection[str] = (),
     update_on_device: Collection[str] = (),
+    update_at_storage: Collection[str] = (),
     update_in_backward: Collection[str] = (),
 ) -> Arenas:
     """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
     sizer = Sizer(model, state_names, streaming.update_chunk)
-    return sizer.arenas(placements, streaming, speculate, update_on_device, update_in_backward)
+    return sizer.arenas(placements, streaming, speculate, update_on_device, update_at_storage, update_in_backward)
 
 
 def arenas_of(model: Model, plan: Plan, state_names: tuple[str, ...]) -> Arenas:
     """The arenas for ``model`` under ``plan``."""
-    blocks = plan.speculate, plan.update_on_device, plan.update_in_backward
+    blocks = plan.speculate, plan.update_on_device, plan.update_at_storage, plan.update_in_backward
     return arenas(model, plan.placements, plan.streaming, state_names, *blocks)

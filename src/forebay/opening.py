@@ -74,6 +74,8 @@ def open_session(
     watch: Watch = NoWatch() if on_cuda else StorageLedger(device.ledger, whereabouts)
     store = Store(device, bound.model, plan, rule.state_names, ledgers, pinner)
     try:
+        # As early as can be: it has a second or two to get ready while parameters go home.
+        store.employ(rule)
         pool = _slot_pool(device, store, bound, plan)
     except BaseException:
         store.close()

@@ -259,6 +259,7 @@ def _step(forecast: Forecast) -> StepForecast:
         limits=forecast.limits,
         busy=forecast.busy,
         moved=forecast.moved,
+        disk_written=forecast.disk_written,
         measured_share=forecast.measured_share,
     )
 

@@ -239,7 +239,9 @@ class Plan:
     all the same: gradients, parameters and states pass through ``Streaming.update_window``, chunk by chunk, and what
     the update makes of them goes home again. ``update_in_backward`` names blocks whose gradients are used up: as soon
     as those of a block have landed it is updated where it is at home, and their place on the host is another block's.
-    So a step is one backward, and nobody can clip those gradients, or look at them. ``loss_piece`` (0: all at once) are
+    So a step is one backward, and nobody can clip those gradients, or look at them. ``update_at_storage`` names blocks
+    whose states are on disk and are updated there, by a process beside the storage (or a device of its own): gradients
+    go to it, parameters come back, and the states move nowhere. ``loss_piece`` (0: all at once) are
     the most bytes of logits at a time from which the loss of a language model is computed. ``fingerprint`` is that of
     the trace that the plan was made for ("": none). ``reasons`` say in words why the plan is as it is,
     ``changes_numbers`` whatever makes the result differ from plain PyTorch (lossless: nothing). ``accumulation``: see
@@ -259,6 +261,7 @@ class Plan:
     speculate: tuple[str, ...] = ()
     update_on_device: tuple[str, ...] = ()
     update_in_backward: tuple[str, ...] = ()
+    update_at_storage: tuple[str, ...] = ()
     loss_piece: int = 0
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
@@ -278,6 +281,8 @@ class Plan:
             raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
         self._check_updates("speculate", self.speculate)
         self._check_updates("update_on_device", self.update_on_device)
+        self._check_updates("update_at_storage", self.update_at_storage)
+        self._check_at_storage()
         both = frozenset(self.speculate).intersection(self.update_on_device)
         if both:
             raise ConfigError(
@@ -327,6 +332,27 @@ class Plan:
         if self.update_in_backward and not self.streaming.gradient_slots:
             raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
 
+    def _check_at_storage(self) -> None:
+        """Raises for updates beside the storage of what is not there, or is updated elsewhere too."""
+        on_disk = {p.block for p in self.placements if p.states is Tier.DISK}
+        for block in self.update_at_storage:
+            if block not in on_disk:
+                raise ConfigError(
+                    f"block {block} is updated beside the storage and its states are not on disk; put them there, or "
+                    f"take it out of update_at_storage"
+                )
+        for name, blocks in (
+            ("speculate", self.speculate),
+            ("update_on_device", self.update_on_device),
+            ("update_in_backward", self.update_in_backward),
+        ):
+            both = frozenset(self.update_at_storage).intersection(blocks)
+            if both:
+                raise ConfigError(
+                    f"block {min(both)} is updated beside the storage, and there alone; take it out of {name} or of "
+                    f"update_at_storage"
+                )
+
     def _check_delay(self) -> None:
         """Raises for updates that cannot be delayed, or are and nobody says so."""
         for placed in self.placements:
@@ -335,10 +361,10 @@ class Plan:
                     f"delay_after delays the update of block {placed.block} on the host, whose parameters stay on the "
                     f"device meanwhile: its parameters must be on the device and its states elsewhere"
                 )
-        if self.speculate or self.update_on_device or self.update_in_backward:
+        if self.speculate or self.update_on_device or self.update_in_backward or self.update_at_storage:
             raise ConfigError(
-                "delayed updates run on the host after their step; leave speculate, update_on_device and "
-                "update_in_backward out"
+                "delayed updates run on the host after their step; leave speculate, update_on_device, "
+                "update_in_backward and update_at_storage out"
             )
         if not self.changes_numbers:
             raise ConfigError("a plan with delay_after must say in changes_numbers that updates come a step late")

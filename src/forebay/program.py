@@ -29,7 +29,7 @@ class Verb(StrEnum):
     OFFLOAD = "offload"  # an activation, or its codes, to the host
     RELOAD = "reload"  # an activation, or its codes, back to the device
     UPDATE = "update"  # one chunk of a block's states, on the host (a resident block: all of it, on the device)
-    LOAD = "load"  # a part of a chunk to the device, to be updated there: its states, parameters or gradients
+    LOAD = "load"  # a part of a chunk to where it is updated: its states, parameters or gradients
     STORE = "store"  # a part of a chunk home again: its states or parameters
     READ = "read"  # from disk
     WRITE = "write"  # to disk
@@ -75,7 +75,8 @@ class Action:
                  stays and what went just before. Both of ``ops`` are the op that comes next when it is issued: of a
                  block that runs again, named ops before that were given what they have made
     LOAD, STORE  ``block`` and the ``chunk`` of its states; ``part`` is what of it moves: STATE, PARAMETER or GRADIENT.
-                 The UPDATE between them is on lane DEVICE_UPDATE
+                 The UPDATE between them is on lane DEVICE_UPDATE or, beside the storage, on STORAGE_UPDATE: then states
+                 move nowhere
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
                  resident block as a whole (UPDATE). With ``tensor``: that root, or its codes; ``ring`` is where READ
                  puts it, until its RELOAD is done. An UPDATE that is ``apart`` reads one place in memory and writes

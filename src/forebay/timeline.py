@@ -25,6 +25,7 @@ class Lane(StrEnum):
     UPDATE = "update"  # on the host
     NORM = "norm"  # of landed gradients, on the host, before somebody asks
     DEVICE_UPDATE = "device_update"  # of what has come to the device for it, beside compute
+    STORAGE_UPDATE = "storage_update"  # of states on disk, by whoever is beside them
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
 

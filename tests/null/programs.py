@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from forebay.arenas import UPDATE_RING, arenas, home_nbytes
+from forebay.arenas import UPDATE_CELLS, UPDATE_RING, arenas, home_nbytes
 from forebay.layout import Chunk, cell_of, needs_master, state_layout
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan
@@ -85,6 +85,7 @@ class PlainLowering:
             self.trace.state_names,
             plan.speculate,
             plan.update_on_device,
+            plan.update_at_storage,
         )
         stands = {
             Tier.DEVICE: {Kind.PARAMETER: device_standing(self.trace, self.plan)},
@@ -213,13 +214,14 @@ class PlainLowering:
         for number in chunks:
             chunk = layout.chunks[number]
             read = None
-            if placement.states is Tier.DISK and chunk.nbytes:
+            beside = block in self.plan.update_at_storage
+            if placement.states is Tier.DISK and chunk.nbytes and not beside:
                 after = [self.last.get(("states", (block, number))), self._ring("states", UPDATE_RING)]
                 what = f"read states of {block} at {chunk.offset}"
                 read = self.add(Lane.DISK_READ, Verb.READ, what, after, block=block, chunk=number, nbytes=chunk.nbytes)
             # Parameters change only when the last fetch of the step has copied them.
             fetched = None if ahead or home is not None else self.last.get(("fetch", block))
-            if block in self.plan.update_on_device:
+            if beside or block in self.plan.update_on_device:
                 stored, update = self._update_there(block, number, chunk, [home, fetched], read)
             else:
                 after = [self.last["land", block], home, read, fetched]
@@ -242,13 +244,19 @@ class PlainLowering:
     def _update_there(
         self, block: str, number: int, chunk: Chunk, home: list[int | None], read: int | None
     ) -> tuple[int, int]:
-        """A chunk to the device and back: when its states are at home, and when its parameters are. ``home``: what has
-        brought those or may still read them."""
+        """A chunk to the device, or to the storage, and back: when its states are at home, and when its parameters are.
+        ``home``: what has brought those or may still read them."""
         trained = {self.names[v.resolve(g.parameter)][0] for _, v, op in self.trace.ops() for g in op.gradients}
         own = [p for p in chunk.pieces if p.parameter.name in trained]
         nbytes = {Kind.STATE: chunk.nbytes, Kind.GRADIENT: sum(p.nbytes for p in own)}
         nbytes[Kind.PARAMETER] = sum(p.nbytes for p in own if not needs_master(p.parameter))
-        free = self._ring("cells", self._cells())
+        beside = block in self.plan.update_at_storage
+        there, update_lane, back = (Lane.H2D, Lane.DEVICE_UPDATE, Lane.D2H)
+        if beside:
+            there, update_lane, back = (Lane.DISK_WRITE, Lane.STORAGE_UPDATE, Lane.DISK_READ)
+            nbytes[Kind.STATE] = 0
+        ring = "cells beside" if beside else "cells"
+        free = self._ring(ring, UPDATE_CELLS if beside else self._cells())
         known = {
             Kind.STATE: [read, self.last.get(("kept", (block, number)))],
             Kind.PARAMETER: [*home[:1], self.last.get(("stored", (block, number)))],
@@ -256,7 +264,7 @@ class PlainLowering:
         }
         loads: list[int | None] = [
             self.add(
-                Lane.H2D,
+                there,
                 Verb.LOAD,
                 f"load {part.value}s of {block}",
                 [free, *after],
@@ -268,15 +276,15 @@ class PlainLowering:
             for part, after in known.items()
             if nbytes[part]
         ]
-        update = self.add(Lane.DEVICE_UPDATE, Verb.UPDATE, f"update {block}", loads, block=block, chunk=number)
+        update = self.add(update_lane, Verb.UPDATE, f"update {block}", loads, block=block, chunk=number)
         kept = stored = update
-        if chunk.nbytes:
+        if nbytes[Kind.STATE]:
             what = f"store states of {block}"
             kept = self.add(
-                Lane.D2H, Verb.STORE, what, [update], block=block, chunk=number, part=Kind.STATE, nbytes=chunk.nbytes
+                back, Verb.STORE, what, [update], block=block, chunk=number, part=Kind.STATE, nbytes=chunk.nbytes
             )
         stored = self.add(
-            Lane.D2H,
+            back,
             Verb.STORE,
             f"store {block}",
             [update, *home],
@@ -286,7 +294,7 @@ class PlainLowering:
             nbytes=sum(p.nbytes for p in own),
         )
         self.last["kept", (block, number)], self.last["stored", (block, number)] = kept, stored
-        self.rings["cells"].append(stored)
+        self.rings[ring].append(stored)
         return kept, stored
 
     def _cells(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.budgets import Budget, DiskBudget, DiskShare
 from forebay.calls import Calls
-from forebay.cli.main import _disks as disks_of_flags
+from forebay.cli.flags import one_disk as disks_of_flags
 from forebay.errors import ConfigError, UnitError
 from forebay.plans import Plan, Streaming
 from forebay.units import GiB, MiB

@@ -60,6 +60,7 @@ STEP = StepForecast(
     limits={Lane.COMPUTE: 0.4, Lane.DISK_WRITE: 1.0},
     busy={Lane.COMPUTE: 0.5, Lane.DISK_WRITE: 1.6},
     moved={Lane.COMPUTE: 0, Lane.DISK_WRITE: 400 * 10**6},
+    disk_written=400 * 10**6,
 )
 
 PHASE = PhasePeaks(device=16 * MiB, host=300 * MiB, pinned=0, disk=400 * MiB, beside=3 * MiB)

@@ -58,6 +58,7 @@ def test_the_last_step_is_the_one_that_counts() -> None:
         Lane.D2H: 1,
         Lane.UPDATE: 1.5,
         Lane.DEVICE_UPDATE: 0,
+        Lane.STORAGE_UPDATE: 0,
         Lane.NORM: 0,
         Lane.DISK_READ: 0,
         Lane.DISK_WRITE: 0.5,
@@ -75,6 +76,7 @@ def test_the_limit_is_flops_and_bytes_over_rates() -> None:
         Lane.D2H: 100 / 100,
         Lane.UPDATE: 150 / 100,
         Lane.DEVICE_UPDATE: 0,
+        Lane.STORAGE_UPDATE: 0,
         Lane.DISK_READ: 0,
         Lane.DISK_WRITE: 50 / 100,
     }

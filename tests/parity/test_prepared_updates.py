@@ -12,10 +12,11 @@ from benchmarks.fasthost.timed import AMPLE, TimedModel, plan_by_hand
 from forebay import api
 from forebay.budgets import DiskBudget
 from forebay.memory import Tier
+from forebay.runtime.applying import Task
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.runtime.session import Session
-from forebay.runtime.updates import KEPT, Task
+from forebay.runtime.updates import KEPT
 
 LAYERS, ROWS, CHUNKS = 2, 64, 4
 

@@ -1,9 +1,12 @@
-"""Whether what is updated on the device, and is at home elsewhere, gets there and home again: all of it, in time. No
-torch.
+"""Whether what is updated on the device or beside the storage, and is at home elsewhere, gets there and home again: all
+of it, in time. No torch.
 
 Of each chunk of a block in ``Plan.update_on_device`` a step brings to a cell on the device its states, the gradients
 that have landed, and the parameters that have no fp32 master; with one the update writes them and does not read them.
 It takes home its states and parameters. Cells are parts of one window, and as many as that holds are in use at a time.
+
+Of a block in ``Plan.update_at_storage`` the states stay where they are, on disk, and the rest is the same: there are
+``UPDATE_CELLS`` cells, and the way there and back is that of the disk.
 """
 
 from __future__ import annotations
@@ -13,17 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from forebay.arenas import UPDATE_CELLS
 from forebay.checking.order import Order
 from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
-from forebay.layout import MASTER, STATE_ITEMSIZE, Chunk, StateLayout, needs_master
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayout, needs_master
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan
 from forebay.program import Action, Program, Verb
 from forebay.states import is_wide
+from forebay.timeline import Lane
 from forebay.trace import Trace
 
-__all__ = ["Cells", "Work", "check_window"]
+__all__ = ["Cells", "Work", "check_window", "storage_window"]
 
 PARTS = {Verb.LOAD: (Kind.STATE, Kind.PARAMETER, Kind.GRADIENT), Verb.STORE: (Kind.STATE, Kind.PARAMETER)}
 Key = tuple[str, int, int]
@@ -32,6 +37,10 @@ Key = tuple[str, int, int]
 Move = tuple[Verb, Kind]
 
 DONE = {Verb.LOAD: "loaded", Verb.STORE: "stored"}
+
+ON_DEVICE = {Verb.LOAD: Lane.H2D, Verb.UPDATE: Lane.DEVICE_UPDATE, Verb.STORE: Lane.D2H}
+AT_STORAGE = {Verb.LOAD: Lane.DISK_WRITE, Verb.UPDATE: Lane.STORAGE_UPDATE, Verb.STORE: Lane.DISK_READ}
+"""The lanes of the way there, of the update, and of the way home."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +61,16 @@ class Work:
 
 @final
 class Cells:
-    """Every load and store. Raises ``PlanInvalid`` for one of a block that the plan does not update on the device, or
-    of what there is not. ``blocks`` are those that it does."""
+    """Every load and store. Raises ``PlanInvalid`` for one of a block that the plan does not update elsewhere, or of
+    what there is not. ``blocks`` are those that it does, ``beside`` those of them that are updated at the storage."""
 
     def __init__(self, plan: Plan, program: Program, order: Order, layouts: Mapping[str, StateLayout]) -> None:
-        self.blocks = frozenset(plan.update_on_device)
+        self.beside = frozenset(plan.update_at_storage)
+        self.blocks = self.beside.union(plan.update_on_device)
         self._program = program
         self._order = order
         self._layouts = layouts
-        cell, widening = _largest(plan, layouts)
+        cell, widening = _largest(plan.update_on_device, layouts)
         self._count = (plan.streaming.update_window - widening) // cell if cell else 0
         self._moves: dict[Key, dict[Move, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, action in enumerate(program.actions):
@@ -76,10 +86,20 @@ class Cells:
             raise fault(self._program, index, block, f"block {block} has no chunk {action.chunk} to {verb.value}")
         if not 0 <= action.step < self._program.steps:
             raise fault(self._program, index, block, f"there is no step {action.step}")
+        lane = self.lane(block, verb)
+        if action.lane is not lane:
+            text = (
+                f"a {verb.value} of block {block} is on lane {action.lane.value}, and its way is that of {lane.value}"
+            )
+            raise fault(self._program, index, block, text)
         if action.part is None or action.part not in PARTS[verb]:
             what = "nothing" if action.part is None else f"{action.part.value}s"
             raise fault(self._program, index, block, f"a {verb.value} of block {block} moves {what}")
         self._moves[block, action.chunk, action.step][verb, action.part].append(index)
+
+    def lane(self, block: str, verb: Verb) -> Lane:
+        """The lane on which a block of ``blocks`` is loaded, updated or stored."""
+        return (AT_STORAGE if block in self.beside else ON_DEVICE)[verb]
 
     def work(self, block: str, chunk: int, step: int) -> Work:
         """What the update of a chunk does at home."""
@@ -94,7 +114,7 @@ class Cells:
         once, there before it and home after it; and none before the step before has brought home what it made."""
         moves, before = self._moves[block, chunk, step], self._moves[block, chunk, step - 1]
         where = f"chunk {chunk} of block {block}"
-        for (verb, part), wanted in _nbytes(self._layouts[block].chunks[chunk], names).items():
+        for (verb, part), wanted in self._wanted(block, chunk, names).items():
             found = moves[verb, part]
             moved = sum(self._program.actions[index].nbytes for index in found)
             if moved != wanted:
@@ -108,6 +128,12 @@ class Cells:
                         text = f"it {verb.value}s {part.value}s of {where}, which action {store} may still store"
                         raise fault(self._program, index, block, text)
 
+    def _wanted(self, block: str, chunk: int, names: Sequence[str]) -> Mapping[Move, int]:
+        moves = _nbytes(self._layouts[block].chunks[chunk], names)
+        if block not in self.beside:
+            return moves
+        return {move: 0 if move[1] is Kind.STATE else nbytes for move, nbytes in moves.items()}
+
     def _check_order(self, verb: Verb, what: str, index: int, update: int) -> None:
         block = self._program.actions[index].block
         if verb is Verb.LOAD and not self._order.before(index, update):
@@ -116,16 +142,18 @@ class Cells:
         if verb is Verb.STORE and not self._order.before(update, index):
             raise fault(self._program, index, block, f"it stores {what}, which action {update} may still change")
 
-    def uses(self) -> tuple[list[tuple[int, int]], int]:
-        """From which action to which one each cell is in use, in the order in which they begin, and how many may be at
-        a time. To be asked when all chunks have been checked."""
+    def uses(self, *, beside: bool) -> tuple[list[tuple[int, int]], int]:
+        """From which action to which one each cell on the device (or ``beside`` the storage) is in use, in the order in
+        which they begin, and how many may be at a time. To be asked when all chunks have been checked."""
         found = []
-        for moves in self._moves.values():
+        for (block, _, _), moves in self._moves.items():
+            if (block in self.beside) != beside:
+                continue
             indices = sorted(index for own in moves.values() for index in own)
             if indices:
                 # Loads come first, and stores are on a lane of their own: its last one ends last.
                 found.append((indices[0], indices[-1]))
-        return sorted(found), self._count
+        return sorted(found), UPDATE_CELLS if beside else self._count
 
 
 def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -> None:
@@ -140,7 +168,7 @@ def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -
             f"update_window; take it out of update_on_device"
         )
         raise PlanInvalid(text, action=-1, subject=first)
-    cell, widening = _largest(plan, layouts)
+    cell, widening = _largest(plan.update_on_device, layouts)
     if plan.streaming.update_window < cell + widening:
         text = (
             f"block {first} is updated on the device, where a chunk takes up to {cell} bytes and {widening} to widen "
@@ -150,9 +178,15 @@ def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -
         raise PlanInvalid(text, action=-1, subject=first)
 
 
-def _largest(plan: Plan, layouts: Mapping[str, StateLayout]) -> tuple[int, int]:
-    """Bytes of the largest cell, which all of them have, and of the widest gradients."""
-    sizes = [_cell(layouts[name]) for name in plan.update_on_device]
+def storage_window(plan: Plan, layouts: Mapping[str, StateLayout]) -> int:
+    """Bytes of host memory through which blocks pass that are updated beside the storage."""
+    cell, widening = _largest(plan.update_at_storage, layouts)
+    return UPDATE_CELLS * (-(-cell // PAGE) * PAGE) + widening
+
+
+def _largest(blocks: Sequence[str], layouts: Mapping[str, StateLayout]) -> tuple[int, int]:
+    """Bytes of the largest cell of ``blocks``, which all of them have, and of the widest gradients."""
+    sizes = [_cell(layouts[name]) for name in blocks]
     return max((cell for cell, _ in sizes), default=0), max((widening for _, widening in sizes), default=0)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, GRADIENT_STAGING, UPDATE_RING
+from forebay.checking.cells import storage_window
 from forebay.checking.words import listed
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, needs_master, state_layout
@@ -91,7 +92,8 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     ``state`` are the ``layouts``. Gradients that stay on the device are none of them: ``staying_gradients``. A block
     that is updated ahead of its step has its parameters and states at home twice. One that is updated on the device
     passes through a window there, and its states are copied from home and back. The gradients of those that are updated
-    in backward share slots.
+    in backward share slots. One that is updated beside the storage passes through memory that the host shares with
+    whoever does it.
     """
     blocks = {b.name: b for b in trace.model.blocks}
     pairs = [(blocks[p.block], p) for p in plan.placements]
@@ -103,7 +105,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     passing = frozenset(plan.update_in_backward)
     pinned = sum(_align(slot, ALIGNMENT) for slot in plan.streaming.gradient_slots if passing)
     ring = workspace = largest_gradient = moved = 0
-    through_ring = False
+    through_ring, beside = False, frozenset(plan.update_at_storage)
     for block, placement in pairs:
         copies = 2 if block.name in plan.speculate else 1
         states = sum(c.nbytes for c in state[block.name].chunks) * copies
@@ -120,18 +122,22 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
         disk += _align(block.nbytes, PAGE) * copies if placement.parameters is Tier.DISK else 0
         if placement.states is Tier.DISK:
             disk += states
-            ring = max((ring, *(c.nbytes for c in state[block.name].chunks)))
+            if block.name not in beside:
+                ring = max((ring, *(c.nbytes for c in state[block.name].chunks)))
         else:
             host += states
         if block.name in plan.update_on_device:
             moved += states if placement.states is Tier.HOST else 0
             through_ring = through_ring or (placement.states is Tier.DISK and states > 0)
+        elif block.name in beside:
+            continue
         elif MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
             workspace = max((workspace, *(STATE_ITEMSIZE * c.elements for c in state[block.name].chunks)))
     pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
     disk += plan.streaming.disk_activations
     if any(p.parameters is Tier.DISK for _, p in pairs):
         pinned += sum(plan.streaming.host_slots)
+    host += storage_window(plan, state)
     host += pinned + UPDATE_RING * ring + workspace + (DISK_BLOCK * DISK_BOUNCE if disk else 0)
     pinned += moved + UPDATE_RING * ring * through_ring
     return {Tier.DEVICE: device, Tier.HOST: host, Tier.PINNED: pinned, Tier.DISK: disk}

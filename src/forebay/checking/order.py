@@ -19,9 +19,9 @@ _LANES = {
     Verb.ACCUMULATE: (Lane.D2H,),
     Verb.OFFLOAD: (Lane.D2H,),
     Verb.RELOAD: (Lane.H2D,),
-    Verb.UPDATE: (Lane.UPDATE, Lane.COMPUTE, Lane.DEVICE_UPDATE),
-    Verb.LOAD: (Lane.H2D,),
-    Verb.STORE: (Lane.D2H,),
+    Verb.UPDATE: (Lane.UPDATE, Lane.COMPUTE, Lane.DEVICE_UPDATE, Lane.STORAGE_UPDATE),
+    Verb.LOAD: (Lane.H2D, Lane.DISK_WRITE),
+    Verb.STORE: (Lane.D2H, Lane.DISK_READ),
     Verb.READ: (Lane.DISK_READ,),
     Verb.WRITE: (Lane.DISK_WRITE,),
 }

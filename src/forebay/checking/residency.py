@@ -41,7 +41,7 @@ class Residency:
         self._order = order
         self._placements = {p.block: p for p in plan.placements}
         self._two_copies = frozenset(plan.speculate)
-        self._there = frozenset(plan.update_on_device)
+        self._there = frozenset((*plan.update_on_device, *plan.update_at_storage))
         self._ends = passes.ends
         self._late = 0 if plan.streaming.delay_after is None else 1
         self._blocks = {b.name: b for b in step.trace.model.blocks}
@@ -61,7 +61,7 @@ class Residency:
 
     def _changes_home(self, action: Action) -> bool:
         """Whether it changes what a fetch copies: of a block on disk the write of its parameters does, of one that is
-        updated on the device what brings them home."""
+        updated on the device, or beside the storage, what brings them home."""
         if self._on_disk(action.block):
             return action.verb is Verb.WRITE and action.chunk < 0
         if action.block in self._there:

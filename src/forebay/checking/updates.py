@@ -23,6 +23,12 @@ __all__ = ["Updates"]
 Key = tuple[str, int, int]
 """Block, chunk, step."""
 
+WHERE = {
+    Lane.UPDATE: "on the host",
+    Lane.DEVICE_UPDATE: "on the device",
+    Lane.STORAGE_UPDATE: "beside the storage",
+}
+
 
 @final
 class Updates:
@@ -86,7 +92,8 @@ class Updates:
                     self._check_home(name, step)
         self._check_ring()
         self._check_host_slots()
-        self._check_buffers(*self._cells.uses(), "cells of the update_window")
+        self._check_buffers(*self._cells.uses(beside=False), "cells of the update_window")
+        self._check_buffers(*self._cells.uses(beside=True), "cells beside the storage")
 
     def _note(self, index: int, action: Action) -> None:
         placement = self._placements.get(action.block)
@@ -100,6 +107,10 @@ class Updates:
         if not 0 <= action.step < self._program.steps:
             raise fault(self._program, index, action.block, f"there is no step {action.step}")
         home = placement.parameters if action.chunk < 0 else placement.states
+        if action.verb is not Verb.UPDATE and action.chunk >= 0 and action.block in self._cells.beside:
+            name, verb = action.block, action.verb.value
+            text = f"the states of block {name} are updated where they lie: there is nothing to {verb}"
+            raise fault(self._program, index, action.block, text)
         if action.verb is not Verb.UPDATE and home is not Tier.DISK:
             what = "parameters" if action.chunk < 0 else "states"
             raise fault(self._program, index, action.block, f"the {what} of block {action.block} are not on disk")
@@ -147,9 +158,9 @@ class Updates:
         latest = self._latest(block, chunk, step)
         update = self._once(Verb.UPDATE, (block, chunk, step), names, latest)
         there = block in self._cells.blocks
-        if update is not None and program.actions[update].lane is not (Lane.DEVICE_UPDATE if there else Lane.UPDATE):
-            where = "device, on the device_update lane" if there else "host, on the update lane"
-            raise fault(program, update, block, f"block {block} is updated on the {where}")
+        lane = self._cells.lane(block, Verb.UPDATE) if there else Lane.UPDATE
+        if update is not None and program.actions[update].lane is not lane:
+            raise fault(program, update, block, f"block {block} is updated {WHERE[lane]}, on the {lane.value} lane")
         if there:
             self._cells.check_chunk(block, chunk, step, names, -1 if update is None else update)
         if update is None:
@@ -162,7 +173,8 @@ class Updates:
                 if following and not order.before(reader, following[0]):
                     text = f"the next gradient of {name} may overwrite the one that action {reader} reads"
                     raise fault(program, following[0], name, text)
-        if placement.states is Tier.DISK and self._layouts[block].chunks[chunk].nbytes:
+        moves = placement.states is Tier.DISK and block not in self._cells.beside
+        if moves and self._layouts[block].chunks[chunk].nbytes:
             self._check_states(block, chunk, step, names, update)
 
     def _work(self, block: str, chunk: int, step: int, update: int) -> Work:

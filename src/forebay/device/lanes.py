@@ -32,7 +32,16 @@ __all__ = [
     "dependency_failure",
 ]
 
-WORKER_LANES = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.NORM, Lane.DEVICE_UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+WORKER_LANES = (
+    Lane.H2D,
+    Lane.D2H,
+    Lane.UPDATE,
+    Lane.NORM,
+    Lane.DEVICE_UPDATE,
+    Lane.STORAGE_UPDATE,
+    Lane.DISK_READ,
+    Lane.DISK_WRITE,
+)
 """The lanes that take jobs. ``COMPUTE`` and ``STALL`` only name events: the caller's own thread is their worker."""
 
 EVENT_LIMIT = 200_000

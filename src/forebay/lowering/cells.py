@@ -1,8 +1,8 @@
-"""Updates on the device on paper: a chunk's way to its cell and home again (``runtime.cells``). No torch."""
+"""Updates elsewhere on paper: a chunk's way to its cell and home again (``runtime.cells``). No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -13,11 +13,12 @@ from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Kind
 from forebay.plans import Plan
 from forebay.program import Verb
+from forebay.scheduling.routes import TO_DEVICE, TO_STORAGE, Route
 from forebay.scheduling.staging import StagingRing
 from forebay.timeline import Lane
 from forebay.trace import Block, Trace
 
-__all__ = ["PaperCells"]
+__all__ = ["PaperCells", "paper_cells"]
 
 Waits = tuple[Completion, ...]
 
@@ -36,21 +37,16 @@ class _Moves:
 
 @final
 class PaperCells:
-    """The cells of a plan, and the blocks that are updated in them."""
+    """As many cells of ``cell`` bytes as ``window`` bytes hold, at the end of ``route``."""
 
-    def __init__(self, trace: Trace, plan: Plan, sizes: Arenas, recorder: Recorder) -> None:
+    def __init__(self, trace: Trace, plan: Plan, window: int, cell: int, recorder: Recorder, route: Route) -> None:
         self._recorder = recorder
-        cell = sizes.update_cell
-        count = (sizes.device_updates - sizes.update_widening) // cell if cell else 0
-        self._ring = StagingRing([Paper(cell)] * count)
-        self._blocks = frozenset(plan.update_on_device)
+        self._route = route
+        self._ring = StagingRing([Paper(cell)] * (window // cell if cell else 0))
         self._chunks: Callable[[Block], tuple[Chunk, ...]] = lambda block: (
             state_layout(block, trace.state_names, plan.streaming.update_chunk).chunks
         )
         self._moves: dict[tuple[str, frozenset[int]], tuple[_Moves, ...]] = {}
-
-    def __contains__(self, block: str) -> bool:
-        return block in self._blocks
 
     def update(
         self, block: Block, tasks: frozenset[int], number: int, touched: int, landed: Waits, ready: Waits, states: Waits
@@ -58,7 +54,7 @@ class PaperCells:
         """The update of chunk ``number`` of ``block``, of the parameters in ``tasks`` (places in the block), after all
         of ``landed`` (its gradients), ``ready`` (its parameters) and ``states``. Returns the actions by which the
         gradients have been read and all is at home."""
-        moves = self._moves_of(block, tasks)[number]
+        moves, route = self._moves_of(block, tasks)[number], self._route
         staging, free = self._ring.take(moves.cell)
         arrived: list[Recorded] = []
 
@@ -79,12 +75,13 @@ class PaperCells:
                     )
                 )
 
-        move(Lane.H2D, Verb.LOAD, Kind.STATE, "states of ", (moves.states,), (*free, *states))
-        move(Lane.H2D, Verb.LOAD, Kind.PARAMETER, "parameters of ", moves.loaded, (*free, *ready))
-        move(Lane.H2D, Verb.LOAD, Kind.GRADIENT, "gradients of ", moves.gradients, (*free, *landed))
+        with_states = (moves.states,) if route.states else ()
+        move(route.bring, Verb.LOAD, Kind.STATE, "states of ", with_states, (*free, *states))
+        move(route.bring, Verb.LOAD, Kind.PARAMETER, "parameters of ", moves.loaded, (*free, *ready))
+        move(route.bring, Verb.LOAD, Kind.GRADIENT, "gradients of ", moves.gradients, (*free, *landed))
         read = arrived[-1]
         updated = self._recorder.add(
-            Lane.DEVICE_UPDATE,
+            route.update,
             Verb.UPDATE,
             f"update {block.name}",
             after=arrived,
@@ -93,8 +90,8 @@ class PaperCells:
             chunk=number,
         )
         after = (updated, *ready, *states)
-        move(Lane.D2H, Verb.STORE, Kind.STATE, "states of ", (moves.states,), after)
-        move(Lane.D2H, Verb.STORE, Kind.PARAMETER, "", moves.stored, after)
+        move(route.take, Verb.STORE, Kind.STATE, "states of ", with_states, after)
+        move(route.take, Verb.STORE, Kind.PARAMETER, "", moves.stored, after)
         staging.busy = arrived[-1]
         return read, arrived[-1]
 
@@ -112,3 +109,12 @@ class PaperCells:
                 made.append(_Moves(cell_of(chunk).nbytes, chunk.nbytes, loaded, every, every))
             known = self._moves[key] = tuple(made)
         return known
+
+
+def paper_cells(trace: Trace, plan: Plan, sizes: Arenas, recorder: Recorder) -> Mapping[str, PaperCells]:
+    """The cells in which a block is updated, of every block that is updated in one."""
+    window = sizes.device_updates - sizes.update_widening
+    there = PaperCells(trace, plan, window, sizes.update_cell, recorder, TO_DEVICE)
+    window = sizes.storage_window - sizes.storage_widening
+    beside = PaperCells(trace, plan, window, sizes.storage_cell, recorder, TO_STORAGE)
+    return dict.fromkeys(plan.update_on_device, there) | dict.fromkeys(plan.update_at_storage, beside)

@@ -10,7 +10,7 @@ from typing import final
 from forebay.arenas import UPDATE_RING, Arenas, home_nbytes, home_tier
 from forebay.device.base import Completion
 from forebay.layout import STATE_ITEMSIZE, needs_master, state_layout, untrained_nbytes
-from forebay.lowering.cells import PaperCells
+from forebay.lowering.cells import paper_cells
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan
@@ -69,7 +69,9 @@ class BlockHome:
     with ``ahead`` the outcome of the step is in it already. ``deferred`` are the tasks of an update on the device that
     is not written down yet, and the step that has asked for it."""
 
-    def __init__(self, block: Block, placement: Placement, chunks: tuple[_Chunk, ...], *, speculates: bool) -> None:
+    def __init__(
+        self, block: Block, placement: Placement, chunks: tuple[_Chunk, ...], *, speculates: bool, at_storage: bool
+    ) -> None:
         self.block = block
         self.placement = placement
         self.chunks = chunks
@@ -77,7 +79,9 @@ class BlockHome:
         self.trained = sum(parameter.trainable for parameter in block.parameters)
         self.on_disk = home_tier(placement) is Tier.DISK
         self.stateless = not any(chunk.nbytes for chunk in chunks)
-        self.states_on_disk = placement.states is Tier.DISK and not self.stateless
+        # Those that are updated where they lie do not come from there.
+        self.states_on_disk = placement.states is Tier.DISK and not self.stateless and not at_storage
+        self.states_move = not at_storage
         self.current = _Copy()
         self.spare = _Copy() if speculates else None
         self.ahead = False
@@ -106,13 +110,18 @@ class Homes:
             alike = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
             if alike not in chunks:  # layers are alike: their states are cut once
                 chunks[alike] = _chunks(block, trace.state_names, plan.streaming.update_chunk)
-            speculates = block.name in plan.speculate
-            self.blocks[block.name] = BlockHome(block, placement, chunks[alike], speculates=speculates)
+            self.blocks[block.name] = BlockHome(
+                block,
+                placement,
+                chunks[alike],
+                speculates=block.name in plan.speculate,
+                at_storage=block.name in plan.update_at_storage,
+            )
         largest = sizes.update_ring // UPDATE_RING
         self._chunk_ring = StagingRing([Paper(largest)] * UPDATE_RING if largest else [])
         self._slot_ring = StagingRing([Paper(n) for n in plan.streaming.host_slots] if sizes.host_slots else [])
         self._slot_numbers: Mapping[int, int] = {}
-        self._cells = PaperCells(trace, plan, sizes, recorder)
+        self._cells = paper_cells(trace, plan, sizes, recorder)
 
     def number_slots(self, pool: SlotPool) -> None:
         """Learns the slots of the pool, whose buffers ``fetch`` is given."""
@@ -214,12 +223,13 @@ class Homes:
         name, chunk, written = home.block.name, home.chunks[number], home.current.states_written
         what = f"states of {name} at {chunk.offset}"
         # Only of the same chunk: the next one is read while this one is written.
-        states = () if number not in written else (written[number],)
+        states = () if number not in written or not home.states_move else (written[number],)
         if home.states_on_disk:
             staging, busy = self._chunk_ring.take(chunk.nbytes)
             states = (self._read(home, f"read {what}", chunk.nbytes, number, (*busy, *states)),)
         if name in self._cells:
-            read, done = self._cells.update(home.block, waits.tasks, number, touched, waits.landed, waits.ready, states)
+            cells = self._cells[name]
+            read, done = cells.update(home.block, waits.tasks, number, touched, waits.landed, waits.ready, states)
         else:
             read = done = self._recorder.add(
                 Lane.UPDATE,

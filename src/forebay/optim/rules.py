@@ -57,8 +57,13 @@ class AdamRule(UpdateRule):
         self.decoupled = decoupled
         self.moments = moments
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        self._amsgrad = amsgrad
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
         self.state_names = moment_states(names, moments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The kernel is torch's and is found again by its name where the rule is needed.
+        return _adam_rule, (self.decoupled, self._amsgrad, self.moments)
 
     def update(
         self,
@@ -87,6 +92,10 @@ class AdamRule(UpdateRule):
             eps=float(group["eps"]),
             maximize=bool(group["maximize"]),
         )
+
+
+def _adam_rule(decoupled: bool, amsgrad: bool, moments: Moments) -> AdamRule:
+    return AdamRule(decoupled=decoupled, amsgrad=amsgrad, moments=moments)
 
 
 @final

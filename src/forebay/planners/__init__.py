@@ -30,11 +30,11 @@ from forebay.planners.bench import Bench
 from forebay.planners.in_backward import with_enough_slots
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
-from forebay.planners.states import LATE, STATES
+from forebay.planners.states import LATE, SEVERAL, STATES
 from forebay.planners.states.drafting import cannot_serve
 from forebay.plans import Plan
 
-__all__ = ["LATE", "PLANNERS", "STATES", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
+__all__ = ["LATE", "PLANNERS", "SEVERAL", "STATES", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
 
 PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
@@ -48,6 +48,7 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
         "stream-recompute": stream_recompute,
         **STATES,
         **LATE,
+        **SEVERAL,
     }
 )
 

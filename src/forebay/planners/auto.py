@@ -11,7 +11,7 @@ Choices
     What the host has no room for goes to disk: states, activations that move, parameters (``homes``).
     What is left of the host goes to second copies of blocks that are updated while backward still runs, where that
     makes a step faster (``speculation``); and the first blocks of the forward are updated on the device, where the host
-    would make it wait (``device_updates``).
+    would make it wait (``device_updates``). Where the machine's drives compute, all states may be there instead.
 
 Without a batch nothing can be simulated: then what fits stays, in the same order, and nothing recomputes.
 """
@@ -29,7 +29,7 @@ from forebay.planners.activations.choosing import drafted, leanest, narrow, seed
 from forebay.planners.activations.swapping import swapped
 from forebay.planners.bench import Bench
 from forebay.planners.device_updates import fastest_there
-from forebay.planners.homes import at_home, with_a_disk
+from forebay.planners.homes import at_home, at_storage, on_host, with_a_disk
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import bought_by_codes, explained, kept, unknown_activations
@@ -69,7 +69,7 @@ def auto(problem: Problem, bench: Bench | None = None) -> Plan:
 
 def _fastest(bench: Bench) -> Draft:
     """The fastest draft found that the checker accepts, or what fits as it is, if that is nearly as fast."""
-    best, plain = _fastest_of_all(bench), all_resident(bench.model)
+    best, plain = _by_the_drives(bench, _fastest_of_all(bench)), all_resident(bench.model)
     # What was added behind the search has to be worth it beside the plain step, too.
     if best != plain and bench.fits_device(plain) and bench.seconds(plain) <= bench.seconds(best) * (1 + PLAIN):
         return plain
@@ -87,6 +87,23 @@ def _fastest_of_all(bench: Bench) -> Draft:
         return fastest_there(bench, (best,), accepted)
     best = searched(bench, levels(bench))
     return fastest_there(bench, (fastest_ahead(bench, best, accepted), best), accepted)
+
+
+def _by_the_drives(bench: Bench, best: Draft) -> Draft:
+    """``best``, or that with all states on disk and updated there, if the machine's drives compute and it is faster."""
+    machine = bench.problem.machine
+    if (
+        machine is None
+        or machine.disk is None
+        or machine.disk.update_rate is None
+        or not bench.problem.limit(Tier.DISK)
+    ):
+        return best
+    try:
+        beside = at_storage(bench, on_host(bench, best.plain))
+    except DoesNotFit:
+        return best
+    return beside if bench.seconds(beside) < bench.seconds(best) and proven(bench, beside) else best
 
 
 def _gaining(bench: Bench) -> tuple[Draft, str]:

@@ -123,9 +123,10 @@ class Bench:
         """Bytes of every arena."""
         found = self.known.arenas.get(draft)
         if found is None:
-            sizer, there = self.sizer(draft.streaming.update_chunk), draft.update_on_device
+            sizer = self.sizer(draft.streaming.update_chunk)
             names, streaming = self.in_backward(draft)
-            found = sizer.arenas(draft.placements, streaming, draft.speculate, there, names)
+            updated = draft.speculate, draft.update_on_device, draft.update_at_storage, names
+            found = sizer.arenas(draft.placements, streaming, *updated)
             self.known.arenas[draft] = found
         return found
 
@@ -199,6 +200,7 @@ class Bench:
             speculate=draft.speculate,
             update_on_device=draft.update_on_device,
             update_in_backward=in_backward,
+            update_at_storage=draft.update_at_storage,
             fingerprint=self._fingerprint,
             reasons=reasons,
             changes_numbers=(
@@ -313,9 +315,10 @@ class Bench:
         machine = self.problem.machine
         if machine is None:
             return 0.0
-        sizer, there = self.sizer(draft.streaming.update_chunk), frozenset(draft.update_on_device)
+        sizer, beside = self.sizer(draft.streaming.update_chunk), frozenset(draft.update_at_storage)
+        there = beside.union(draft.update_on_device)
         hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
-        states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted]
+        states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted if b.name not in beside]
         # A trained block comes at least once a step, because its update made what a slot holds stale.
         trained = sum(b.nbytes for b, _ in hosted if b.gradient_nbytes)
         gradients = sum(b.gradient_nbytes for b, _ in hosted)

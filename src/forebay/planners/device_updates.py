@@ -102,7 +102,7 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     index = bench.liveness.index
     trained = {index.blocks[done.parameter] for visit in index.completed for done in visit}
     able = trained & {p.block for p in draft.placements if not p.resident}
-    able -= {*bench.in_backward(draft)[0]}
+    able -= {*bench.in_backward(draft)[0], *draft.update_at_storage}
     used = dict.fromkeys(visit.block for visit in trace.visits if visit.phase is Phase.FORWARD)
     return tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
 

@@ -28,7 +28,7 @@ from forebay.scheduling.activations import host_nbytes
 from forebay.states import BLOCK
 from forebay.units import format_bytes
 
-__all__ = ["Tenant", "at_home", "more_on_disk", "on_host", "with_a_disk"]
+__all__ = ["Tenant", "at_home", "at_storage", "more_on_disk", "on_host", "with_a_disk"]
 
 DISK_RING_SHARE = 1 / 16
 """Share of the host budget that the buffers for states on disk may take."""
@@ -131,6 +131,29 @@ def more_on_disk(bench: Bench, draft: Draft) -> Iterator[Draft]:
     counts = {ceil(share * len(parameters)) for share in PARAMETERS_ON_DISK if parameters}
     yield from (parameters[count - 1] for count in sorted(counts, reverse=True))
     yield from states[-1:]
+
+
+def at_storage(bench: Bench, draft: Draft, *, any_disk: bool = False) -> Draft:
+    """``draft``, of which nothing is on disk, with the states of all blocks that do not stay there, and updated there;
+    and with as many parameters as the host has no room for. As it is where there are no states. Raises ``DoesNotFit``
+    for the host or the disk; ``any_disk`` leaves the limit of that out."""
+    host, disk = bench.problem.limit(Tier.HOST), inf if any_disk else bench.problem.limit(Tier.DISK)
+    tried = []
+    for staging in (_Staging(_disk_chunk(bench.problem), ACTIVATION_RING), _Staging(SMALLEST_CHUNK, 1)):
+        every = list(_states(bench, draft, staging))
+        if not every:
+            return draft
+        beside = tuple(p.block for p in every[-1].placements if p.states is Tier.DISK)
+        there = replace(every[-1], update_at_storage=beside)
+        for choice in (there, *_parameters(bench, there, staging)):
+            sizes = bench.arenas(choice)
+            if sizes.host <= host and sizes.disk <= disk:
+                return choice
+            tried.append(sizes)
+    enough_host = [s for s in tried if s.host <= host]
+    if enough_host:
+        raise disk_too_small(bench, min(enough_host, key=lambda s: s.disk))
+    raise host_too_small(bench, min([s for s in tried if s.disk <= disk] or tried, key=lambda s: s.host))
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Draft:
     activations: tuple[Selection, ...] = ()
     speculate: tuple[str, ...] = ()
     update_on_device: tuple[str, ...] = ()
+    update_at_storage: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -87,13 +88,13 @@ class Draft:
     def _hash(self) -> int:
         """Of all that is decided: asked for again and again, and there may be hundreds of placements."""
         decided = self.placements, self.streaming, self.recompute, self.activations
-        return hash((*decided, self.speculate, self.update_on_device))
+        return hash((*decided, self.speculate, self.update_on_device, self.update_at_storage))
 
     @classmethod
     def of(cls, plan: Plan) -> Draft:
         """What ``plan`` decided."""
         decided = plan.placements, plan.streaming, plan.recompute, plan.activations
-        return cls(*decided, plan.speculate, plan.update_on_device)
+        return cls(*decided, plan.speculate, plan.update_on_device, plan.update_at_storage)
 
     @property
     def level(self) -> Level:
@@ -105,7 +106,7 @@ class Draft:
     def plain(self) -> Draft:
         """The draft with all updates on the host and after their step, but for those of blocks that stay."""
         streaming = replace(self.streaming, update_window=0)
-        return replace(self, streaming=streaming, speculate=(), update_on_device=())
+        return replace(self, streaming=streaming, speculate=(), update_on_device=(), update_at_storage=())
 
     @property
     def resident(self) -> frozenset[str]:

@@ -44,6 +44,7 @@ LANES_IN_WORDS = {
     Lane.D2H: "the way from device to host (d2h)",
     Lane.UPDATE: "the update on the host",
     Lane.DEVICE_UPDATE: "the update on the device",
+    Lane.STORAGE_UPDATE: "the update beside the storage (storage_update)",
     Lane.DISK_READ: "reading from disk (disk_read)",
     Lane.DISK_WRITE: "writing to disk (disk_write)",
 }
@@ -63,8 +64,9 @@ def kept(draft: Draft) -> tuple[str, ...]:
         words = [f"of {len(placements)} blocks {where}"]
     states = sum(p.states is Tier.DISK for p in placements)
     homes = sum(home_tier(p) is Tier.DISK for p in placements)
-    if states or homes:
-        words.append(f"{_on_disk(states, homes)} on disk: the host has no room for all of them")
+    beside = len(draft.update_at_storage)
+    if states > beside or homes:
+        words.append(f"{_on_disk(states - beside, homes)} on disk: the host has no room for all of them")
     return tuple(words)
 
 

@@ -178,7 +178,7 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     for done in (done for visit in index.completed for done in visit):
         block = index.blocks[done.parameter]
         landed[block] = max(landed.get(block, 0), done.op)
-    there = frozenset((*draft.update_on_device, *bench.in_backward(draft)[0]))
+    there = frozenset((*draft.update_on_device, *bench.in_backward(draft)[0], *draft.update_at_storage))
     hosted = [p for p in draft.placements if not p.resident and p.block in landed and p.block not in there]
     if not bench.problem.overlap_update:
         hosted = [p for p in hosted if Tier.DISK in (p.parameters, p.states)]

@@ -22,11 +22,12 @@ from forebay.optim.rules import AdamRule, LionRule, UpdateRule
 from forebay.plans import Placement, Streaming
 from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import ColdStopwatch, medians, span
+from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import MemoryHome
 from forebay.runtime.tensors import dtype_of
-from forebay.runtime.updates import Task, Updater
+from forebay.runtime.updates import Updater
 from forebay.states import update_kind
 from forebay.tiers.arena import HostArena
 from forebay.timeline import Event, Lane

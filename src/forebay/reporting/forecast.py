@@ -20,7 +20,8 @@ class StepForecast:
     """One step as it is predicted: seconds, with the band that the error of its sources gives, and what lanes do.
 
     ``limit_seconds`` is the least that physics leaves, ``limits`` the same per lane; ``busy`` are seconds and
-    ``moved`` bytes of each lane in a step. ``measured_share`` is the share of op seconds that were measured.
+    ``moved`` bytes of each lane in a step. ``measured_share`` is the share of op seconds that were measured,
+    ``disk_written`` are bytes that go to disk in a step, whoever writes them.
     """
 
     seconds: float
@@ -33,6 +34,7 @@ class StepForecast:
     busy: Mapping[Lane, float]
     moved: Mapping[Lane, int]
     measured_share: float = 0.0
+    disk_written: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.seconds <= self.high:

@@ -24,7 +24,15 @@ __all__ = ["plan_table"]
 FULL = 0.75
 """A lane that is busy for less of a step than this share is not what the step waits for all the time."""
 
-_MOVING = (Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)
+_MOVING = (
+    Lane.H2D,
+    Lane.D2H,
+    Lane.UPDATE,
+    Lane.DEVICE_UPDATE,
+    Lane.STORAGE_UPDATE,
+    Lane.DISK_READ,
+    Lane.DISK_WRITE,
+)
 
 
 def plan_table(report: PlanReport) -> Group:
@@ -45,7 +53,7 @@ def _headline(report: PlanReport, step: StepForecast) -> list[RenderableType]:
     exact = "exactly those of plain PyTorch"
     if report.plan is not None and report.plan.changes_numbers:
         exact = f"not those of plain PyTorch: {'; '.join(report.plan.changes_numbers)}"
-    written = step.moved.get(Lane.DISK_WRITE, 0)
+    written = step.disk_written
     facts = {
         "step": f"{format_seconds(step.seconds)} ({format_seconds(step.low)} to {format_seconds(step.high)})",
         "tokens/s": format_count(step.tokens_per_second),

@@ -32,12 +32,14 @@ class BlockCopy:
 
 @dataclass(frozen=True)
 class Streamed:
-    """What the update of a block on the device asks for beside its homes: its landed ``gradients`` (1-D uint8, host),
-    each at one of ``offsets`` (bytes), and the place where the update is until it is queued."""
+    """What the update of a block elsewhere asks for beside its homes: its landed ``gradients`` (1-D uint8, host), each
+    at one of ``offsets`` (bytes), and the place where the update is until it is queued. ``at_storage``: where its
+    states are on disk; else on the device."""
 
     gradients: torch.Tensor
     offsets: Mapping[str, int]
     deferred: Deferred
+    at_storage: bool = False
 
 
 @final
@@ -58,9 +60,9 @@ class BlockState:
     """One block at run time: its homes, its landed gradients, and how many steps each parameter has taken.
 
     ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
-    the next step may be made before the step is asked for. A block that is updated on the device is ``streamed``, the
-    gradients of one that is updated in backward are ``passing``. ``prepared`` are the updates that were made ready
-    for it, by where they read and write.
+    the next step may be made before the step is asked for. A block that is updated on the device, or beside the
+    storage, is ``streamed``, the gradients of one that is updated in backward are ``passing``. ``prepared`` are the
+    updates that were made ready for it, by where they read and write.
     """
 
     def __init__(

@@ -18,12 +18,13 @@ from typing import Self, final
 import torch
 
 from forebay.device.base import Completion, Device
+from forebay.errors import ForebayError
 from forebay.layout import PAGE, align
 from forebay.scheduling.staging import StagingBuffer, StagingRing
 from forebay.tiers.diskfile import TierFile
 from forebay.timeline import Lane
 
-__all__ = ["Checkout", "DiskHome", "Home", "MemoryHome"]
+__all__ = ["Checkout", "DiskHome", "Home", "MemoryHome", "StorageHome"]
 
 
 @final
@@ -168,7 +169,7 @@ class DiskHome(Home):
         super().__init__(nbytes)
         self._device = device
         self._file = file
-        self._offset = offset
+        self.offset = offset
         self._ring = ring
         self._what = what
         self._part_written: dict[int, Completion] = {}  # by offset
@@ -186,7 +187,7 @@ class DiskHome(Home):
         # The same whichever range it is checked in at: all reads are on one lane, so that by the time this one is
         # done, nobody reads what was asked of the other range before.
         staging, after = self._ring.take(nbytes)
-        buffer, start = staging.view(nbytes), self._offset + offset
+        buffer, start = staging.view(nbytes), self.offset + offset
         file = self._file
         written = self._part_written.get(offset)
         # The file is read after the last write of this part, and into a buffer that nobody reads any more.
@@ -201,7 +202,7 @@ class DiskHome(Home):
         return Checkout(buffer, (read,), staging)
 
     def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
-        file, buffer, start = self._file, loan.buffer, self._offset + offset
+        file, buffer, start = self._file, loan.buffer, self.offset + offset
         # One writer at a time and in order: the lane is first in, first out, so the last write covers the others.
         written = self._device.submit(
             Lane.DISK_WRITE, lambda: file.write(start, buffer), after=(after,), nbytes=buffer.numel(), what=what
@@ -219,26 +220,30 @@ class DiskHome(Home):
         length = self.nbytes - offset if nbytes is None else nbytes
         first = offset // PAGE * PAGE
         copy = torch.empty(align(offset + length, PAGE) - first, dtype=torch.uint8)
-        self._file.read(self._offset + first, copy)
+        self._file.read(self.offset + first, copy)
         return copy[offset - first : offset - first + length]
 
     def write(self, content: torch.Tensor) -> None:
         self.settle()
-        self._file.write(self._offset, content[: self.nbytes])
+        self._file.write(self.offset, content[: self.nbytes])
 
     def staging_for_write(self) -> torch.Tensor:
         return self._staging(self.nbytes)
 
     def look(self, offset: int, nbytes: int) -> torch.Tensor:
         buffer = self._staging(nbytes)
-        self._file.read(self._offset + offset, buffer)
+        self._file.read(self.offset + offset, buffer)
         return buffer
 
     @contextmanager
     def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
         buffer = self._staging(nbytes).zero_()
         yield buffer
-        self._file.write(self._offset + offset, buffer)
+        self.put(offset, buffer)
+
+    def put(self, offset: int, content: torch.Tensor) -> None:
+        """Replaces the bytes from ``offset``, now; nobody writes here any more."""
+        self._file.write(self.offset + offset, content)
 
     def _staging(self, nbytes: int) -> torch.Tensor:
         """A buffer of the ring that nobody reads or writes any more, when nobody writes here either."""
@@ -253,3 +258,51 @@ class DiskHome(Home):
     def _release(loan: Checkout, after: Completion) -> None:
         if loan.staging is not None:
             loan.staging.busy = after
+
+
+@final
+class StorageHome(Home):
+    """Optimizer states on disk that are updated where they lie: ``file`` has them, and an update asks for none. Who
+    reads or writes them has waited for the last update, so that nobody else has the file then."""
+
+    def __init__(self, file: DiskHome) -> None:
+        super().__init__(file.nbytes)
+        self._file = file
+
+    @property
+    def offset(self) -> int:
+        """Where they begin in the file of states."""
+        return self._file.offset
+
+    def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
+        raise ForebayError("optimizer states are updated beside the storage; none of them is fetched")
+
+    def check_out(self, offset: int, nbytes: int, what: str, into: Self) -> Checkout:
+        return Checkout(torch.empty(0, dtype=torch.uint8), ())
+
+    def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
+        self.written = after
+        return after
+
+    def read(self, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+        self.settle()
+        return self._file.read(offset, nbytes)
+
+    def write(self, content: torch.Tensor) -> None:
+        self.settle()
+        self._file.write(content)
+
+    def staging_for_write(self) -> torch.Tensor:
+        self.settle()
+        return self._file.staging_for_write()
+
+    def look(self, offset: int, nbytes: int) -> torch.Tensor:
+        # In memory of its own: where no update passes through this process there is no staging for states.
+        return self.read(offset, nbytes)
+
+    @contextmanager
+    def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        self.settle()
+        buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        yield buffer
+        self._file.put(offset, buffer)

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from forebay.errors import GradientUsedUp
+from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.tensors import elements
-from forebay.runtime.updates import Task, Updater
+from forebay.runtime.updates import Updater
 
 __all__ = ["BackwardUpdates"]
 

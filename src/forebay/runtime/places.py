@@ -11,7 +11,7 @@ from forebay.arenas import home_nbytes, home_tier
 from forebay.device.base import Device
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement
-from forebay.runtime.homes import DiskHome, Home, MemoryHome
+from forebay.runtime.homes import DiskHome, Home, MemoryHome, StorageHome
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena
 from forebay.tiers.diskfile import TierFile
@@ -51,19 +51,23 @@ class Places:
             return MemoryHome(self._device, arena.carve(block.nbytes), block.name)
         return self._on_disk("parameters", home_nbytes(block), self._slots, block.name)
 
-    def states(self, block: Block, placement: Placement, nbytes: int, arena: HostArena | None) -> Home:
-        """A home for the ``nbytes`` of optimizer state of ``block``; on the host in ``arena``."""
+    def states(
+        self, block: Block, placement: Placement, nbytes: int, arena: HostArena | None, *, at_storage: bool = False
+    ) -> Home:
+        """A home for the ``nbytes`` of optimizer state of ``block``; on the host in ``arena``. ``at_storage``: on disk,
+        and updated there."""
         what = f"states of {block.name}"
         if placement.states is Tier.DEVICE:
             buffer = self._on_device(nbytes, Kind.STATE, f"states of block {block.name}")
             return MemoryHome(self._device, buffer.zero_(), what)
         if placement.states is Tier.DISK and nbytes:
-            return self._on_disk("states", nbytes, self._chunks, what)
+            home = self._on_disk("states", nbytes, self._chunks, what)
+            return StorageHome(home) if at_storage else home
         if arena is None or not nbytes:
             return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)
         return MemoryHome(self._device, arena.carve(nbytes), what)
 
-    def _on_disk(self, file: str, nbytes: int, ring: StagingRing, what: str) -> Home:
+    def _on_disk(self, file: str, nbytes: int, ring: StagingRing, what: str) -> DiskHome:
         start = self._ends[file]
         self._ends[file] += nbytes
         return DiskHome(self._device, self._files[file], start, nbytes, ring, what)

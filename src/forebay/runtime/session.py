@@ -120,7 +120,8 @@ class Session:
         }
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
-        updater = Updater(self.device, rule, self.store.workspace, resources.team, self.store.cells)
+        store = self.store
+        updater = Updater(self.device, rule, store.workspace, resources.team, store.cells, store.beside)
         self.stepping = Stepping(
             self.store, self.pool, updater, parameters, self.measure, self.torch_device, plan.streaming.delay_after
         )

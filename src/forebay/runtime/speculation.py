@@ -18,8 +18,9 @@ from typing import final
 
 from forebay.device.base import Completion
 from forebay.errors import ConfigError
+from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
-from forebay.runtime.updates import Task, Updater
+from forebay.runtime.updates import Updater
 
 __all__ = ["Speculation", "SpeculationPolicy"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forebay.errors import ModelError
+from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.delay import Delay
 from forebay.runtime.gradients import GradientBuffer, LandedGradient
@@ -17,7 +18,7 @@ from forebay.runtime.in_backward import BackwardUpdates
 from forebay.runtime.measure import Measurement
 from forebay.runtime.speculation import Speculation, SpeculationPolicy
 from forebay.runtime.store import Store
-from forebay.runtime.updates import Task, Updater
+from forebay.runtime.updates import Updater
 from forebay.scheduling.slots import SlotPool
 
 __all__ = ["Groups", "Hyperparameters", "Stepping"]

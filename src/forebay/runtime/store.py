@@ -13,18 +13,23 @@ from forebay.device.base import Completion, Device
 from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, state_layout
 from forebay.memory import Kind, Ledger, Tier
+from forebay.optim.rules import UpdateRule
 from forebay.plans import Fate, Placement, Plan, Streaming
 from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
-from forebay.runtime.cells import Cells
+from forebay.runtime.cells import Cells, DeviceWay
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.depots import Depot, DepotRow, DiskDepot, HostDepot
 from forebay.runtime.gradients import GradientBuffer, Landing
+from forebay.runtime.homes import StorageHome
 from forebay.runtime.places import Places
+from forebay.runtime.storage_side import StorageSide, Territory
 from forebay.runtime.tensors import alone, elements, shaped
 from forebay.scheduling.gradients import GradientSlots
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
 from forebay.tiers.diskfile import DiskPolicy, TierFile
+from forebay.tiers.handed import hand_over
+from forebay.tiers.shared import SharedArena
 from forebay.tiers.stripes import DiskTier, Folder
 from forebay.trace import Block, Model, Parameter
 
@@ -71,6 +76,8 @@ class Store:
         self._micro_batches = 1
         self.rows: dict[Fate, DepotRow] = {}
         self.cells: Cells | None = None
+        self.beside: StorageSide | None = None
+        self._territory: Territory | None = None
         self.sizes = arenas_of(model, plan, state_names)
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
@@ -99,7 +106,7 @@ class Store:
             self.depots[Fate.OFFLOAD] = HostDepot(self._device, activations.memory)
         if sizes.update_cell:
             window = self._on_device(sizes.device_updates, Kind.STAGING, "the window of updates on the device")
-            self.cells = Cells(self._device, window, sizes.update_cell, sizes.update_widening)
+            self.cells = Cells(DeviceWay(self._device), window, sizes.update_cell, sizes.update_widening)
         places = Places(self._device, self._on_device, files, slot_ring, chunk_ring)
         passed = [] if host_gradients is None or not plan.update_in_backward else streaming.gradient_slots
         slots = GradientSlots([host_gradients.carve(n) for n in passed] if host_gradients is not None else [])
@@ -107,8 +114,10 @@ class Store:
             block = model.block(placement.block)
             layout = state_layout(block, state_names, streaming.update_chunk)
             parameters = places.parameters(block, placement, host_parameters)
-            streams = block.name in plan.update_on_device
-            states = places.states(block, placement, layout.nbytes, moved_states if streams else host_states)
+            at_storage = block.name in plan.update_at_storage
+            streams = at_storage or block.name in plan.update_on_device
+            arena = moved_states if streams else host_states
+            states = places.states(block, placement, layout.nbytes, arena, at_storage=at_storage)
             spare = None
             if block.name in plan.speculate:
                 copy = places.parameters(block, placement, second)
@@ -118,10 +127,30 @@ class Store:
                 passing = Passing(slots, *gradient_offsets(block))
                 gradients = {p.name: GradientBuffer(p, None, self.landing) for p in block.parameters if p.trainable}
             else:
-                gradients, streamed = self._gradients(block, placement, host_gradients)
+                gradients, streamed = self._gradients(block, placement, host_gradients, at_storage=at_storage)
             self.blocks[block.name] = BlockState(
                 block, placement, layout, parameters, states, gradients, spare, streamed if streams else None, passing
             )
+        if plan.update_at_storage:
+            self._open_territory(plan, files["states"])
+
+    def _open_territory(self, plan: Plan, file: TierFile) -> None:
+        """Opens what the session shares with the process beside the storage."""
+        sizes = self.sizes
+        what = "memory shared with the process beside the storage"
+        memory = self._stack.enter_context(SharedArena(sizes.storage_window, ledger=self._ledgers.host, what=what))
+        homes = ((s.block, s.states) for s in self.blocks.values())
+        blocks = tuple((block, home.offset) for block, home in homes if isinstance(home, StorageHome))
+        chunk = plan.streaming.update_chunk
+        self._territory = Territory(blocks, hand_over(file), chunk, memory, sizes.storage_cell, sizes.storage_widening)
+
+    def employ(self, rule: UpdateRule) -> None:
+        """Starts the process beside the storage, if the plan has blocks updated there: by ``rule``. Raises
+        ``StorageError`` where it cannot be started."""
+        if self._territory is not None:
+            self.beside = StorageSide(self._device, rule, self._territory)
+            # It ends before the file and the memory go that it has: those are closed later.
+            self._stack.callback(self.beside.close)
 
     def _open_update_staging(self, sizes: Arenas) -> StagingRing:
         """Opens what updates need beside gradients and states; returns the ring through which states on disk pass."""
@@ -201,12 +230,12 @@ class Store:
         return buffer
 
     def _gradients(
-        self, block: Block, placement: Placement, arena: HostArena | None
+        self, block: Block, placement: Placement, arena: HostArena | None, *, at_storage: bool
     ) -> tuple[dict[str, GradientBuffer], Streamed | None]:
         offsets, nbytes = gradient_offsets(block)
         if arena is None or not nbytes or placement.resident:
             return {}, None
-        streamed = Streamed(arena.carve(nbytes), offsets, Deferred())
+        streamed = Streamed(arena.carve(nbytes), offsets, Deferred(), at_storage)
         by_name = {p.name: p for p in block.parameters}
         buffers = {
             name: GradientBuffer(
@@ -227,7 +256,8 @@ class Store:
     @property
     def disk_written(self) -> int:
         """Bytes written to disk so far."""
-        return 0 if self._disk is None else self._disk.written
+        beside = 0 if self.beside is None else self.beside.worker.written
+        return beside if self._disk is None else beside + self._disk.written
 
     def fetch(self, block: str, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
         """Queues the copy of a block's home into a slot (``slots.BlockSource``)."""
@@ -345,6 +375,7 @@ class Store:
                 state.streamed.deferred.drop()  # it holds the state that holds it
         if self.cells is not None:
             self.cells.close()
+        self._territory = None
         # An arena is unmapped with the last tensor that looks into it. The user's optimizer goes on holding the
         # session; it must not go on holding the memory.
         self.blocks.clear()

@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
 from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
 from forebay.kernels.team import Team
-from forebay.layout import MASTER, Cell, Chunk, Piece, needs_master, untrained_nbytes
-from forebay.optim.arithmetic import (
-    Arithmetic,
-    Held,
-    Part,
-    Prepared,
-    TorchArithmetic,
-    copied,
-    host_arithmetic,
-    place_of,
-)
+from forebay.layout import Cell, Chunk, Piece, untrained_nbytes
+from forebay.optim.arithmetic import Arithmetic, Prepared, TorchArithmetic, copied, host_arithmetic
 from forebay.optim.rules import UpdateRule
+from forebay.runtime.applying import (
+    Copy,
+    Task,
+    apply_update,
+    at_home,
+    batches,
+    copy_of,
+    landed,
+    part_of,
+    update_cell,
+)
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.cells import Cells, Load
 from forebay.runtime.homes import Checkout
-from forebay.runtime.tensors import dtype_of, elements, flat, state_view
+from forebay.runtime.storage_side import StorageSide
+from forebay.runtime.tensors import flat, state_view
 from forebay.timeline import Lane
 
-__all__ = ["KEPT", "Task", "Updater"]
+__all__ = ["KEPT", "Updater"]
 
 KEPT: Final = 16
 """Updates of a chunk that are kept ready: from either copy into the other and in place in both, in several groups."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One parameter's part in a step: which step it is for this parameter (from 1), and its group's hyperparameters.
-
-    ``group`` is a copy made by ``optimizer.step()``: a scheduler may change the group while the update is queued.
-    """
-
-    step: int
-    group: Mapping[str, Any]
 
 
 @final
 class Updater:
     """Runs the update rule over blocks, on the host with the threads of ``team``. ``workspace`` (1-D uint8) is where
     16-bit gradients become fp32 for an arithmetic that does not read them itself. ``cells`` are where blocks are
-    updated that are brought to the device for it."""
+    updated that are brought to the device for it; ``beside`` is who updates those whose states stay on disk."""
 
     def __init__(
-        self, device: Device, rule: UpdateRule, workspace: torch.Tensor, team: Team, cells: Cells | None = None
+        self,
+        device: Device,
+        rule: UpdateRule,
+        workspace: torch.Tensor,
+        team: Team,
+        cells: Cells | None = None,
+        beside: StorageSide | None = None,
     ) -> None:
         self._device = device
         self._rule = rule
@@ -65,6 +61,7 @@ class Updater:
         self._same = torch.device(device.name).type == "cpu"
         self._on_device = self._arithmetic_there(None)
         self._cells = cells
+        self._beside = beside
 
     def submit(self, state: BlockState, tasks: Mapping[str, Task], into: BlockCopy | None = None) -> Completion | None:
         """Queues the update of the parameters in ``tasks`` of a block whose gradients have landed.
@@ -77,26 +74,26 @@ class Updater:
         block, source = state.block, state.current
         target = into or source
         # Gradients that are still landing must be there before the update reads them.
-        landed = tuple(g.arrived for n, g in state.gradients.items() if n in tasks and g.arrived is not None)
+        arrived = tuple(g.arrived for n, g in state.gradients.items() if n in tasks and g.arrived is not None)
         loan = source.parameters.check_out(0, source.parameters.nbytes, f"read {block.name}", target.parameters)
         # Where they are now: by the time that a job runs, the gradients of the next step may have another place.
         gradients = {name: state.gradients[name].host for name in tasks}
         read: Completion | None = None
         done: Completion | None = None
-        for chunk in state.layout.chunks:
+        for number, chunk in enumerate(state.layout.chunks):
             if target is source and not any(piece.parameter.name in tasks for piece in chunk.pieces):
                 continue
             what = f"states of {block.name} at {chunk.offset}"
             states = source.states.check_out(chunk.offset, chunk.nbytes, f"read {what}", target.states)
             if state.streamed is not None:
-                read, done = self._in_cell(state, chunk, loan, states, landed, tasks)
+                read, done = self._in_cell(state, number, loan, states, arrived, tasks)
             else:
                 # What of the block is in no chunk goes along with the first.
                 along = 2 * untrained_nbytes(block) if loan.apart and done is None else 0
                 read = done = self._device.submit(
                     Lane.UPDATE,
                     partial(self.run_chunk, state, chunk, loan, states, tasks, gradients),
-                    after=(*landed, *loan.ready, *states.ready),
+                    after=(*arrived, *loan.ready, *states.ready),
                     nbytes=state.layout.touched(chunk) + along,
                     what=f"update {block.name}",
                 )
@@ -111,27 +108,33 @@ class Updater:
     def _in_cell(
         self,
         state: BlockState,
-        chunk: Chunk,
+        number: int,
         loan: Checkout,
         states: Checkout,
-        landed: tuple[Completion, ...],
+        arrived: tuple[Completion, ...],
         tasks: Mapping[str, Task],
     ) -> tuple[Completion, Completion]:
-        """Queues the update of one chunk on the device: when its gradients have been read, and when it is done."""
-        if self._cells is None or state.streamed is None:
-            raise ForebayError(f"the plan does not update block {state.block.name} on the device")
-        gradients, offsets = state.streamed.gradients, state.streamed.offsets
-        load = Load(state.block.name, chunk, tasks.keys(), loan, states, gradients, offsets, landed)
-        return self._cells.update(load, partial(self.run_cell, state, chunk, tasks), state.layout.touched(chunk))
+        """Queues the update of chunk ``number`` elsewhere: when its gradients have been read, and when it is done."""
+        name, chunk, streamed = state.block.name, state.layout.chunks[number], state.streamed
+        if streamed is None:
+            raise ForebayError(f"the plan updates block {name} at home")
+        touched = state.layout.touched(chunk)
+        load = Load(name, chunk, tasks.keys(), loan, states, streamed.gradients, streamed.offsets, arrived)
+        if streamed.at_storage:
+            if self._beside is None:
+                raise ForebayError(f"nobody is beside the storage to update block {name}")
+            return self._beside.update(load, number, tasks, touched)
+        if self._cells is None:
+            raise ForebayError(f"the plan does not update block {name} on the device")
+        return self._cells.update(load, partial(self.run_cell, state, chunk, tasks), touched)
 
     def run_resident(self, state: BlockState, tasks: Mapping[str, Task], gradients: Mapping[str, torch.Tensor]) -> None:
         """Updates a block whose parameters, gradients and states are on the device, in the compute order."""
         parameters, states = state.parameters.read(), state.states.read()
         flattened = {p.name: flat(gradients[p.name], p) for p in state.block.parameters if p.name in tasks}
         for chunk in state.layout.chunks:
-            content = states[chunk.offset : chunk.offset + chunk.nbytes]
-            held = self._copy(state, chunk, content, partial(_at_home, parameters))
-            _apply(chunk, held, partial(_landed, flattened), tasks, self._on_device)
+            held = self._copy(state, chunk, states[chunk.offset : chunk.offset + chunk.nbytes], parameters)
+            apply_update(chunk, held, partial(landed, flattened), tasks, self._on_device)
 
     def run_chunk(
         self,
@@ -146,7 +149,7 @@ class Updater:
         of the block, ``gradients`` the landed ones of those in ``tasks``. Runs in the update lane's thread."""
         if loan.apart or states.apart:
             self._take_along(state, chunk, loan, states, tasks)
-        for task, pieces in _batches(chunk, tasks):
+        for task, pieces in batches(chunk, tasks):
             self._prepared(state, chunk, loan, states, pieces, gradients)(task.step, task.group)
 
     def _prepared(
@@ -171,11 +174,11 @@ class Updater:
         known = state.prepared.get(key)
         if known is not None:
             return known
-        held = self._copy(state, chunk, states.source, partial(_at_home, loan.source))
+        held = self._copy(state, chunk, states.source, loan.source)
         into: Copy | None = None
         if loan.apart or states.apart:
-            into = self._copy(state, chunk, states.buffer, partial(_at_home, loan.buffer))
-        made = self._on_host.prepared([_part(p, held(p), _landed(gradients, p), into) for p in pieces])
+            into = self._copy(state, chunk, states.buffer, loan.buffer)
+        made = self._on_host.prepared([part_of(p, held(p), landed(gradients, p), into) for p in pieces])
         if loan.staging is None and states.staging is None:
             if len(state.prepared) >= KEPT * len(state.layout.chunks):
                 state.prepared.clear()  # at each step others have a gradient, as experts do: nothing is found again
@@ -188,8 +191,7 @@ class Updater:
         """Updates one chunk in the ``buffer`` of its cell, on the device. Runs in the thread of that lane."""
         # Made for each chunk: it holds memory of the device, and would hold it longer than the cells do.
         arithmetic = self._arithmetic_there(None if self._cells is None else self._cells.widening)
-        held = self._copy(state, chunk, buffer[: chunk.nbytes], _in_cell(cell, chunk, buffer, cell.parameters))
-        _apply(chunk, held, _in_cell(cell, chunk, buffer, cell.gradients), tasks, arithmetic)
+        update_cell(state.layout, self._rule.state_names, chunk, tasks, buffer, arithmetic)
 
     def _take_along(
         self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, tasks: Mapping[str, Task]
@@ -200,7 +202,7 @@ class Updater:
         for piece in chunk.pieces:
             if piece.parameter.name in tasks:
                 continue
-            copied(team, _at_home(loan.buffer, piece), _at_home(loan.source, piece))
+            copied(team, at_home(loan.buffer, piece), at_home(loan.source, piece))
             for name, (at, nbytes) in state.layout.spans(chunk).items():
                 there, here = (content[at : at + nbytes] for content in (states.buffer, states.source))
                 copied(team, state_view(there, name, piece), state_view(here, name, piece))
@@ -216,66 +218,6 @@ class Updater:
             return host_arithmetic(self._rule, self._team, workspace)
         return TorchArithmetic(self._rule, workspace)
 
-    def _copy(self, state: BlockState, chunk: Chunk, content: torch.Tensor, parameters: Values) -> Copy:
-        """What one copy of ``chunk`` has of each piece; ``content`` are its states."""
-        streams = {name: content[at : at + nbytes] for name, (at, nbytes) in state.layout.spans(chunk).items()}
-
-        def held(piece: Piece) -> Held:
-            return Held(
-                parameters(piece),
-                state_view(streams[MASTER], MASTER, piece) if needs_master(piece.parameter) else None,
-                tuple(state_view(streams[name], name, piece) for name in self._rule.state_names),
-            )
-
-        return held
-
-
-Copy = Callable[[Piece], Held]
-"""What one copy of a chunk has of a piece."""
-
-Values = Callable[[Piece], torch.Tensor]
-"""The elements of a piece, 1-D: of its parameter, or of its gradient."""
-
-
-def _apply(chunk: Chunk, held: Copy, gradients: Values, tasks: Mapping[str, Task], arithmetic: Arithmetic) -> None:
-    """Updates the pieces of ``chunk`` that are in ``tasks``, in place."""
-    for task, pieces in _batches(chunk, tasks):
-        parts = [_part(piece, held(piece), gradients(piece), None) for piece in pieces]
-        arithmetic.update(parts, task.step, task.group)
-
-
-def _batches(chunk: Chunk, tasks: Mapping[str, Task]) -> Iterator[tuple[Task, Sequence[Piece]]]:
-    """The pieces of ``chunk`` that are in ``tasks``: those of one group at the same step, which go through one call of
-    the kernel, and their task."""
-    batches: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-    for piece in chunk.pieces:
-        task = tasks.get(piece.parameter.name)
-        if task is not None:
-            batches[(id(task.group), task.step)].append(piece)
-    for pieces in batches.values():
-        yield tasks[pieces[0].parameter.name], pieces
-
-
-def _part(piece: Piece, held: Held, gradient: torch.Tensor, into: Copy | None) -> Part:
-    place = place_of(piece.parameter.numel, piece.start)
-    target = None if into is None else into(piece)
-    return Part(held.parameter, gradient, held.master, held.states, place, target)
-
-
-def _at_home(parameters: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return elements(parameters, piece.parameter, piece.parameter.offset)[piece.start : piece.stop]
-
-
-def _landed(gradients: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    return gradients[piece.parameter.name][piece.start : piece.stop]
-
-
-def _in_cell(cell: Cell, chunk: Chunk, buffer: torch.Tensor, area: int) -> Values:
-    """``area``: where in the cell they begin."""
-    offsets = {piece.offset: offset for piece, offset in zip(chunk.pieces, cell.offsets, strict=True)}
-
-    def values(piece: Piece) -> torch.Tensor:
-        start = area + offsets[piece.offset]
-        return buffer[start : start + piece.nbytes].view(dtype_of(piece.parameter))
-
-    return values
+    def _copy(self, state: BlockState, chunk: Chunk, content: torch.Tensor, parameters: torch.Tensor) -> Copy:
+        """What one copy of ``chunk`` has of each piece; ``content`` are its states, ``parameters`` the block's."""
+        return copy_of(state.layout, self._rule.state_names, chunk, content, partial(at_home, parameters))

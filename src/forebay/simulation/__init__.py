@@ -3,13 +3,15 @@
 ``simulate`` goes from a plan to a ``Timeline``, ``play`` from a program, ``pace`` from its score to the seconds alone;
 ``costs`` says how long one thing takes alone, ``score`` what a clock reads of a program, ``sharing`` how much slower a
 thing is beside others, ``forecast`` sums a timeline up for people and planners, ``together`` says what a step takes
-whose micro-batches pass the model together.
+whose micro-batches pass the model together, and ``several`` what steps take on several devices of one host, or of
+several models on one device.
 """
 
 from forebay.simulation.costs import Costs
 from forebay.simulation.forecast import Forecast, forecast, limits, simulate, summarise
 from forebay.simulation.play import pace, play
 from forebay.simulation.score import Score
+from forebay.simulation.several import SeveralForecast, alternating, side_by_side
 from forebay.simulation.together import PassesForecast, by_turns, draws, together
 
 __all__ = [
@@ -17,12 +19,15 @@ __all__ = [
     "Forecast",
     "PassesForecast",
     "Score",
+    "SeveralForecast",
+    "alternating",
     "by_turns",
     "draws",
     "forecast",
     "limits",
     "pace",
     "play",
+    "side_by_side",
     "simulate",
     "summarise",
     "together",

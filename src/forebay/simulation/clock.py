@@ -2,7 +2,7 @@
 
 Every lane runs one action at a time, in the order of the program, as soon as what the action waits for is done; while
 several lanes run, each moves on at the share of its rate that ``sharing`` gives it. The shares change only when
-something starts or ends, so that the clock jumps from one such instant to the next. With seven lanes at most, looking
+something starts or ends, so that the clock jumps from one such instant to the next. With so few lanes, looking
 at all of them is faster than keeping a heap whose entries go stale whenever the shares change.
 
 Lanes that share nothing (``Sharing.alone``; compute on a device with cores of its own, above all) need no clock: an

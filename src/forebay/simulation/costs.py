@@ -8,7 +8,7 @@ faster than its launch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -16,19 +16,22 @@ from typing import final
 
 from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError
-from forebay.layout import MASTER, needs_master, touched_nbytes
+from forebay.layout import MASTER, needs_master, states_nbytes, touched_nbytes
 from forebay.machine import Disk, Machine
 from forebay.program import Action, Outline, Verb
 from forebay.states import form_of, is_wide, plain_name, update_kind
 from forebay.timeline import Lane
-from forebay.trace import Tensor, Trace, Work
+from forebay.trace import Parameter, Tensor, Trace, Work
 
-__all__ = ["ADD_TRAFFIC", "APART", "VIEW_SHARE", "Cost", "Costs", "Source", "coding_signature"]
+__all__ = ["ADD_TRAFFIC", "APART", "VIEW_SHARE", "Cost", "Costs", "Source", "coding_signature", "is_copy_beside"]
 
 VIEW_SHARE = 0.5
 """A view starts no kernel and moves no bytes; the host still dispatches it, which is about half of what the smallest
 real op costs there (torch 2.13 on a CPU: a view 0.9 to 1.1 us, a multiplication of 64 elements 1.1, adding a number
 2.9)."""
+
+MEMORY_TRAFFIC = 2
+"""Bytes of host memory that copying a byte from one place there to another reads and writes."""
 
 ADD_TRAFFIC = 3
 """Bytes of host memory that adding a gradient's byte to what has landed before reads (two) and writes (one)."""
@@ -77,6 +80,11 @@ class Cost:
     note: str = ""
 
 
+def is_copy_beside(action: Action | Outline) -> bool:
+    """Whether it brings a part of a chunk to who updates it beside the storage, or from there."""
+    return action.verb in (Verb.LOAD, Verb.STORE) and action.lane in (Lane.DISK_WRITE, Lane.DISK_READ)
+
+
 def coding_signature(codes: Codes, *, encode: bool) -> str:
     """The name in ``Machine.op_seconds`` of making ``codes``, or of reading them."""
     return f"forebay.{'encode' if encode else 'decode'}({codes.dtype}[{codes.numel}], {codes.bits})"
@@ -96,6 +104,11 @@ class Costs:
         self.update_rate = _update_rate(trace, machine)
         """Bytes/s of an update on the host, in place, with the states of ``trace``."""
         self._apart = _apart(trace.state_names)
+        self.storage_rate = _storage_rate(trace, machine, self.update_rate)
+        """Bytes/s of an update beside the storage: what it touches, with the states read before it and written after it
+        where a process on the host does it."""
+        self.states_share = _states_share(trace)
+        """Bytes of states, over those that an update of them touches."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
         self._moves: dict[tuple[Verb, Lane, int, bool], float] = {}
@@ -157,6 +170,8 @@ class Costs:
         """Seconds of a transfer, an update, a read or a write."""
         nbytes, machine = action.nbytes, self.machine
         match action.verb:
+            case Verb.LOAD | Verb.STORE if action.lane in (Lane.DISK_WRITE, Lane.DISK_READ):
+                return self._to_storage(action)
             case Verb.FETCH | Verb.RELOAD | Verb.LOAD:
                 return machine.h2d.seconds(nbytes)
             case Verb.LAND | Verb.OFFLOAD | Verb.STORE:
@@ -164,6 +179,9 @@ class Costs:
             case Verb.ACCUMULATE:
                 # Copy and sum are jobs of one lane: the one staging buffer keeps them one after the other.
                 return machine.d2h.seconds(nbytes) + ADD_TRAFFIC * nbytes / machine.host_bandwidth
+            case Verb.UPDATE if action.lane is Lane.STORAGE_UPDATE:
+                self._disk(action)  # or say that there is none
+                return nbytes / self.storage_rate
             case Verb.UPDATE:
                 # Where the device is the host's processor, what is on it is updated as at home.
                 if action.lane is Lane.COMPUTE or (action.lane is Lane.DEVICE_UPDATE and machine.device_kind != "cpu"):
@@ -183,6 +201,14 @@ class Costs:
             return known
         touched = codes.numel * (traffic + codes.itemsize) + codes.nbytes
         return self._with_host(touched / self.machine.device_bandwidth, kernels)
+
+    def _to_storage(self, action: Action | Outline) -> float:
+        """Seconds of a part of a chunk on its way to who updates it beside the storage, or from there: over the link of
+        the disk, or from memory to memory where that is a process on the host."""
+        disk = self._disk(action)
+        if disk.update_rate is None:
+            return MEMORY_TRAFFIC * action.nbytes / self.machine.host_bandwidth
+        return (disk.write if action.verb is Verb.LOAD else disk.read).seconds(action.nbytes)
 
     def _tensor(self, action: Action | Outline) -> Tensor:
         visits = self.trace.visits
@@ -235,24 +261,46 @@ def _update_rate(trace: Trace, machine: Machine) -> float:
     kernels have more instructions for fewer bytes: on two cores of an EPYC 0.8 to 0.9 times as many elements a second
     as with fp32 moments (docs/log.md, 2026-11-21).
     """
-    trained = [p for block in trace.model.blocks for p in block.parameters if p.trainable]
-    elements = sum(p.numel for p in trained)
+    elements = sum(block.trainable_numel for block in trace.model.blocks)
     if not elements:
         return machine.update_rate
-
-    def touched(states: tuple[str, ...]) -> float:
-        masters = (MASTER, *states)
-        streams = (masters if needs_master(p) else states for p in trained)
-        return sum(touched_nbytes(s, p.numel, p.nbytes) for s, p in zip(streams, trained, strict=True)) / elements
-
-    own = touched(trace.state_names)
+    own = _touched(trace, trace.state_names) / elements
     known = machine.update_elements.get(update_kind(trace.state_names))
     if known is not None:
         return min(machine.update_rate, known * own)
     if is_wide(trace.state_names):
         return machine.update_rate
     moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
-    return machine.update_rate * own / touched(moments)
+    return machine.update_rate * own * elements / _touched(trace, moments)
+
+
+def _streams(trace: Trace, states: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Parameter]]:
+    """Every parameter that is trained, with the streams that an update keeps for it."""
+    for parameter in (p for block in trace.model.blocks for p in block.parameters if p.trainable):
+        yield ((MASTER, *states) if needs_master(parameter) else states), parameter
+
+
+def _touched(trace: Trace, states: tuple[str, ...]) -> int:
+    """Bytes that a step touches in its updates, with an optimizer that keeps ``states``."""
+    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(trace, states))
+
+
+def _storage_rate(trace: Trace, machine: Machine, update_rate: float) -> float:
+    """``Costs.storage_rate``; 0 without a disk. A process on the host reads, updates and writes one after the other."""
+    disk = machine.disk
+    if disk is None:
+        return 0.0
+    if disk.update_rate is not None:
+        return disk.update_rate
+    moved = _states_share(trace) * (1 / disk.read.curve.best + 1 / disk.write.curve.best)
+    return 1 / (1 / update_rate + moved)
+
+
+def _states_share(trace: Trace) -> float:
+    """``Costs.states_share``; 0 where nothing is trained."""
+    touched = _touched(trace, trace.state_names)
+    kept = sum(states_nbytes(streams, p.numel) for streams, p in _streams(trace, trace.state_names))
+    return kept / touched if touched else 0.0
 
 
 def _apart(states: tuple[str, ...]) -> float:

@@ -11,7 +11,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.program import Program, Verb
-from forebay.simulation.costs import Costs
+from forebay.simulation.costs import Costs, is_copy_beside
 from forebay.simulation.play import play
 from forebay.simulation.sharing import LANES
 from forebay.timeline import Lane, Timeline, covered
@@ -52,9 +52,9 @@ class Forecast:
     Seconds: ``step_seconds``, between ``low`` and ``high`` by the error stated for where the figures are from;
     ``busy`` of each lane in the step; ``limits``, the least that each lane needs for what the step must do
     (``limits()``), the largest of which is ``limit_seconds``. ``binding`` is the lane that is busy longest.
-    Bytes: ``moved`` by each lane in the step, ``peaks`` of every tier. ``tokens_per_second`` counts the tokens of all
-    micro-batches. ``measured_share`` is the share of op seconds that were measured; ``notes`` say what stood in for
-    something else.
+    Bytes: ``moved`` by each lane in the step, ``disk_written`` whoever writes it, ``peaks`` of every tier.
+    ``tokens_per_second`` counts the tokens of all micro-batches. ``measured_share`` is the share of op seconds that
+    were measured; ``notes`` say what stood in for something else.
     """
 
     step_seconds: float
@@ -66,6 +66,7 @@ class Forecast:
     limits: Mapping[Lane, float]
     busy: Mapping[Lane, float]
     moved: Mapping[Lane, int]
+    disk_written: int
     peaks: Mapping[Tier, int]
     measured_share: float
     notes: tuple[str, ...] = ()
@@ -120,6 +121,7 @@ def summarise(timeline: Timeline, program: Program, costs: Costs) -> Forecast:
         limits=floor,
         busy=busy,
         moved=_moved_in_last_step(program),
+        disk_written=_written_in_last_step(program, costs),
         peaks={usage.tier: usage.peak for usage in timeline.tiers},
         measured_share=costs.measured_share,
         notes=costs.notes,
@@ -151,9 +153,15 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
         rates |= {
             Lane.DISK_READ: machine.disk.read.curve.best,
             Lane.DISK_WRITE: machine.disk.write.curve.best,
+            Lane.STORAGE_UPDATE: costs.storage_rate,
         }
     moved = _moved_in_last_step(program)
     seconds = {lane: nbytes / rates[lane] if lane in rates else 0.0 for lane, nbytes in moved.items()}
+    if machine.disk is not None and machine.disk.update_rate is None:
+        # What goes to a process on the host that updates beside the storage goes from memory to memory.
+        for action in program.actions:
+            if action.step == program.steps - 1 and action.lane in rates and is_copy_beside(action):
+                seconds[action.lane] += costs.action(action) - action.nbytes / rates[action.lane]
     seconds[Lane.COMPUTE] += costs.arithmetic_seconds * program.micro_batches
     return seconds
 
@@ -165,6 +173,13 @@ def _moved_in_last_step(program: Program) -> dict[Lane, int]:
         if action.step == program.steps - 1 and action.verb is not Verb.COMPUTE:
             moved[action.lane] += action.nbytes
     return moved
+
+
+def _written_in_last_step(program: Program, costs: Costs) -> int:
+    """Bytes that go to disk, those of updates beside the storage among them."""
+    last = [action for action in program.actions if action.step == program.steps - 1]
+    beside = sum(a.nbytes for a in last if a.lane is Lane.STORAGE_UPDATE)
+    return sum(a.nbytes for a in last if a.verb is Verb.WRITE) + round(costs.states_share * beside)
 
 
 def _busy_in_last_step(timeline: Timeline) -> dict[Lane, float]:

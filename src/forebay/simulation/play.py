@@ -18,7 +18,7 @@ from forebay.simulation.score import Score
 from forebay.timeline import Event, Lane, Timeline
 from forebay.trace import Trace
 
-__all__ = ["pace", "play"]
+__all__ = ["pace", "play", "step_seconds_of"]
 
 
 def play(
@@ -45,7 +45,7 @@ def play(
     return Timeline(
         events=_events(program, clock, stalls),
         tiers=(account.usage(), *standing_usages(program)),
-        step_seconds=_step_seconds(score, clock.end),
+        step_seconds=step_seconds_of(score, clock.end),
         counters={"fetches": sum(a.verb is Verb.FETCH for a in program.actions), "stalls": len(stalls)},
     )
 
@@ -54,7 +54,7 @@ def pace(score: Score) -> tuple[float, ...]:
     """The ``step_seconds`` of ``play`` alone, for who compares many programs: no event is made and no byte counted."""
     clock = Clock(score)
     clock.run()
-    return _step_seconds(score, clock.end)
+    return step_seconds_of(score, clock.end)
 
 
 def _refuse_unplayable(program: Program) -> None:
@@ -134,8 +134,8 @@ def _events(program: Program, clock: Clock, stalls: Sequence[tuple[float, float]
     return tuple(played)
 
 
-def _step_seconds(score: Score, end: Sequence[float]) -> tuple[float, ...]:
-    """Seconds from the end of each step call to the end of the next."""
+def step_seconds_of(score: Score, end: Sequence[float]) -> tuple[float, ...]:
+    """Seconds from the end of each step call to the end of the next, where actions have ended at ``end``."""
     seconds, before = [], 0.0
     for waited in score.calls:
         call = max((end[index] for index in waited), default=before)

@@ -29,7 +29,16 @@ from forebay.timeline import Lane
 
 __all__ = ["LANES", "Sharing"]
 
-LANES: Final = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE, Lane.DEVICE_UPDATE)
+LANES: Final = (
+    Lane.COMPUTE,
+    Lane.H2D,
+    Lane.D2H,
+    Lane.UPDATE,
+    Lane.DISK_READ,
+    Lane.DISK_WRITE,
+    Lane.DEVICE_UPDATE,
+    Lane.STORAGE_UPDATE,
+)
 """The lanes that actions run on; their places here are the bits of a set of lanes."""
 
 _COMPUTE, _H2D, _D2H, _UPDATE = map(LANES.index, (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE))
@@ -47,6 +56,9 @@ class Sharing:
         lost = machine.shared_cores
         self.crowding = min(1.0, lost / (1 - lost)) if lost < 1 else 1.0
         self._duplex = machine.duplex
+        # Updates beside the storage are the work of a host thread, unless the disk has a device for it.
+        within = machine.disk is not None and machine.disk.update_rate is not None
+        self._threads = THREADS if within else THREADS | 1 << LANES.index(Lane.STORAGE_UPDATE)
         self._disk_duplex = 1.0 if machine.disk is None else machine.disk.duplex
         self._bandwidth = machine.host_bandwidth
         copied = 2.0 if machine.device_kind == "cpu" else 1.0
@@ -64,7 +76,7 @@ class Sharing:
         host memory may become too slow (``may_crowd``)."""
         lanes = DISK if self._disk_duplex == 1 else 0
         if not self.crowding:
-            lanes |= COMPUTE | THREADS & ~HOST
+            lanes |= COMPUTE | self._threads & ~HOST
             if not crowds:
                 lanes |= UPDATE | (H2D | D2H if self._duplex == 1 else 0)
         return lanes
@@ -100,8 +112,8 @@ class Sharing:
         if lane & DISK:
             return self._disk_duplex if busy & DISK == DISK else 1.0
         share = self._duplex if lane & (H2D | D2H) and busy & H2D and busy & D2H else 1.0
-        host = (busy & THREADS).bit_count()
-        if lane & (COMPUTE | THREADS):
+        host = (busy & self._threads).bit_count()
+        if lane & (COMPUTE | self._threads):
             threads = self.crowding * host
             # The tighter of the two: duplex was measured on the same cores, and has seen their sharing.
             share = min(share, 1 / (1 + threads) if busy & COMPUTE else 1 / max(1.0, threads))

@@ -162,8 +162,8 @@ class DiskFile(TierFile):
         self.path = path
         self.nbytes = nbytes
         self.direct = direct
-        self._fd = fd
-        self._policy = policy
+        self.descriptor = fd
+        self.policy = policy
         self._io = io
         self._bounce = bounce
         self._meter = meter
@@ -182,7 +182,7 @@ class DiskFile(TierFile):
 
     def padded(self, nbytes: int) -> int:
         """``nbytes`` rounded up to what ``read`` and ``write`` accept as a size or an offset."""
-        return self._policy.padded(nbytes)
+        return self.policy.padded(nbytes)
 
     def read(self, offset: int, buffer: Buffer) -> None:
         """Fills ``buffer`` with the bytes from ``offset`` on; blocks until they are there.
@@ -223,7 +223,7 @@ class DiskFile(TierFile):
         view = bytes_of(buffer)
         self._check(verb, offset, view)
         with self._in_use():
-            position, block = 0, self._policy.calls(verb).block
+            position, block = 0, self.policy.calls(verb).block
             while position < len(view):
                 piece = view[position : position + block]
                 position += self._piece(verb, offset + position, piece)
@@ -246,9 +246,9 @@ class DiskFile(TierFile):
         if verb == "read" and view.readonly:
             raise StorageError(f"cannot read from {self.path} into memory that is read-only; give a writable buffer")
         for name, value in (("offset", offset), ("size", len(view))):
-            if value % self._policy.alignment:
+            if value % self.policy.alignment:
                 raise StorageError(
-                    f"cannot {verb} {self.path}: the {name} must be a multiple of {self._policy.alignment}, "
+                    f"cannot {verb} {self.path}: the {name} must be a multiple of {self.policy.alignment}, "
                     f"got {value}; use padded()"
                 )
         if offset < 0 or offset + len(view) > self.nbytes:
@@ -261,7 +261,7 @@ class DiskFile(TierFile):
         """Moves as much of ``piece`` (one block at most) as one system call does; returns the bytes done."""
         direct = self.direct
         try:
-            if direct and not _aligned(piece, self._policy.alignment):
+            if direct and not _aligned(piece, self.policy.alignment):
                 done = self._bounced(verb, offset, piece)
             else:
                 done = self._call(verb, offset, piece)
@@ -277,15 +277,15 @@ class DiskFile(TierFile):
                 f"cannot {verb} {len(piece)} bytes at offset {offset} of {self.path}: the file ends there, although "
                 f"it was made with {self.nbytes} bytes; check the disk, or name another"
             )
-        if direct and done % self._policy.alignment:
+        if direct and done % self.policy.alignment:
             # O_DIRECT cannot go on from inside an aligned unit; the page cache can, to the end or to the error.
             self._leave_direct()
         return done
 
     def _call(self, verb: Verb, offset: int, piece: memoryview) -> int:
         if verb == "read":
-            return self._io.preadv(self._fd, piece, offset)
-        done = self._io.pwritev(self._fd, piece, offset)
+            return self._io.preadv(self.descriptor, piece, offset)
+        done = self._io.pwritev(self.descriptor, piece, offset)
         self._meter.add(done)
         return done
 
@@ -305,7 +305,7 @@ class DiskFile(TierFile):
 
     def _leave_direct(self) -> None:
         # The descriptor is switched before the flag: whoever sees ``direct`` False may send unaligned memory at once.
-        self._io.set_direct(self._fd, False)
+        self._io.set_direct(self.descriptor, False)
         self.direct = False
 
 

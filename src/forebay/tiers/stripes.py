@@ -224,9 +224,9 @@ class StripedFile(TierFile):
         crews: dict[Verb, ThreadPoolExecutor],
     ) -> None:
         self.nbytes = sum(zone.nbytes for zone in zones)
-        self._parts = parts
-        self._zones = zones
-        self._policy = policy
+        self.parts = parts
+        self.zones = zones
+        self.policy = policy
         self._crews = crews
 
     def read(self, offset: int, buffer: Buffer) -> None:
@@ -239,7 +239,7 @@ class StripedFile(TierFile):
 
     def close(self) -> None:
         """Closes the parts."""
-        for part in self._parts:
+        for part in self.parts:
             if part is not None:
                 part.close()
 
@@ -252,7 +252,7 @@ class StripedFile(TierFile):
                 f"cannot {verb} bytes {offset} to {offset + len(view)}: the file has {self.nbytes} bytes"
             )
         crew = self._crews[verb]
-        depth = self._policy.calls(verb).depth
+        depth = self.policy.calls(verb).depth
         # Who is done with one call takes the next of that folder: the last ones end together, although no two calls
         # take the same time.
         takers = [pieces for pieces in self._cut(verb, offset, view) for _ in range(min(depth, len(pieces)))]
@@ -268,12 +268,12 @@ class StripedFile(TierFile):
 
     def _cut(self, verb: Verb, offset: int, view: memoryview) -> list[_Pieces]:
         """What is to be moved, in calls, folder by folder."""
-        found: list[_Pieces] = [deque() for _ in self._parts]
-        block = self._policy.calls(verb).block
+        found: list[_Pieces] = [deque() for _ in self.parts]
+        block = self.policy.calls(verb).block
         position = 0
         while position < len(view):
             number, start, follow = self._find(offset + position)
-            part = self._parts[number]
+            part = self.parts[number]
             if part is None:
                 raise StorageError(f"byte {offset + position} of a striped file is in no folder")
             length = min(follow, block, len(view) - position)
@@ -282,7 +282,7 @@ class StripedFile(TierFile):
         return [pieces for pieces in found if pieces]
 
     def _find(self, offset: int) -> tuple[int, int, int]:
-        for zone in self._zones:
+        for zone in self.zones:
             if offset < zone.start + zone.nbytes:
                 return zone.find(offset)
         raise StorageError(f"byte {offset} is not inside a file of {self.nbytes} bytes")

@@ -26,7 +26,7 @@ def test_sizes_are_padded_preallocated_and_charged(tmp_path: Path, tiers: Tiers)
         file = folder.create("moments", 2 * MiB + 1, Kind.STATE)
         assert (file.nbytes, file.padded(1), file.padded(PAGE)) == (2 * MiB + PAGE, PAGE, PAGE)
         assert tiers.disk.usage().at_peak[Kind.STATE] == 2 * MiB + PAGE
-        stat = os.fstat(file._fd)
+        stat = os.fstat(file.descriptor)
         assert (stat.st_size, stat.st_blocks * 512) >= (2 * MiB + PAGE, 2 * MiB + PAGE)
         target = torch.ones(file.nbytes, dtype=torch.uint8)
         file.read(0, target)

@@ -141,7 +141,7 @@ def test_a_file_cut_short_by_someone_else(tmp_path: Path, tiers: Tiers) -> None:
     with DiskFolder(tmp_path, ledger=tiers.disk, policy=SMALL) as folder:
         file = folder.create("moments", 8 * PAGE)
         for length in (3 * PAGE, 3 * PAGE + 100):
-            os.ftruncate(file._fd, length)
+            os.ftruncate(file.descriptor, length)
             with pytest.raises(StorageError, match=f"at offset {length} of .* the file ends there, .*32768 bytes"):
                 file.read(0, torch.empty(8 * PAGE, dtype=torch.uint8))
 
@@ -196,7 +196,7 @@ def test_close_waits_for_the_transfer_under_way(tmp_path: Path, tiers: Tiers) ->
     with pytest.raises(StorageError, match="is closed"):
         file.write(0, target)
     assert tiers.disk.live == PAGE
-    os.fstat(file._fd)  # still open
+    os.fstat(file.descriptor)  # still open
     go.set()
     reader.join()
     closer.join()

@@ -78,6 +78,7 @@ def test_they_are_selected_by_name() -> None:
         "elixir",
         "mobius",
         "angel-ptm",
+        "smart-infinity",
         "lohan",
     )
     assert all(PLANNERS[name] is STATES[name] for name in STATES)

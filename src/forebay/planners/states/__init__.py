@@ -10,7 +10,9 @@ stronghold     a window of layers, as small as hides its transfers
 elixir         blocks cached on the device or resident there, searched for
 mobius         the same with as many layers ahead as is fastest; updates after backward
 angel_ptm      all room on the device to what is used next, as early as can be; host, then disk
+smart_infinity states on disk, updated there by a process of its own
 lohan          updates under backward, and the best amount of swapped activations
+hydra, tmo     several models on one device, several devices on one channel: simulated, and refused for one
 drafting       what they share
 
 Each decides as its paper does where a plan can say so; its docstring says where ours departs, and why. What no paper
@@ -29,28 +31,36 @@ from forebay.planners.problem import Problem
 from forebay.planners.states.angel_ptm import angel_ptm
 from forebay.planners.states.elixir import elixir
 from forebay.planners.states.harmony import harmony
+from forebay.planners.states.hydra import hydra
 from forebay.planners.states.l2l import l2l
 from forebay.planners.states.lohan import lohan
 from forebay.planners.states.mobius import mobius
 from forebay.planners.states.moesys import moesys
 from forebay.planners.states.patrickstar import patrickstar
+from forebay.planners.states.smart_infinity import smart_infinity
 from forebay.planners.states.stronghold import stronghold
+from forebay.planners.states.tmo import tmo, tmo_plans
 from forebay.planners.states.zero_infinity import zero_infinity
 from forebay.planners.states.zero_offload import zero_offload, zero_offload_delayed
 from forebay.plans import Plan
 
 __all__ = [
     "LATE",
+    "SEVERAL",
     "STATES",
     "angel_ptm",
     "elixir",
     "harmony",
+    "hydra",
     "l2l",
     "lohan",
     "mobius",
     "moesys",
     "patrickstar",
+    "smart_infinity",
     "stronghold",
+    "tmo",
+    "tmo_plans",
     "zero_infinity",
     "zero_offload",
     "zero_offload_delayed",
@@ -68,6 +78,7 @@ STATES: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType
         "elixir": elixir,
         "mobius": mobius,
         "angel-ptm": angel_ptm,
+        "smart-infinity": smart_infinity,
         "lohan": lohan,
     }
 )
@@ -77,3 +88,7 @@ LATE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {"zero-offload-delayed": zero_offload_delayed}
 )
 """Those that change the numbers, which is asked for by their names."""
+
+SEVERAL: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType({"hydra": hydra, "tmo": tmo})
+"""Those that are for several models or several devices, which one plan does not say: they refuse, and say what would
+do."""

@@ -60,10 +60,12 @@ def expect_trace(bench: Bench, policy: str, asks: str) -> None:
         raise ConfigError(f"policy {policy} needs {asks}, which nobody knows without a batch; give one")
 
 
-def cannot_serve(policy: str, why: str, instead: str) -> CannotServe:
-    """``policy`` is not for this model or machine: ``why``, and the policies that are, ``instead``."""
-    remedy = Remedy("policy", 0, 0, f"policy {instead}")
-    return CannotServe(f"policy {policy} {why}. What would fit: {remedy.words}", nearest=(remedy,))
+def cannot_serve(policy: str, why: str, instead: str, *more: Remedy) -> CannotServe:
+    """``policy`` is not for this model or machine: ``why``, and what would do: ``more``, or the policies
+    ``instead``."""
+    nearest = (*more, Remedy("policy", 0, 0, f"policy {instead}"))
+    words = "; or ".join(remedy.words for remedy in nearest)
+    return CannotServe(f"policy {policy} {why}. What would fit: {words}", nearest=nearest)
 
 
 def levels(bench: Bench) -> Sequence[Level]:

@@ -1,0 +1,106 @@
+"""A file of the disk tier in the hands of another process, which is given its descriptors.
+
+The file has no name any more (``disk._make_file``): a descriptor is all that there is of it, and its space is free when
+the last process that has one is gone, however it ends. Both may read and write; that they do not touch the same bytes
+at one time is their own business.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.errors import StorageError
+from forebay.memory import Kind, Ledger, Tier
+from forebay.tiers.diskfile import DiskFile, DiskPolicy, Meter, TierFile, Verb
+from forebay.tiers.io import SystemIo
+from forebay.tiers.pages import map_pages
+from forebay.tiers.stripes import StripedFile, Zone
+
+__all__ = ["HandedFile", "HandedPart", "hand_over", "taken_over"]
+
+
+@dataclass(frozen=True)
+class HandedPart:
+    """One file: its open ``descriptor``, its bytes, and whether it goes past the page cache."""
+
+    path: str
+    descriptor: int
+    nbytes: int
+    direct: bool
+
+
+@dataclass(frozen=True)
+class HandedFile:
+    """``parts`` of a file (None: nothing in that folder) and the ``zones`` in which it is spread over them (none: it is
+    the one part)."""
+
+    parts: tuple[HandedPart | None, ...]
+    zones: tuple[Zone, ...]
+    policy: DiskPolicy
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the other process has to be given."""
+        return tuple(part.descriptor for part in self.parts if part is not None)
+
+
+def hand_over(file: TierFile) -> HandedFile:
+    """What another process needs to know of ``file``, which stays open here for as long as it is used there."""
+    if isinstance(file, DiskFile):
+        return HandedFile((_part(file),), (), file.policy)
+    if isinstance(file, StripedFile):
+        parts = tuple(None if part is None else _part(part) for part in file.parts)
+        return HandedFile(parts, tuple(file.zones), file.policy)
+    raise StorageError(f"a {type(file).__name__} cannot be used by another process")
+
+
+@contextmanager
+def taken_over(handed: HandedFile, meter: Meter) -> Iterator[TierFile]:
+    """The file in the process that was given its descriptors, which are closed at the end. ``meter`` counts what is
+    written here."""
+    bounce: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    # For memory that is not aligned, of which there is none: pages that nobody touches.
+    bounce.put(map_pages(handed.policy.bounce_nbytes))
+    ledger = Ledger(Tier.DISK, None)
+
+    def opened(part: HandedPart) -> DiskFile:
+        ledger.charge(Kind.STATE, part.nbytes, part.path)
+        return DiskFile(
+            Path(part.path),
+            part.descriptor,
+            part.nbytes,
+            kind=Kind.STATE,
+            direct=part.direct,
+            ledger=ledger,
+            policy=handed.policy,
+            io=SystemIo(),
+            bounce=bounce,
+            meter=meter,
+        )
+
+    parts = [None if part is None else opened(part) for part in handed.parts]
+    crews: dict[Verb, ThreadPoolExecutor] = {}
+    try:
+        if not handed.zones and parts[0] is not None:
+            yield parts[0]
+            return
+        verbs: tuple[Verb, ...] = ("read", "write")
+        workers = {verb: max(1, len(parts) * handed.policy.calls(verb).depth - 1) for verb in verbs}
+        crews |= {verb: ThreadPoolExecutor(workers[verb]) for verb in verbs}
+        yield StripedFile(parts, handed.zones, handed.policy, crews)
+    finally:
+        for crew in crews.values():
+            crew.shutdown()
+        for file in parts:
+            if file is not None:
+                file.close()
+
+
+def _part(file: DiskFile) -> HandedPart:
+    return HandedPart(str(file.path), file.descriptor, file.nbytes, file.direct)

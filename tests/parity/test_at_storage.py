@@ -1,0 +1,119 @@
+"""Updates by a process beside the storage: the numbers are those of an update on the host, and so is what is done."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import forebay
+from forebay.arenas import arenas
+from forebay.calls import Calls
+from forebay.device.delays import RandomDelays
+from forebay.lowering import lower
+from forebay.memory import Kind, Tier
+from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
+from forebay.plans import Plan
+from forebay.runtime.blocks import find_blocks
+from forebay.timeline import Lane
+from tests.parity.models import CASES, Case
+from tests.parity.observed import LANES, by_lane, observed
+from tests.parity.speculating import AMPLE, MIXED, Run, speculating
+from tests.parity.test_delays import STATES
+from tests.parity.test_lowering_device_updates import plan_for
+from tests.parity.test_lowering_order import traced
+from tests.parity.test_speculation import ACTIONS, LOOP, assert_same, run_all
+
+
+def at_storage(case: Case, dtype: torch.dtype, plan: Plan) -> Plan:
+    """``plan`` in which all blocks with states on disk are updated there, and the others as they were."""
+    beside = tuple(p.block for p in plan.placements if p.states is Tier.DISK)
+    model = find_blocks(case.model(dtype)).model
+    beside = tuple(name for name in beside if model.block(name).gradient_nbytes)
+    ahead, there = (tuple(n for n in old if n not in beside) for old in (plan.speculate, plan.update_on_device))
+    sizes = arenas(model, plan.placements, plan.streaming, STATES, ahead, there, beside)
+    return replace(
+        plan, speculate=ahead, update_on_device=there, update_at_storage=beside, host=sizes.host, disk=sizes.disk
+    )
+
+
+def test_whatever_a_loop_does(tmp_path: Path) -> None:
+    """Everything that a loop may do, once, between steps: against updates on the host, whose numbers are those of plain
+    PyTorch. Two folders in stripes; some blocks beside the storage, some ahead of their step; every job late by
+    chance."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    dtype = torch.bfloat16
+    plan = at_storage(MIXED, dtype, speculating(MIXED, dtype, disk=True))
+    plan = replace(plan, streaming=replace(plan.streaming, disk_reads=Calls(8192, 2), disk_writes=Calls(8192, 2)))
+    assert plan.update_at_storage and plan.speculate
+    at_home = replace(plan, update_at_storage=(), speculate=(), host=AMPLE)
+    actions = [*LOOP, *(one for between in ACTIONS for one in ("backward", between, "step", "zero")), *LOOP]
+    expected = run_all(Run(MIXED, dtype, at_home, f"{tmp_path}/a:64MiB", None), actions)
+    folders = f"{tmp_path}/b:{plan.disk - 8192},{tmp_path}/c:64MiB"
+    there = Run(MIXED, dtype, plan, folders, RandomDelays(1, max_seconds=0.001))
+    assert_same(run_all(there, actions), expected, actions)
+
+
+def test_the_program_is_what_the_runtime_does(tmp_path: Path) -> None:
+    """The same jobs on every lane, in the same order, within the bytes of the plan."""
+    case, steps = CASES["llama"], 3
+    plan = at_storage(case, torch.float32, replace(plan_for("llama", "disk"), update_on_device=()))
+    program = lower(traced("llama"), plan, steps=steps, micro_batches=2)
+    lanes = (*LANES, Lane.STORAGE_UPDATE)
+    made = {lane: [a.what for a in program.actions if a.lane is lane] for lane in lanes}
+    found = observed(case, plan, 2, f"{tmp_path}:64MiB", steps=steps, between=False)
+    assert made == by_lane(found.timeline.events, lanes)
+    assert made[Lane.STORAGE_UPDATE] and not made[Lane.UPDATE]
+    peak = {usage.tier: usage.peak for usage in found.timeline.tiers}
+    assert peak[Tier.HOST] <= plan.host and peak[Tier.DISK] == plan.disk
+    assert Kind.STATE not in program.standing[Tier.HOST]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
+def test_moments_of_few_bits(moments: str, tmp_path: Path) -> None:
+    """What rounds by chance rounds there as it does here."""
+    left = []
+    for beside in (False, True):
+        model = MIXED.model(torch.float32)
+        optimizer = forebay.optim.AdamW(model.parameters(), lr=1e-2, moments=moments)  # type: ignore[arg-type]
+        states = optimizer.rule.state_names
+        plan = replace(speculating(MIXED, torch.float32, disk=True, states=states), speculate=())
+        placements = tuple(replace(p, states=Tier.DISK) for p in plan.placements)
+        bound = find_blocks(model).model
+        names = tuple(b.name for b in bound.blocks if b.gradient_nbytes) if beside else ()
+        sizes = arenas(bound, placements, plan.streaming, states, (), (), names)
+        plan = replace(plan, placements=placements, update_at_storage=names, host=sizes.host, disk=sizes.disk)
+        model, made = forebay.prepare(
+            model, optimizer, plan=plan, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu"
+        )
+        for step in range(3):
+            model(**MIXED.inputs(step, torch.float32))["loss"].backward()
+            made.step()
+            made.zero_grad()
+        left.append({name: value.clone() for name, value in forebay.parameters(model).items()})
+        forebay.close(model)
+    assert all(torch.equal(left[0][name], left[1][name]) for name in left[0])
+
+
+RULES: list[UpdateRule] = [
+    AdamRule(decoupled=True, amsgrad=False),
+    AdamRule(decoupled=False, amsgrad=True),
+    AdamRule(decoupled=True, amsgrad=False, moments="4bit"),
+    SgdRule(momentum=True),
+    SgdRule(momentum=False),
+    LionRule(),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_a_rule_crosses_to_another_process(rule: UpdateRule) -> None:
+    other = pickle.loads(pickle.dumps(rule))
+    assert type(other) is type(rule) and other.state_names == rule.state_names
+    assert {k: v for k, v in vars(other).items() if k != "_kernel"} == {
+        k: v for k, v in vars(rule).items() if k != "_kernel"
+    }
