@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
+from forebay.checkpoint.inventory import dtype_name
 from forebay.checkpoint.source import Source, kept_dtype, raw_bytes, saved_buffers
 from forebay.checkpoint.weights import INDEX
 from forebay.errors import StorageError
@@ -139,7 +140,7 @@ class _Shard:
             self._file.write(piece)
             self.nbytes += piece.nbytes
         self.entries[name] = {
-            "dtype": _dtype_name(dtype),
+            "dtype": dtype_name(str(dtype).removeprefix("torch.")),
             "shape": list(tensor.shape),
             "data_offsets": [begin, self.nbytes],
         }
@@ -157,14 +158,3 @@ class _Shard:
         """Removes what was written."""
         self._file.close()
         self.path.unlink(missing_ok=True)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls the dtype: F32, BF16, I64."""
-    import torch
-
-    if dtype is torch.bool:
-        return "BOOL"
-    letter = "F" if dtype.is_floating_point else "I" if dtype.is_signed else "U"
-    prefix = "BF" if dtype is torch.bfloat16 else letter
-    return f"{prefix}{8 * dtype.itemsize}"

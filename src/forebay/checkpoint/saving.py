@@ -20,6 +20,7 @@ from forebay.checkpoint.manifest import Group, Manifest, PieceFile
 from forebay.checkpoint.passing import Onward, Passing
 from forebay.checkpoint.pieces import PieceWriter
 from forebay.checkpoint.randomness import capture
+from forebay.checkpoint.source import saved_buffers
 from forebay.errors import OptimizerError, UsageError
 from forebay.layout import needs_master
 from forebay.runtime.blockstate import BlockState
@@ -96,15 +97,10 @@ def groups_of(session: Session, optimizer: torch.optim.Optimizer) -> tuple[Group
 
 def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to the state dict: those that a module cannot compute again; each once."""
-    kept: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            own = name.rpartition(".")[2]
-            if own not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                kept[name] = buffer
-    return kept
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, buffer in saved_buffers(model).items():
+        first.setdefault(id(buffer), (name, buffer))
+    return dict(first.values())
 
 
 def _kept(scheduler: Scheduler) -> dict[str, Any]:
