@@ -92,7 +92,8 @@ def test_table(tmp_path: Path) -> None:
 def test_an_instance_is_planned_by_auto_and_by_everyone() -> None:
     trace, on = chain(4), machine()
     everything = next(instances("chain", Batch(1, 8), trace, [on], [1.0]))
-    others = {"moesys", "harmony", "mobius"}  # for models with experts, and for several micro-batches
+    # For models with experts, for several micro-batches, and for a disk.
+    others = {"moesys", "harmony", "mobius", "smart-infinity"}
     assert [one.policy for one in everything.published] == [name for name in STATES if name not in others]
     assert everything.auto.step_seconds and not everything.behind
     assert everything.simulations > 0 and "binds" in everything.why[0]

@@ -186,6 +186,15 @@ def test_programs_of_several_machines_do_not_run_together() -> None:
             run_together(programs_, own, [False] * len(own), ALL)
 
 
+def test_gradients_that_are_used_up_cannot_be_exchanged() -> None:
+    trace, on = chain(3), machine()
+    problem = replace(asked(trace, on, device=ENOUGH), update="backward")
+    plan = make_plan(problem, "stream")
+    assert plan.update_in_backward
+    with pytest.raises(ConfigError, match="cannot be exchanged"):
+        side_by_side([plan] * 2, Costs(trace, on), 2, channel=1e8, in_turns=True)
+
+
 @pytest.mark.parametrize("channel", [0.0, -1.0])
 def test_a_channel_moves_something(channel: float) -> None:
     with pytest.raises(ConfigError, match="more than 0 bytes/s"):

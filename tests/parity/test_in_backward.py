@@ -238,6 +238,22 @@ def test_gradients_that_nobody_zeroed(again: Callable[[Run], Any], run: Run) -> 
     assert all(torch.equal(p, before[n]) for n, p in run.model.state_dict().items())
 
 
+def test_resuming_forgets_a_backward_without_its_step(run: Run, tmp_path: Path) -> None:
+    stepped(run, 1)
+    forebay.save(run.model, run.optimizer, tmp_path / "checkpoint", step=1)
+    before = {n: p.clone() for n, p in forebay.parameters(run.model).items()}
+    run.backward(2)
+    with pytest.raises(GradientUsedUp, match=r"optimizer\.step"):  # some blocks have taken the next step already
+        forebay.save(run.model, run.optimizer, tmp_path / "checkpoint", step=1)
+    forebay.resume(run.model, run.optimizer, tmp_path / "checkpoint")
+    with pytest.raises(GradientUsedUp):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert all(torch.equal(p, before[n]) for n, p in forebay.parameters(run.model).items())
+    stepped(run, 2)
+    assert any(not torch.equal(p, before[n]) for n, p in forebay.parameters(run.model).items())
+
+
 def test_close_with_gradients_that_are_gone(tmp_path: Path) -> None:
     """Between backward and step as well: the parameters are what is at home, and there are no gradients."""
     for steps in (0, 1):

@@ -60,7 +60,7 @@ def passed(model: Model, draft: Draft, able: frozenset[str]) -> tuple[tuple[str,
     streaming = draft.streaming
     if streaming.delay_after is not None:
         return (), streaming
-    others = {*draft.speculate, *draft.update_on_device}
+    others = {*draft.speculate, *draft.update_on_device, *draft.update_at_storage}
     pairs = zip(model.blocks, draft.placements, strict=True)
     blocks = [b for b, p in pairs if b.name in able and not p.resident and b.name not in others]
     slots = slots_of(blocks)

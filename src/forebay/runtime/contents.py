@@ -94,6 +94,7 @@ class Contents:
         at all where that is not reached."""
         self._settle()
         self._stepping.delay.show()
+        self._stepping.in_backward.abandon()
         self.unwritten |= set(self._parameters)
         for block, state in self._store.blocks.items():
             self._pool.invalidate(block)
@@ -103,8 +104,10 @@ class Contents:
 
     def complete(self) -> Mapping[str, BlockState]:
         """All blocks, when every update that was asked for is at home, to be read there before the next step. Raises
-        ``SessionClosed`` while a parameter has no values."""
+        ``SessionClosed`` while a parameter has no values, and ``GradientUsedUp`` while some blocks are updated and
+        others are not."""
         self.expect_written()
+        self._stepping.in_backward.expect_whole()
         self._settle()
         self._stepping.delay.show()
         return self._store.blocks

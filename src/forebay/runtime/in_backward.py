@@ -44,12 +44,16 @@ class BackwardUpdates:
         parameters: Mapping[str, nn.Parameter],
         tasks_now: Callable[[BlockState], Tasks],
     ) -> None:
-        self._blocks = {name: state for name, state in blocks.items() if state.passing is not None}
+        # The mapping itself: who closes it lets go of the memory, whoever holds this.
+        self._blocks = blocks
         self._updater = updater
         self._parameters = parameters
         self._tasks_now = tasks_now
         # By parameter, what it was updated for in backward: the step that takes it over asks for the same.
         self._made: dict[str, Task] = {}
+
+    def _passing(self) -> list[BlockState]:
+        return [state for state in self._blocks.values() if state.passing is not None]
 
     def make_room(self, state: BlockState, name: str) -> None:
         """Before the gradient of ``name`` lands: its block has a slot. Raises ``GradientUsedUp`` for a second gradient
@@ -95,7 +99,7 @@ class BackwardUpdates:
 
     def expect_taken_over(self, groups: Mapping[str, Mapping[str, object]]) -> None:
         """Raises ``GradientUsedUp`` where a step over ``groups`` is not the one that was made in backward."""
-        for state in self._blocks.values():
+        for state in self._passing():
             for name in state.gradients:
                 task, gradient = self._made.get(name), self._parameters[name].grad
                 if task is not None:
@@ -130,7 +134,11 @@ class BackwardUpdates:
 
     def end_step(self) -> None:
         """The step has been taken: a next backward may come."""
-        for state in self._blocks.values():
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forgets what was made for a step that will not come, since all values are replaced; slots are free again."""
+        for state in self._passing():
             self._use_up(state, {})  # gradients of parameters that the optimizer does not hold
             if state.passing is not None:
                 state.passing.used_up.clear()
@@ -138,5 +146,5 @@ class BackwardUpdates:
 
     def expect_whole(self) -> None:
         """Raises ``GradientUsedUp`` between a backward and its step: some blocks are updated and others are not."""
-        for state in self._blocks.values():
+        for state in self._passing():
             state.expect_not_updated()

@@ -78,6 +78,8 @@ def alternating(plans: Sequence[Plan], costs: Sequence[Costs], steps: int) -> Se
 def side_by_side(plans: Sequence[Plan], costs: Costs, steps: int, *, channel: float, in_turns: bool) -> SeveralForecast:
     """``steps`` steps of one model on as many devices as there are plans for it, each with a batch of its own.
     ``channel`` are the bytes/s of all their copies in one direction together. Raises what ``alternating`` raises."""
+    if any(plan.update_in_backward for plan in plans):
+        raise ConfigError("gradients that are used up in backward cannot be exchanged; leave update_in_backward out")
     programs = [lower(costs.trace, plan, steps=steps) for plan in plans]
     settled = [not plan.streaming.overlap_update for plan in plans]
     share = HOST_LANES | LINKS if in_turns else HOST_LANES
@@ -160,6 +162,8 @@ class _Clock:
                 self._start(place, now)
             running = [place for place in self._places if place.running is not None]
             if not running:
+                if any(queue for place in self._places for queue in place.queues.values()):
+                    raise ConfigError("the programs wait for each other: updates of a step for what comes after them")
                 return
             self._reshare(running, now)
             before, now = now, min(place.finish for place in running)

@@ -12,7 +12,7 @@ from forebay.layout import needs_master
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import make_plan
-from forebay.plans import Plan
+from forebay.plans import Plan, UpdateTime
 from forebay.simulation import forecast, simulate
 from forebay.timeline import Lane
 from forebay.trace import Trace
@@ -39,9 +39,10 @@ def made(
     host: int = ENOUGH,
     disk: int = ENOUGH,
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
+    update: UpdateTime = "step",
 ) -> Plan:
     wanted = asked(replace(trace, state_names=states), on, device=ENOUGH, host=host, disk=disk, states=states)
-    return make_plan(wanted, policy)
+    return make_plan(replace(wanted, update=update), policy)
 
 
 def with_drives(rate: float, link: float = 1e8) -> Machine:
@@ -140,6 +141,11 @@ def test_too_small_a_disk_says_by_how_much() -> None:
     with pytest.raises(DoesNotFit, match=r"disk: .* are needed") as refused:
         made(disk=enough - 1)
     assert refused.value.needed == enough
+
+
+def test_gradients_that_are_used_up_on_the_host_do_not_go_to_the_storage() -> None:
+    with pytest.raises(CannotServe, match="uses them up on the host"):
+        made(update="backward")
 
 
 def test_an_optimizer_without_states_has_nothing_to_store() -> None:

@@ -28,6 +28,8 @@ begins. Several devices are not planned for.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.auto import refused
@@ -53,13 +55,17 @@ def smart_infinity(problem: Problem, bench: Bench | None = None) -> Plan:
     if not any(sizer.state_nbytes(block.name) for block in bench.model.blocks):
         why = "updates optimizer states where they are stored, and this optimizer keeps none"
         raise cannot_serve(NAME, why, "zero-infinity or auto")
+    if problem.update == "backward":
+        why = "has gradients updated beside the storage, and update='backward' uses them up on the host"
+        raise cannot_serve(NAME, why, "zero-infinity, or this one with update='step'")
     draft = serial(streamed(bench))
     if not problem.limit(Tier.DISK):
         raise _without_a_disk(bench, draft)
     try:
         settled = at_storage(bench, draft)
     except DoesNotFit as error:
-        raise refused(bench, error, draft) from None
+        there = tuple(placement.block for placement in draft.placements if not placement.resident)
+        raise refused(bench, error, replace(draft, update_at_storage=there)) from None
     return finished(bench, NAME, settled, _said(bench))
 
 
