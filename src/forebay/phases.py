@@ -58,8 +58,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
                 ``forebay.save`` takes what ``resume`` takes.
     ``resume``  ``forebay.resume``: ``standing``. States pass chunk by chunk, parameters block by block, straight
                 between the files and where they are at home or the buffers that updates and fetches pass through;
-                beside, ``PASSING`` for what is on an accelerator, and two chunks of states where updates beside the
-                storage leave the host no buffer for them: one is read while the one before is let go.
+                beside, ``PASSING`` for what is on an accelerator.
     """
     sizes = arenas_of(trace.model, plan, trace.state_names)
     standing = sizes.device_resident + sizes.device_slots + sizes.device_updates + trace.model.buffer_nbytes
@@ -67,9 +66,6 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
     loading = max((_loading(b) for b in pairs), default=0)
     passing = PASSING if trace.device != "cpu" and _is_any_there(pairs, trace) else 0
-    beside = frozenset(plan.update_at_storage)
-    chunk = max((align(b.layout.largest_chunk, PAGE) for b in pairs if b.block.name in beside), default=0)
-    passing = max(passing, 2 * chunk)
     saving = [_saving(b, p, trace.device) for b in pairs for p in b.block.parameters]
 
     def peaks(device: int, beside: int = 0) -> PhasePeaks:

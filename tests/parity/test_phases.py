@@ -39,9 +39,10 @@ HOMES = {
     "all on disk": (Tier.DISK, Tier.HOST, Tier.DISK),
     "host, updated ahead": (Tier.HOST, Tier.HOST, Tier.HOST),
     "all on disk, updated ahead": (Tier.DISK, Tier.HOST, Tier.DISK),
+    "host, updated beside the storage": (Tier.HOST, Tier.HOST, Tier.DISK),
 }
 DTYPES = [torch.float32, torch.bfloat16]
-WAYS = [(home, dtype) for home in HOMES for dtype in DTYPES[home.endswith("ahead") :]]
+WAYS = [(home, dtype) for home in HOMES for dtype in DTYPES["updated" in home :]]
 
 each = pytest.mark.parametrize(("home", "dtype"), WAYS, ids=[f"{home}-{dtype}" for home, dtype in WAYS])
 
@@ -62,9 +63,11 @@ class Run:
             update_chunk=1024,
         )
         ahead = tuple(b.name for b in blocks) if home.endswith("ahead") else ()
-        sizes = arenas(self.trace.model, placements, streaming, self.trace.state_names, ahead)
+        beside = tuple(b.name for b in blocks) if home.endswith("storage") else ()
+        sizes = arenas(self.trace.model, placements, streaming, self.trace.state_names, ahead, (), beside)
         budget = Budget(AMPLE, AMPLE, None, DiskBudget(str(folder), AMPLE) if sizes.disk else None)
         self.plan = Plan("test", budget, placements, streaming, AMPLE, sizes.host, sizes.disk, speculate=ahead)
+        self.plan = replace(self.plan, update_at_storage=beside)
         self.sizes = sizes
         step = {Tier.DEVICE: AMPLE, Tier.HOST: sizes.host, Tier.PINNED: 0, Tier.DISK: sizes.disk}
         self.phases = phases(self.trace, self.plan, step)

@@ -239,11 +239,7 @@ class DiskHome(Home):
     def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
         buffer = self._staging(nbytes).zero_()
         yield buffer
-        self.put(offset, buffer)
-
-    def put(self, offset: int, content: torch.Tensor) -> None:
-        """Replaces the bytes from ``offset``, now; nobody writes here any more."""
-        self._file.write(self.offset + offset, content)
+        self._file.write(self.offset + offset, buffer)
 
     def _staging(self, nbytes: int) -> torch.Tensor:
         """A buffer of the ring that nobody reads or writes any more, when nobody writes here either."""
@@ -297,12 +293,11 @@ class StorageHome(Home):
         return self._file.staging_for_write()
 
     def look(self, offset: int, nbytes: int) -> torch.Tensor:
-        # In memory of its own: where no update passes through this process there is no staging for states.
-        return self.read(offset, nbytes)
+        self.settle()
+        return self._file.look(offset, nbytes)
 
     @contextmanager
     def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
         self.settle()
-        buffer = torch.zeros(nbytes, dtype=torch.uint8)
-        yield buffer
-        self._file.put(offset, buffer)
+        with self._file.replace(offset, nbytes) as buffer:
+            yield buffer

@@ -24,7 +24,7 @@ __all__ = ["Places"]
 class Places:
     """Hands out ranges of what a store has opened, each once: of ``files`` by name, of new buffers that ``on_device``
     makes, of the arenas that are named where they are asked for. What is on disk passes through ``slots`` (parameters)
-    or ``chunks`` (states)."""
+    or ``chunks`` (states), states that are updated there through ``cells``."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Places:
         files: Mapping[str, TierFile],
         slots: StagingRing,
         chunks: StagingRing,
+        cells: StagingRing,
     ) -> None:
         self._device = device
         self._on_device = on_device
@@ -40,6 +41,7 @@ class Places:
         self._ends = dict.fromkeys(files, 0)
         self._slots = slots
         self._chunks = chunks
+        self._cells = cells
 
     def parameters(self, block: Block, placement: Placement, arena: HostArena | None) -> Home:
         """A home for the parameters of ``block``; on the host in ``arena``."""
@@ -61,7 +63,7 @@ class Places:
             buffer = self._on_device(nbytes, Kind.STATE, f"states of block {block.name}")
             return MemoryHome(self._device, buffer.zero_(), what)
         if placement.states is Tier.DISK and nbytes:
-            home = self._on_disk("states", nbytes, self._chunks, what)
+            home = self._on_disk("states", nbytes, self._cells if at_storage else self._chunks, what)
             return StorageHome(home) if at_storage else home
         if arena is None or not nbytes:
             return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)

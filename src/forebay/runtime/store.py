@@ -107,7 +107,10 @@ class Store:
         if sizes.update_cell:
             window = self._on_device(sizes.device_updates, Kind.STAGING, "the window of updates on the device")
             self.cells = Cells(DeviceWay(self._device), window, sizes.update_cell, sizes.update_widening)
-        places = Places(self._device, self._on_device, files, slot_ring, chunk_ring)
+        shared = self._open_shared(sizes)
+        # No update is under way while states are looked at from here: the cells are idle then.
+        cells = StagingRing([] if shared is None else [shared.memory[: sizes.storage_cell]])
+        places = Places(self._device, self._on_device, files, slot_ring, chunk_ring, cells)
         passed = [] if host_gradients is None or not plan.update_in_backward else streaming.gradient_slots
         slots = GradientSlots([host_gradients.carve(n) for n in passed] if host_gradients is not None else [])
         for placement in plan.placements:
@@ -131,18 +134,23 @@ class Store:
             self.blocks[block.name] = BlockState(
                 block, placement, layout, parameters, states, gradients, spare, streamed if streams else None, passing
             )
-        if plan.update_at_storage:
-            self._open_territory(plan, files["states"])
+        if shared is not None:
+            self._territory = self._shared_with(shared, plan, files["states"])
 
-    def _open_territory(self, plan: Plan, file: TierFile) -> None:
-        """Opens what the session shares with the process beside the storage."""
-        sizes = self.sizes
+    def _open_shared(self, sizes: Arenas) -> SharedArena | None:
+        """Opens the memory that the session shares with the process beside the storage."""
+        if not sizes.storage_window:
+            return None
         what = "memory shared with the process beside the storage"
-        memory = self._stack.enter_context(SharedArena(sizes.storage_window, ledger=self._ledgers.host, what=what))
+        return self._stack.enter_context(SharedArena(sizes.storage_window, ledger=self._ledgers.host, what=what))
+
+    def _shared_with(self, memory: SharedArena, plan: Plan, file: TierFile) -> Territory:
+        """What the process beside the storage is given."""
+        sizes = self.sizes
         homes = ((s.block, s.states) for s in self.blocks.values())
         blocks = tuple((block, home.offset) for block, home in homes if isinstance(home, StorageHome))
         chunk = plan.streaming.update_chunk
-        self._territory = Territory(blocks, hand_over(file), chunk, memory, sizes.storage_cell, sizes.storage_widening)
+        return Territory(blocks, hand_over(file), chunk, memory, sizes.storage_cell, sizes.storage_widening)
 
     def employ(self, rule: UpdateRule) -> None:
         """Starts the process beside the storage, if the plan has blocks updated there: by ``rule``. Raises
