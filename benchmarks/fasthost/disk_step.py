@@ -76,7 +76,8 @@ def _measured(folder: Path, elements: int, rounds: int, say: Say) -> Measured:
             disk_seconds = raw.choose()
             say(f"  {nbytes / MiB:.0f} MiB read and as many written take {disk_seconds:.3f} s ({raw.way})")
             seconds = rotated(_turns(subject, base, raw, disk_seconds), rounds, 1, say)
-            note = subject.speculation()
+            made, taken = subject.speculation()
+            note = f"{taken} of {made} updates ahead of their step were taken over"
         finally:
             subject.close()
     setting = (

@@ -155,7 +155,7 @@ def _made(
             for p in made.placements
         )
         largest = max(map(home_nbytes, blocks.blocks))
-        streaming = replace(made.streaming, host_slots=(largest,) * 3)
+        streaming = replace(made.streaming, host_slots=(largest,) * 6)
         budget = replace(made.budget, disk=DiskBudget(folder))
     sizes = arenas(blocks, placements, streaming, ("exp_avg", "exp_avg_sq"))
     device = max(made.device, sizes.device + made.device)
