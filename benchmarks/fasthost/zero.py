@@ -2,10 +2,9 @@
 
 Everyone trains one model in fp32 on the CPU with the same batches and threads, each in a process of its own, in turns.
 Plain PyTorch has the faster of its AdamWs, the fused one; what is added is added to the mean of two of it, since a
-difference is small beside what either varies by. Few tokens a step, for the same reason: with 512 of them two of
-plain PyTorch differed by as much as an engine adds. DeepSpeed is imported from
-wherever Python finds it: keep it out of the project's environment with ``pip install --target FOLDER`` and
-``PYTHONPATH=FOLDER``.
+difference is small beside what either varies by. Few tokens a step, for the same reason: with 512 of them two of plain
+PyTorch differed by as much as an engine adds. DeepSpeed is imported from wherever Python finds it: keep it out of the
+project's environment with ``pip install --target FOLDER`` and ``PYTHONPATH=FOLDER``.
 """
 
 from __future__ import annotations
