@@ -14,15 +14,15 @@ from forebay.checkpoint.archive import write_archive
 from forebay.checkpoint.dcp import Later, write_dcp
 from forebay.checkpoint.export import write_configuration, write_safetensors
 from forebay.checkpoint.source import ModelSource, Source
-from forebay.checkpoint.weights import Entry
+from forebay.checkpoint.weights import INDEX, Entry
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.layout import MASTER, needs_master
 from forebay.recipes.tasks import is_transformers
-from forebay.runtime.hooks import session_of
+from forebay.runtime.hooks import prepared_session, session_of
 from forebay.runtime.session import Session
 from forebay.states import form_of, plain_name
 
-__all__ = ["LAYOUTS", "Layout", "export", "new_folder", "write"]
+__all__ = ["LAYOUTS", "Layout", "export", "new_folder", "replace_weights", "write"]
 
 Layout = Literal["huggingface", "dcp", "torch"]
 """``huggingface``: sharded safetensors and config.json; ``dcp``: ``torch.distributed.checkpoint``; ``torch``: a state
@@ -58,10 +58,7 @@ def export(
     if optimizer is not None and layout != "dcp":
         raise ConfigError(f"layout {layout!r} holds no optimizer states; leave the optimizer, or use layout='dcp'")
     session: Session = attachment.session
-    specs = [spec for block in session.model.blocks for spec in block.parameters]
-    wide = {s.name: torch.float32 if needs_master(s) else getattr(torch, s.dtype) for s in specs}
-    entries = {s.name: Entry(s.shape, wide[s.name]) for s in specs}
-    source = ModelSource(model, api.parameters(model), entries)
+    source = _source(model, session, wide=True)
     states = None if optimizer is None else _states(session, optimizer)
     target = new_folder(Path(folder))
     try:
@@ -71,6 +68,21 @@ def export(
     except OSError as error:
         raise StorageError(f"cannot write the model to {target}: {error.strerror or error}") from error
     return made
+
+
+def replace_weights(model: nn.Module, folder: Path) -> list[Path]:
+    """Writes the weights of a prepared model of transformers into ``folder``, which exists, in the place of those that
+    are there; each in its own dtype, one in memory at a time. Returns the files.
+
+    Raises ``StorageError`` when the folder cannot be written.
+    """
+    session = prepared_session(model)
+    try:
+        for old in (*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors", folder / INDEX):
+            old.unlink(missing_ok=True)
+        return write_safetensors(_source(model, session, wide=False), folder, None)
+    except OSError as error:
+        raise StorageError(f"cannot write the model to {folder}: {error.strerror or error}") from error
 
 
 def write(
@@ -103,6 +115,14 @@ def new_folder(path: Path) -> Path:
     except OSError as error:
         raise StorageError(f"cannot make the folder {path}: {error.strerror}") from None
     return path
+
+
+def _source(model: nn.Module, session: Session, *, wide: bool) -> ModelSource:
+    """The tensors of a prepared model; with ``wide`` parameters that have a master are as that is, in fp32."""
+    specs = [spec for block in session.model.blocks for spec in block.parameters]
+    dtypes = {s.name: torch.float32 if wide and needs_master(s) else getattr(torch, s.dtype) for s in specs}
+    entries = {s.name: Entry(s.shape, dtypes[s.name]) for s in specs}
+    return ModelSource(model, api.parameters(model), entries)
 
 
 def _states(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -323,6 +323,12 @@ class Session:
         if path not in self.resources.locks:
             self.resources.locks[path] = FolderLock(path)
 
+    def unlock(self, folder: Path) -> None:
+        """Leaves ``folder`` to others, now and not when the session is closed."""
+        lock = self.resources.locks.pop(folder.resolve(), None)
+        if lock is not None:
+            lock.close()
+
     def timeline(self) -> Timeline:
         """What was measured so far."""
         ledgers = self.resources.ledgers

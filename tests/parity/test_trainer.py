@@ -1,0 +1,193 @@
+"""The Trainer of transformers with a memory plan: the losses, weights and evaluations of the Trainer without one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import forebay
+from forebay.errors import ConfigError, DoesNotFit, ModelError
+from forebay.integrations.transformers import FOLDER, ForebayMixin, ForebayTrainer, Memory
+from forebay.memory import Tier
+
+BUDGET = "1280KiB"
+"""Of device memory: parameters, gradients and states of the model take 2.4 MiB."""
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, attention_dropout=0.1, **shape))
+
+
+def data(rows: int = 24) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 256, (rows, 32), generator=generator)]
+
+
+class Noting(Trainer):
+    """Keeps the loss of every micro-batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Planned(ForebayMixin, Noting):
+    pass
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    usual = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "save_steps": 2,
+        "learning_rate": 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**usual, **more})
+
+
+def trainer(folder: Path, memory: Memory | None, **more: Any) -> Noting:
+    given = {"args": arguments(folder, **more), "train_dataset": data(), "eval_dataset": data(4)}
+    if memory is None:
+        return Noting(model=model(), **given)
+    return Planned(model=model(), memory=memory, **given)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Noting]]:
+    """Trainers whose models are closed at the end."""
+    made: list[Noting] = []
+    yield made
+    for one in made:
+        forebay.close(one.model)
+
+
+def weights(of: Noting) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in of.model.state_dict().items()}
+
+
+def seen(of: Noting) -> list[Mapping[str, float]]:
+    """What the Trainer logged, without times."""
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step")
+    return [{name: entry[name] for name in kept if name in entry} for entry in of.state.log_history]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"bf16": True}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}],
+    ids=["plain", "bf16", "smoothed"],
+)
+def test_it_trains_as_the_trainer_does(tmp_path: Path, opened: list[Noting], more: dict[str, Any]) -> None:
+    # One after the other: a trainer sets the seed when it is made, and dropout draws from there.
+    own = trainer(tmp_path / "own", Memory(BUDGET), **more)
+    opened.append(own)
+    own.train()
+    theirs = trainer(tmp_path / "theirs", None, **more)
+    theirs.train()
+    assert own.losses == theirs.losses
+    # Of the last entry, a summary of the run, only its step is left.
+    assert seen(own) == seen(theirs)
+    expected = weights(theirs)
+    assert weights(own).keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in weights(own).items())
+    # It did stream: the whole would not have fitted.
+    record = forebay.report(own.model)
+    assert record.measured_peaks()[Tier.DEVICE] <= 1280 << 10
+    assert any(not placement.resident for placement in record.plan.placements)
+
+
+def test_what_it_saves_is_loaded_and_resumed(tmp_path: Path, opened: list[Noting]) -> None:
+    straight = trainer(tmp_path / "run", Memory(BUDGET))
+    opened.append(straight)
+    straight.train()
+    last = tmp_path / "run" / "checkpoint-4"
+    assert not (last / "optimizer.pt").exists() and (last / FOLDER).is_dir()
+    loaded = LlamaForCausalLM.from_pretrained(last).state_dict()
+    expected = weights(straight)
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
+    again = trainer(tmp_path / "run", Memory("2MiB"))
+    opened.append(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert again.losses == straight.losses[4:]
+    assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
+
+
+def test_a_model_is_evaluated_before_it_is_trained(tmp_path: Path, opened: list[Noting]) -> None:
+    own = trainer(tmp_path / "own", Memory(BUDGET))
+    opened.append(own)
+    loss = own.evaluate()["eval_loss"]
+    own.train()
+    theirs = trainer(tmp_path / "theirs", None)
+    assert loss == theirs.evaluate()["eval_loss"]
+    theirs.train()
+    assert own.losses == theirs.losses
+
+
+def test_the_example_draws_no_random_numbers(tmp_path: Path, opened: list[Noting]) -> None:
+    own = trainer(tmp_path / "own", Memory(BUDGET))
+    opened.append(own)
+    torch.manual_seed(5)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    own.create_optimizer()
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"torch_compile": True}, "torch_compile, which forebay does not serve: compile the model's layers one by one"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size, which forebay does not serve: the plan says"),
+    ],
+)
+def test_arguments_that_are_not_served_are_refused_at_once(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trainer(tmp_path, Memory(BUDGET), **more)
+
+
+def test_too_small_a_budget_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    small = trainer(tmp_path, Memory("64KiB"))
+    with pytest.raises(DoesNotFit, match="device"):
+        small.train()
+    assert small.losses == []
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path, opened: list[Noting]) -> None:
+    theirs = trainer(tmp_path, None, max_steps=2)
+    theirs.train()
+    own = trainer(tmp_path, Memory(BUDGET))
+    opened.append(own)
+    with pytest.raises(ConfigError, match="holds no optimizer states of forebay"):
+        own.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_without_data_an_example_is_asked_for(tmp_path: Path) -> None:
+    alone = ForebayTrainer(model=model(), args=arguments(tmp_path), memory=Memory(BUDGET), eval_dataset=data(4))
+    with pytest.raises(ConfigError, match="give Memory an example"):
+        alone.evaluate()
+    with pytest.raises(ModelError, match="train or evaluate first"):
+        alone._save_optimizer_and_scheduler(str(tmp_path))
