@@ -22,7 +22,7 @@ from forebay.arenas import arenas
 from forebay.budgets import Budget, DiskBudget
 from forebay.calls import Calls
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.units import GiB
 
@@ -167,6 +167,7 @@ def plan_by_hand(
     largest = max(block.nbytes for block in blocks.blocks)
     home = Tier.DEVICE if own_slots else Tier.HOST
     placements = tuple(Placement(b.name, Tier.DEVICE if b.held else home, Tier.HOST, states) for b in blocks.blocks)
+    placements = tuple(p.updating(Update.AHEAD) if p.block in speculate else p for p in placements)
     streaming = Streaming(
         slots=() if own_slots else (largest,) * 4,
         prefetch_distance=3,
@@ -176,7 +177,6 @@ def plan_by_hand(
         disk_reads=reads or Calls(),
         disk_writes=writes or Calls(),
     )
-    names = tuple(speculate)
-    sizes = arenas(blocks, placements, streaming, STATES, names)
+    sizes = arenas(blocks, placements, streaming, STATES)
     budget = Budget(AMPLE, disk=disk)
-    return Plan("by hand", budget, placements, streaming, AMPLE, sizes.host, sizes.disk, speculate=names)
+    return Plan("by hand", budget, placements, streaming, AMPLE, sizes.host, sizes.disk)

@@ -11,7 +11,7 @@ from forebay.budgets import Budget
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.optim.rules import UpdateRule
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.profiler.batch import named_inputs
 from forebay.runtime.blocks import BoundModel
 from forebay.states import is_wide
@@ -44,10 +44,11 @@ def adopt_plan(
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
     _check_blocks(plan, bound)
     _check_fingerprint(plan, batch, bound, rule)
-    if plan.update_on_device and not is_wide(rule.state_names):
+    on_device = plan.updated(Update.DEVICE)
+    if on_device and not is_wide(rule.state_names):
         raise ConfigError(
-            f"the plan updates block {plan.update_on_device[0]} on the device, where states in fewer bits than fp32 "
-            f"need memory beside the update_window; take it out of update_on_device, or keep the states in fp32"
+            f"the plan updates block {on_device[0]} on the device, where states in fewer bits than fp32 need "
+            f"memory beside the update_window; set its update to step, or keep the states in fp32"
         )
     sizes = arenas_of(bound.model, plan, rule.state_names)
     if sizes.device > plan.device or sizes.host > plan.host or sizes.disk > plan.disk:
@@ -91,15 +92,12 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
                 f"the plan {does} block {name}, which is not one module: its parameters are used in several "
                 f"places, or while other blocks run; take it out of {field}"
             )
-    for names, does, field in (
-        (plan.speculate, "speculates on", "speculate"),
-        (plan.update_on_device, "updates on the device", "update_on_device"),
-        (plan.update_in_backward, "updates in backward", "update_in_backward"),
-        (plan.update_at_storage, "updates beside the storage", "update_at_storage"),
-    ):
-        for name in names:
-            if not blocks[name].gradient_nbytes:
-                raise ConfigError(f"the plan {does} block {name}, which trains nothing; take it out of {field}")
+    for placed in plan.placements:
+        if placed.update is not Update.STEP and not blocks[placed.block].gradient_nbytes:
+            raise ConfigError(
+                f"the plan has update {placed.update.value} for block {placed.block}, which trains nothing; set its "
+                f"update to step"
+            )
     if len(set(plan.recompute)) < len(plan.recompute):
         twice = max(plan.recompute, key=plan.recompute.count)
         raise ConfigError(f"the plan names block {twice} twice in recompute; make the plan again")

@@ -5,14 +5,14 @@ The runtime allocates these figures and the planner predicts with them, so the t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, align, cell_of, gradient_offsets, state_layout
 from forebay.memory import Kind, Tier
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, Update, updated
 from forebay.trace import Block, Model
 from forebay.units import MiB
 
@@ -142,6 +142,14 @@ def gradient_nbytes(block: Block) -> int:
     return gradient_offsets(block)[1]
 
 
+_Placed = tuple[Block, Placement]
+
+
+def _copies(placement: Placement) -> int:
+    """How often a block's parameters and states are at home."""
+    return 2 if placement.update is Update.AHEAD else 1
+
+
 @final
 class Sizer:
     """Sizes plans for one model that differ in their placements and slots: what depends on the optimizer's states
@@ -171,58 +179,42 @@ class Sizer:
         largest = max((s.largest_cell for s in states), default=0)
         return cells * largest + max((s.widened for s in states), default=0)
 
-    def arenas(
-        self,
-        placements: Iterable[Placement],
-        streaming: Streaming,
-        speculate: Collection[str] = (),
-        update_on_device: Collection[str] = (),
-        update_at_storage: Collection[str] = (),
-        update_in_backward: Collection[str] = (),
-    ) -> Arenas:
-        """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own. ``speculate`` names
-        the blocks with two copies at home of their parameters and states (``Plan.speculate``), ``update_on_device``
-        those that are updated on the device, ``update_in_backward`` those whose gradients pass through slots,
-        ``update_at_storage`` those that are updated where their states lie on disk. Raises ``ConfigError`` for an
-        ``update_window`` without room for one of their chunks, and for ``gradient_slots`` of which none holds the
-        gradients of one of them."""
+    def arenas(self, placements: Iterable[Placement], streaming: Streaming) -> Arenas:
+        """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own. Raises ``ConfigError``
+        for an ``update_window`` without room for a chunk of a block that is updated on the device, and for
+        ``gradient_slots`` of which none holds the gradients of one that is updated in backward."""
         if streaming.update_chunk != self.update_chunk:
             raise ConfigError(f"sizes for chunks of {self.update_chunk} elements, asked for {streaming.update_chunk}")
         pairs = [(self._blocks[p.block], p) for p in placements]
         hosted = [(b, p) for b, p in pairs if not p.resident]
-        trained = [b for b, _ in hosted if b.gradient_nbytes]
+        trained = [(b, p) for b, p in hosted if b.gradient_nbytes]
 
         def states(tier: Tier) -> list[_StateSizes]:
             return [self._states[b.name] for b, p in pairs if p.states is tier]
 
         def state_copies(tier: Tier) -> int:
-            return sum(self._states[b.name].nbytes * copies(b) for b, p in pairs if p.states is tier)
+            return sum(self._states[b.name].nbytes * _copies(p) for b, p in pairs if p.states is tier)
 
-        def copies(block: Block) -> int:
-            return 2 if block.name in speculate else 1
-
-        moved = [(self._states[b.name].nbytes, p.states) for b, p in hosted if b.name in update_on_device]
-        cell, widening = self._cell(update_on_device, streaming.update_window)
-        on_host = [b for b, p in hosted if home_tier(p) is Tier.HOST]
-        on_disk = [b for b, p in hosted if home_tier(p) is Tier.DISK]
+        moved = [(self._states[b.name].nbytes, p.states) for b, p in hosted if p.update is Update.DEVICE]
+        cell, widening = self._device_cell(pairs, streaming.update_window)
+        beside = self._storage_cell(pairs)
+        on_host = [(b, _copies(p)) for b, p in hosted if home_tier(p) is Tier.HOST]
+        on_disk = [(b, _copies(p)) for b, p in hosted if home_tier(p) is Tier.DISK]
         writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
-        there = frozenset(update_at_storage)
-        elsewhere = there.union(update_on_device)
-        at_home = [b for b in trained if b.name not in elsewhere]
-        passing = [b for b, p in pairs if p.states is Tier.DISK and b.name not in there]
+        at_home = [b for b, p in trained if p.update not in (Update.DEVICE, Update.STORAGE)]
+        passing = [b for b, p in pairs if p.states is Tier.DISK and p.update is not Update.STORAGE]
         ring = UPDATE_RING * max((self._states[b.name].largest_chunk for b in passing), default=0)
-        beside = self._storage_cell(update_at_storage)
-        largest_gradient = max((self._largest[b.name] for b in trained), default=0)
+        largest_gradient = max((self._largest[b.name] for b, _ in trained), default=0)
         return Arenas(
             device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
             device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
             device_slots=sum(streaming.slots) + sum(b.nbytes for b, p in hosted if p.parameters is Tier.DEVICE),
-            device_updates=streaming.update_window if update_on_device else 0,
+            device_updates=streaming.update_window if moved else 0,
             update_cell=cell,
             update_widening=widening,
-            host_parameters=sum(b.nbytes * copies(b) for b in on_host),
-            host_spare_parameters=sum(b.nbytes * (copies(b) - 1) for b in on_host),
-            host_gradients=self._gradients([b for b, _ in hosted], streaming, update_in_backward),
+            host_parameters=sum(b.nbytes * copies for b, copies in on_host),
+            host_spare_parameters=sum(b.nbytes * (copies - 1) for b, copies in on_host),
+            host_gradients=self._gradients(hosted, streaming),
             host_states=state_copies(Tier.HOST),
             host_moved_states=sum(nbytes for nbytes, tier in moved if tier is Tier.HOST),
             host_activations=streaming.host_activations,
@@ -236,36 +228,39 @@ class Sizer:
             host_slots=sum(streaming.host_slots) if on_disk else 0,
             activation_ring=streaming.disk_window,
             disk_bounce=DISK_BLOCK * DISK_BOUNCE if writes else 0,
-            disk_parameters=sum(home_nbytes(b) * copies(b) for b in on_disk),
+            disk_parameters=sum(home_nbytes(b) * copies for b, copies in on_disk),
             disk_states=state_copies(Tier.DISK),
             disk_activations=streaming.disk_activations,
         )
 
-    def _gradients(self, hosted: Iterable[Block], streaming: Streaming, update_in_backward: Collection[str]) -> int:
+    def _gradients(self, hosted: Sequence[_Placed], streaming: Streaming) -> int:
         """Bytes on the host of landed gradients: those of every block of ``hosted``, or the slots that they share."""
-        standing = sum(self._landed[b.name] for b in hosted if b.name not in update_in_backward)
-        largest = max((self._landed[b.name] for b in hosted if b.name in update_in_backward), default=0)
+        used_up = [self._landed[b.name] for b, p in hosted if p.update is Update.BACKWARD]
+        standing = sum(self._landed[b.name] for b, p in hosted if p.update is not Update.BACKWARD)
+        largest = max(used_up, default=0)
         if largest > max(streaming.gradient_slots, default=0):
             raise ConfigError(
                 f"the gradients of a block that is updated in backward take {largest} bytes and the largest of the "
                 f"gradient_slots has {max(streaming.gradient_slots, default=0)}; make it larger"
             )
-        return standing + sum(align(slot) for slot in streaming.gradient_slots if update_in_backward)
+        return standing + sum(align(slot) for slot in streaming.gradient_slots if used_up)
 
-    def _storage_cell(self, update_at_storage: Collection[str]) -> tuple[int, int]:
-        """Bytes of the largest cell of these blocks, in whole pages, and of their widest gradients."""
-        states = [self._states[name] for name in update_at_storage]
+    def _storage_cell(self, pairs: Sequence[_Placed]) -> tuple[int, int]:
+        """Bytes of the largest cell of the blocks that are updated beside the storage, in whole pages, and of their
+        widest gradients."""
+        states = [self._states[b.name] for b, p in pairs if p.update is Update.STORAGE]
         cell = max((s.largest_cell for s in states), default=0)
         return align(cell, PAGE), max((s.widened for s in states), default=0)
 
-    def _cell(self, update_on_device: Collection[str], window: int) -> tuple[int, int]:
-        """Bytes of the largest cell of these blocks, and of their widest gradients."""
-        widening = self.update_window(update_on_device, 0)
-        cell = self.update_window(update_on_device, 1) - widening
+    def _device_cell(self, pairs: Sequence[_Placed], window: int) -> tuple[int, int]:
+        """Bytes of the largest cell of the blocks that are updated on the device, and of their widest gradients."""
+        blocks = updated((p for _, p in pairs), Update.DEVICE)
+        widening = self.update_window(blocks, 0)
+        cell = self.update_window(blocks, 1) - widening
         if window < cell + widening:
             raise ConfigError(
                 f"update_window is {window} bytes and one chunk that is updated on the device takes {cell + widening}; "
-                f"make it {self.update_window(update_on_device)}, or update_chunk smaller"
+                f"make it {self.update_window(blocks)}, or update_chunk smaller"
             )
         return cell, widening
 
@@ -287,22 +282,11 @@ class _StateSizes:
         return cls(layout.nbytes, layout.largest_chunk, cell, elements * STATE_ITEMSIZE)
 
 
-def arenas(
-    model: Model,
-    placements: Iterable[Placement],
-    streaming: Streaming,
-    state_names: tuple[str, ...],
-    speculate: Collection[str] = (),
-    update_on_device: Collection[str] = (),
-    update_at_storage: Collection[str] = (),
-    update_in_backward: Collection[str] = (),
-) -> Arenas:
+def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:
     """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
-    sizer = Sizer(model, state_names, streaming.update_chunk)
-    return sizer.arenas(placements, streaming, speculate, update_on_device, update_at_storage, update_in_backward)
+    return Sizer(model, state_names, streaming.update_chunk).arenas(placements, streaming)
 
 
 def arenas_of(model: Model, plan: Plan, state_names: tuple[str, ...]) -> Arenas:
     """The arenas for ``model`` under ``plan``."""
-    blocks = plan.speculate, plan.update_on_device, plan.update_at_storage, plan.update_in_backward
-    return arenas(model, plan.placements, plan.streaming, state_names, *blocks)
+    return arenas(model, plan.placements, plan.streaming, state_names)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from forebay.lowering import Liveness, accumulation_of, sketch
 from forebay.machine import Machine
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.simulation import Costs, Score, pace, together
 from forebay.trace import Trace
 
@@ -36,7 +36,7 @@ def with_figures(
 
     step = seconds(1) if plan.step_seconds is None else plan.step_seconds
     # Where updates use gradients up in backward, a step is one backward.
-    further = None if plan.update_in_backward else max(0.0, seconds(2) - step)
+    further = None if plan.updated(Update.BACKWARD) else max(0.0, seconds(2) - step)
     accumulation = accumulation_of(trace, plan, liveness=liveness)
     if accumulation is not None and micro_batches > 1:
         found = together(plan, costs, micro_batches, liveness=liveness)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -21,10 +22,12 @@ __all__ = [
     "Selection",
     "Streaming",
     "Treatment",
+    "Update",
     "UpdateTime",
+    "updated",
 ]
 
-PLAN_SCHEMA = 7
+PLAN_SCHEMA = 8
 
 UpdateTime = Literal["step", "backward"]
 """When an update may be made: when ``optimizer.step()`` asks for it, or in backward as soon as a block's gradients have
@@ -34,18 +37,40 @@ UNLIMITED = 1 << 30
 """Micro-batches: where none takes more of a tier than another."""
 
 
+class Update(StrEnum):
+    """When and where a block is updated that is not resident: each way makes the same numbers. One that is resident is
+    updated on the device, when its step asks (``STEP``).
+
+    ``AHEAD``: out of the current copy of parameters and states into a second one at home, which becomes the current one
+    if the step turns out to ask for just that. ``DEVICE``: gradients, parameters and states pass through
+    ``Streaming.update_window``, chunk by chunk, and what the update makes of them goes home again. ``BACKWARD``: where
+    the block is at home, and the place of its gradients is another block's then; so a step is one backward, and nobody
+    can clip those gradients, or look at them. ``STORAGE``: by a process beside the storage (or a device of its own);
+    gradients go to it, parameters come back, and the states, which are on disk, move nowhere.
+    """
+
+    STEP = "step"  # on the host, when the step asks
+    AHEAD = "ahead"  # on the host, ahead of the step, while backward still runs
+    DEVICE = "device"  # on the device, when the step asks
+    BACKWARD = "backward"  # on the host, in backward, as soon as the block's gradients have landed, which are used up
+    STORAGE = "storage"  # beside the storage, when the step asks
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Home tiers of one block.
+    """Home tiers of one block, and how it is updated.
 
     ``parameters`` on the device: the block is never fetched. ``gradients`` and ``states`` are on the device
     together or not at all: an update runs where both are.
+
+    ``update`` is ``STEP`` of a block that is resident, and ``STORAGE`` only of one whose states are on disk.
     """
 
     block: str
     parameters: Tier
     gradients: Tier
     states: Tier
+    update: Update = Update.STEP
 
     def __post_init__(self) -> None:
         if (self.gradients is Tier.DEVICE) != (self.states is Tier.DEVICE):
@@ -56,11 +81,30 @@ class Placement:
             raise ConfigError(f"block {self.block}: gradients accumulate on the device or on the host, not on disk")
         if Tier.PINNED in (self.parameters, self.gradients, self.states):
             raise ConfigError(f"block {self.block}: a home is device, host or disk; pinning is decided by the arena")
+        if self.update is not Update.STEP and self.resident:
+            raise ConfigError(
+                f"block {self.block} is resident: its update runs on the device as it is; set its update to "
+                f"step, got {self.update.value}"
+            )
+        if self.update is Update.STORAGE and self.states is not Tier.DISK:
+            raise ConfigError(
+                f"block {self.block} is updated beside the storage and its states are not on disk; put them there, or "
+                f"set its update to step"
+            )
 
     @property
     def resident(self) -> bool:
         """Whether parameters, gradients and states all stay on the device."""
         return self.states is Tier.DEVICE
+
+    def updating(self, how: Update) -> Placement:
+        """The same block, updated so."""
+        return self if self.update is how else replace(self, update=how)
+
+
+def updated(placements: Iterable[Placement], how: Update) -> tuple[str, ...]:
+    """The blocks of ``placements`` that are updated so."""
+    return tuple(p.block for p in placements if p.update is how)
 
 
 class Fate(StrEnum):
@@ -130,10 +174,10 @@ class Streaming:
     and ``disk_window`` those of the ring on the host through which they pass, in either direction. What is on disk is
     read in the calls ``disk_reads`` and written in the calls ``disk_writes``. ``update_chunk`` is the number of
     elements that one update job reads, updates and writes back. ``update_window`` are the bytes on the device through
-    which blocks pass that are updated there and not at home there (``Plan.update_on_device``): as many chunks at a time
+    which blocks pass that are updated there and not at home there (``Update.DEVICE``): as many chunks at a time
     as it holds, beside the gradients that one of them widens.
     ``gradient_slots`` are buffers on the host (bytes each, largest first) through which the gradients of blocks pass
-    that are updated in backward (``Plan.update_in_backward``).
+    that are updated in backward (``Update.BACKWARD``).
     ``overlap_update`` lets the updates of later blocks run under the next forward. ``delay_after`` (None: never) is the
     number of steps after which updates are delayed: that of a step then runs under forward and backward of the next
     one, which see parameters without it, and so make other numbers. ``poison`` fills slots with NaN when they are
@@ -233,19 +277,10 @@ class Plan:
     of a step of one micro-batch, ``micro_batch_seconds`` what each further micro-batch of a step adds (None: not
     simulated); ``notes`` say in words where these figures come from. ``recompute`` names the blocks whose activations
     are dropped in forward and made again in backward; ``activations`` says which ops are treated otherwise than their
-    block (``Selection``). ``speculate`` names blocks whose update runs while backward still does: out of the current
-    copy of their parameters and states into a second one at home, which becomes the current one if the step turns out
-    to ask for just that. ``update_on_device`` names blocks that are not resident and whose update runs on the device
-    all the same: gradients, parameters and states pass through ``Streaming.update_window``, chunk by chunk, and what
-    the update makes of them goes home again. ``update_in_backward`` names blocks whose gradients are used up: as soon
-    as those of a block have landed it is updated where it is at home, and their place on the host is another block's.
-    So a step is one backward, and nobody can clip those gradients, or look at them. ``update_at_storage`` names blocks
-    whose states are on disk and are updated there, by a process beside the storage (or a device of its own): gradients
-    go to it, parameters come back, and the states move nowhere. ``loss_piece`` (0: all at once) are
-    the most bytes of logits at a time from which the loss of a language model is computed. ``fingerprint`` is that of
-    the trace that the plan was made for ("": none). ``reasons`` say in words why the plan is as it is,
-    ``changes_numbers`` whatever makes the result differ from plain PyTorch (lossless: nothing). ``accumulation``: see
-    there (None: unknown, or nothing that streams).
+    block (``Selection``). ``loss_piece`` (0: all at once) are the most bytes of logits at a time from which the loss of
+    a language model is computed. ``fingerprint`` is that of the trace that the plan was made for ("": none).
+    ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ from plain
+    PyTorch (lossless: nothing). ``accumulation``: see there (None: unknown, or nothing that streams).
     """
 
     planner: str
@@ -258,10 +293,6 @@ class Plan:
     pinned: int = 0
     recompute: tuple[str, ...] = ()
     activations: tuple[Selection, ...] = ()
-    speculate: tuple[str, ...] = ()
-    update_on_device: tuple[str, ...] = ()
-    update_in_backward: tuple[str, ...] = ()
-    update_at_storage: tuple[str, ...] = ()
     loss_piece: int = 0
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
@@ -279,19 +310,10 @@ class Plan:
             )
         if self.loss_piece < 0:
             raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
-        self._check_updates("speculate", self.speculate)
-        self._check_updates("update_on_device", self.update_on_device)
-        self._check_updates("update_at_storage", self.update_at_storage)
-        self._check_at_storage()
-        both = frozenset(self.speculate).intersection(self.update_on_device)
-        if both:
-            raise ConfigError(
-                f"block {min(both)} is updated on the device, and an update ahead of its step runs on the host; "
-                f"take it out of speculate or of update_on_device"
-            )
-        if self.update_on_device and not self.streaming.update_window:
+        if self.updated(Update.DEVICE) and not self.streaming.update_window:
             raise ConfigError("the plan updates blocks on the device and has no update_window for them; give it one")
-        self._check_in_backward()
+        if self.updated(Update.BACKWARD) and not self.streaming.gradient_slots:
+            raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
         if self.streaming.delay_after is not None:
             self._check_delay()
         chosen = [block for selection in self.activations for block in selection.blocks]
@@ -306,53 +328,6 @@ class Plan:
                 if block not in recomputed and any(t.fate is Fate.KEEP and not t.bits for t in selection.treatments):
                     raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
 
-    def _check_updates(self, field: str, blocks: tuple[str, ...]) -> None:
-        """Raises for what cannot be said of where or when an update runs."""
-        resident = {p.block: p.resident for p in self.placements}
-        for block in blocks:
-            if block not in resident:
-                raise ConfigError(f"{field} names block {block}, which the plan does not place; take it out")
-            if resident[block]:
-                raise ConfigError(
-                    f"block {block} is resident: its update runs on the device as it is; take it out of {field}"
-                )
-        if len(set(blocks)) < len(blocks):
-            raise ConfigError(f"{field} names block {max(blocks, key=blocks.count)} twice; name it once")
-
-    def _check_in_backward(self) -> None:
-        """Raises where updates in backward contradict what else is said of the same blocks."""
-        self._check_updates("update_in_backward", self.update_in_backward)
-        for where, others in (("speculate", self.speculate), ("update_on_device", self.update_on_device)):
-            both = frozenset(self.update_in_backward).intersection(others)
-            if both:
-                raise ConfigError(
-                    f"block {min(both)} is updated in backward, on the host and in place; take it out of {where} or of "
-                    f"update_in_backward"
-                )
-        if self.update_in_backward and not self.streaming.gradient_slots:
-            raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
-
-    def _check_at_storage(self) -> None:
-        """Raises for updates beside the storage of what is not there, or is updated elsewhere too."""
-        on_disk = {p.block for p in self.placements if p.states is Tier.DISK}
-        for block in self.update_at_storage:
-            if block not in on_disk:
-                raise ConfigError(
-                    f"block {block} is updated beside the storage and its states are not on disk; put them there, or "
-                    f"take it out of update_at_storage"
-                )
-        for name, blocks in (
-            ("speculate", self.speculate),
-            ("update_on_device", self.update_on_device),
-            ("update_in_backward", self.update_in_backward),
-        ):
-            both = frozenset(self.update_at_storage).intersection(blocks)
-            if both:
-                raise ConfigError(
-                    f"block {min(both)} is updated beside the storage, and there alone; take it out of {name} or of "
-                    f"update_at_storage"
-                )
-
     def _check_delay(self) -> None:
         """Raises for updates that cannot be delayed, or are and nobody says so."""
         for placed in self.placements:
@@ -361,13 +336,17 @@ class Plan:
                     f"delay_after delays the update of block {placed.block} on the host, whose parameters stay on the "
                     f"device meanwhile: its parameters must be on the device and its states elsewhere"
                 )
-        if self.speculate or self.update_on_device or self.update_in_backward or self.update_at_storage:
-            raise ConfigError(
-                "delayed updates run on the host after their step; leave speculate, update_on_device, "
-                "update_in_backward and update_at_storage out"
-            )
+            if placed.update is not Update.STEP:
+                raise ConfigError(
+                    f"delayed updates run on the host after their step; set the update of block {placed.block} to "
+                    f"step, got {placed.update.value}"
+                )
         if not self.changes_numbers:
             raise ConfigError("a plan with delay_after must say in changes_numbers that updates come a step late")
+
+    def updated(self, how: Update) -> tuple[str, ...]:
+        """The blocks that are updated so."""
+        return updated(self.placements, how)
 
     def treatments(self, block: str) -> tuple[Treatment, ...]:
         """What is treated otherwise than ``block`` as a whole."""

@@ -82,7 +82,7 @@ class Action:
                  puts it, until its RELOAD is done. An UPDATE that is ``apart`` reads one place in memory and writes
                  another, which takes longer than in place
 
-    Of a block that is updated ahead of its step (``Plan.speculate``) there are two copies at home. UPDATE, with its
+    Of a block that is updated ahead of its step (``Update.AHEAD``) there are two copies at home. UPDATE, with its
     READs and WRITEs, works on the current one and writes the other. They change places when the step is over: whatever
     is issued after the last COMPUTE of a step reads what its updates have made, whatever is issued before reads what
     the step began with.

@@ -18,7 +18,7 @@ from forebay.arenas import Sizer, arenas
 from forebay.checking import check
 from forebay.errors import ConfigError, DiskFull, ForebayError, PlanInvalid
 from forebay.memory import Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.runtime.updates import Updater
@@ -27,6 +27,7 @@ from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
 from tests.faults.residue import mapped, nothing_left_behind, quick_collections
 from tests.faults.test_bad_plans import MACHINE, PLAN, TRACE
 from tests.faults.trained import AMPLE, Trained, adamw, disk_plan, network
+from tests.null.updating import updating
 
 __all__ = ["nothing_left_behind", "quick_collections"]
 
@@ -42,12 +43,12 @@ def on_device(where: str, folder: Path) -> Plan:
     names, model = tuple(p.block for p in homes), find_blocks(network()).model
     window = Sizer(model, STATES, plan.streaming.update_chunk).update_window(names, 2)
     streaming = replace(plan.streaming, update_window=window)
-    sizes = arenas(model, homes, streaming, STATES, (), names)
+    homes = tuple(p.updating(Update.DEVICE) for p in homes)
+    sizes = arenas(model, homes, streaming, STATES)
     return replace(
         plan,
         placements=homes,
         streaming=streaming,
-        update_on_device=names,
         device=plan.device + window,
         host=sizes.host,
         disk=sizes.disk,
@@ -160,7 +161,7 @@ def test_a_block_that_trains_nothing_is_refused(tmp_path: Path) -> None:
     plan = on_device("host", tmp_path)
     model = network()
     model[2].requires_grad_(False)
-    with pytest.raises(ConfigError, match="updates on the device block 2, which trains nothing"):
+    with pytest.raises(ConfigError, match="update device for block 2, which trains nothing; set its update to step"):
         forebay.prepare(model, adamw(model), plan=plan, device_memory=AMPLE, device="cpu")
 
 
@@ -170,27 +171,6 @@ def test_states_in_fewer_bits_are_refused(tmp_path: Path) -> None:
     optimizer = forebay.optim.AdamW(model.parameters(), moments="8bit")
     with pytest.raises(ConfigError, match=r"updates block 0 on the device.*states in fewer bits"):
         forebay.prepare(model, optimizer, plan=on_device("host", tmp_path), device_memory=AMPLE, device="cpu")
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"update_on_device": ("9",)}, "update_on_device names block 9, which the plan does not place"),
-    "twice": ({"update_on_device": ("1", "2", "1")}, "update_on_device names block 1 twice"),
-    "ahead too": ({"speculate": ("3", "2")}, "block 2 is updated on the device, and an update ahead"),
-}
-
-
-@pytest.mark.parametrize("how", WRONG)
-def test_a_plan_that_updates_on_the_device_what_it_cannot(how: str, tmp_path: Path) -> None:
-    changes, words = WRONG[how]
-    with pytest.raises(ConfigError, match=words):
-        replace(on_device("host", tmp_path), **changes)
-
-
-def test_a_resident_block_is_there_already(tmp_path: Path) -> None:
-    plan = on_device("host", tmp_path)
-    stays = replace(plan.placements[1], parameters=Tier.DEVICE, gradients=Tier.DEVICE, states=Tier.DEVICE)
-    with pytest.raises(ConfigError, match=r"block 1 is resident.*take it out of update_on_device"):
-        replace(plan, placements=(plan.placements[0], stays, *plan.placements[2:]))
 
 
 def test_a_window_is_needed_with_room_for_a_chunk(tmp_path: Path) -> None:
@@ -208,7 +188,7 @@ def test_a_window_is_needed_with_room_for_a_chunk(tmp_path: Path) -> None:
 
 
 def test_the_checker_refuses_a_window_without_room_for_a_chunk() -> None:
-    plan = replace(PLAN, update_on_device=("b1",), streaming=replace(PLAN.streaming, update_window=1))
+    plan = updating(PLAN, Update.DEVICE, ("b1",), streaming=replace(PLAN.streaming, update_window=1))
     with pytest.raises(PlanInvalid, match="block b1 is updated on the device, where a chunk takes up to") as caught:
         check(TRACE, MACHINE, plan)
     assert caught.value.subject == "b1"

@@ -16,7 +16,7 @@ import forebay
 from forebay.arenas import arenas, gradient_nbytes
 from forebay.errors import DiskFull, ForebayError, GradientUsedUp
 from forebay.memory import Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.updates import Updater
 from tests.faults.faulty import Refuses, fill_disk, train_until_refused
@@ -34,13 +34,11 @@ def in_backward(where: str, folder: Path, slots: int = 1) -> Plan:
     if where == "host":
         homes = tuple(replace(p, parameters=Tier.HOST, states=Tier.HOST) for p in homes)
     model = find_blocks(network()).model
-    names = tuple(p.block for p in homes)
+    homes = tuple(p.updating(Update.BACKWARD) for p in homes)
     largest = max(map(gradient_nbytes, model.blocks))
     streaming = replace(plan.streaming, gradient_slots=(largest,) * slots)
-    sizes = arenas(model, homes, streaming, STATES, update_in_backward=names)
-    return replace(
-        plan, placements=homes, streaming=streaming, update_in_backward=names, host=sizes.host, disk=sizes.disk
-    )
+    sizes = arenas(model, homes, streaming, STATES)
+    return replace(plan, placements=homes, streaming=streaming, host=sizes.host, disk=sizes.disk)
 
 
 @pytest.fixture(params=["host", "disk"])

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import forebay
-from forebay.arenas import arenas
+from forebay.arenas import arenas, arenas_of
 from forebay.checking import check
 from forebay.errors import ConfigError, DiskFull, ForebayError, PlanInvalid
 from forebay.memory import Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.updates import Updater
 from forebay.timeline import Lane
@@ -26,6 +26,7 @@ from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
 from tests.faults.residue import mapped, nothing_left_behind, quick_collections
 from tests.faults.test_bad_plans import MACHINE, PLAN, TRACE
 from tests.faults.trained import AMPLE, Trained, adamw, disk_plan, network, step
+from tests.null.updating import updating
 
 __all__ = ["nothing_left_behind", "quick_collections"]
 
@@ -37,9 +38,9 @@ def speculating(where: str, folder: Path) -> Plan:
     homes = plan.placements
     if where == "host":
         homes = tuple(replace(p, parameters=Tier.HOST, states=Tier.HOST) for p in homes)
-    names = tuple(p.block for p in homes)
-    sizes = arenas(find_blocks(network()).model, homes, plan.streaming, STATES, names)
-    return replace(plan, placements=homes, speculate=names, host=sizes.host, disk=sizes.disk)
+    homes = tuple(p.updating(Update.AHEAD) for p in homes)
+    sizes = arenas(find_blocks(network()).model, homes, plan.streaming, STATES)
+    return replace(plan, placements=homes, host=sizes.host, disk=sizes.disk)
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -227,28 +228,8 @@ def test_a_block_that_trains_nothing_is_refused(tmp_path: Path) -> None:
     plan = speculating("host", tmp_path)
     model = network()
     model[2].requires_grad_(False)
-    with pytest.raises(ConfigError, match="speculates on block 2, which trains nothing"):
+    with pytest.raises(ConfigError, match="update ahead for block 2, which trains nothing; set its update to step"):
         forebay.prepare(model, adamw(model), plan=plan, device_memory=AMPLE, device="cpu")
-
-
-WRONG: dict[str, tuple[tuple[str, ...], str]] = {
-    "unknown": (("9",), "block 9, which the plan does not place"),
-    "twice": (("1", "2", "1"), "names block 1 twice"),
-}
-
-
-@pytest.mark.parametrize("how", WRONG)
-def test_a_plan_that_speculates_on_what_it_cannot(how: str, tmp_path: Path) -> None:
-    names, words = WRONG[how]
-    with pytest.raises(ConfigError, match=words):
-        replace(speculating("host", tmp_path), speculate=names)
-
-
-def test_a_resident_block_does_not_speculate(tmp_path: Path) -> None:
-    plan = speculating("host", tmp_path)
-    stays = replace(plan.placements[1], parameters=Tier.DEVICE, gradients=Tier.DEVICE, states=Tier.DEVICE)
-    with pytest.raises(ConfigError, match="block 1 is resident"):
-        replace(plan, placements=(plan.placements[0], stays, *plan.placements[2:]))
 
 
 def test_second_copies_need_their_room(tmp_path: Path) -> None:
@@ -262,11 +243,11 @@ def test_second_copies_need_their_room(tmp_path: Path) -> None:
 
 def test_the_checker_counts_second_copies() -> None:
     """A plan that promises no room for them is refused, and one that does is proven."""
-    plan = replace(PLAN, speculate=("b1",))
+    plan = updating(PLAN, Update.AHEAD, ("b1",))
     with pytest.raises(PlanInvalid, match="the plan predicts a host peak of") as caught:
         check(TRACE, MACHINE, plan)
     assert caught.value.subject == "host"
-    sizes = arenas(TRACE.model, PLAN.placements, PLAN.streaming, TRACE.state_names, plan.speculate)
+    sizes = arenas_of(TRACE.model, plan, TRACE.state_names)
     check(TRACE, MACHINE, replace(plan, host=sizes.host, disk=sizes.disk))
 
 

@@ -20,7 +20,7 @@ import forebay
 from forebay.arenas import arenas
 from forebay.errors import ForebayError, HostOutOfMemory, StorageError
 from forebay.memory import Ledger, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.runtime.storage_orders import Order
@@ -39,10 +39,9 @@ SOON = 30.0
 def at_storage(folder: Path) -> Plan:
     """Parameters and states of every block on disk, updated there a few chunks a block."""
     plan = disk_plan(folder)
-    names = tuple(p.block for p in plan.placements)
-    model = find_blocks(network()).model
-    sizes = arenas(model, plan.placements, plan.streaming, STATES, (), (), names)
-    return replace(plan, update_at_storage=names, host=sizes.host, disk=sizes.disk)
+    placements = tuple(p.updating(Update.STORAGE) for p in plan.placements)
+    sizes = arenas(find_blocks(network()).model, placements, plan.streaming, STATES)
+    return replace(plan, placements=placements, host=sizes.host, disk=sizes.disk)
 
 
 def worker_of(run: Trained) -> StorageWorker:

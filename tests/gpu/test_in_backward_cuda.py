@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from forebay.device.base import Delays
 from forebay.device.cuda import CudaDevice
 from forebay.device.delays import RandomDelays
 from forebay.plans import Plan
+from tests.null.updating import at_home
 from tests.parity.in_backward import in_backward
 from tests.parity.models import CASES, Case
 from tests.parity.test_delays import NARROW
@@ -52,7 +52,7 @@ def left(case: Case, plan: Plan, folder: str | None, delays: Delays | None) -> d
 def test_as_with_a_step_after_backward(name: str, disk: bool, tmp_path: Path) -> None:
     case = NARROW if name == "narrow" else CASES[name]
     plan, folder = in_backward(case, torch.bfloat16, disk=disk), f"{tmp_path}:64MiB" if disk else None
-    expected = left(case, replace(plan, update_in_backward=(), host=BUDGET), folder, None)
+    expected = left(case, at_home(plan, host=BUDGET), folder, None)
     made = left(case, plan, folder, RandomDelays(0, max_seconds=0.002))
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[n], tensor) for n, tensor in expected.items())

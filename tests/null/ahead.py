@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Program, Verb
 from forebay.trace import Trace
 from tests.null.strategies import Case, cases, plan_for
+from tests.null.updating import updating
 
 __all__ = ["ahead", "cases_ahead", "changes_of_homes", "ends_of_steps", "issued_earlier"]
 
@@ -18,8 +19,8 @@ __all__ = ["ahead", "cases_ahead", "changes_of_homes", "ends_of_steps", "issued_
 def ahead(trace: Trace, plan: Plan, names: Collection[str] | None = None, *, roomy: bool = True) -> Plan:
     """``plan`` in which ``names`` (None: all blocks that may be) are updated ahead of their step."""
     streamed = tuple(p.block for p in plan.placements if not p.resident and (names is None or p.block in names))
-    parts = plan.placements, plan.streaming, plan.recompute, plan.activations
-    return plan_for(trace, *parts, speculate=streamed, roomy=roomy)
+    plan = updating(plan, Update.AHEAD, streamed)
+    return plan_for(trace, plan.placements, plan.streaming, plan.recompute, plan.activations, roomy=roomy)
 
 
 @st.composite
@@ -40,10 +41,10 @@ def ends_of_steps(program: Program) -> list[int]:
 def changes_of_homes(plan: Plan, program: Program) -> Mapping[str, list[int]]:
     """Of every block the actions by which what a fetch copies becomes another: its updates, or the ends of steps whose
     updates have gone to its other copy."""
-    ends, found = ends_of_steps(program), dict[str, list[int]]()
+    ends, early, found = ends_of_steps(program), plan.updated(Update.AHEAD), dict[str, list[int]]()
     for index, action in enumerate(program.actions):
         if action.verb is Verb.UPDATE:
-            place = max(index, ends[action.step]) if action.block in plan.speculate else index
+            place = max(index, ends[action.step]) if action.block in early else index
             found.setdefault(action.block, []).append(place)
     return found
 
@@ -64,7 +65,7 @@ def too_early(case: Case, program: Program) -> Iterator[tuple[Program, str]]:
     """Programs that are wrong, each with the block that it is wrong of: of blocks that are updated ahead of their step,
     fetches of the next step that copy what this one began with, and updates in front of the last landing."""
     ends, actions = ends_of_steps(program), program.actions
-    for block in case.plan.speculate:
+    for block in case.plan.updated(Update.AHEAD):
         own = [(i, a) for i, a in enumerate(actions) if block in (a.block, *(u.block for u in a.uses))]
         done = {a.step: i for i, a in own if a.tensor < 0 and a.verb in (Verb.UPDATE, Verb.WRITE)}
         for step, last in done.items():

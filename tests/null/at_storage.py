@@ -7,25 +7,23 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from forebay.arenas import arenas
+from forebay.arenas import arenas_of
 from forebay.memory import Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.trace import Trace
 from tests.null.on_device import cases_on_device
 from tests.null.strategies import Case
+from tests.null.updating import updating
 
 __all__ = ["at_storage", "cases_at_storage"]
 
 
 def at_storage(trace: Trace, plan: Plan, names: Collection[str] | None = None) -> Plan:
     """``plan`` in which ``names`` (None: all blocks that may be) are updated beside the storage, and nowhere else."""
-    wanted = {p.block for p in plan.placements if p.states is Tier.DISK and (names is None or p.block in names)}
-    beside = tuple(p.block for p in plan.placements if p.block in wanted)
-    chosen, there = (tuple(n for n in old if n not in wanted) for old in (plan.speculate, plan.update_on_device))
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names, chosen, there, beside)
-    return replace(
-        plan, speculate=chosen, update_on_device=there, update_at_storage=beside, host=sizes.host, disk=sizes.disk
-    )
+    beside = [p.block for p in plan.placements if p.states is Tier.DISK and (names is None or p.block in names)]
+    plan = updating(plan, Update.STORAGE, beside)
+    sizes = arenas_of(trace.model, plan, trace.state_names)
+    return replace(plan, host=sizes.host, disk=sizes.disk)
 
 
 @st.composite

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from forebay.arenas import Sizer, arenas
-from forebay.plans import Plan
+from forebay.arenas import Sizer, arenas_of
+from forebay.plans import Plan, Update
 from forebay.trace import Trace
 from tests.null.ahead import ahead
 from tests.null.strategies import Case, cases
+from tests.null.updating import updating
 
 __all__ = ["cases_on_device", "on_device"]
 
@@ -21,15 +22,12 @@ def on_device(trace: Trace, plan: Plan, names: Collection[str] | None = None, *,
     chunks and ``more`` bytes. What was to be updated ahead of its step and is named goes there instead; budgets have
     room for it."""
     there = tuple(p.block for p in plan.placements if not p.resident and (names is None or p.block in names))
-    chosen = tuple(name for name in plan.speculate if name not in there)
     window = Sizer(trace.model, trace.state_names, plan.streaming.update_chunk).update_window(there, cells) + more
     streaming = replace(plan.streaming, update_window=max(1, window) if there else 0)
-    sizes = arenas(trace.model, plan.placements, streaming, trace.state_names, chosen, there)
+    plan = updating(plan, Update.DEVICE, there, streaming=streaming)
+    sizes = arenas_of(trace.model, plan, trace.state_names)
     return replace(
         plan,
-        streaming=streaming,
-        speculate=chosen,
-        update_on_device=there,
         device=plan.device + streaming.update_window,
         host=sizes.host,
         disk=sizes.disk,

@@ -9,8 +9,9 @@ from forebay.arenas import arenas_of, gradient_nbytes
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.planners.in_backward import usable
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.trace import Trace
+from tests.null.updating import updating
 
 __all__ = ["passing"]
 
@@ -24,7 +25,7 @@ def passing(trace: Trace, plan: Plan, slots: int = 2, names: Collection[str] | N
         return plan
     largest = max(gradient_nbytes(trace.model.block(name)) for name in chosen)
     streaming = replace(plan.streaming, gradient_slots=(largest,) * slots)
-    made = replace(plan, streaming=streaming, update_in_backward=chosen)
+    made = updating(plan, Update.BACKWARD, chosen, streaming=streaming)
     sizes = arenas_of(trace.model, made, trace.state_names)
     pinned = plan.pinned and sum(nbytes for _, nbytes in sizes.pinnable)
     limits = {Tier.HOST: 1 << 50, Tier.PINNED: (1 << 50) if plan.budget.pinned else None}

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from forebay.arenas import UPDATE_CELLS, UPDATE_RING, arenas, home_nbytes
+from forebay.arenas import UPDATE_CELLS, UPDATE_RING, arenas_of, home_nbytes
 from forebay.layout import Chunk, cell_of, needs_master, state_layout
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Use, Verb
 from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
@@ -30,8 +30,7 @@ def plain_program(trace: Trace, plan: Plan, steps: int = 2, micro_batches: int =
 def device_standing(trace: Trace, plan: Plan, *, gradients: bool = False) -> int:
     """Bytes that are on the device all the time; with ``gradients`` also those that come with a pass and stay."""
     inputs = sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT) if trace.device == "cuda" else 0
-    there = plan.update_on_device
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names, update_on_device=there)
+    sizes = arenas_of(trace.model, plan, trace.state_names)
     return sizes.device - (0 if gradients else sizes.device_gradients) + trace.model.buffer_nbytes + inputs
 
 
@@ -70,23 +69,14 @@ class PlainLowering:
         for step in range(self.steps):
             self.step = step
             trained = [self.names[v.resolve(g.parameter)][1] for _, v, op in self.trace.ops() for g in op.gradients]
-            self.due = {name: trained.count(name) * self.micro_batches for name in self.plan.speculate}
+            self.due = {name: trained.count(name) * self.micro_batches for name in self.plan.updated(Update.AHEAD)}
             for micro in range(self.micro_batches):
                 self._pass(micro)
             for placement in self.plan.placements:
-                if placement.block not in self.plan.speculate:
+                if placement.update is not Update.AHEAD:
                     self._update(placement.block)
             self.last.update(self.other)
-        plan = self.plan
-        sizes = arenas(
-            self.trace.model,
-            plan.placements,
-            plan.streaming,
-            self.trace.state_names,
-            plan.speculate,
-            plan.update_on_device,
-            plan.update_at_storage,
-        )
+        sizes = arenas_of(self.trace.model, self.plan, self.trace.state_names)
         stands = {
             Tier.DEVICE: {Kind.PARAMETER: device_standing(self.trace, self.plan)},
             Tier.HOST: {Kind.STATE: sizes.host},
@@ -199,7 +189,8 @@ class PlainLowering:
         layout = state_layout(self.blocks[block], self.trace.state_names, self.plan.streaming.update_chunk)
         trained = {self.names[v.resolve(g.parameter)][0] for _, v, op in self.trace.ops() for g in op.gradients}
         chunks = [i for i, c in enumerate(layout.chunks) if any(p.parameter.name in trained for p in c.pieces)]
-        placement, ahead = self.placements[block], block in self.plan.speculate
+        placement = self.placements[block]
+        ahead = placement.update is Update.AHEAD
         if not chunks:
             return
         if ahead:  # the other copy has to be whole
@@ -214,14 +205,13 @@ class PlainLowering:
         for number in chunks:
             chunk = layout.chunks[number]
             read = None
-            beside = block in self.plan.update_at_storage
-            if placement.states is Tier.DISK and chunk.nbytes and not beside:
+            if placement.states is Tier.DISK and chunk.nbytes and placement.update is not Update.STORAGE:
                 after = [self.last.get(("states", (block, number))), self._ring("states", UPDATE_RING)]
                 what = f"read states of {block} at {chunk.offset}"
                 read = self.add(Lane.DISK_READ, Verb.READ, what, after, block=block, chunk=number, nbytes=chunk.nbytes)
             # Parameters change only when the last fetch of the step has copied them.
             fetched = None if ahead or home is not None else self.last.get(("fetch", block))
-            if beside or block in self.plan.update_on_device:
+            if placement.update in (Update.DEVICE, Update.STORAGE):
                 stored, update = self._update_there(block, number, chunk, [home, fetched], read)
             else:
                 after = [self.last["land", block], home, read, fetched]
@@ -250,7 +240,7 @@ class PlainLowering:
         own = [p for p in chunk.pieces if p.parameter.name in trained]
         nbytes = {Kind.STATE: chunk.nbytes, Kind.GRADIENT: sum(p.nbytes for p in own)}
         nbytes[Kind.PARAMETER] = sum(p.nbytes for p in own if not needs_master(p.parameter))
-        beside = block in self.plan.update_at_storage
+        beside = self.placements[block].update is Update.STORAGE
         there, update_lane, back = (Lane.H2D, Lane.DEVICE_UPDATE, Lane.D2H)
         if beside:
             there, update_lane, back = (Lane.DISK_WRITE, Lane.STORAGE_UPDATE, Lane.DISK_READ)
@@ -301,7 +291,7 @@ class PlainLowering:
         """As many of the largest as the window holds beside the gradients that one of them widens."""
         layouts = [
             state_layout(self.blocks[name], self.trace.state_names, self.plan.streaming.update_chunk)
-            for name in self.plan.update_on_device
+            for name in self.plan.updated(Update.DEVICE)
         ]
         widened = max((4 * c.elements for one in layouts if "master" in one.streams for c in one.chunks), default=0)
         largest = max(cell_of(c).nbytes for one in layouts for c in one.chunks)

@@ -303,11 +303,10 @@ def plan_for(
     recompute: tuple[str, ...] = (),
     activations: tuple[Selection, ...] = (),
     *,
-    speculate: tuple[str, ...] = (),
     roomy: bool = False,
 ) -> Plan:
     """A plan with its peaks filled in; budgets are those peaks, or far more (``roomy``)."""
-    sizes = arenas(trace.model, placements, streaming, trace.state_names, speculate)
+    sizes = arenas(trace.model, placements, streaming, trace.state_names)
     on_device = sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT) if trace.device == "cuda" else 0
     live = peak_live(trace) + trace.held_nbytes + trace.unseen_nbytes
     if recompute:  # never more than what a forward of the block makes, beside what was there
@@ -341,7 +340,6 @@ def plan_for(
         pinned=pinned if trace.device == "cuda" else 0,
         recompute=recompute,
         activations=activations,
-        speculate=speculate,
         fingerprint=trace.fingerprint,
         changes_numbers=("codes",) if any(t.lossy for s in activations for t in s.treatments) else (),
     )

@@ -19,6 +19,7 @@ from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.device_updates import there
 from forebay.planners.parts import Draft
 from forebay.planners.shapes import options, streamed_through, usual_window
+from forebay.plans import Update
 from forebay.trace import Footprint
 from tests.null.planning import ENOUGH, asked, chain, machine, whole
 from tests.null.strategies import Case, cases
@@ -135,7 +136,7 @@ def test_no_step_with_updates_on_the_device_is_below_the_bound() -> None:
     on = machine(compute=2e7, h2d=1e9, d2h=1e9, update=1e6)
     bench = Bench(asked(trace, on, device=room))
     moved = there(bench, base)
-    assert moved.update_on_device
+    assert moved.updated(Update.DEVICE)
     assert bench.bound <= bench.exact(moved).step_seconds < bench.exact(base).step_seconds / 2
 
 

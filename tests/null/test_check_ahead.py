@@ -13,7 +13,7 @@ from forebay.checking.order import Order
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import lower
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace
@@ -56,7 +56,7 @@ def test_every_placement_is_accepted(home: tuple[Tier, Tier, Tier], micro_batche
         check(trace, roomy_machine(device), plan, program)
         for step, end in enumerate(ends_of_steps(program)):
             early = {a.block for a in program.actions[:end] if a.verb is Verb.UPDATE and a.step == step}
-            assert early == {"b1", "b2"} & set(plan.speculate)
+            assert early == {"b1", "b2"} & set(plan.updated(Update.AHEAD))
         check(trace, roomy_machine(device), plan, micro_batches=micro_batches)
 
 

@@ -12,12 +12,14 @@ from forebay.checking import check
 from forebay.checking.step import Step
 from forebay.errors import PlanInvalid
 from forebay.lowering import device_bound, lower
+from forebay.plans import Update
 from forebay.program import Verb
 from tests.null.ahead import ahead, cases_ahead, ends_of_steps, too_early
 from tests.null.corruptions import CORRUPTIONS
 from tests.null.strategies import Case
 from tests.null.test_check_properties import refuse, rich_case, roomy_case
 from tests.null.treating import TreatedOps, treated_program
+from tests.null.updating import updating
 
 
 @given(case=cases_ahead(), steps=st.integers(1, 3), micro_batches=st.integers(1, 3))
@@ -76,7 +78,7 @@ def test_every_corruption_of_a_rich_program_is_refused(lowering: object, rich: C
     for wrong, subjects in (spoiled for kind in kinds for spoiled in CORRUPTIONS[kind](rich, program)[::4]):
         refuse(rich, wrong, subjects)
     early = list(too_early(rich, program))
-    assert len(early) > len(rich.plan.speculate)
+    assert len(early) > len(rich.plan.updated(Update.AHEAD))
     for wrong, _ in early:
         refuse(rich, wrong, everything(rich))
 
@@ -86,9 +88,10 @@ def test_a_plan_without_second_copies_refuses_the_program(rich: Case) -> None:
     program = lower(rich.trace, rich.plan)
     ends = ends_of_steps(program)
     early = {a.block for i, a in enumerate(program.actions) if a.verb is Verb.UPDATE and i < ends[a.step]}
-    assert early <= set(rich.plan.speculate) and len(early) > 1
+    there = rich.plan.updated(Update.AHEAD)
+    assert early <= set(there) and len(early) > 1
     for name in early:
-        others = tuple(other for other in rich.plan.speculate if other != name)
+        others = updating(rich.plan, Update.AHEAD, [other for other in there if other != name])
         with pytest.raises(PlanInvalid, match=rf"block {name}\b|{name}\.\d") as caught:
-            check(rich.trace, rich.machine, replace(rich.plan, speculate=others), program)
+            check(rich.trace, rich.machine, others, program)
         assert caught.value.subject.startswith(name)

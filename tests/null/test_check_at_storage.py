@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from forebay.arenas import UPDATE_CELLS
 from forebay.checking import check
-from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
+from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import device_bound, lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.at_storage import at_storage, cases_at_storage
-from tests.null.on_device import on_device
 from tests.null.programs import drop, plain_program
 from tests.null.strategies import Case, roomy
 from tests.null.test_check_on_device import MACHINE, NARROW, WIDE, moved, needless, network, place_of, with_action
@@ -54,7 +53,7 @@ def test_wherever_the_parameters_are_it_is_accepted(
         plan = planned(trace, home, chunk)
         program = lowering(trace, plan, steps=3, micro_batches=2)
         check(trace, MACHINE, plan, program)
-        assert {a.block for a in program.actions if a.lane is Lane.STORAGE_UPDATE} == set(plan.update_at_storage)
+        assert {a.block for a in program.actions if a.lane is Lane.STORAGE_UPDATE} == set(plan.updated(Update.STORAGE))
         assert not any(a.lane is Lane.UPDATE for a in program.actions)
         check(trace, MACHINE, plan)
 
@@ -154,29 +153,6 @@ def test_random_plans_are_accepted(case: Case, micro_batches: int) -> None:
     most = device_bound(case.trace, case.plan)
     plan = replace(case.plan, device=most, budget=replace(case.plan.budget, device=most))
     check(case.trace, case.machine, plan, program)
-
-
-WRONG: dict[str, tuple[dict[str, object], str]] = {
-    "unknown": ({"update_at_storage": ("9",)}, "update_at_storage names block 9, which the plan does not place"),
-    "twice": ({"update_at_storage": ("b1", "b1")}, "update_at_storage names block b1 twice"),
-    "ahead too": ({"speculate": ("b2",)}, "block b2 is updated beside the storage, and there alone.*speculate"),
-}
-
-
-@pytest.mark.parametrize("how", WRONG)
-def test_a_plan_that_says_what_cannot_be(how: str) -> None:
-    changes, words = WRONG[how]
-    with pytest.raises(ConfigError, match=words):
-        replace(planned(WIDE), **changes)  # type: ignore[arg-type]
-
-
-def test_states_have_to_be_on_disk_and_in_one_place() -> None:
-    on_host = roomy(WIDE, (Tier.HOST, Tier.HOST, Tier.HOST))
-    with pytest.raises(ConfigError, match=r"block b0 .* its states are not on disk; put them there"):
-        replace(on_host, update_at_storage=("b0",))
-    there = on_device(WIDE, roomy(WIDE, ON_HOST), ("b0",))
-    with pytest.raises(ConfigError, match=r"block b0 is updated beside the storage.*update_on_device"):
-        replace(there, update_at_storage=("b0",))
 
 
 def test_a_plan_keeps_what_it_updates_there() -> None:

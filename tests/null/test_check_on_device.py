@@ -11,7 +11,7 @@ from forebay.checking import check
 from forebay.errors import PlanInvalid
 from forebay.lowering import lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace
@@ -78,7 +78,7 @@ def test_every_placement_is_accepted(home: tuple[Tier, Tier, Tier], cells: int, 
         for micro_batches in (1, 2):
             program = lowering(trace, plan, steps=3, micro_batches=micro_batches)
             check(trace, roomy_machine(device), plan, program)
-        assert {a.block for a in program.actions if a.lane is Lane.DEVICE_UPDATE} == set(plan.update_on_device)
+        assert {a.block for a in program.actions if a.lane is Lane.DEVICE_UPDATE} == set(plan.updated(Update.DEVICE))
         check(trace, roomy_machine(device), plan)
 
 

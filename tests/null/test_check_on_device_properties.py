@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from forebay.checking import check
 from forebay.lowering import device_bound, lower
 from forebay.memory import Kind
+from forebay.plans import Update
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from tests.null.corruptions import CORRUPTIONS
@@ -48,8 +49,8 @@ def test_plain_programs_are_accepted(case: Case, steps: int, micro_batches: int)
 def test_what_is_lowered_is_accepted_within_the_peaks_of_its_plan(case: Case, micro_batches: int) -> None:
     program = lower(case.trace, case.plan, micro_batches=micro_batches)
     there = {a.block for a in program.actions if a.lane is Lane.DEVICE_UPDATE}
-    event(f"{len(there)} blocks on the device, {len(case.plan.speculate)} ahead of their step")
-    assert there <= set(case.plan.update_on_device)
+    event(f"{len(there)} blocks on the device, {len(case.plan.updated(Update.AHEAD))} ahead of their step")
+    assert there <= set(case.plan.updated(Update.DEVICE))
     most = device_bound(case.trace, case.plan)
     plan = replace(case.plan, device=most, budget=replace(case.plan.budget, device=most))
     check(case.trace, case.machine, plan, program)

@@ -16,13 +16,14 @@ from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.layout import state_layout
 from forebay.lowering import lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Program, Verb
 from tests.null.ahead import ends_of_steps, issued_earlier
 from tests.null.passing import passing
 from tests.null.strategies import HOMES, RESIDENT, Case, cases, roomy, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
+from tests.null.updating import at_home
 
 MACHINE = roomy_machine()
 N, WIDTH = 4, 4096
@@ -75,16 +76,17 @@ def test_blocks_are_updated_under_backward(home: tuple[Tier, Tier, Tier], slots:
 @given(passing_cases())
 def test_any_plan_is_lowered_right(case: Case) -> None:
     """And never more blocks than slots have gradients that an update may still read."""
-    event(f"{len(case.plan.update_in_backward)} of {len(case.plan.placements)} in backward")
+    used_up = case.plan.updated(Update.BACKWARD)
+    event(f"{len(used_up)} of {len(case.plan.placements)} in backward")
     program = lower(case.trace, case.plan, steps=3)
     check(case.trace, case.machine, case.plan, program)
     order, slots = Order(program), len(case.plan.streaming.gradient_slots)
     landed: dict[tuple[str, int], int] = {}
     done: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, action in enumerate(program.actions):
-        if action.block in case.plan.update_in_backward and action.verb is Verb.LAND:
+        if action.block in used_up and action.verb is Verb.LAND:
             landed.setdefault((action.block, action.step), index)
-        if action.block in case.plan.update_in_backward and action.verb is Verb.UPDATE:
+        if action.block in used_up and action.verb is Verb.UPDATE:
             done[action.block, action.step].append(index)
     for key, first in landed.items():
         there = [o for o, i in landed.items() if i <= first and not all(order.before(u, first) for u in done[o])]
@@ -153,7 +155,7 @@ def test_a_step_is_one_backward() -> None:
     plan = passing(CHAIN, roomy(CHAIN), 2)
     with pytest.raises(ConfigError, match="one backward a step, got 2"):
         lower(CHAIN, plan, micro_batches=2)
-    program = lower(CHAIN, replace(plan, update_in_backward=(), host=1 << 40), micro_batches=2)
+    program = lower(CHAIN, at_home(plan, host=1 << 40), micro_batches=2)
     with pytest.raises(PlanInvalid, match="2 passes a step"):
         check(CHAIN, MACHINE, plan, program)
 
@@ -169,7 +171,7 @@ def test_a_block_that_backward_reads_again_after_its_update() -> None:
     ]
     trace = chain_trace(parts, order)
     plan = roomy(trace, slots=1)
-    assert passing(trace, plan).update_in_backward == ("b",)
+    assert passing(trace, plan).updated(Update.BACKWARD) == ("b",)
     named = passing(trace, plan, 2, ["a"])
     with pytest.raises(PlanInvalid, match=r"block a .*may change that meanwhile"):
         check(trace, MACHINE, named)
@@ -182,7 +184,7 @@ def test_blocks_whose_gradients_take_turns_keep_theirs() -> None:
     layers = [Layer("root", (64,), 0, 64, (0,)), *(Layer(b.name) for b in BLOCKS), Layer("root", (64,), 0, 64, (1,))]
     trace = chain_trace(parts, layers)
     plan = passing(trace, roomy(trace))
-    assert plan.update_in_backward == tuple(b.name for b in BLOCKS)
+    assert plan.updated(Update.BACKWARD) == tuple(b.name for b in BLOCKS)
     check(trace, MACHINE, plan)
 
 
@@ -196,20 +198,10 @@ def test_small_chunks_wait_for_their_own_gradients() -> None:
     assert sum(a.verb is Verb.UPDATE for a in program.actions) == N * chunks * program.steps
 
 
-WRONG = {
-    "unknown": ({"update_in_backward": ("b9",)}, "block b9, which the plan does not place"),
-    "twice": ({"update_in_backward": ("b1", "b1")}, "names block b1 twice"),
-    "ahead too": ({"speculate": ("b1",)}, "take it out of speculate or of update_in_backward"),
-    "no slots": ({"streaming": roomy(CHAIN).streaming}, "has no gradient_slots"),
-}
-
-
-@pytest.mark.parametrize("how", WRONG)
-def test_a_plan_that_contradicts_itself(how: str) -> None:
+def test_slots_are_needed() -> None:
     plan = passing(CHAIN, roomy(CHAIN))
-    change, words = WRONG[how]
-    with pytest.raises(ConfigError, match=words):
-        replace(plan, **change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="has no gradient_slots"):
+        replace(plan, streaming=roomy(CHAIN).streaming)
 
 
 def test_slots_that_hold_no_block() -> None:

@@ -10,7 +10,7 @@ from forebay.checking import check
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import device_bound, lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Verb
 from forebay.trace import Trace
 from tests.null.ahead import ahead
@@ -30,6 +30,7 @@ from tests.null.test_check_on_device import (
     with_action,
 )
 from tests.null.tracing import Layer, chain_trace
+from tests.null.updating import at_home, updating
 
 NARROW_CELL = 3 * 4 * 1024 + 2 * 2 * 1024
 WIDE_CELL = 2 * 4 * 1024 + 2 * 4 * 1024
@@ -106,7 +107,7 @@ def test_the_window_stands_on_the_device() -> None:
     """In the plan's own figure, in the budget, and in what the program says."""
     plan = planned(NARROW, cells=2)
     window = plan.streaming.update_window
-    bare = device_bound(NARROW, replace(plan, update_on_device=()))
+    bare = device_bound(NARROW, at_home(plan))
     exact = device_bound(NARROW, plan)
     assert exact - bare == window == 2 * NARROW_CELL + 4 * 1024
     program = lower(NARROW, plan)
@@ -155,7 +156,7 @@ def test_beside_updates_ahead_of_their_step() -> None:
     """Some blocks are in one of both, some in none."""
     trace = network(blocks=4)
     plan = on_device(trace, ahead(trace, roomy(trace), ("b2", "b3")), ("b0", "b3"))
-    assert (plan.update_on_device, plan.speculate) == (("b0", "b3"), ("b2",))
+    assert (plan.updated(Update.DEVICE), plan.updated(Update.AHEAD)) == (("b0", "b3"), ("b2",))
     for program in (lower(trace, plan, steps=3), plain_program(trace, plan, 3)):
         check(trace, MACHINE, plan, program)
-        refused(trace, replace(plan, speculate=()), program, "block b2|the plan")
+        refused(trace, updating(plan, Update.AHEAD), program, "block b2|the plan")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from forebay.arenas import arenas, home_nbytes
+from forebay.arenas import arenas_of, home_nbytes
 from forebay.budgets import DiskBudget
 from forebay.checking import check
 from forebay.layout import state_layout
 from forebay.lowering import lower, sketch
 from forebay.memory import Kind, Tier
 from forebay.phases import phases
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.simulation import simulate
 from forebay.timeline import Lane
@@ -24,6 +24,7 @@ from forebay.trace import Trace
 from tests.null.strategies import plans, roomy, roomy_machine, traces
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
+from tests.null.updating import at_home, updating
 
 HOMES = {
     "host": (Tier.HOST, Tier.HOST, Tier.HOST),
@@ -46,11 +47,11 @@ def trained(trace: Trace) -> frozenset[str]:
 
 def speculating(trace: Trace, plan: Plan, blocks: frozenset[str]) -> Plan:
     """``plan`` with updates of ``blocks`` ahead of their step, and room for them."""
-    names = tuple(p.block for p in plan.placements if p.block in blocks)
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names, names)
+    plan = updating(plan, Update.AHEAD, blocks)
+    sizes = arenas_of(trace.model, plan, trace.state_names)
     disk = DiskBudget("folder", ENOUGH) if sizes.disk else None
     budget = replace(plan.budget, host=ENOUGH, pinned=None, disk=disk)
-    return replace(plan, speculate=names, budget=budget, host=sizes.host, disk=sizes.disk)
+    return replace(plan, budget=budget, host=sizes.host, disk=sizes.disk)
 
 
 @st.composite
@@ -72,13 +73,13 @@ def of(program: Program, *verbs: Verb) -> list[tuple[int, Action]]:
 def test_a_block_is_updated_as_soon_as_nothing_more_lands(drawn: tuple[Trace, Plan], micro_batches: int) -> None:
     trace, plan = drawn
     program = lower(trace, plan, micro_batches=micro_batches)
-    event(f"{len(plan.speculate)} of {len(plan.placements)} ahead")
+    event(f"{len(plan.updated(Update.AHEAD))} of {len(plan.placements)} ahead")
     last: dict[tuple[str, int], int] = {}
     for index, action in of(program, Verb.LAND, Verb.ACCUMULATE):
         last[action.block, action.step] = index
     computed = {a.step: i for i, a in enumerate(program.actions) if a.verb is Verb.COMPUTE}
     work = (Verb.UPDATE, Verb.READ, Verb.WRITE)
-    for name in plan.speculate:
+    for name in plan.updated(Update.AHEAD):
         for step in range(program.steps):
             end = last[name, step]
             jobs = [(i, a) for i, a in of(program, *work) if (a.block, a.step) == (name, step)]
@@ -89,7 +90,7 @@ def test_a_block_is_updated_as_soon_as_nothing_more_lands(drawn: tuple[Trace, Pl
             after = range(end + 1, max(updates) + 1)
             assert all(program.actions[i].verb in work and program.actions[i].block == name for i in after)
     for index, action in of(program, Verb.UPDATE):
-        if action.block not in plan.speculate:
+        if action.block not in plan.updated(Update.AHEAD):
             assert index > computed[action.step]
 
 
@@ -101,7 +102,7 @@ def test_every_chunk_is_written_once(drawn: tuple[Trace, Plan], micro_batches: i
     program = lower(trace, plan, micro_batches=micro_batches)
     found = Counter((a.block, a.chunk, a.step, a.verb) for _, a in of(program, Verb.UPDATE, Verb.WRITE))
     for placement in plan.placements:
-        if placement.block not in plan.speculate:
+        if placement.update is not Update.AHEAD:
             continue
         layout = state_layout(trace.model.block(placement.block), trace.state_names, plan.streaming.update_chunk)
         for step in range(program.steps):
@@ -111,7 +112,7 @@ def test_every_chunk_is_written_once(drawn: tuple[Trace, Plan], micro_batches: i
                     assert found.pop((placement.block, chunk, step, Verb.WRITE)) == 1
             if placement.parameters is Tier.DISK:
                 assert found.pop((placement.block, -1, step, Verb.WRITE)) == 1
-    assert not any(name in plan.speculate for name, *_ in found)
+    assert not any(name in plan.updated(Update.AHEAD) for name, *_ in found)
 
 
 @settings(max_examples=25)
@@ -125,7 +126,7 @@ def test_what_the_device_sees_stays_as_it_was(drawn: tuple[Trace, Plan], micro_b
         actions = lower(trace, one, steps=2, micro_batches=micro_batches).actions
         return {lane: [replace(a, after=()) for a in actions if a.lane is lane] for lane in lanes}
 
-    assert seen(plan) == seen(replace(plan, speculate=()))
+    assert seen(plan) == seen(at_home(plan))
 
 
 @settings(max_examples=30)
@@ -166,7 +167,7 @@ def test_the_order_that_two_copies_need(drawn: tuple[Trace, Plan], micro_batches
         if action.tensor < 0:
             found[name, action.block, step].append(index)
     homes = {p.block: p.parameters for p in plan.placements}
-    for name in plan.speculate:
+    for name in plan.updated(Update.AHEAD):
         for step in range(program.steps):
             for update in found["update", name, step]:
                 assert before[update].issuperset(found["land", name, step])
@@ -208,7 +209,7 @@ def test_an_update_is_apart_where_it_reads_one_copy_in_memory_and_writes_another
     for one in (plan, ahead):
         program = lower(trace, one)
         for _, update in of(program, Verb.UPDATE):
-            assert update.apart == (update.block in one.speculate and home != "disk")
+            assert update.apart == (update.block in one.updated(Update.AHEAD) and home != "disk")
         assert [a.apart for a in sketch(trace, one).actions] == [a.apart for a in program.actions]
     # Without states there are parameters alone.
     bare = replace(network("float32"), state_names=())
@@ -246,7 +247,7 @@ def test_second_copies_stand_all_the_time(home: str) -> None:
     plan = roomy(trace, HOMES[home], slots=2)
     ahead = speculating(trace, plan, frozenset({"b1", "b2"}))
     parameters, _, states = HOMES[home]
-    homes = [trace.model.block(name) for name in ahead.speculate]
+    homes = [trace.model.block(name) for name in ahead.updated(Update.AHEAD)]
     layouts = [state_layout(b, trace.state_names, plan.streaming.update_chunk) for b in homes]
     second = {
         (Tier.HOST, Kind.PARAMETER): 0 if parameters is Tier.DISK else sum(b.nbytes for b in homes),
@@ -266,7 +267,7 @@ def test_second_copies_of_parameters_are_page_locked_if_there_is_room_for_all_of
     """They are an arena of their own: what stood without them stays page-locked."""
     trace = replace(network(), device="cuda")
     plan = speculating(trace, roomy(trace), frozenset({"b0", "b1", "b2"}))
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names, plan.speculate)
+    sizes = arenas_of(trace.model, plan, trace.state_names)
     assert sizes.host_spare_parameters == sum(b.nbytes for b in trace.model.blocks) == sizes.host_parameters // 2
     for pinned, locked in (
         (None, sizes.host_parameters),

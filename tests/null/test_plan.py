@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
 from forebay.memory import Tier
-from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming
+from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming, Update, updated
 from forebay.units import GiB, MiB
 
 PLAN = Plan(
@@ -41,7 +41,8 @@ def placements(draw: st.DrawFn) -> Placement:
     states = draw(HOMES)
     if states is Tier.DEVICE:
         return Placement(block, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
-    return Placement(block, draw(HOMES), Tier.HOST, states)
+    able = [how for how in Update if how is not Update.STORAGE or states is Tier.DISK]
+    return Placement(block, draw(HOMES), Tier.HOST, states, draw(st.sampled_from(able)))
 
 
 SIZES = st.lists(st.integers(1, 2**50), max_size=4).map(lambda sizes: tuple(sorted(sizes, reverse=True)))
@@ -61,9 +62,11 @@ PLANS = st.builds(
         Streaming,
         slots=SIZES,
         host_slots=SIZES,
+        gradient_slots=SIZES.filter(bool),
         prefetch_distance=st.integers(0, 9),
         gradient_window=BYTES,
         update_chunk=st.integers(1024, 2**30),
+        update_window=BYTES,
         overlap_update=st.booleans(),
         poison=st.booleans(),
     ),
@@ -82,7 +85,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
 
 def test_json_is_plain_words_and_bytes() -> None:
     assert WHOLE["schema"] == PLAN_SCHEMA
-    assert WHOLE["placements"][1] == {"block": "layers.0", "parameters": "host", "gradients": "host", "states": "disk"}
+    homes = {"parameters": "host", "gradients": "host", "states": "disk"}
+    assert WHOLE["placements"][1] == {"block": "layers.0", **homes, "update": "step"}
     assert WHOLE["budget"]["disk"] == {"path": "/nvme", "nbytes": 64 * GiB, "beside": []}
 
 
@@ -116,6 +120,7 @@ def changed(path: tuple[str | int, ...], value: object) -> str:
         (("budget", "disk"), 7, "budget.disk"),
         (("placements",), {}, "placements"),
         (("placements", 1, "states"), "tape", "placements.1.states"),
+        (("placements", 1, "update"), "later", "placements.1.update"),
         (("streaming", "slots"), ["wide"], "streaming.slots.0"),
         (("streaming", "prefetch_distance"), 1.5, "streaming.prefetch_distance"),
         (("reasons", 0), 5, "reasons.0"),
@@ -178,3 +183,29 @@ def test_impossible_streaming_is_refused(wrong: dict[str, Any], why: str) -> Non
 def test_a_placement_is_resident_only_with_its_states() -> None:
     assert Placement("a", Tier.DEVICE, Tier.DEVICE, Tier.DEVICE).resident
     assert not Placement("a", Tier.DEVICE, Tier.HOST, Tier.HOST).resident
+
+
+@pytest.mark.parametrize("how", [how for how in Update if how is not Update.STEP])
+def test_a_resident_block_is_updated_when_its_step_asks(how: Update) -> None:
+    with pytest.raises(ConfigError, match=f"block a is resident.*set its update to step, got {how}"):
+        Placement("a", Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, how)
+    with pytest.raises(ConfigError, match="block embed is resident"):
+        Plan.from_json(changed(("placements", 0, "update"), how))
+
+
+@pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+def test_what_is_updated_beside_the_storage_has_its_states_there(parameters: Tier) -> None:
+    Placement("a", parameters, Tier.HOST, Tier.DISK, Update.STORAGE)
+    with pytest.raises(ConfigError, match=r"block a .*states are not on disk; put them there, or set its update to"):
+        Placement("a", parameters, Tier.HOST, Tier.HOST, Update.STORAGE)
+
+
+@pytest.mark.parametrize(("how", "needed"), [(Update.DEVICE, "update_window"), (Update.BACKWARD, "gradient_slots")])
+def test_what_an_update_passes_through_has_to_be_there(how: Update, needed: str) -> None:
+    placements = tuple(p if p.resident else p.updating(how) for p in PLAN.placements)
+    with pytest.raises(ConfigError, match=f"has no {needed} for them; give it one"):
+        replace(PLAN, placements=placements)
+    room: dict[str, Any] = {"update_window": 1, "gradient_slots": (64,)}
+    plan = replace(PLAN, placements=placements, streaming=replace(PLAN.streaming, **{needed: room[needed]}))
+    assert plan.updated(how) == updated(placements, how) == ("layers.0", "layers.1")
+    assert plan.updated(Update.STEP) == ("embed",)

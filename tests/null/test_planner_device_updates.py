@@ -22,7 +22,7 @@ from forebay.planners.parts import Draft
 from forebay.planners.policies import POLICIES, settled
 from forebay.planners.search import TIE
 from forebay.planners.speculation import GAIN
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
 
@@ -65,15 +65,15 @@ def test_the_first_blocks_of_the_forward_where_the_host_is_slow() -> None:
     names = [b.name for b in trace().model.blocks]
     assert candidates(bench, draft) == tuple(names)
     found = there(bench, draft)
-    count, able = len(found.update_on_device), candidates(bench, found)
-    assert found.update_on_device == able[:count] and count
+    moved, able = found.updated(Update.DEVICE), candidates(bench, found)
+    assert moved and moved == able[: len(moved)]
     assert found.streaming.update_window == 3 * CELL
     assert bench.seconds(found) < (1 - GAIN) * bench.seconds(draft)
     check(trace(), SLOW_HOST, bench.plan("there", found))
     # Of all counts none is much faster, with a handful of simulations.
     tried = bench.simulated
     assert tried <= 18
-    every = [replace(found, update_on_device=able[:count]) for count in range(1, len(able) + 1)]
+    every = [found.updating(Update.DEVICE, able[:count]) for count in range(1, len(able) + 1)]
     assert bench.seconds(found) <= 1.02 * min(bench.seconds(one) for one in every)
 
 
@@ -81,8 +81,8 @@ def everything(bench: Bench, base: Draft) -> float:
     """Seconds of the fastest number of first blocks on the device, each of them simulated."""
     able = candidates(bench, base)
     window = bench.sizer(base.streaming.update_chunk).update_window(able)
-    how = replace(base.streaming, update_window=window)
-    each = [replace(base, streaming=how, update_on_device=able[:count]) for count in range(1, len(able) + 1)]
+    wide = replace(base, streaming=replace(base.streaming, update_window=window))
+    each = [wide.updating(Update.DEVICE, able[:count]) for count in range(1, len(able) + 1)]
     return min(bench.seconds(one) for one in (base, *each))
 
 
@@ -97,8 +97,8 @@ def test_what_is_not_simulated_would_have_gained_nothing(compute: float, h2d: fl
     able = candidates(bench, draft)
     window = bench.sizer(draft.streaming.update_chunk).update_window(able)
     for count in range(1, N + 1):
-        how = replace(draft.streaming, update_window=window)
-        simulated = bench.seconds(replace(draft, streaming=how, update_on_device=able[:count]))
+        wide = replace(draft, streaming=replace(draft.streaming, update_window=window))
+        simulated = bench.seconds(wide.updating(Update.DEVICE, able[:count]))
         assert at_best(bench, draft, able[:count]) <= simulated * (1 + TIE)
     fresh = Bench(problem(on, device=ENOUGH))
     found = there(fresh, draft)
@@ -110,12 +110,12 @@ def test_auto_has_them() -> None:
     asked_for = problem()
     bench = Bench(asked_for)
     plan = make_plan(asked_for, "auto", bench)
-    assert plan.update_on_device and not set(plan.update_on_device) & set(plan.speculate)
+    assert plan.updated(Update.DEVICE)
     at_home = bench.exact(at_home_again(Draft.of(plan))).step_seconds
     assert seconds(plan) < at_home
     line = next(reason for reason in plan.reasons if "updated on the device" in reason)
     able = len(candidates(bench, Draft.of(plan)))
-    assert line.startswith(f"the first {len(plan.update_on_device)} of {able} block")
+    assert line.startswith(f"the first {len(plan.updated(Update.DEVICE))} of {able} block")
     assert "through a window of" in line and "at home" in line
     assert not any("no plan that keeps, moves or recomputes" in reason for reason in plan.reasons)
     check(trace(), SLOW_HOST, plan)
@@ -127,7 +127,7 @@ def test_none_where_the_host_holds_nothing_up() -> None:
     draft = streamed(bench)
     before = bench.seconds(draft), bench.simulated
     assert there(bench, draft) == draft
-    assert make_plan(problem(QUICK_HOST), "auto").update_on_device == ()
+    assert make_plan(problem(QUICK_HOST), "auto").updated(Update.DEVICE) == ()
     assert (bench.seconds(draft), bench.simulated) <= (before[0], before[1] + 2)
 
 
@@ -141,7 +141,7 @@ def test_never_where_the_memory_of_the_device_is_the_hosts() -> None:
         bench = Bench(one)
         draft = streamed(bench)
         assert candidates(bench, draft) == () and there(bench, draft) == draft
-    assert make_plan(one, "auto").update_on_device == ()
+    assert make_plan(one, "auto").updated(Update.DEVICE) == ()
 
 
 def test_never_with_states_in_few_bits() -> None:
@@ -170,7 +170,7 @@ def test_the_window_is_as_wide_as_there_is_room() -> None:
     for cells in (3, 2, 1):
         narrow = Bench(problem(device=taken + cells * CELL))
         found = there(narrow, one_slot)
-        assert found.update_on_device and found.streaming.update_window == cells * CELL
+        assert found.updated(Update.DEVICE) and found.streaming.update_window == cells * CELL
         assert narrow.fits_device(found)
     assert there(Bench(problem(device=taken + CELL - 1)), one_slot) == one_slot
 
@@ -185,7 +185,7 @@ def test_in_coarse_steps_the_window_is_as_many_chunks() -> None:
     for cells in (1, 2):
         window = bench.sizer(1024).update_window(names, cells)
         how = replace(draft.streaming, update_chunk=1024, update_window=window)
-        assert bench.seconds(replace(draft, streaming=how, update_on_device=names)) > 0
+        assert bench.seconds(replace(draft, streaming=how).updating(Update.DEVICE, names)) > 0
 
 
 def test_blocks_that_stay_make_room() -> None:
@@ -205,9 +205,10 @@ def test_a_block_is_in_one_of_both() -> None:
     bench = Bench(problem())
     draft = streamed(bench)
     names = tuple(b.name for b in trace().model.blocks)
-    both = fastest_there(bench, (replace(draft, speculate=names), draft), anything)
-    assert both.update_on_device
-    assert both.speculate == () or set(both.speculate) == set(names) - set(both.update_on_device)
+    both = fastest_there(bench, (draft.updating(Update.AHEAD, names), draft), anything)
+    moved, early = both.updated(Update.DEVICE), both.updated(Update.AHEAD)
+    assert moved
+    assert early == () or set(early) == set(names) - set(moved)
     refused = fastest_there(bench, (draft,), lambda one: False)
     assert refused == draft
 
@@ -234,7 +235,7 @@ def test_never_slower_than_at_home_and_proven(compute: float, link: float, updat
     on = machine(compute=compute, h2d=link, d2h=link, update=update)
     asked_for = problem(on, device=100_000 * parts)
     plan = make_plan(asked_for, "auto")
-    event(f"{len(plan.update_on_device)} on the device, {len(plan.speculate)} ahead of their step")
+    event(f"{len(plan.updated(Update.DEVICE))} on the device, {len(plan.updated(Update.AHEAD))} ahead of their step")
     assert plan.device <= 100_000 * parts
     bench = Bench(asked_for)
     assert seconds(plan) <= bench.exact(at_home_again(Draft.of(plan))).step_seconds

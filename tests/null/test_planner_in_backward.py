@@ -15,7 +15,7 @@ from forebay.machine import Machine
 from forebay.planners import LATE, PLANNERS, Bench, Problem, make_plan
 from forebay.planners.in_backward import FEWEST, slots_of
 from forebay.planners.parts import Draft
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import block, problem
 
@@ -36,7 +36,7 @@ def allowed(on: Machine = QUICK, *, host: int = ENOUGH) -> Problem:
 
 def gradients(plan: Plan) -> int:
     """Bytes of gradients on the host: of slots, and of blocks that keep theirs."""
-    kept = {p.block for p in plan.placements if not p.resident} - set(plan.update_in_backward)
+    kept = {p.block for p in plan.placements if not p.resident} - set(plan.updated(Update.BACKWARD))
     return sum(plan.streaming.gradient_slots) + sum(gradient_nbytes(TRACE.model.block(name)) for name in kept)
 
 
@@ -45,12 +45,12 @@ def test_every_policy_uses_them_up_where_it_may(policy: str) -> None:
     problem = allowed()
     plan, other = make_plan(problem, policy), make_plan(replace(problem, update="step"), policy)
     streamed = [p.block for p in plan.placements if not p.resident]
-    assert streamed and plan.update_in_backward == tuple(streamed)
-    assert not plan.speculate and not plan.update_on_device
-    assert gradients(plan) == FEWEST * GRADIENTS < gradients(replace(other, update_in_backward=()))
+    assert streamed and plan.updated(Update.BACKWARD) == tuple(streamed)
+    assert not plan.updated(Update.AHEAD) and not plan.updated(Update.DEVICE)
+    assert gradients(plan) == FEWEST * GRADIENTS < gradients(other)
     assert any("updated in backward, which uses their gradients up: 3 slots" in reason for reason in plan.reasons)
     check(TRACE, QUICK, plan)
-    assert not other.update_in_backward and not other.streaming.gradient_slots
+    assert not other.updated(Update.BACKWARD) and not other.streaming.gradient_slots
 
 
 def test_what_fits_by_it() -> None:
@@ -99,7 +99,7 @@ def test_the_slots_of_blocks_that_differ() -> None:
 
 def test_what_stays_has_nothing_to_use_up() -> None:
     plan = make_plan(replace(allowed(), budget=replace(allowed().budget, device=ENOUGH)), "resident")
-    assert not plan.update_in_backward and not plan.streaming.gradient_slots
+    assert not plan.updated(Update.BACKWARD) and not plan.streaming.gradient_slots
     assert any("nothing is updated in backward" in reason for reason in plan.reasons)
 
 

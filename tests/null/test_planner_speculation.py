@@ -20,7 +20,7 @@ from forebay.planners.homes import more_on_disk
 from forebay.planners.parts import Draft
 from forebay.planners.policies import POLICIES, settled
 from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, candidates, second_copies, unhindered
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
 
@@ -46,7 +46,7 @@ def problem(on: Machine = BALANCED, *, host: int = ENOUGH, disk: int = 0, pinned
 
 def without(asked_for: Problem, plan: Plan) -> float:
     """Seconds of a step of ``plan`` without updates ahead of it."""
-    return Bench(asked_for).exact(replace(Draft.of(plan), speculate=())).step_seconds
+    return Bench(asked_for).exact(Draft.of(plan).updating(Update.AHEAD, ())).step_seconds
 
 
 def seconds(plan: Plan) -> float:
@@ -58,7 +58,7 @@ def seconds(plan: Plan) -> float:
 def test_updates_run_under_backward_where_a_step_waits_for_them(policy: str) -> None:
     asked_for = problem()
     plan = make_plan(asked_for, policy)
-    assert plan.speculate
+    assert plan.updated(Update.AHEAD)
     assert seconds(plan) < (1 - GAIN) * without(asked_for, plan)
     check(trace(), BALANCED, plan)
 
@@ -70,12 +70,12 @@ def test_they_are_spread_over_the_model() -> None:
     bench, draft = Bench(asked_for), Draft.of(plan)
     able = candidates(bench, draft)
     assert able == tuple(reversed([b.name for b in trace().model.blocks]))
-    count = len(plan.speculate)
+    count = len(plan.updated(Update.AHEAD))
     assert 1 < count < N
-    assert set(plan.speculate) == {able[number * N // count] for number in range(count)}
+    assert set(plan.updated(Update.AHEAD)) == {able[number * N // count] for number in range(count)}
     for more in range(1, N):
         last = frozenset(able[:more])
-        other = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in last))
+        other = draft.updating(Update.AHEAD, last)
         assert seconds(plan) <= bench.exact(other).step_seconds
 
 
@@ -84,24 +84,24 @@ def test_none_where_updates_are_hidden_anyway(policy: str) -> None:
     asked_for = replace(
         problem(QUICK), budget=replace(problem().budget, device=ENOUGH if policy == "resident" else 400_000)
     )
-    assert make_plan(asked_for, policy).speculate == ()
+    assert make_plan(asked_for, policy).updated(Update.AHEAD) == ()
 
 
 def test_second_copies_are_within_the_host_and_pay_for_themselves() -> None:
     """With room for more and more of them no step is slower; with none there are none."""
     free = make_plan(problem(), "stream")
-    base = replace(Draft.of(free), speculate=())
+    base = Draft.of(free).updating(Update.AHEAD, ())
     least = Bench(problem()).arenas(base).host
     found = []
     for copies in range(N + 1):
         host = least + copies * (PARAMETERS + STATES)
         plan = make_plan(problem(host=host), "stream")
-        assert plan.host == least + len(plan.speculate) * (PARAMETERS + STATES) <= host
+        assert plan.host == least + len(plan.updated(Update.AHEAD)) * (PARAMETERS + STATES) <= host
         found.append(plan)
-    assert found[0].speculate == () and found[-1] == replace(free, budget=found[-1].budget)
+    assert found[0].updated(Update.AHEAD) == () and found[-1] == replace(free, budget=found[-1].budget)
     assert all(seconds(more) <= seconds(less) for less, more in pairwise(found))
     # One byte less than a second copy is none.
-    assert make_plan(problem(host=least + PARAMETERS + STATES - 1), "stream").speculate == ()
+    assert make_plan(problem(host=least + PARAMETERS + STATES - 1), "stream").updated(Update.AHEAD) == ()
 
 
 @pytest.mark.parametrize("update", [2e7, 1e8, 4e8, 1e10])
@@ -112,7 +112,7 @@ def test_no_updates_ahead_are_worth_more_than_updates_that_take_no_time(compute:
     draft = settled(bench, POLICIES["stream"])
     able, least = candidates(bench, draft), unhindered(bench, draft)
     for count in range(1, N + 1):
-        ahead_of_step = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in able[:count]))
+        ahead_of_step = draft.updating(Update.AHEAD, able[:count])
         assert least <= bench.seconds(ahead_of_step) * (1 + 1e-9)
     fresh = Bench(bench.problem)
     assert ahead(fresh, draft) == draft or least <= fresh.seconds(draft) * (1 - GAIN)
@@ -131,12 +131,12 @@ def test_of_a_long_model_half_of_the_updates_are_tried_first() -> None:
         found = ahead(bench, draft)
         able = candidates(bench, draft)
         rungs = [ceil(rung * len(able) / 4) for rung in range(5)]
-        assert len(found.speculate) in rungs
+        assert len(found.updated(Update.AHEAD)) in rungs
         assert bench.simulated <= 1 + 3
         every = {0: draft}
         for count in rungs[1:]:
             chosen = frozenset(able[number * len(able) // count] for number in range(count))
-            every[count] = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in chosen))
+            every[count] = draft.updating(Update.AHEAD, chosen)
         assert found in every.values()
         assert bench.seconds(found) <= (1 + GAIN) * min(map(bench.seconds, every.values()))
 
@@ -155,15 +155,16 @@ def test_what_is_on_disk_has_its_second_copy_there() -> None:
     draft = on_disk(bench)
     found = ahead(bench, draft)
     assert bench.seconds(found) < (1 - GAIN) * bench.seconds(draft)
-    nbytes = len(found.speculate) * (PARAMETERS + STATES)
+    nbytes = len(found.updated(Update.AHEAD)) * (PARAMETERS + STATES)
     assert second_copies(bench, found) == {Tier.HOST: 0, Tier.PINNED: 0, Tier.DISK: nbytes}
-    every = replace(draft, speculate=tuple(p.block for p in draft.placements))
+    every = draft.updating(Update.AHEAD, [p.block for p in draft.placements])
     assert bench.seconds(every) <= bench.seconds(found) * (1 + MORE_GAIN)
     check(trace(), on, bench.plan("all", every))
     # A disk that has room for one copy of everything and three more.
     once = bench.arenas(draft)
     room = once.disk + 3 * (PARAMETERS + STATES) + 1
-    assert len(ahead(Bench(problem(on, disk=room)), draft).speculate) == min(3, len(found.speculate))
+    few = ahead(Bench(problem(on, disk=room)), draft)
+    assert len(few.updated(Update.AHEAD)) == min(3, len(found.updated(Update.AHEAD)))
 
 
 def test_more_may_go_to_disk_than_has_to() -> None:
@@ -181,18 +182,18 @@ def test_more_may_go_to_disk_than_has_to() -> None:
 
 
 def test_nothing_loses_its_page_locked_memory_to_a_second_copy() -> None:
-    base = Bench(problem()).arenas(replace(Draft.of(make_plan(problem(), "stream")), speculate=()))
+    base = Bench(problem()).arenas(Draft.of(make_plan(problem(), "stream")).updating(Update.AHEAD, ()))
     locked = sum(nbytes for _, nbytes in base.pinnable)
-    assert make_plan(problem(pinned=locked), "stream").speculate == ()
+    assert make_plan(problem(pinned=locked), "stream").updated(Update.AHEAD) == ()
     enough = make_plan(problem(pinned=locked + N * PARAMETERS), "stream")
-    assert enough.speculate and enough.pinned == locked + len(enough.speculate) * PARAMETERS
+    assert enough.updated(Update.AHEAD) and enough.pinned == locked + len(enough.updated(Update.AHEAD)) * PARAMETERS
 
 
 def test_where_cores_are_shared_only_the_disk_is_worth_waiting_for_under_backward() -> None:
     shared = replace(problem(), overlap_update=False)
     bench = Bench(shared)
     draft = Draft.of(make_plan(problem(), "stream"))
-    assert candidates(bench, draft) == () and ahead(bench, replace(draft, speculate=())).speculate == ()
+    assert candidates(bench, draft) == () and ahead(bench, draft.updating(Update.AHEAD, ())).updated(Update.AHEAD) == ()
     name = trace().model.blocks[2].name
     assert candidates(bench, draft.placed(name, (Tier.HOST, Tier.HOST, Tier.DISK))) == (name,)
 
@@ -200,7 +201,7 @@ def test_where_cores_are_shared_only_the_disk_is_worth_waiting_for_under_backwar
 def test_frozen_and_resident_blocks_are_no_candidates() -> None:
     first, second, *_ = (b.name for b in trace().model.blocks)
     bench = Bench(problem())
-    draft = replace(Draft.of(make_plan(problem(), "stream")), speculate=())
+    draft = Draft.of(make_plan(problem(), "stream")).updating(Update.AHEAD, ())
     resident = (Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)
     assert first not in candidates(bench, draft.placed(first, resident))
     frozen = replace(
@@ -218,12 +219,12 @@ def test_the_reasons_and_the_alternative_say_what_it_costs() -> None:
     line = next(reason for reason in plan.reasons if "second copy" in reason)
     host = second_copies(bench, Draft.of(plan))[Tier.HOST]
     assert host and "of host memory" in line and " saves " in line and "otherwise" in line
-    if len(plan.speculate) < len(candidates(bench, Draft.of(plan))):
-        assert f"updates of {len(plan.speculate)} of" in line
+    if len(plan.updated(Update.AHEAD)) < len(candidates(bench, Draft.of(plan))):
+        assert f"updates of {len(plan.updated(Update.AHEAD))} of" in line
     found = alternatives(asked_for, plan, bench)
     plain = [other for other in found if other.plan.planner == "auto without second copies"]
     assert plain and plain[0].plan.host == plan.host - host and plain[0].step_seconds > seconds(plan)
-    assert not any(other.plan.speculate for other in found)
+    assert not any(other.plan.updated(Update.AHEAD) for other in found)
 
 
 @settings(max_examples=15)
@@ -235,5 +236,5 @@ def test_never_slower_than_without_and_never_over_the_host(
     asked_for = problem(machine(compute=compute, h2d=link, d2h=link, update=update), host=host)
     plan = make_plan(asked_for, "stream")
     assert plan.host <= host
-    assert seconds(plan) <= without(asked_for, plan) * (1 - GAIN * bool(plan.speculate))
+    assert seconds(plan) <= without(asked_for, plan) * (1 - GAIN * bool(plan.updated(Update.AHEAD)))
     assert make_plan(asked_for, "stream") == plan

@@ -12,6 +12,7 @@ from forebay.errors import ConfigError, DoesNotFit
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.planners import make_plan
+from forebay.plans import Update
 from forebay.program import Action, Program
 from forebay.simulation import Costs, Score, alternating, pace, play, side_by_side
 from forebay.simulation.several import Rules, SeveralForecast, run_together
@@ -190,7 +191,7 @@ def test_gradients_that_are_used_up_cannot_be_exchanged() -> None:
     trace, on = chain(3), machine()
     problem = replace(asked(trace, on, device=ENOUGH), update="backward")
     plan = make_plan(problem, "stream")
-    assert plan.update_in_backward
+    assert plan.updated(Update.BACKWARD)
     with pytest.raises(ConfigError, match="cannot be exchanged"):
         side_by_side([plan] * 2, Costs(trace, on), 2, channel=1e8, in_turns=True)
 

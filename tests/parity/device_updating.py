@@ -8,8 +8,9 @@ import torch
 
 from forebay.arenas import Sizer, arenas
 from forebay.layout import cell_of, state_layout
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from tests.null.updating import updating
 from tests.parity.models import Case
 from tests.parity.speculating import speculating, trained
 from tests.parity.test_delays import STATES
@@ -20,9 +21,9 @@ __all__ = ["chunk_jobs", "on_device", "placed"]
 def placed(case: Case, dtype: torch.dtype, plan: Plan, *, cells: int, states: tuple[str, ...] = STATES) -> Plan:
     """``plan`` with a window of ``cells`` chunks, and the bytes that it comes to."""
     model = find_blocks(case.model(dtype)).model
-    window = Sizer(model, states, plan.streaming.update_chunk).update_window(plan.update_on_device, cells)
+    window = Sizer(model, states, plan.streaming.update_chunk).update_window(plan.updated(Update.DEVICE), cells)
     streaming = replace(plan.streaming, update_window=window)
-    sizes = arenas(model, plan.placements, streaming, states, plan.speculate, plan.update_on_device)
+    sizes = arenas(model, plan.placements, streaming, states)
     return replace(plan, streaming=streaming, host=sizes.host, disk=sizes.disk)
 
 
@@ -42,12 +43,13 @@ def on_device(
     names = trained(find_blocks(case.model(dtype)).model)
     there, ahead = names[: len(names) - speculate], names[len(names) - speculate :]
     streaming = replace(plan.streaming, update_window=1)
-    plan = replace(plan, speculate=ahead, update_on_device=there, streaming=streaming)
+    plan = updating(updating(plan, Update.AHEAD, ahead), Update.DEVICE, there, streaming=streaming)
     return placed(case, dtype, plan, cells=cells, states=states)
 
 
 def chunk_jobs(case: Case, dtype: torch.dtype, plan: Plan) -> list[int]:
     """Bytes of the cell of every chunk that a step updates on the device."""
     model = find_blocks(case.model(dtype)).model
-    layouts = [state_layout(model.block(name), STATES, plan.streaming.update_chunk) for name in plan.update_on_device]
+    blocks = map(model.block, plan.updated(Update.DEVICE))
+    layouts = [state_layout(block, STATES, plan.streaming.update_chunk) for block in blocks]
     return [cell_of(chunk).nbytes for layout in layouts for chunk in layout.chunks]

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 import forebay
-from forebay.arenas import arenas, gradient_nbytes
+from forebay.arenas import arenas_of, gradient_nbytes
 from forebay.device.base import Delays
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from tests.null.updating import at_home, updating
 from tests.parity.models import Case
 from tests.parity.speculating import Run, speculating
 from tests.parity.test_delays import STATES
@@ -27,12 +28,13 @@ def used_up(case: Case, dtype: torch.dtype) -> tuple[str, ...]:
 def in_backward(case: Case, dtype: torch.dtype, *, disk: bool, slots: int = 2) -> Plan:
     """Every block that can is updated in backward, through ``slots`` slots for gradients of the largest; at home on the
     host or, with ``disk``, in turn wherever a block can be."""
-    plan, names = replace(speculating(case, dtype, disk=disk), speculate=()), used_up(case, dtype)
+    plan, names = at_home(speculating(case, dtype, disk=disk)), used_up(case, dtype)
     model = find_blocks(case.model(dtype)).model
     largest = max(gradient_nbytes(model.block(name)) for name in names)
     streaming = replace(plan.streaming, gradient_slots=(largest,) * slots)
-    sizes = arenas(model, plan.placements, streaming, STATES, update_in_backward=names)
-    return replace(plan, streaming=streaming, update_in_backward=names, host=sizes.host, disk=sizes.disk)
+    plan = updating(plan, Update.BACKWARD, names, streaming=streaming)
+    sizes = arenas_of(model, plan, STATES)
+    return replace(plan, host=sizes.host, disk=sizes.disk)
 
 
 def stepped(run: Run, batch: int) -> torch.Tensor:

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 import forebay
-from forebay.arenas import arenas
+from forebay.arenas import arenas_of
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.memory import Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Model
+from tests.null.updating import updating
 from tests.parity.models import Case, WithLoss, images
 from tests.parity.test_delays import AMPLE, STATES, Narrow, tiered
 
@@ -62,8 +63,9 @@ def speculating(
         placements = tuple(replace(p, **on_host) if p.parameters is not Tier.DEVICE else p for p in placements)
         placements = tuple(replace(p, states=Tier.HOST) for p in placements)
     model = find_blocks(case.model(dtype)).model
-    sizes = arenas(model, placements, plan.streaming, states, trained(model))
-    return replace(plan, placements=placements, speculate=trained(model), host=sizes.host, disk=sizes.disk)
+    plan = updating(replace(plan, placements=placements), Update.AHEAD, trained(model))
+    sizes = arenas_of(model, plan, states)
+    return replace(plan, host=sizes.host, disk=sizes.disk)
 
 
 def counters(model: nn.Module) -> tuple[int, int, int]:

@@ -11,7 +11,8 @@ import forebay
 from forebay.arenas import Sizer, arenas
 from forebay.budgets import Budget, DiskBudget
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan, Streaming
+from forebay.planners.parts import Draft
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Timeline
 from forebay.units import MiB
@@ -41,27 +42,26 @@ def plan_for(
     model = find_blocks(network(dtype)).model
     nbytes = model.blocks[0].nbytes
     assert nbytes == ELEMENTS * WIDTHS[dtype][0]
-    speculate, on_device = (tuple(b.name for b in model.blocks[:count]) for count in (ahead, there))
+    names = [block.name for block in model.blocks]
     chunk = ELEMENTS // chunks
     streaming = Streaming(
         slots=(nbytes, nbytes),
         host_slots=(nbytes, nbytes),
         gradient_window=nbytes,
         update_chunk=chunk,
-        update_window=Sizer(model, STATES, chunk).update_window(on_device, cells),
+        update_window=Sizer(model, STATES, chunk).update_window(names[:there], cells),
     )
     placements = tuple(Placement(b.name, home, Tier.HOST, home) for b in model.blocks)
-    sizes = arenas(model, placements, streaming, STATES, speculate, on_device)
+    draft = Draft(placements, streaming).updating(Update.AHEAD, names[:ahead]).updating(Update.DEVICE, names[:there])
+    sizes = arenas(model, draft.placements, streaming, STATES)
     return Plan(
         planner="test",
         budget=Budget(AMPLE, disk=DiskBudget(str(folder), 64 * MiB) if home is Tier.DISK else None),
-        placements=placements,
+        placements=draft.placements,
         streaming=streaming,
         device=AMPLE,
         host=sizes.host,
         disk=sizes.disk,
-        speculate=speculate,
-        update_on_device=on_device,
     )
 
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import forebay
-from forebay.arenas import arenas
+from forebay.arenas import arenas_of
 from forebay.calls import Calls
 from forebay.device.delays import RandomDelays
 from forebay.lowering import lower
 from forebay.memory import Kind, Tier
 from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane
+from tests.null.updating import at_home, updating
 from tests.parity.models import CASES, Case
 from tests.parity.observed import LANES, by_lane, observed
 from tests.parity.speculating import AMPLE, MIXED, Run, speculating
@@ -30,14 +31,11 @@ from tests.parity.test_speculation import ACTIONS, LOOP, assert_same, run_all
 
 def at_storage(case: Case, dtype: torch.dtype, plan: Plan) -> Plan:
     """``plan`` in which all blocks with states on disk are updated there, and the others as they were."""
-    beside = tuple(p.block for p in plan.placements if p.states is Tier.DISK)
     model = find_blocks(case.model(dtype)).model
-    beside = tuple(name for name in beside if model.block(name).gradient_nbytes)
-    ahead, there = (tuple(n for n in old if n not in beside) for old in (plan.speculate, plan.update_on_device))
-    sizes = arenas(model, plan.placements, plan.streaming, STATES, ahead, there, beside)
-    return replace(
-        plan, speculate=ahead, update_on_device=there, update_at_storage=beside, host=sizes.host, disk=sizes.disk
-    )
+    on_disk = [p.block for p in plan.placements if p.states is Tier.DISK]
+    plan = updating(plan, Update.STORAGE, [name for name in on_disk if model.block(name).gradient_nbytes])
+    sizes = arenas_of(model, plan, STATES)
+    return replace(plan, host=sizes.host, disk=sizes.disk)
 
 
 def test_whatever_a_loop_does(tmp_path: Path) -> None:
@@ -49,10 +47,9 @@ def test_whatever_a_loop_does(tmp_path: Path) -> None:
     dtype = torch.bfloat16
     plan = at_storage(MIXED, dtype, speculating(MIXED, dtype, disk=True))
     plan = replace(plan, streaming=replace(plan.streaming, disk_reads=Calls(8192, 2), disk_writes=Calls(8192, 2)))
-    assert plan.update_at_storage and plan.speculate
-    at_home = replace(plan, update_at_storage=(), speculate=(), host=AMPLE)
+    assert plan.updated(Update.STORAGE) and plan.updated(Update.AHEAD)
     actions = [*LOOP, *(one for between in ACTIONS for one in ("backward", between, "step", "zero")), *LOOP]
-    expected = run_all(Run(MIXED, dtype, at_home, f"{tmp_path}/a:64MiB", None), actions)
+    expected = run_all(Run(MIXED, dtype, at_home(plan, host=AMPLE), f"{tmp_path}/a:64MiB", None), actions)
     folders = f"{tmp_path}/b:{plan.disk - 8192},{tmp_path}/c:64MiB"
     there = Run(MIXED, dtype, plan, folders, RandomDelays(1, max_seconds=0.001))
     assert_same(run_all(there, actions), expected, actions)
@@ -61,7 +58,7 @@ def test_whatever_a_loop_does(tmp_path: Path) -> None:
 def test_the_program_is_what_the_runtime_does(tmp_path: Path) -> None:
     """The same jobs on every lane, in the same order, within the bytes of the plan."""
     case, steps = CASES["llama"], 3
-    plan = at_storage(case, torch.float32, replace(plan_for("llama", "disk"), update_on_device=()))
+    plan = at_storage(case, torch.float32, at_home(plan_for("llama", "disk")))
     program = lower(traced("llama"), plan, steps=steps, micro_batches=2)
     lanes = (*LANES, Lane.STORAGE_UPDATE)
     made = {lane: [a.what for a in program.actions if a.lane is lane] for lane in lanes}
@@ -82,12 +79,13 @@ def test_moments_of_few_bits(moments: str, tmp_path: Path) -> None:
         model = MIXED.model(torch.float32)
         optimizer = forebay.optim.AdamW(model.parameters(), lr=1e-2, moments=moments)  # type: ignore[arg-type]
         states = optimizer.rule.state_names
-        plan = replace(speculating(MIXED, torch.float32, disk=True, states=states), speculate=())
-        placements = tuple(replace(p, states=Tier.DISK) for p in plan.placements)
+        plan = at_home(speculating(MIXED, torch.float32, disk=True, states=states))
+        plan = replace(plan, placements=tuple(replace(p, states=Tier.DISK) for p in plan.placements))
         bound = find_blocks(model).model
         names = tuple(b.name for b in bound.blocks if b.gradient_nbytes) if beside else ()
-        sizes = arenas(bound, placements, plan.streaming, states, (), (), names)
-        plan = replace(plan, placements=placements, update_at_storage=names, host=sizes.host, disk=sizes.disk)
+        plan = updating(plan, Update.STORAGE, names)
+        sizes = arenas_of(bound, plan, states)
+        plan = replace(plan, host=sizes.host, disk=sizes.disk)
         model, made = forebay.prepare(
             model, optimizer, plan=plan, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu"
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import forebay
-from forebay.arenas import DISK_BLOCK, UPDATE_RING, arenas
+from forebay.arenas import DISK_BLOCK, UPDATE_RING, arenas_of
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane, Timeline
@@ -91,7 +91,7 @@ def test_what_the_device_copies_from_would_like_to_be_page_locked(home: Tier, tm
     for there in (0, 1):
         plan = plan_for(torch.float32, home, tmp_path, there=there)
         model = find_blocks(network(torch.float32)).model
-        sizes = arenas(model, plan.placements, plan.streaming, STATES, (), plan.update_on_device)
+        sizes = arenas_of(model, plan, STATES)
         pinnable.append(sum(nbytes for _, nbytes in sizes.pinnable))
     assert pinnable[1] - pinnable[0] == (states if home is Tier.HOST else UPDATE_RING * states)
 
@@ -99,9 +99,7 @@ def test_what_the_device_copies_from_would_like_to_be_page_locked(home: Tier, tm
 def test_the_window_is_in_the_plan(tmp_path: Path) -> None:
     """A plan that promises less device memory than slots and window take is refused before anything is opened."""
     plan = plan_for(torch.float32, Tier.HOST, tmp_path, there=BLOCKS)
-    sizes = arenas(
-        find_blocks(network(torch.float32)).model, plan.placements, plan.streaming, STATES, (), plan.update_on_device
-    )
+    sizes = arenas_of(find_blocks(network(torch.float32)).model, plan, STATES)
     assert sizes.device == sum(plan.streaming.slots) + plan.streaming.update_window
     model = network(torch.float32)
     short = replace(plan, device=sizes.device - 1)

@@ -17,9 +17,10 @@ from forebay.device.delays import RandomDelays
 from forebay.kernels.team import Team
 from forebay.optim.arithmetic import Arithmetic, TorchArithmetic
 from forebay.optim.rules import UpdateRule
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime import updates
 from forebay.timeline import Event, Lane
+from tests.null.updating import at_home
 from tests.parity.compare import adamw, assert_same_training
 from tests.parity.device_updating import chunk_jobs, on_device, placed
 from tests.parity.models import CASES
@@ -33,11 +34,6 @@ PLANS: dict[tuple[torch.dtype, bool], Plan] = {
 }
 
 
-def at_home(plan: Plan) -> Plan:
-    """The same with updates on the host."""
-    return replace(plan, update_on_device=(), speculate=(), host=AMPLE)
-
-
 @pytest.mark.parametrize("cells", [1, 50])
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "tiers"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -46,7 +42,7 @@ def test_one_result_wherever_the_update_runs(dtype: torch.dtype, disk: bool, cel
     folder = f"{tmp_path}:64MiB"
     resident = train(NARROW, dtype, None)
     plan = on_device(NARROW, dtype, disk=disk, cells=cells)
-    train(NARROW, dtype, None, plan=at_home(plan), disk=folder).assert_equal(resident)
+    train(NARROW, dtype, None, plan=at_home(plan, host=AMPLE), disk=folder).assert_equal(resident)
     train(NARROW, dtype, None, plan=plan, disk=folder).assert_equal(resident)
 
 
@@ -62,7 +58,7 @@ def test_whatever_a_loop_does(
     folder = f"{tmp_path_factory.mktemp('disk')}:64MiB" if disk else None
     plan = PLANS[dtype, disk]
     flat = [action for group in actions for action in group]
-    expected = run_all(Run(MIXED, dtype, at_home(plan), folder, None), flat)
+    expected = run_all(Run(MIXED, dtype, at_home(plan, host=AMPLE), folder, None), flat)
     there = Run(MIXED, dtype, plan, folder, RandomDelays(seed, max_seconds=0.001))
     assert_same(run_all(there, flat), expected, flat)
 
@@ -72,7 +68,7 @@ def test_between_one_step_and_the_next(between: str, tmp_path: Path) -> None:
     """Each thing that a loop may do when a step has been asked for and its updates are not queued yet."""
     plan, folder = PLANS[torch.bfloat16, True], f"{tmp_path}:64MiB"
     actions = [*LOOP, "backward", "step", between, "step", "zero", *LOOP]
-    expected = run_all(Run(MIXED, torch.bfloat16, at_home(plan), folder, None), actions)
+    expected = run_all(Run(MIXED, torch.bfloat16, at_home(plan, host=AMPLE), folder, None), actions)
     there = Run(MIXED, torch.bfloat16, plan, folder, RandomDelays(0, max_seconds=0.001))
     assert_same(run_all(there, actions), expected, actions)
 
@@ -80,9 +76,9 @@ def test_between_one_step_and_the_next(between: str, tmp_path: Path) -> None:
 def test_beside_blocks_that_speculate(tmp_path: Path) -> None:
     """Some blocks of a plan on the device, some on the host ahead of their step."""
     plan, folder = on_device(MIXED, torch.bfloat16, disk=True, speculate=2), f"{tmp_path}:64MiB"
-    assert plan.update_on_device and len(plan.speculate) == 2
+    assert plan.updated(Update.DEVICE) and len(plan.updated(Update.AHEAD)) == 2
     actions = [*LOOP, *LOOP, "backward", "clip", "step", "zero", *LOOP]
-    expected = run_all(Run(MIXED, torch.bfloat16, at_home(plan), folder, None), actions)
+    expected = run_all(Run(MIXED, torch.bfloat16, at_home(plan, host=AMPLE), folder, None), actions)
     there = Run(MIXED, torch.bfloat16, plan, folder, RandomDelays(1, max_seconds=0.001))
     made = [ACTIONS[action](there) for action in actions]
     # Two blocks in each of four steps; the third step is clipped.
@@ -104,7 +100,7 @@ def test_other_optimizers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None
     make, states = OPTIMIZERS[kind]
     plan = on_device(NARROW, dtype, disk=True, states=states)
     left = []
-    for one in (at_home(plan), plan):
+    for one in (at_home(plan, host=AMPLE), plan):
         model = NARROW.model(dtype)
         model, optimizer = forebay.prepare(
             model, make(model.parameters()), plan=one, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu"
@@ -135,7 +131,7 @@ def test_models_of_every_shape_go_on_alike(name: str, tmp_path: Path) -> None:
     """Several steps without a look in between, against updates at home."""
     case, dtype = CASES[name], CASES[name].dtypes[-1]
     plan, folder = on_device(case, dtype, disk=True, host_slots=3), f"{tmp_path}:64MiB"
-    expected = train(case, dtype, None, plan=at_home(plan), disk=folder)
+    expected = train(case, dtype, None, plan=at_home(plan, host=AMPLE), disk=folder)
     train(case, dtype, RandomDelays(2, max_seconds=0.001), plan=plan, disk=folder).assert_equal(expected)
 
 
@@ -180,7 +176,7 @@ def test_an_update_goes_right_before_the_fetch_of_its_block() -> None:
     """The link is first in, first out: no fetch waits for the updates of blocks that come later."""
     plan = on_device(NARROW, torch.float32, disk=False)
     plan = replace(plan, streaming=replace(plan.streaming, prefetch_distance=1))
-    names = list(plan.update_on_device)
+    names = list(plan.updated(Update.DEVICE))
     moved = [e.what for e in events(plan, torch.float32) if e.lane is Lane.H2D]
     # What is loaded and fetched from the first step on, to the end of the next forward.
     first = next(i for i, what in enumerate(moved) if what.startswith("load "))
@@ -211,7 +207,7 @@ def test_a_window_of_another_size_is_the_same_plan_else() -> None:
 def test_layer_by_layer_accumulation(tmp_path: Path) -> None:
     """Blocks are fetched from threads of the micro-batches then, and with them their updates are queued."""
     plan, left = on_device(NARROW, torch.float32, disk=True), []
-    for one in (at_home(plan), plan):
+    for one in (at_home(plan, host=AMPLE), plan):
         model = NARROW.model(torch.float32)
         model, optimizer = forebay.prepare(
             model,
@@ -242,7 +238,7 @@ def test_with_torchs_own_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(updates, "host_arithmetic", torchs)
     plan = on_device(NARROW, dtype, disk=False)
-    expected = train(NARROW, dtype, None, plan=at_home(plan))
+    expected = train(NARROW, dtype, None, plan=at_home(plan, host=AMPLE))
     widened.clear()
     train(NARROW, dtype, RandomDelays(3, max_seconds=0.001), plan=plan).assert_equal(expected)
     # A chunk of 1,024 elements.

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import forebay
-from forebay.arenas import arenas
+from forebay.arenas import arenas_of
 from forebay.cli.main import app
 from forebay.device.delays import RandomDelays
 from forebay.errors import ConfigError, DoesNotFit, GradientUsedUp
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from tests.null.updating import at_home, updating
 from tests.parity.accumulating import loss_of
 from tests.parity.in_backward import in_backward, left_by, stepped, used_up
 from tests.parity.models import CASES
@@ -46,7 +47,7 @@ def test_every_model_as_with_a_step_after_backward(name: str, tmp_path: Path) ->
     case = CASES[name]
     dtype, folder = case.dtypes[-1], f"{tmp_path}:64MiB"
     plan = in_backward(case, dtype, disk=True)
-    expected = left_by(case, dtype, replace(plan, update_in_backward=(), host=AMPLE), folder, steps=2)
+    expected = left_by(case, dtype, at_home(plan, host=AMPLE), folder, steps=2)
     assert_same(left_by(case, dtype, plan, folder, steps=2), expected)
 
 
@@ -56,7 +57,7 @@ def test_whatever_comes_late(slots: int, disk: bool, seed: int, tmp_path_factory
     """Copies, updates, reads and writes are late by chance; a slot that is given on too early would show."""
     folder = f"{tmp_path_factory.mktemp('disk')}:64MiB" if disk else None
     plan = in_backward(NARROW, torch.float32, disk=disk, slots=slots)
-    expected = left_by(NARROW, torch.float32, replace(plan, update_in_backward=(), host=AMPLE), folder)
+    expected = left_by(NARROW, torch.float32, at_home(plan, host=AMPLE), folder)
     assert_same(left_by(NARROW, torch.float32, plan, folder, RandomDelays(seed, max_seconds=0.002)), expected)
 
 
@@ -84,7 +85,7 @@ def test_micro_batches_that_pass_the_model_together() -> None:
     """Their gradients land once, when all are in the sum: that is one backward."""
     plan = in_backward(CASES["llama-tied"], torch.float32, disk=False)
     case, left = CASES["llama-tied"], []
-    for one in (plan, replace(plan, update_in_backward=(), host=AMPLE)):
+    for one in (plan, at_home(plan, host=AMPLE)):
         run = Run(case, torch.float32, one, None, None)
         losses = []
         for step in range(2):
@@ -108,8 +109,8 @@ def one_slot_less(plan: Plan, dtype: torch.dtype, slots: int) -> Plan:
     model = find_blocks(network(dtype)).model
     names = tuple(block.name for block in model.blocks)
     streaming = replace(plan.streaming, gradient_slots=(model.blocks[0].nbytes,) * slots)
-    sizes = arenas(model, plan.placements, streaming, STATES, update_in_backward=names)
-    return replace(plan, streaming=streaming, update_in_backward=names, host=sizes.host)
+    plan = updating(plan, Update.BACKWARD, names, streaming=streaming)
+    return replace(plan, host=arenas_of(model, plan, STATES).host)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -223,7 +224,7 @@ def test_a_refused_look_changes_nothing(what: str, run: Run) -> None:
     stepped(run, 2)
     made = {n: p.clone() for n, p in forebay.parameters(run.model).items()}
     plan = in_backward(NARROW, torch.float32, disk=False)
-    expected = left_by(NARROW, torch.float32, replace(plan, update_in_backward=(), host=AMPLE), None)
+    expected = left_by(NARROW, torch.float32, at_home(plan, host=AMPLE), None)
     assert all(torch.equal(p, expected[f"parameter {n}"]) for n, p in made.items())
 
 
@@ -271,7 +272,7 @@ def test_a_block_that_trains_nothing_is_refused() -> None:
     names = used_up(NARROW, torch.float32)
     for parameter in find_blocks(model).model.block(names[0]).parameters:
         model.get_parameter(parameter.name).requires_grad_(False)
-    with pytest.raises(ConfigError, match=f"updates in backward block {names[0]}, which trains nothing"):
+    with pytest.raises(ConfigError, match=f"update backward for block {names[0]}, which trains nothing"):
         forebay.prepare(model, torch.optim.AdamW(model.parameters()), plan=plan, device_memory=AMPLE, device="cpu")
 
 
@@ -309,7 +310,7 @@ def test_prepare_fits_by_it_and_trains_the_same(tmp_path: Path) -> None:
     host = next(usage.peak for usage in report.timeline.tiers if usage.tier is Tier.HOST)
     forebay.close(model)
     assert host == report.plan.host <= allowed["host_memory"]
-    assert set(report.plan.update_in_backward) == set(used_up(case, dtype))
+    assert set(report.plan.updated(Update.BACKWARD)) == set(used_up(case, dtype))
 
 
 def test_without_a_batch_nobody_knows() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,9 @@ import torch
 
 import forebay
 from forebay.optim import AdamW, Lion
+from forebay.plans import Update
 from forebay.states import Moments, moment_states
+from tests.null.updating import at_home
 from tests.parity.speculating import AMPLE, speculating
 from tests.parity.test_delays import NARROW
 
@@ -23,9 +24,9 @@ KINDS: tuple[Moments | None, ...] = ("bfloat16", "8bit", "4bit", None)
 def test_updates_ahead_of_their_step(moments: Moments | None, dtype: torch.dtype, tmp_path: Path) -> None:
     states = ("exp_avg",) if moments is None else moment_states(("exp_avg", "exp_avg_sq"), moments)
     ahead = speculating(NARROW, dtype, disk=True, host_slots=2, states=states)
-    assert ahead.speculate
+    assert ahead.updated(Update.AHEAD)
     left = []
-    for plan in (replace(ahead, speculate=()), ahead):
+    for plan in (at_home(ahead), ahead):
         model = NARROW.model(dtype)
         optimizer: torch.optim.Optimizer = (
             Lion(model.parameters()) if moments is None else AdamW(model.parameters(), moments=moments)

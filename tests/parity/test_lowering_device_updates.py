@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay.arenas import arenas
 from forebay.budgets import DiskBudget
 from forebay.layout import PAGE, align
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Kind, Tier
 from forebay.phases import phases
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Program, Verb
 from forebay.runtime.blocks import find_blocks
 from forebay.simulation import simulate
 from forebay.timeline import Lane
 from tests.null.planning import machine
+from tests.null.updating import at_home, updating
 from tests.parity.device_updating import placed
 from tests.parity.models import CASES
 from tests.parity.observed import LANES, by_lane, observed
@@ -48,7 +48,7 @@ def plan_for(name: str, where: str, *, overlap: bool = True, there: int = 100) -
     plan = replace(plan, placements=placements)
     names = trained(find_blocks(case.model(torch.float32)).model)[:there]
     streaming = replace(plan.streaming, update_window=1)
-    return placed(case, torch.float32, replace(plan, streaming=streaming, update_on_device=names), cells=2)
+    return placed(case, torch.float32, updating(plan, Update.DEVICE, names, streaming=streaming), cells=2)
 
 
 def ran(name: str, plan: Plan, disk: str | None) -> dict[Lane, list[str]]:
@@ -91,7 +91,7 @@ def test_what_the_window_takes_stands() -> None:
     # While loading, evaluating, saving and resuming as well.
     nothing = dict.fromkeys(Tier, 0)
     for phase, peak in phases(traced("llama"), plan, nothing).items():
-        less = phases(traced("llama"), replace(plan, update_on_device=()), nothing)[phase]
+        less = phases(traced("llama"), at_home(plan), nothing)[phase]
         assert peak.device - less.device == (plan.streaming.update_window if phase != "step" else 0)
 
 
@@ -118,7 +118,7 @@ def test_bytes_of_a_step() -> None:
     trace, plan = traced("llama"), plan_for("llama", "host")
     program = lower(trace, plan)
     last = [a for a in program.actions if a.step == program.steps - 1]
-    elements = sum(trace.model.block(name).trainable_numel for name in plan.update_on_device)
+    elements = sum(trace.model.block(name).trainable_numel for name in plan.updated(Update.DEVICE))
     padding = sum(a.nbytes for a in last if a.what.startswith("load states ")) - 8 * elements
     assert 0 <= padding < PAGE * sum(a.verb is Verb.UPDATE for a in last)
     assert sum(a.nbytes for a in last if a.verb is Verb.LOAD) == 16 * elements + padding
@@ -132,8 +132,7 @@ def slow_host(update_rate: float) -> Machine:
 def test_a_slow_host_is_a_reason_to_update_on_the_device() -> None:
     """The slower the host, the later a step of the plan that updates there; the other one does not ask."""
     trace, plan = traced("llama"), plan_for("llama", "host")
-    sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
-    home = replace(sized(trace, plan, placements=plan.placements), update_on_device=(), host=sizes.host)
+    home = sized(trace, plan, placements=at_home(plan).placements)
     seconds = {
         (place, rate): simulate(trace, slow_host(rate), one).step_seconds[-1]
         for rate in (1e12, 1e6)

@@ -12,7 +12,7 @@ from forebay.arenas import arenas, home_nbytes
 from forebay.budgets import Budget, DiskBudget
 from forebay.lowering import lower
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Event, Lane
 from forebay.trace import Trace
@@ -32,11 +32,11 @@ def drawn(trace: Trace, choose: Random, folder: str, among: list[tuple[Tier, Tie
     """Every block anywhere that ``among`` allows, and any of those that train and stream updated ahead."""
     blocks = trace.model.blocks
     homes = {b.name: choose.choice([h for h in among if h[0] is Tier.DEVICE or not b.held]) for b in blocks}
-    placements = tuple(Placement(b.name, *homes[b.name]) for b in blocks)
     streamed = [b for b in blocks if homes[b.name][0] is not Tier.DEVICE]
     on_disk = [home_nbytes(b) for b in blocks if homes[b.name][0] is Tier.DISK]
     able = [b.name for b in blocks if b.gradient_nbytes and homes[b.name] != RESIDENT]
-    ahead = tuple(name for name in able if choose.random() < 0.6)
+    how = {name: Update.AHEAD for name in able if choose.random() < 0.6}
+    placements = tuple(Placement(b.name, *homes[b.name], how.get(b.name, Update.STEP)) for b in blocks)
     streaming = Streaming(
         slots=(max(b.nbytes for b in streamed),) * choose.choice([2, 3]) if streamed else (),
         host_slots=(max(on_disk),) * choose.choice([2, 3]) if on_disk else (),
@@ -45,9 +45,9 @@ def drawn(trace: Trace, choose: Random, folder: str, among: list[tuple[Tier, Tie
         update_chunk=choose.choice([1024, 2048, 1 << 20]),
         overlap_update=choose.random() < 0.7,
     )
-    sizes = arenas(trace.model, placements, streaming, trace.state_names, ahead)
+    sizes = arenas(trace.model, placements, streaming, trace.state_names)
     budget = Budget(AMPLE, disk=DiskBudget(folder, AMPLE) if sizes.disk else None)
-    return Plan("drawn", budget, placements, streaming, AMPLE, sizes.host, sizes.disk, speculate=ahead)
+    return Plan("drawn", budget, placements, streaming, AMPLE, sizes.host, sizes.disk)
 
 
 def ran(case: Case, plan: Plan, micro_batches: int) -> tuple[Event, ...]:
@@ -64,7 +64,8 @@ def landing(case: Case, plan: Plan) -> set[str]:
     """The blocks that speculate of which anything has a gradient."""
     trace = traced(next(name for name, known in CASES.items() if known is case))
     names = [b.name for b in trace.model.blocks for _ in b.parameters]
-    return {names[v.resolve(g.parameter)] for _, v, op in trace.ops() for g in op.gradients} & set(plan.speculate)
+    made = {names[v.resolve(g.parameter)] for _, v, op in trace.ops() for g in op.gradients}
+    return made & set(plan.updated(Update.AHEAD))
 
 
 def last_step(program: Program) -> list[Action]:
@@ -92,7 +93,7 @@ def test_the_program_is_what_runs(name: str, seed: int, tmp_path: Path) -> None:
     """Anything anywhere, with one micro-batch or two."""
     among = [*HOMES, RESIDENT] if seed else HOMES[:3:2]  # all in memory, then all homes
     plan = drawn(traced(name), Random(seed), str(tmp_path), among)
-    assert plan.speculate
+    assert plan.updated(Update.AHEAD)
     assert_same_jobs(name, plan, 1 + seed % 2)
 
 
@@ -105,5 +106,5 @@ def test_updates_begin_before_backward_is_over(micro_batches: int, tmp_path: Pat
     actions = assert_same_jobs("llama", plan, micro_batches)
     first = next(i for i, a in enumerate(actions) if a.verb is Verb.UPDATE)
     landings = [i for i, a in enumerate(actions) if a.verb in (Verb.LAND, Verb.ACCUMULATE)]
-    assert actions[first].block in plan.speculate and first < landings[-1]
+    assert actions[first].block in plan.updated(Update.AHEAD) and first < landings[-1]
     assert first > landings[len(landings) * (micro_batches - 1) // micro_batches]

@@ -22,7 +22,7 @@ from forebay.device.cpu import CpuDevice
 from forebay.device.ledger import StorageLedger
 from forebay.memory import Kind, Ledger, Tier
 from forebay.phases import PHASES, PhasePeaks, forward_peak, phases
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.profiler.capture import capture
 from forebay.runtime.hooks import session_of
 from forebay.trace import Trace
@@ -41,6 +41,13 @@ HOMES = {
     "all on disk, updated ahead": (Tier.DISK, Tier.HOST, Tier.DISK),
     "host, updated beside the storage": (Tier.HOST, Tier.HOST, Tier.DISK),
 }
+UPDATES = {
+    "host, updated ahead": Update.AHEAD,
+    "all on disk, updated ahead": Update.AHEAD,
+    "host, updated beside the storage": Update.STORAGE,
+}
+"""Of those that are not updated when their step asks."""
+
 DTYPES = [torch.float32, torch.bfloat16]
 WAYS = [(home, dtype) for home in HOMES for dtype in DTYPES["updated" in home :]]
 
@@ -56,18 +63,16 @@ class Run:
         blocks = self.trace.model.blocks
         largest = max(b.nbytes for b in blocks)
         whole = -(-largest // 4096) * 4096
-        placements = tuple(Placement(b.name, *HOMES[home]) for b in blocks)
+        update = UPDATES.get(home, Update.STEP)
+        placements = tuple(Placement(b.name, *HOMES[home], update) for b in blocks)
         streaming = Streaming(
             slots=() if home == "resident" else (largest, largest),
             host_slots=(whole, whole) if home.startswith("all on disk") else (),
             update_chunk=1024,
         )
-        ahead = tuple(b.name for b in blocks) if home.endswith("ahead") else ()
-        beside = tuple(b.name for b in blocks) if home.endswith("storage") else ()
-        sizes = arenas(self.trace.model, placements, streaming, self.trace.state_names, ahead, (), beside)
+        sizes = arenas(self.trace.model, placements, streaming, self.trace.state_names)
         budget = Budget(AMPLE, AMPLE, None, DiskBudget(str(folder), AMPLE) if sizes.disk else None)
-        self.plan = Plan("test", budget, placements, streaming, AMPLE, sizes.host, sizes.disk, speculate=ahead)
-        self.plan = replace(self.plan, update_at_storage=beside)
+        self.plan = Plan("test", budget, placements, streaming, AMPLE, sizes.host, sizes.disk)
         self.sizes = sizes
         step = {Tier.DEVICE: AMPLE, Tier.HOST: sizes.host, Tier.PINNED: 0, Tier.DISK: sizes.disk}
         self.phases = phases(self.trace, self.plan, step)

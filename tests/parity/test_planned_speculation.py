@@ -14,7 +14,7 @@ from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.cli.main import app
 from forebay.memory import Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.profiler.capture import capture
 from forebay.units import MiB
 from tests.null.planning import machine
@@ -57,13 +57,14 @@ def test_auto_makes_a_plan_that_speculates_and_it_trains(tmp_path: Path) -> None
     plan = forebay.report(made).plan
     forebay.close(made)
     homes = {p.block: p for p in plan.placements}
-    assert plan.speculate and all(homes[name].states is Tier.DISK for name in plan.speculate)
+    ahead = plan.updated(Update.AHEAD)
+    assert ahead and all(homes[name].states is Tier.DISK for name in ahead)
     assert any("second copy" in reason for reason in plan.reasons)
 
     model = prepared(Plan.from_json(plan.to_json()), tmp_path)
     _, committed, redone = counters(model)
     # Two micro-batches: the first step does not know that yet.
-    assert (committed, redone) == ((STEPS - 1) * len(plan.speculate), len(plan.speculate))
+    assert (committed, redone) == ((STEPS - 1) * len(ahead), len(ahead))
     peaks = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
     assert (peaks[Tier.HOST], peaks[Tier.DISK]) == (plan.host, plan.disk)
     forebay.close(model)
@@ -76,11 +77,11 @@ def test_a_plan_for_a_gpu_speculates_in_memory_and_runs_here() -> None:
     on = machine(compute=1e9, h2d=1e9, d2h=1e9, update=3e8)
     plan = forebay.plan(trace, on, Budget(AMPLE, AMPLE), "stream")
     check(trace, on, plan)
-    assert plan.speculate and not plan.disk
+    assert plan.updated(Update.AHEAD) and not plan.disk
     model = assert_same_training(
         case, dtype, clip=None, steps=STEPS, plan=plan, device_memory=AMPLE, host_memory=AMPLE, device="cpu"
     )
-    assert counters(model)[1] == (STEPS - 1) * len(plan.speculate)
+    assert counters(model)[1] == (STEPS - 1) * len(plan.updated(Update.AHEAD))
     peaks = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
     assert peaks[Tier.HOST] == plan.host
     forebay.close(model)
@@ -109,8 +110,8 @@ def test_train_runs_it_from_the_command_line(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert plan.speculate
+    assert plan.updated(Update.AHEAD)
     counted = report["timeline"]["counters"]
-    assert counted["committed"] == 3 * len(plan.speculate) and counted["redone"] == 0
+    assert counted["committed"] == 3 * len(plan.updated(Update.AHEAD)) and counted["redone"] == 0
     peaks = json.loads(done.stdout)["measured"]["peaks"]
     assert (peaks["host"], peaks["disk"]) == (plan.host, plan.disk)

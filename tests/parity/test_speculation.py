@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from hypothesis import strategies as st
 import forebay
 from forebay.device.delays import RandomDelays
 from forebay.errors import ConfigError
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.speculation import SpeculationPolicy
 from forebay.timeline import Lane
+from tests.null.updating import at_home
 from tests.parity.compare import assert_same_training
 from tests.parity.models import CASES
 from tests.parity.speculating import AMPLE, MIXED, Run, counters, speculating, trained, two_groups
@@ -135,7 +135,7 @@ def test_whatever_a_loop_does(
     folder = f"{tmp_path_factory.mktemp('disk')}:64MiB" if disk else None
     plan = PLANS[dtype, disk]
     flat = [action for group in actions for action in group]
-    plain = Run(MIXED, dtype, replace(plan, speculate=()), folder, None)
+    plain = Run(MIXED, dtype, at_home(plan), folder, None)
     expected = run_all(plain, flat)
     ahead = Run(MIXED, dtype, plan, folder, RandomDelays(seed, max_seconds=0.001))
     assert_same(run_all(ahead, flat), expected, flat)
@@ -146,7 +146,7 @@ def test_between_backward_and_step(between: str, tmp_path: Path) -> None:
     """Each thing that a loop may do when the updates have run ahead, and the steps after it."""
     plan, folder = PLANS[torch.bfloat16, True], f"{tmp_path}:64MiB"
     actions = [*LOOP, *LOOP, "backward", between, "step", "zero", *LOOP]
-    expected = run_all(Run(MIXED, torch.bfloat16, replace(plan, speculate=()), folder, None), actions)
+    expected = run_all(Run(MIXED, torch.bfloat16, at_home(plan), folder, None), actions)
     ahead = Run(MIXED, torch.bfloat16, plan, folder, RandomDelays(0, max_seconds=0.001))
     assert_same(run_all(ahead, actions), expected, actions)
 
@@ -314,7 +314,7 @@ def test_other_optimizers(kind: str, tmp_path: Path) -> None:
         device="cpu",
     )
     speculated, committed, _ = counters(made)
-    assert speculated == 3 * len(plan.speculate) and committed == 2 * len(plan.speculate)
+    assert speculated == 3 * len(plan.updated(Update.AHEAD)) and committed == 2 * len(plan.updated(Update.AHEAD))
     forebay.close(made)
 
 

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay.arenas import DISK_BLOCK, UPDATE_RING, arenas
+from forebay.arenas import DISK_BLOCK, UPDATE_RING, arenas_of
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from tests.null.updating import updating
 from tests.parity.square import BLOCKS, ELEMENTS, STATES, STEPS, WIDTHS, network, plan_for, train
 
 
 def used_by(dtype: torch.dtype, plan: Plan) -> dict[Tier, TierUsage]:
     """The accounts of some steps, each of which took over what ran ahead of it."""
     timeline = train(dtype, plan)
-    assert timeline.counters["committed"] == STEPS * len(plan.speculate)
+    assert timeline.counters["committed"] == STEPS * len(plan.updated(Update.AHEAD))
     return {usage.tier: usage for usage in timeline.tiers}
 
 
@@ -58,7 +59,7 @@ def test_the_plan_promises_what_is_measured(home: Tier, tmp_path: Path) -> None:
 def test_one_block_of_several(tmp_path: Path) -> None:
     """A block that speculates beside others that do not: both kinds of update in one step."""
     plan = plan_for(torch.float32, Tier.HOST, tmp_path, ahead=BLOCKS)
-    sizes = arenas(find_blocks(network(torch.float32)).model, plan.placements, plan.streaming, STATES, ("2",))
-    one = replace(plan, speculate=("2",), host=sizes.host)
+    one = updating(plan, Update.AHEAD, ("2",))
+    one = replace(one, host=arenas_of(find_blocks(network(torch.float32)).model, one, STATES).host)
     assert plan.host - one.host == (BLOCKS - 1) * (4 + 8) * ELEMENTS
     used_by(torch.float32, one)

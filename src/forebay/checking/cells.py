@@ -1,12 +1,13 @@
 """Whether what is updated on the device or beside the storage, and is at home elsewhere, gets there and home again: all
 of it, in time. No torch.
 
-Of each chunk of a block in ``Plan.update_on_device`` a step brings to a cell on the device its states, the gradients
-that have landed, and the parameters that have no fp32 master; with one the update writes them and does not read them.
-It takes home its states and parameters. Cells are parts of one window, and as many as that holds are in use at a time.
+Of each chunk of a block that is updated on the device (``Update.DEVICE``) a step brings to a cell there its states, the
+gradients that have landed, and the parameters that have no fp32 master; with one the update writes them and does not
+read them. It takes home its states and parameters. Cells are parts of one window, and as many as that holds are in use
+at a time.
 
-Of a block in ``Plan.update_at_storage`` the states stay where they are, on disk, and the rest is the same: there are
-``UPDATE_CELLS`` cells, and the way there and back is that of the disk.
+Of one that is updated beside the storage (``Update.STORAGE``) the states stay where they are, on disk, and the rest is
+the same: there are ``UPDATE_CELLS`` cells, and the way there and back is that of the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayout, needs_master
 from forebay.memory import ALIGNMENT, Kind
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.states import is_wide
 from forebay.timeline import Lane
@@ -65,12 +66,13 @@ class Cells:
     what there is not. ``blocks`` are those that it does, ``beside`` those of them that are updated at the storage."""
 
     def __init__(self, plan: Plan, program: Program, order: Order, layouts: Mapping[str, StateLayout]) -> None:
-        self.beside = frozenset(plan.update_at_storage)
-        self.blocks = self.beside.union(plan.update_on_device)
+        self.beside = frozenset(plan.updated(Update.STORAGE))
+        there = plan.updated(Update.DEVICE)
+        self.blocks = self.beside.union(there)
         self._program = program
         self._order = order
         self._layouts = layouts
-        cell, widening = _largest(plan.update_on_device, layouts)
+        cell, widening = _largest(there, layouts)
         self._count = (plan.streaming.update_window - widening) // cell if cell else 0
         self._moves: dict[Key, dict[Move, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, action in enumerate(program.actions):
@@ -159,16 +161,17 @@ class Cells:
 def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -> None:
     """Raises ``PlanInvalid`` where the ``update_window`` has no room for one chunk of each block that is updated in it,
     or for states that take memory beside it."""
-    if not plan.update_on_device:
+    there = plan.updated(Update.DEVICE)
+    if not there:
         return
-    first = plan.update_on_device[0]
+    first = there[0]
     if not is_wide(trace.state_names):
         text = (
             f"block {first} is updated on the device, where states in fewer bits than fp32 take memory beside the "
-            f"update_window; take it out of update_on_device"
+            f"update_window; set its update to step"
         )
         raise PlanInvalid(text, action=-1, subject=first)
-    cell, widening = _largest(plan.update_on_device, layouts)
+    cell, widening = _largest(there, layouts)
     if plan.streaming.update_window < cell + widening:
         text = (
             f"block {first} is updated on the device, where a chunk takes up to {cell} bytes and {widening} to widen "
@@ -180,7 +183,7 @@ def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -
 
 def storage_window(plan: Plan, layouts: Mapping[str, StateLayout]) -> int:
     """Bytes of host memory through which blocks pass that are updated beside the storage."""
-    cell, widening = _largest(plan.update_at_storage, layouts)
+    cell, widening = _largest(plan.updated(Update.STORAGE), layouts)
     return UPDATE_CELLS * (-(-cell // PAGE) * PAGE) + widening
 
 

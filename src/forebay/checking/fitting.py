@@ -15,7 +15,7 @@ from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, needs_master, state_layout
 from forebay.machine import Machine
 from forebay.memory import ALIGNMENT, Kind, Tier
-from forebay.plans import Placement, Plan
+from forebay.plans import Placement, Plan, Update
 from forebay.trace import Block, Trace
 from forebay.units import format_apart
 
@@ -100,14 +100,14 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     device = trace.model.buffer_nbytes + sum(plan.streaming.slots)
     if trace.device == "cuda":
         device += sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
-    device += plan.streaming.update_window if plan.update_on_device else 0
+    device += plan.streaming.update_window if plan.updated(Update.DEVICE) else 0
     host = disk = 0
-    passing = frozenset(plan.update_in_backward)
+    passing = frozenset(plan.updated(Update.BACKWARD))
     pinned = sum(_align(slot, ALIGNMENT) for slot in plan.streaming.gradient_slots if passing)
     ring = workspace = largest_gradient = moved = 0
-    through_ring, beside = False, frozenset(plan.update_at_storage)
+    through_ring = False
     for block, placement in pairs:
-        copies = 2 if block.name in plan.speculate else 1
+        copies = 2 if placement.update is Update.AHEAD else 1
         states = sum(c.nbytes for c in state[block.name].chunks) * copies
         trained = [p for p in block.parameters if p.trainable]
         if placement.parameters is Tier.DEVICE:
@@ -122,14 +122,14 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
         disk += _align(block.nbytes, PAGE) * copies if placement.parameters is Tier.DISK else 0
         if placement.states is Tier.DISK:
             disk += states
-            if block.name not in beside:
+            if placement.update is not Update.STORAGE:
                 ring = max((ring, *(c.nbytes for c in state[block.name].chunks)))
         else:
             host += states
-        if block.name in plan.update_on_device:
+        if placement.update is Update.DEVICE:
             moved += states if placement.states is Tier.HOST else 0
             through_ring = through_ring or (placement.states is Tier.DISK and states > 0)
-        elif block.name in beside:
+        elif placement.update is Update.STORAGE:
             continue
         elif MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
             workspace = max((workspace, *(STATE_ITEMSIZE * c.elements for c in state[block.name].chunks)))

@@ -12,7 +12,7 @@ from forebay.checking.order import Order
 from forebay.checking.step import Step
 from forebay.checking.words import fault
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Use, Verb
 
 __all__ = ["Residency"]
@@ -40,8 +40,8 @@ class Residency:
         self._program = program
         self._order = order
         self._placements = {p.block: p for p in plan.placements}
-        self._two_copies = frozenset(plan.speculate)
-        self._there = frozenset((*plan.update_on_device, *plan.update_at_storage))
+        self._two_copies = frozenset(plan.updated(Update.AHEAD))
+        self._there = frozenset((*plan.updated(Update.DEVICE), *plan.updated(Update.STORAGE)))
         self._ends = passes.ends
         self._late = 0 if plan.streaming.delay_after is None else 1
         self._blocks = {b.name: b for b in step.trace.model.blocks}

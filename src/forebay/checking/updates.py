@@ -14,7 +14,7 @@ from forebay.checking.step import Step
 from forebay.checking.words import fault, listed
 from forebay.layout import PAGE, StateLayout
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan
+from forebay.plans import Placement, Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
 
@@ -55,8 +55,8 @@ class Updates:
         self._landed = landed
         self._fetched = {read: fetch for fetch, read in sources.items()}
         self._placements = {p.block: p for p in plan.placements}
-        self._ahead = frozenset(plan.speculate)
-        self._in_backward = frozenset(plan.update_in_backward)
+        self._ahead = frozenset(plan.updated(Update.AHEAD))
+        self._in_backward = frozenset(plan.updated(Update.BACKWARD))
         self._cells = Cells(plan, program, order, layouts)
         self._ids = step.ids
         # Parameters with a gradient, of every block, and those that have elements in a chunk of it.
@@ -207,8 +207,8 @@ class Updates:
                 raise fault(program, update, name, text)
         early = block in self._ahead or block in self._in_backward
         if not early and update < self._passes.ends[step]:
-            text = f"block {block} is updated before backward of step {step} is over, and the plan does not speculate"
-            raise fault(program, update, block, f"{text} with it")
+            text = f"block {block} is updated before backward of step {step} is over, and the plan does not update it"
+            raise fault(program, update, block, f"{text} ahead of its step or in backward")
 
     def _is_current(self, block: str, step: int, read: int) -> bool:
         """Whether a read of a block finds the copy that the updates of ``step`` work on: of two copies, the current one

@@ -11,7 +11,7 @@ from forebay.device.base import Completion
 from forebay.layout import Chunk, cell_of, gradient_offsets, spans_of, state_layout
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Kind
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Verb
 from forebay.scheduling.routes import TO_DEVICE, TO_STORAGE, Route
 from forebay.scheduling.staging import StagingRing
@@ -117,4 +117,5 @@ def paper_cells(trace: Trace, plan: Plan, sizes: Arenas, recorder: Recorder) -> 
     there = PaperCells(trace, plan, window, sizes.update_cell, recorder, TO_DEVICE)
     window = sizes.storage_window - sizes.storage_widening
     beside = PaperCells(trace, plan, window, sizes.storage_cell, recorder, TO_STORAGE)
-    return dict.fromkeys(plan.update_on_device, there) | dict.fromkeys(plan.update_at_storage, beside)
+    on_device, at_storage = plan.updated(Update.DEVICE), plan.updated(Update.STORAGE)
+    return dict.fromkeys(on_device, there) | dict.fromkeys(at_storage, beside)

@@ -13,7 +13,7 @@ from forebay.layout import STATE_ITEMSIZE, needs_master, state_layout, untrained
 from forebay.lowering.cells import paper_cells
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan
+from forebay.plans import Placement, Plan, Update
 from forebay.program import Change, Verb
 from forebay.scheduling.slots import SlotPool
 from forebay.scheduling.staging import StagingRing
@@ -69,9 +69,7 @@ class BlockHome:
     with ``ahead`` the outcome of the step is in it already. ``deferred`` are the tasks of an update on the device that
     is not written down yet, and the step that has asked for it."""
 
-    def __init__(
-        self, block: Block, placement: Placement, chunks: tuple[_Chunk, ...], *, speculates: bool, at_storage: bool
-    ) -> None:
+    def __init__(self, block: Block, placement: Placement, chunks: tuple[_Chunk, ...]) -> None:
         self.block = block
         self.placement = placement
         self.chunks = chunks
@@ -79,11 +77,11 @@ class BlockHome:
         self.trained = sum(parameter.trainable for parameter in block.parameters)
         self.on_disk = home_tier(placement) is Tier.DISK
         self.stateless = not any(chunk.nbytes for chunk in chunks)
+        self.states_move = placement.update is not Update.STORAGE
         # Those that are updated where they lie do not come from there.
-        self.states_on_disk = placement.states is Tier.DISK and not self.stateless and not at_storage
-        self.states_move = not at_storage
+        self.states_on_disk = placement.states is Tier.DISK and not self.stateless and self.states_move
         self.current = _Copy()
-        self.spare = _Copy() if speculates else None
+        self.spare = _Copy() if placement.update is Update.AHEAD else None
         self.ahead = False
         self.deferred: tuple[frozenset[int], int] | None = None
         self.arrived: dict[int, Completion] = {}  # by the place of the parameter in the block
@@ -110,13 +108,7 @@ class Homes:
             alike = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
             if alike not in chunks:  # layers are alike: their states are cut once
                 chunks[alike] = _chunks(block, trace.state_names, plan.streaming.update_chunk)
-            self.blocks[block.name] = BlockHome(
-                block,
-                placement,
-                chunks[alike],
-                speculates=block.name in plan.speculate,
-                at_storage=block.name in plan.update_at_storage,
-            )
+            self.blocks[block.name] = BlockHome(block, placement, chunks[alike])
         largest = sizes.update_ring // UPDATE_RING
         self._chunk_ring = StagingRing([Paper(largest)] * UPDATE_RING if largest else [])
         self._slot_ring = StagingRing([Paper(n) for n in plan.streaming.host_slots] if sizes.host_slots else [])

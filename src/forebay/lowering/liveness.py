@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from forebay.arenas import arenas
+from forebay.arenas import arenas_of
 from forebay.layout import STATE_ITEMSIZE, chunk_elements, needs_master
 from forebay.lowering.arrangement import Arrangement
 from forebay.lowering.columns import Columns
@@ -145,9 +145,7 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
     caller has it.
     """
     liveness = liveness or Liveness(trace)
-    sizes = arenas(
-        trace.model, plan.placements, plan.streaming, trace.state_names, update_on_device=plan.update_on_device
-    )
+    sizes = arenas_of(trace.model, plan, trace.state_names)
     hosted = [p.block for p in plan.placements if not p.resident]
     beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations)
     updating = updating_nbytes(trace, plan.placements, plan.streaming)

@@ -10,7 +10,7 @@ from forebay.lowering.liveness import Liveness, input_nbytes
 from forebay.lowering.recorder import Recorder
 from forebay.lowering.walk import Walker
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Program, Sketch
 from forebay.trace import Trace
 
@@ -63,10 +63,10 @@ def _walked(
     if micro_batches < 1 or (steps is not None and steps < 1):
         raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
     _refuse_other_model(trace, plan)
-    if plan.update_in_backward and micro_batches > 1:
+    if plan.updated(Update.BACKWARD) and micro_batches > 1:
         raise ConfigError(
-            f"a plan that updates blocks in backward takes one backward a step, got {micro_batches}; take "
-            f"update_in_backward out, or pass the micro-batches together (forebay.accumulate)"
+            f"a plan that updates blocks in backward takes one backward a step, got {micro_batches}; plan "
+            f"with update='step', or pass the micro-batches together (forebay.accumulate)"
         )
     sizes = arenas_of(trace.model, plan, trace.state_names)
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)

@@ -24,7 +24,7 @@ from forebay.lowering.moving import Moving
 from forebay.lowering.recorder import Recorder
 from forebay.lowering.stages import Cut, Landing, Stage
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Change, Use, Verb
 from forebay.scheduling.slots import Slot, SlotPool
 from forebay.scheduling.window import TransferWindow
@@ -66,7 +66,7 @@ class Walker:
         self._tasks: dict[str, set[int]] = defaultdict(set)
         self._trained = _trained(liveness)
         # Of blocks that speculate: landings in a pass, and how many of them are still to come in this one.
-        self._landings = _landings(self._stages, frozenset(plan.speculate))
+        self._landings = _landings(self._stages, frozenset(plan.updated(Update.AHEAD)))
         self._to_land: dict[str, int] = {}
         self._moving = Moving(recorder, self._profile.moves, streaming)
         accounts = self._accounts = not recorder.sketching

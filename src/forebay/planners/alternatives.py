@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from forebay.errors import ConfigError, DoesNotFit
@@ -14,7 +14,7 @@ from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.policies import POLICIES, settled
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import kept, recomputed
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.units import format_bytes, format_seconds
 
 __all__ = ["Alternative", "alternatives"]
@@ -82,8 +82,8 @@ def _others(bench: Bench, plan: Plan) -> Iterator[tuple[str, Draft]]:
     for name, level in levels.items():
         if plan.planner != "auto" or Draft.of(plan).level != level:
             makers.append((name, partial(searched, bench, [level], single_blocks=False)))
-    if plan.speculate:
-        makers.append((f"{plan.planner} without second copies", lambda: replace(Draft.of(plan), speculate=())))
+    if plan.updated(Update.AHEAD):
+        makers.append((f"{plan.planner} without second copies", lambda: Draft.of(plan).updating(Update.AHEAD, ())))
     for name, make in makers:
         try:
             yield name, make()
@@ -100,7 +100,7 @@ def _kind(bench: Bench, draft: Draft) -> tuple[object, ...]:
         "all" if draft.recompute and len(draft.recompute) == able else "some" if draft.recompute else "none",
         bench.arenas(draft).disk > 0,
         draft.streaming.host_activations + draft.streaming.disk_activations > 0,
-        bool(draft.speculate),
+        bool(draft.updated(Update.AHEAD)),
     )
 
 

@@ -20,7 +20,7 @@ from forebay.planners.in_backward import passed
 from forebay.planners.known import Known
 from forebay.planners.parts import Draft, delays, recomputable, slot_options
 from forebay.planners.problem import Problem
-from forebay.plans import Fate, Plan, Streaming
+from forebay.plans import Fate, Plan, Streaming, Update
 from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, Score, pace, play, summarise
 from forebay.states import state_changes
@@ -124,17 +124,16 @@ class Bench:
         found = self.known.arenas.get(draft)
         if found is None:
             sizer = self.sizer(draft.streaming.update_chunk)
-            names, streaming = self.in_backward(draft)
-            updated = draft.speculate, draft.update_on_device, draft.update_at_storage, names
-            found = sizer.arenas(draft.placements, streaming, *updated)
+            settled = self.in_backward(draft)
+            found = sizer.arenas(settled.placements, settled.streaming)
             self.known.arenas[draft] = found
         return found
 
-    def in_backward(self, draft: Draft) -> tuple[tuple[str, ...], Streaming]:
-        """The blocks of ``draft`` that are updated in backward, and its streaming with slots for their gradients: its
-        own, if those are large enough."""
+    def in_backward(self, draft: Draft) -> Draft:
+        """``draft`` with updates in backward of all blocks that can, and slots for their gradients: its own, if those
+        are large enough."""
         able = self.known.in_backward
-        return passed(self.model, draft, able) if able else ((), draft.streaming)
+        return passed(self.model, draft, able) if able else draft
 
     def device(self, draft: Draft) -> int:
         """Bytes that the device will hold at most; never exceeded, whatever the timing."""
@@ -185,22 +184,18 @@ class Bench:
     def plan(self, name: str, draft: Draft, reasons: tuple[str, ...] = ()) -> Plan:
         """The plan that ``draft`` stands for."""
         sizes = self.arenas(draft)
-        in_backward, streaming = self.in_backward(draft)
+        settled = self.in_backward(draft)
         return Plan(
             planner=name,
             budget=self.problem.budget,
-            placements=draft.placements,
-            streaming=streaming,
+            placements=settled.placements,
+            streaming=settled.streaming,
             device=self.device(draft),
             host=sizes.host,
             disk=sizes.disk,
             pinned=self.pinned(sizes),
             recompute=draft.recompute,
             activations=draft.activations,
-            speculate=draft.speculate,
-            update_on_device=draft.update_on_device,
-            update_in_backward=in_backward,
-            update_at_storage=draft.update_at_storage,
             fingerprint=self._fingerprint,
             reasons=reasons,
             changes_numbers=(
@@ -290,13 +285,13 @@ class Bench:
     def coarse(self, draft: Draft) -> Streaming:
         """The streaming of simulations that only compare: with larger update jobs, and a window for as many of them on
         the device."""
-        _, streaming = self.in_backward(draft)
+        streaming, there = self.in_backward(draft).streaming, draft.updated(Update.DEVICE)
         chunk = max(streaming.update_chunk, self._elements // CHUNKS)
-        if chunk == streaming.update_chunk or not draft.update_on_device:
+        if chunk == streaming.update_chunk or not there:
             return replace(streaming, update_chunk=chunk)
         sizes = self.arenas(draft)
         cells = (streaming.update_window - sizes.update_widening) // sizes.update_cell
-        window = self.sizer(chunk).update_window(draft.update_on_device, cells)
+        window = self.sizer(chunk).update_window(there, cells)
         return replace(streaming, update_chunk=chunk, update_window=window)
 
     def may_compare(self, draft: Draft) -> bool:
@@ -306,7 +301,8 @@ class Bench:
     def fastest(self, count: int) -> list[Draft]:
         """The ``count`` fastest of the drafts that were simulated, those with updates ahead of their step, or on the
         device, left out."""
-        plain = (draft for draft in self._seconds if not draft.speculate and not draft.update_on_device)
+        other = (Update.AHEAD, Update.DEVICE)
+        plain = (draft for draft in self._seconds if not any(p.update in other for p in draft.placements))
         return sorted(plain, key=self.seconds)[:count]
 
     def at_least(self, draft: Draft) -> float:
@@ -315,10 +311,9 @@ class Bench:
         machine = self.problem.machine
         if machine is None:
             return 0.0
-        sizer, beside = self.sizer(draft.streaming.update_chunk), frozenset(draft.update_at_storage)
-        there = beside.union(draft.update_on_device)
+        sizer, there = self.sizer(draft.streaming.update_chunk), (Update.DEVICE, Update.STORAGE)
         hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
-        states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted if b.name not in beside]
+        states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted if p.update is not Update.STORAGE]
         # A trained block comes at least once a step, because its update made what a slot holds stale.
         trained = sum(b.nbytes for b, _ in hosted if b.gradient_nbytes)
         gradients = sum(b.gradient_nbytes for b, _ in hosted)
@@ -327,7 +322,7 @@ class Bench:
             self._compute_seconds(draft),
             (trained + moved) / machine.h2d.curve.best,
             (gradients + moved) / machine.d2h.curve.best,
-            2 * sum(sizer.state_nbytes(b.name) for b, _ in hosted if b.name not in there) / self.costs.update_rate,
+            2 * sum(sizer.state_nbytes(b.name) for b, p in hosted if p.update not in there) / self.costs.update_rate,
         ]
         if machine.disk is not None:
             written = sum(nbytes for nbytes, tier in states if tier is Tier.DISK)

@@ -30,6 +30,7 @@ from forebay.planners.homes import at_home, on_host
 from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, alike, fits
+from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace
 from forebay.states import is_wide
@@ -61,7 +62,7 @@ def there(bench: Bench, draft: Draft) -> Draft:
     able = candidates(bench, draft)
     enough = bench.seconds(draft) * (1 - GAIN) if able else 0.0
     # What a step takes at least if no update on the host holds it up.
-    if not able or bench.at_least(replace(draft, update_on_device=able)) > enough:
+    if not able or bench.at_least(draft.updating(Update.DEVICE, able)) > enough:
         return draft
     if bench.is_long and _least(bench, draft) > enough:
         return draft
@@ -101,15 +102,17 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
         return ()
     index = bench.liveness.index
     trained = {index.blocks[done.parameter] for visit in index.completed for done in visit}
-    able = trained & {p.block for p in draft.placements if not p.resident}
-    able -= {*bench.in_backward(draft)[0], *draft.update_at_storage}
+    others = (Update.BACKWARD, Update.STORAGE)
+    placements = bench.in_backward(draft).placements
+    able = trained & {p.block for p in placements if not p.resident and p.update not in others}
     used = dict.fromkeys(visit.block for visit in trace.visits if visit.phase is Phase.FORWARD)
     return tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
 
 
 def at_home_again(draft: Draft) -> Draft:
     """``draft`` with no update on the device."""
-    return replace(draft, streaming=replace(draft.streaming, update_window=0), update_on_device=())
+    none = draft.updating(Update.DEVICE, ())
+    return replace(none, streaming=replace(draft.streaming, update_window=0))
 
 
 def _fastest_count(bench: Bench, base: Draft) -> Draft:
@@ -146,12 +149,10 @@ def _fastest_count(bench: Bench, base: Draft) -> Draft:
 def _placed(bench: Bench, draft: Draft, names: Sequence[str]) -> Draft | None:
     """``draft`` with ``names`` updated on the device, through the widest window that there is room for; None if there
     is no room for one chunk of them."""
-    chosen = frozenset(names)
-    early = tuple(name for name in draft.speculate if name not in chosen)
-    listed = tuple(p.block for p in draft.placements if p.block in chosen)
+    moved = draft.updating(Update.DEVICE, names)
     for cells in range(UPDATE_CELLS, 0, -1):
         streaming = replace(draft.streaming, update_window=_window(bench, draft, names, cells))
-        more = replace(draft, streaming=streaming, speculate=early, update_on_device=listed)
+        more = replace(moved, streaming=streaming)
         if fits(bench, more):
             return more
     return None

@@ -22,13 +22,13 @@ from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, selected
 from forebay.planners.problem import Problem
 from forebay.planners.refusals import disk_too_small, host_too_small
-from forebay.plans import Fate, Placement, Streaming
+from forebay.plans import Fate, Placement, Streaming, Update
 from forebay.remedies import Remedy
 from forebay.scheduling.activations import host_nbytes
 from forebay.states import BLOCK
 from forebay.units import format_bytes
 
-__all__ = ["Tenant", "at_home", "at_storage", "more_on_disk", "on_host", "with_a_disk"]
+__all__ = ["Tenant", "at_home", "at_storage", "least_at_storage", "more_on_disk", "on_host", "with_a_disk"]
 
 DISK_RING_SHARE = 1 / 16
 """Share of the host budget that the buffers for states on disk may take."""
@@ -98,6 +98,8 @@ def on_host(bench: Bench, draft: Draft) -> Draft:
             p,
             parameters=Tier.HOST if p.parameters is Tier.DISK else p.parameters,
             states=Tier.HOST if p.states is Tier.DISK else p.states,
+            # What is updated beside the storage has its states there.
+            update=Update.STEP if p.update is Update.STORAGE else p.update,
         )
         for p in draft.placements
     )
@@ -140,11 +142,9 @@ def at_storage(bench: Bench, draft: Draft, *, any_disk: bool = False) -> Draft:
     host, disk = bench.problem.limit(Tier.HOST), inf if any_disk else bench.problem.limit(Tier.DISK)
     tried = []
     for staging in (_Staging(_disk_chunk(bench.problem), ACTIVATION_RING), _Staging(SMALLEST_CHUNK, 1)):
-        every = list(_states(bench, draft, staging))
-        if not every:
+        there = _beside_storage(bench, draft, staging)
+        if not there.updated(Update.STORAGE):
             return draft
-        beside = tuple(p.block for p in every[-1].placements if p.states is Tier.DISK)
-        there = replace(every[-1], update_at_storage=beside)
         for choice in (there, *_parameters(bench, there, staging)):
             sizes = bench.arenas(choice)
             if sizes.host <= host and sizes.disk <= disk:
@@ -154,6 +154,17 @@ def at_storage(bench: Bench, draft: Draft, *, any_disk: bool = False) -> Draft:
     if enough_host:
         raise disk_too_small(bench, min(enough_host, key=lambda s: s.disk))
     raise host_too_small(bench, min([s for s in tried if s.disk <= disk] or tried, key=lambda s: s.host))
+
+
+def least_at_storage(bench: Bench, draft: Draft) -> Draft:
+    """``at_storage`` with the smallest staging, and whatever parameters are on the host there, if it fits or not."""
+    return _beside_storage(bench, draft, _Staging(SMALLEST_CHUNK, 1))
+
+
+def _beside_storage(bench: Bench, draft: Draft, staging: _Staging) -> Draft:
+    """``draft`` with all states that are on the host on disk, and updated there."""
+    *_, there = draft, *_states(bench, draft, staging)
+    return there.updating(Update.STORAGE, [p.block for p in there.placements if p.states is Tier.DISK])
 
 
 @dataclass(frozen=True)

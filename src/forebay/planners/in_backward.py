@@ -20,7 +20,7 @@ from forebay.lowering.index import TraceIndex
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.planners.parts import Draft, repeated
-from forebay.plans import Plan, Streaming
+from forebay.plans import Plan, Update
 from forebay.trace import Block, Model, Phase
 from forebay.units import format_bytes
 
@@ -54,19 +54,19 @@ def _usable(index: TraceIndex) -> frozenset[str]:
     return frozenset(able)
 
 
-def passed(model: Model, draft: Draft, able: frozenset[str]) -> tuple[tuple[str, ...], Streaming]:
-    """The blocks of ``draft`` that are updated in backward, of those that are ``able``, and its streaming with slots
+def passed(model: Model, draft: Draft, able: frozenset[str]) -> Draft:
+    """``draft`` with updates in backward of those blocks that are ``able`` and are updated in no other way, and slots
     for their gradients: its own, if those are large enough."""
     streaming = draft.streaming
     if streaming.delay_after is not None:
-        return (), streaming
-    others = {*draft.speculate, *draft.update_on_device, *draft.update_at_storage}
+        return draft
+    free = (Update.STEP, Update.BACKWARD)
     pairs = zip(model.blocks, draft.placements, strict=True)
-    blocks = [b for b, p in pairs if b.name in able and not p.resident and b.name not in others]
+    blocks = [b for b, p in pairs if b.name in able and not p.resident and p.update in free]
     slots = slots_of(blocks)
     if streaming.gradient_slots[:1] < slots[:1]:
         streaming = replace(streaming, gradient_slots=slots)
-    return tuple(block.name for block in blocks), streaming
+    return replace(draft.updating(Update.BACKWARD, [block.name for block in blocks]), streaming=streaming)
 
 
 def slots_of(blocks: Iterable[Block], count: int = FEWEST) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def slots_of(blocks: Iterable[Block], count: int = FEWEST) -> tuple[int, ...]:
 def with_enough_slots(bench: Bench, plan: Plan) -> Plan:
     """``plan`` with as many slots for gradients as make its step faster and as the host has room for, and what they
     save in words."""
-    names = frozenset(plan.update_in_backward)
+    names = frozenset(plan.updated(Update.BACKWARD))
     if not names and bench.problem.update == "backward":
         why = "nothing is updated in backward: no gradient leaves the device of a block that could be"
         return replace(plan, reasons=(*plan.reasons, why))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
-from forebay.plans import Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Placement, Plan, Selection, Streaming, Treatment, Update, updated
 from forebay.trace import Block, Model, Phase, Trace, Visit
 
 __all__ = [
@@ -77,9 +77,6 @@ class Draft:
     streaming: Streaming
     recompute: tuple[str, ...] = ()
     activations: tuple[Selection, ...] = ()
-    speculate: tuple[str, ...] = ()
-    update_on_device: tuple[str, ...] = ()
-    update_at_storage: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -87,14 +84,12 @@ class Draft:
     @cached_property
     def _hash(self) -> int:
         """Of all that is decided: asked for again and again, and there may be hundreds of placements."""
-        decided = self.placements, self.streaming, self.recompute, self.activations
-        return hash((*decided, self.speculate, self.update_on_device, self.update_at_storage))
+        return hash((self.placements, self.streaming, self.recompute, self.activations))
 
     @classmethod
     def of(cls, plan: Plan) -> Draft:
         """What ``plan`` decided."""
-        decided = plan.placements, plan.streaming, plan.recompute, plan.activations
-        return cls(*decided, plan.speculate, plan.update_on_device, plan.update_at_storage)
+        return cls(plan.placements, plan.streaming, plan.recompute, plan.activations)
 
     @property
     def level(self) -> Level:
@@ -104,17 +99,32 @@ class Draft:
 
     @property
     def plain(self) -> Draft:
-        """The draft with all updates on the host and after their step, but for those of blocks that stay."""
-        streaming = replace(self.streaming, update_window=0)
-        return replace(self, streaming=streaming, speculate=(), update_on_device=(), update_at_storage=())
+        """The draft with all updates on the host and when their step asks, but for those of blocks that stay."""
+        placements = tuple(p.updating(Update.STEP) for p in self.placements)
+        return replace(self, placements=placements, streaming=replace(self.streaming, update_window=0))
 
     @property
     def resident(self) -> frozenset[str]:
         """Names of the blocks that stay on the device as a whole."""
         return frozenset(p.block for p in self.placements if p.resident)
 
+    def updated(self, how: Update) -> tuple[str, ...]:
+        """The blocks that are updated so."""
+        return updated(self.placements, how)
+
+    def updating(self, how: Update, blocks: Collection[str]) -> Draft:
+        """The draft with ``blocks``, and no others, updated so: others that were are updated when their step asks."""
+
+        def chosen(placement: Placement) -> Update:
+            if placement.block in blocks:
+                return how
+            return Update.STEP if placement.update is how else placement.update
+
+        blocks = frozenset(blocks)
+        return replace(self, placements=tuple(p.updating(chosen(p)) for p in self.placements))
+
     def placed(self, block: str, home: tuple[Tier, Tier, Tier]) -> Draft:
-        """The draft with ``block`` at ``home``."""
+        """The draft with ``block`` at ``home``, updated when its step asks."""
         moved = tuple(Placement(block, *home) if p.block == block else p for p in self.placements)
         return replace(self, placements=moved)
 

@@ -26,7 +26,7 @@ class Problem:
     states per element. ``overlap_update`` says whether host updates may run beside compute: not where both share the
     cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
     is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
-    ``update`` "backward": gradients may be used up while backward runs (``Plan.update_in_backward``).
+    ``update`` "backward": gradients may be used up while backward runs (``Update.BACKWARD``).
 
     Raises ``ConfigError`` where these contradict each other.
     """

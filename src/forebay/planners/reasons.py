@@ -20,7 +20,7 @@ from forebay.planners.parts import KEPT, Draft, slot_options
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import candidates, second_copies
-from forebay.plans import Fate
+from forebay.plans import Fate, Update
 from forebay.timeline import Lane
 from forebay.units import format_bytes, format_seconds
 
@@ -64,7 +64,7 @@ def kept(draft: Draft) -> tuple[str, ...]:
         words = [f"of {len(placements)} blocks {where}"]
     states = sum(p.states is Tier.DISK for p in placements)
     homes = sum(home_tier(p) is Tier.DISK for p in placements)
-    beside = len(draft.update_at_storage)
+    beside = len(draft.updated(Update.STORAGE))
     if states > beside or homes:
         words.append(f"{_on_disk(states - beside, homes)} on disk: the host has no room for all of them")
     return tuple(words)
@@ -128,24 +128,24 @@ def limits(bench: Bench, draft: Draft) -> tuple[str, ...]:
 
 def bought_by_speculation(bench: Bench, draft: Draft) -> Iterator[str]:
     """The same without updates ahead of their step."""
-    able = candidates(bench, draft)
-    if not draft.speculate:
+    able, count = candidates(bench, draft), len(draft.updated(Update.AHEAD))
+    if not count:
         return
-    count = len(draft.speculate)
     which = f"of {count} of {len(able)} blocks" if count < len(able) else f"of {_blocks(count)}"
     copies = second_copies(bench, draft)
     parts = ((copies[Tier.HOST], "of host memory"), (copies[Tier.DISK], "on disk"))
     where = " and ".join(f"{format_bytes(nbytes)} {words}" for nbytes, words in parts if nbytes)
-    gain = against(bench, draft, replace(draft, speculate=()), "otherwise")
+    gain = against(bench, draft, draft.updating(Update.AHEAD, ()), "otherwise")
     yield f"running updates {which} under backward, into a second copy ({where}), {gain}"
 
 
 def _bought_on_device(bench: Bench, draft: Draft) -> Iterator[str]:
     """The same with those updates at home."""
-    if not draft.update_on_device:
+    count = len(draft.updated(Update.DEVICE))
+    if not count:
         return
     able, other = able_on_device(bench, draft), at_home_again(draft)
-    first = f"the first {len(draft.update_on_device)} of {_blocks(len(able))} that do not stay"
+    first = f"the first {count} of {_blocks(len(able))} that do not stay"
     line = f"{first} are updated on the device, through a window of {format_bytes(draft.streaming.update_window)} there"
     yield f"{line}, which {against(bench, draft, other, 'at home')}" if bench.may_compare(other) else line
 
@@ -223,7 +223,7 @@ def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
 def _gap(bench: Bench, draft: Draft) -> Iterator[str]:
     """How far the step is from what no plan can beat that updates at home what does not stay."""
     bound, step = bench.bound, bench.exact(draft).step_seconds
-    if 0 < bound < inf and not draft.update_on_device:
+    if 0 < bound < inf and not draft.updated(Update.DEVICE):
         yield (
             f"no plan that keeps, moves or recomputes whole tensors within these budgets takes less than "
             f"{format_seconds(bound)} a step: this one is at most {100 * max(0.0, step / bound - 1):.1f} % slower"

@@ -13,6 +13,7 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.in_backward import passed, usable
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
+from forebay.plans import Update
 from forebay.remedies import Remedy
 from forebay.states import BLOCK
 from forebay.units import format_apart, format_bytes
@@ -146,9 +147,10 @@ def _gradients_used_up(bench: Bench, error: DoesNotFit, draft: Draft) -> Iterato
     problem, liveness = bench.problem, bench.liveness
     if error.tier != Tier.HOST.value or liveness is None or problem.update == "backward" or problem.micro_batches > 1:
         return
-    names, streaming = passed(bench.model, draft, usable(liveness))
+    early = passed(bench.model, draft, usable(liveness))
+    names = early.updated(Update.BACKWARD)
     spared = sum(gradient_nbytes(block) for block in bench.model.blocks if block.name in names)
-    need = error.needed - spared + sum(streaming.gradient_slots)
+    need = error.needed - spared + sum(early.streaming.gradient_slots)
     if names and need <= error.allowed:
         words = f"update='backward', where nobody clips gradients or reads them: {format_bytes(need)} there"
         yield Remedy("update", need, error.allowed, words)
@@ -173,8 +175,8 @@ def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remed
         if states_nbytes(states, BLOCK) >= states_nbytes(problem.state_names, BLOCK):
             continue
         sizer = Sizer(bench.model, states, draft.streaming.update_chunk)
-        in_backward, streaming = bench.in_backward(draft)
-        sizes = sizer.arenas(draft.placements, streaming, update_in_backward=in_backward)
+        settled = bench.in_backward(draft)
+        sizes = sizer.arenas(settled.placements, settled.streaming)
         fits = all(n <= problem.limit(t) for t, n in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)))
         device = bench.beside(draft) + sizes.device
         if not fits or device > problem.limit(Tier.DEVICE):

@@ -17,7 +17,6 @@ end and takes none away, so that no plan is slower for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from math import ceil
 
@@ -25,6 +24,7 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import more_on_disk
 from forebay.planners.parts import Draft
+from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.timeline import Lane
 
@@ -178,8 +178,9 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     for done in (done for visit in index.completed for done in visit):
         block = index.blocks[done.parameter]
         landed[block] = max(landed.get(block, 0), done.op)
-    there = frozenset((*draft.update_on_device, *bench.in_backward(draft)[0], *draft.update_at_storage))
-    hosted = [p for p in draft.placements if not p.resident and p.block in landed and p.block not in there]
+    able = (Update.STEP, Update.AHEAD)
+    placements = bench.in_backward(draft).placements
+    hosted = [p for p in placements if not p.resident and p.block in landed and p.update in able]
     if not bench.problem.overlap_update:
         hosted = [p for p in hosted if Tier.DISK in (p.parameters, p.states)]
     return tuple(sorted((p.block for p in hosted), key=lambda block: landed[block]))
@@ -187,7 +188,7 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
 
 def second_copies(bench: Bench, draft: Draft) -> dict[Tier, int]:
     """Bytes of the second copies under ``draft``, by tier; those of ``pinned`` are on the host too."""
-    once, twice = bench.arenas(replace(draft, speculate=())), bench.arenas(draft)
+    once, twice = bench.arenas(draft.updating(Update.AHEAD, ())), bench.arenas(draft)
     return {
         Tier.HOST: twice.host - once.host,
         Tier.PINNED: bench.pinned(twice) - bench.pinned(once),
@@ -199,8 +200,7 @@ def _choices(bench: Bench, draft: Draft, able: Sequence[str], rungs: int) -> Ite
     """``draft`` with updates of more and more of ``able`` ahead of their step, one part in ``rungs`` at a time, as far
     as there is room."""
     for count in dict.fromkeys(ceil(rung * len(able) / rungs) for rung in range(1, 1 + rungs)):
-        chosen = _spread(able, count)
-        more = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in chosen))
+        more = draft.updating(Update.AHEAD, _spread(able, count))
         if not _fits_at_home(bench, more):
             return
         yield more

@@ -10,7 +10,7 @@ import torch
 from forebay.arenas import home_nbytes, home_tier
 from forebay.device.base import Device
 from forebay.memory import Kind, Tier
-from forebay.plans import Placement
+from forebay.plans import Placement, Update
 from forebay.runtime.homes import DiskHome, Home, MemoryHome, StorageHome
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena
@@ -53,18 +53,16 @@ class Places:
             return MemoryHome(self._device, arena.carve(block.nbytes), block.name)
         return self._on_disk("parameters", home_nbytes(block), self._slots, block.name)
 
-    def states(
-        self, block: Block, placement: Placement, nbytes: int, arena: HostArena | None, *, at_storage: bool = False
-    ) -> Home:
-        """A home for the ``nbytes`` of optimizer state of ``block``; on the host in ``arena``. ``at_storage``: on disk,
-        and updated there."""
+    def states(self, block: Block, placement: Placement, nbytes: int, arena: HostArena | None) -> Home:
+        """A home for the ``nbytes`` of optimizer state of ``block``; on the host in ``arena``."""
         what = f"states of {block.name}"
         if placement.states is Tier.DEVICE:
             buffer = self._on_device(nbytes, Kind.STATE, f"states of block {block.name}")
             return MemoryHome(self._device, buffer.zero_(), what)
         if placement.states is Tier.DISK and nbytes:
-            home = self._on_disk("states", nbytes, self._cells if at_storage else self._chunks, what)
-            return StorageHome(home) if at_storage else home
+            if placement.update is Update.STORAGE:
+                return StorageHome(self._on_disk("states", nbytes, self._cells, what))
+            return self._on_disk("states", nbytes, self._chunks, what)
         if arena is None or not nbytes:
             return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)
         return MemoryHome(self._device, arena.carve(nbytes), what)

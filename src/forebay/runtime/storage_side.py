@@ -89,8 +89,8 @@ class StorageWorker:
             self._channel.close()
             self._said.close()
             raise StorageError(
-                f"the process beside the storage cannot be started ({sys.executable}: {error}); take blocks out of "
-                f"update_at_storage, or choose another policy"
+                f"the process beside the storage cannot be started ({sys.executable}: {error}); choose another "
+                f"policy, or set the update of the plan's placements to step"
             ) from error
         finally:
             # From here on the other end is the process's alone: where it dies, this end hears of it.

@@ -14,7 +14,7 @@ from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.optim.rules import UpdateRule
-from forebay.plans import Fate, Placement, Plan, Streaming
+from forebay.plans import Fate, Placement, Plan, Streaming, Update
 from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
 from forebay.runtime.cells import Cells, DeviceWay
 from forebay.runtime.deferred import Deferred
@@ -111,26 +111,25 @@ class Store:
         # No update is under way while states are looked at from here: the cells are idle then.
         cells = StagingRing([] if shared is None else [shared.memory[: sizes.storage_cell]])
         places = Places(self._device, self._on_device, files, slot_ring, chunk_ring, cells)
-        passed = [] if host_gradients is None or not plan.update_in_backward else streaming.gradient_slots
+        passed = [] if host_gradients is None or not plan.updated(Update.BACKWARD) else streaming.gradient_slots
         slots = GradientSlots([host_gradients.carve(n) for n in passed] if host_gradients is not None else [])
         for placement in plan.placements:
             block = model.block(placement.block)
             layout = state_layout(block, state_names, streaming.update_chunk)
             parameters = places.parameters(block, placement, host_parameters)
-            at_storage = block.name in plan.update_at_storage
-            streams = at_storage or block.name in plan.update_on_device
+            streams = placement.update in (Update.DEVICE, Update.STORAGE)
             arena = moved_states if streams else host_states
-            states = places.states(block, placement, layout.nbytes, arena, at_storage=at_storage)
+            states = places.states(block, placement, layout.nbytes, arena)
             spare = None
-            if block.name in plan.speculate:
+            if placement.update is Update.AHEAD:
                 copy = places.parameters(block, placement, second)
                 spare = BlockCopy(copy, places.states(block, placement, layout.nbytes, host_states))
             streamed, passing = None, None
-            if block.name in plan.update_in_backward:
+            if placement.update is Update.BACKWARD:
                 passing = Passing(slots, *gradient_offsets(block))
                 gradients = {p.name: GradientBuffer(p, None, self.landing) for p in block.parameters if p.trainable}
             else:
-                gradients, streamed = self._gradients(block, placement, host_gradients, at_storage=at_storage)
+                gradients, streamed = self._gradients(block, placement, host_gradients)
             self.blocks[block.name] = BlockState(
                 block, placement, layout, parameters, states, gradients, spare, streamed if streams else None, passing
             )
@@ -238,12 +237,12 @@ class Store:
         return buffer
 
     def _gradients(
-        self, block: Block, placement: Placement, arena: HostArena | None, *, at_storage: bool
+        self, block: Block, placement: Placement, arena: HostArena | None
     ) -> tuple[dict[str, GradientBuffer], Streamed | None]:
         offsets, nbytes = gradient_offsets(block)
         if arena is None or not nbytes or placement.resident:
             return {}, None
-        streamed = Streamed(arena.carve(nbytes), offsets, Deferred(), at_storage)
+        streamed = Streamed(arena.carve(nbytes), offsets, Deferred(), placement.update is Update.STORAGE)
         by_name = {p.name: p for p in block.parameters}
         buffers = {
             name: GradientBuffer(

@@ -26,7 +26,7 @@ from typing import final
 
 from forebay.errors import ConfigError
 from forebay.lowering import lower
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.simulation.costs import Costs
 from forebay.simulation.play import step_seconds_of
@@ -78,8 +78,8 @@ def alternating(plans: Sequence[Plan], costs: Sequence[Costs], steps: int) -> Se
 def side_by_side(plans: Sequence[Plan], costs: Costs, steps: int, *, channel: float, in_turns: bool) -> SeveralForecast:
     """``steps`` steps of one model on as many devices as there are plans for it, each with a batch of its own.
     ``channel`` are the bytes/s of all their copies in one direction together. Raises what ``alternating`` raises."""
-    if any(plan.update_in_backward for plan in plans):
-        raise ConfigError("gradients that are used up in backward cannot be exchanged; leave update_in_backward out")
+    if any(plan.updated(Update.BACKWARD) for plan in plans):
+        raise ConfigError("gradients that are used up in backward cannot be exchanged; plan with update='step'")
     programs = [lower(costs.trace, plan, steps=steps) for plan in plans]
     settled = [not plan.streaming.overlap_update for plan in plans]
     share = HOST_LANES | LINKS if in_turns else HOST_LANES

@@ -12,7 +12,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import make_plan
 from forebay.planners.states.angel_ptm import pages
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.simulation import forecast
 from forebay.timeline import Lane
 from forebay.trace import Trace
@@ -98,7 +98,7 @@ def test_without_a_disk_it_asks_for_one() -> None:
 def test_numbers_are_those_of_plain_pytorch() -> None:
     """No update is late."""
     plan = made(SOME)
-    assert not plan.changes_numbers and not plan.streaming.overlap_update and not plan.speculate
+    assert not plan.changes_numbers and not plan.streaming.overlap_update and not plan.updated(Update.AHEAD)
 
 
 def test_it_asks_for_a_batch() -> None:

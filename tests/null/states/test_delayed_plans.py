@@ -14,7 +14,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import LATE, PLANNERS, STATES, make_plan
 from forebay.planners.states.zero_offload import WARM_UP
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.program import Verb
 from forebay.simulation import simulate
 from forebay.timeline import Lane
@@ -107,7 +107,10 @@ def test_settling_after_each_step_makes_it_slower_and_no_more_exact() -> None:
     ("changes", "words"),
     [
         ({"changes_numbers": ()}, "must say in changes_numbers"),
-        ({"speculate": ("layers.0",)}, "leave speculate, update_on_device"),
+        (
+            {"placements": tuple(p.updating(Update.AHEAD) for p in LATEST.placements)},
+            "set the update of block layers.0 to step",
+        ),
         (
             {"placements": tuple(Placement(b.name, *[Tier.HOST] * 3) for b in TRACE.model.blocks)},
             "layers.0 on the host",

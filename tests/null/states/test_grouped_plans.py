@@ -16,12 +16,13 @@ from forebay.memory import Tier
 from forebay.planners import Problem, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import assess
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.simulation import Costs, simulate, together
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import block, problem
+from tests.null.updating import updating
 
 LAYERS, COUNT = 6, 3
 TRACE = chain(LAYERS)
@@ -116,9 +117,9 @@ def test_harmony_has_two_layers_on_the_device() -> None:
 def test_harmony_updates_a_layer_right_after_its_backward_where_that_is_faster() -> None:
     slow = machine(update=1e8)
     plan = made("harmony", on=slow)
-    assert plan.speculate == NAMES
+    assert plan.updated(Update.AHEAD) == NAMES
     costs = Costs(TRACE, slow)
-    assert seconds(plan) < together(replace(plan, speculate=()), costs, COUNT).seconds
+    assert seconds(plan) < together(updating(plan, Update.AHEAD), costs, COUNT).seconds
     assert seconds(plan) < seconds(made("mobius", on=slow))
 
 
@@ -131,7 +132,7 @@ def test_mobius_has_as_many_layers_on_the_device_as_are_fastest() -> None:
     costs = Costs(TRACE, slow)
     fewer = replace(plan, streaming=replace(plan.streaming, slots=(BLOCK, BLOCK), prefetch_distance=1))
     assert seconds(plan) < together(fewer, costs, COUNT).seconds
-    assert not plan.speculate and not plan.streaming.overlap_update
+    assert not plan.updated(Update.AHEAD) and not plan.streaming.overlap_update
 
 
 def test_inputs_move_to_the_host_where_the_device_has_no_room_for_those_of_all() -> None:

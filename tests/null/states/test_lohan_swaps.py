@@ -12,7 +12,7 @@ from forebay.planners import Bench, make_plan
 from forebay.planners.activations.swapping import swaps
 from forebay.planners.homes import at_home
 from forebay.planners.shapes import streamed_through, usual_window
-from forebay.plans import Fate, Plan
+from forebay.plans import Fate, Plan, Update
 from forebay.simulation import simulate
 from tests.null.planning import ENOUGH, asked, chain, machine
 
@@ -59,7 +59,7 @@ def test_the_slower_the_link_the_less_is_swapped() -> None:
 def test_updates_run_under_backward_where_that_gains() -> None:
     """The update takes about as long as the rest, so that it would hold up the next forward."""
     on = machine(compute=1e8, h2d=1e9, d2h=1e9, update=1e8)
-    assert make_plan(asked(chain(8), on, device=ENOUGH), "lohan").speculate
+    assert make_plan(asked(chain(8), on, device=ENOUGH), "lohan").updated(Update.AHEAD)
 
 
 def test_what_the_host_has_no_room_for_goes_to_disk() -> None:

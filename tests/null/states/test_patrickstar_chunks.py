@@ -14,7 +14,7 @@ from forebay.planners import Bench, make_plan
 from forebay.planners.parts import Draft
 from forebay.planners.shapes import streamed_through, usual_window
 from forebay.planners.states.patrickstar import chunk_size, chunks
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.simulation import forecast, simulate
 from forebay.timeline import Lane
 from forebay.trace import Block, Trace
@@ -108,7 +108,7 @@ def test_a_chunk_moves_when_it_is_asked_for_and_not_before() -> None:
 
 def test_updates_are_over_before_the_next_forward() -> None:
     plan = made(FOUR)
-    assert not plan.streaming.overlap_update and not plan.speculate
+    assert not plan.streaming.overlap_update and not plan.updated(Update.AHEAD)
 
 
 def test_where_all_parameters_fit_the_margin_holds_states() -> None:

@@ -12,13 +12,14 @@ from forebay.layout import needs_master
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import make_plan
-from forebay.plans import Plan, UpdateTime
+from forebay.plans import Plan, Update, UpdateTime
 from forebay.simulation import forecast, simulate
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
+from tests.null.updating import at_home
 
 LAYERS = 8
 TRACE = chain(LAYERS, width=256)
@@ -55,8 +56,8 @@ def with_drives(rate: float, link: float = 1e8) -> Machine:
 def test_all_states_are_on_disk_and_updated_there() -> None:
     plan = made()
     assert {p.states for p in plan.placements} == {Tier.DISK} and {p.parameters for p in plan.placements} == {Tier.HOST}
-    assert plan.update_at_storage == tuple(b.name for b in TRACE.model.blocks)
-    assert not plan.streaming.overlap_update and not plan.speculate and not plan.changes_numbers
+    assert plan.updated(Update.STORAGE) == tuple(b.name for b in TRACE.model.blocks)
+    assert not plan.streaming.overlap_update and not plan.updated(Update.AHEAD) and not plan.changes_numbers
     assert any("updated there, by a process of its own" in reason for reason in plan.reasons)
     assert not any("no room for all" in reason for reason in plan.reasons)
 
@@ -94,11 +95,10 @@ def test_drives_that_compute_take_the_states_off_the_link() -> None:
         with_drives(1e9, link), h2d=machine(h2d=1e12).h2d, d2h=machine(d2h=1e12).d2h, compute={"float32": 1e15}
     )
     home = made("stream", trace=trace, on=slow)
-    placed = tuple(replace(p, states=Tier.DISK) for p in home.placements)
+    placed = tuple(replace(p, states=Tier.DISK, update=Update.STEP) for p in home.placements)
     on_disk = made(trace=trace, on=slow)
-    beside = replace(on_disk, update_at_storage=())
     sizes = made("zero-infinity", trace=trace, on=slow)
-    there = replace(beside, placements=placed, host=max(on_disk.host, sizes.host) + (1 << 26))
+    there = replace(on_disk, placements=placed, host=max(on_disk.host, sizes.host) + (1 << 26))
     usual, near = (simulate(trace, slow, plan).step_seconds[-1] for plan in (there, on_disk))
     assert 4 < usual / near <= 6
 
@@ -115,16 +115,16 @@ def test_a_process_of_the_host_gains_nothing_over_the_host() -> None:
     """It reads, updates and writes one after the other, where the host does all three at a time."""
     trace = narrow()
     on_disk = made(trace=trace)
-    usual = replace(on_disk, update_at_storage=(), host=on_disk.host + (1 << 26))
-    at_home, beside = (simulate(trace, ON, plan).step_seconds[-1] for plan in (usual, on_disk))
-    assert at_home < beside < 3 * at_home
+    host = at_home(on_disk, host=on_disk.host + (1 << 26))
+    usual, beside = (simulate(trace, ON, plan).step_seconds[-1] for plan in (host, on_disk))
+    assert usual < beside < 3 * usual
 
 
 def test_parameters_follow_where_the_host_is_too_small() -> None:
     free = made()
     plan = made(host=free.host * 6 // 10)
     on_disk = [p for p in plan.placements if p.parameters is Tier.DISK]
-    assert on_disk and plan.host < free.host and plan.update_at_storage == free.update_at_storage
+    assert on_disk and plan.host < free.host and plan.updated(Update.STORAGE) == free.updated(Update.STORAGE)
     check(replace(TRACE, state_names=("exp_avg", "exp_avg_sq")), ON, plan)
 
 
@@ -141,6 +141,15 @@ def test_too_small_a_disk_says_by_how_much() -> None:
     with pytest.raises(DoesNotFit, match=r"disk: .* are needed") as refused:
         made(disk=enough - 1)
     assert refused.value.needed == enough
+
+
+def test_a_smaller_optimizer_is_named_with_what_it_takes_on_disk() -> None:
+    """Its states are there too."""
+    with pytest.raises(DoesNotFit) as refused:
+        made(disk=made().disk - 1)
+    smaller = next(r for r in refused.value.nearest if r.optimizer == "sgd with momentum")
+    assert 0 < smaller.needed < made().disk
+    assert made(disk=smaller.needed, states=("momentum_buffer",)).disk == smaller.needed
 
 
 def test_gradients_that_are_used_up_on_the_host_do_not_go_to_the_storage() -> None:
@@ -166,7 +175,7 @@ def test_auto_is_never_behind_where_drives_compute(rate: float, update: float) -
     found, theirs = make_plan(wanted, "auto"), make_plan(wanted, "smart-infinity")
     assert found.step_seconds is not None and theirs.step_seconds is not None
     assert found.step_seconds <= 1.01 * theirs.step_seconds
-    assert bool(found.update_at_storage) == (rate > update)
+    assert bool(found.updated(Update.STORAGE)) == (rate > update)
 
 
 @pytest.mark.parametrize("on", [ON, with_drives(1e8)], ids=["process", "drives"])

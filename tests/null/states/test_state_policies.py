@@ -13,7 +13,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import PLANNERS, STATES, Bench, make_plan
 from forebay.planners.states.elixir import grid
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 from forebay.simulation import forecast, simulate
 from forebay.timeline import Lane
 from forebay.trace import Trace
@@ -164,7 +164,7 @@ def test_zero_offload_has_parameters_on_the_device_and_all_else_on_the_host() ->
     plan = made("zero-offload")
     homes = {(p.parameters, p.gradients, p.states) for p in plan.placements}
     assert homes == {(Tier.DEVICE, Tier.HOST, Tier.HOST)}
-    assert plan.streaming.slots == () and not plan.streaming.overlap_update and not plan.speculate
+    assert plan.streaming.slots == () and not plan.streaming.overlap_update and not plan.updated(Update.AHEAD)
 
 
 def test_zero_offload_moves_every_parameter_in_and_every_gradient_out_once_a_step() -> None:

@@ -20,7 +20,6 @@ room for goes to disk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -30,7 +29,7 @@ from forebay.planners.problem import Problem
 from forebay.planners.speculation import candidates, fits
 from forebay.planners.states.drafting import finished
 from forebay.planners.states.grouping import fits_all, grouped, seconds_of_all, through_each
-from forebay.plans import Plan
+from forebay.plans import Plan, Update
 
 __all__ = ["harmony"]
 
@@ -55,8 +54,8 @@ def _drafts(bench: Bench, levels: Sequence[Level]) -> Iterator[Draft]:
 
 def _early(bench: Bench, draft: Draft) -> Draft:
     """``draft`` with every update as soon as its gradients are complete, if there is room for that and it is faster."""
-    able = frozenset(candidates(bench, draft))
-    early = replace(draft, speculate=tuple(p.block for p in draft.placements if p.block in able))
-    if not early.speculate or not fits(bench, early) or (fits_all(bench, draft) and not fits_all(bench, early)):
+    able = candidates(bench, draft)
+    early = draft.updating(Update.AHEAD, able)
+    if not able or not fits(bench, early) or (fits_all(bench, draft) and not fits_all(bench, early)):
         return draft
     return min((draft, early), key=partial(seconds_of_all, bench))

@@ -28,13 +28,11 @@ begins. Several devices are not planned for.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.auto import refused
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_storage
+from forebay.planners.homes import at_storage, least_at_storage
 from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
 from forebay.planners.states.drafting import cannot_serve, finished, serial, streamed
@@ -64,8 +62,7 @@ def smart_infinity(problem: Problem, bench: Bench | None = None) -> Plan:
     try:
         settled = at_storage(bench, draft)
     except DoesNotFit as error:
-        there = tuple(placement.block for placement in draft.placements if not placement.resident)
-        raise refused(bench, error, replace(draft, update_at_storage=there)) from None
+        raise refused(bench, error, least_at_storage(bench, draft)) from None
     return finished(bench, NAME, settled, _said(bench))
 
 
