@@ -10,6 +10,7 @@ scripts/bench activations gpt2-14m
 scripts/bench update
 scripts/bench disk --folder /tmp
 scripts/bench disk-step --folder /tmp
+scripts/bench checkpoints --folder /tmp
 scripts/bench hidden
 scripts/bench accumulate
 scripts/bench zero --folder /tmp
@@ -36,6 +37,7 @@ __all__ = ["main"]
 HOST_TOPICS = {
     "disk": "hold the disk tier against fio",
     "disk-step": "hold a step with all states on disk against the longer of compute and the disk",
+    "checkpoints": "hold steps that are saved, with all states on disk, against steps that are not",
     "hidden": "hold steps with clipping against their forward and backward alone",
     "accumulate": "hold forebay.accumulate against the loop over micro-batches",
     "zero": "hold forebay against DeepSpeed's ZeRO",
@@ -189,12 +191,13 @@ def _update(options: argparse.Namespace) -> None:
 
 
 def _host(options: argparse.Namespace) -> None:
-    from benchmarks.fasthost import accumulation, disk, disk_step, hidden, zero
+    from benchmarks.fasthost import accumulation, checkpoints, disk, disk_step, hidden, zero
     from benchmarks.fasthost.record import ARCHIVE
     from benchmarks.fasthost.table import render
 
     command, quick = f"scripts/bench {options.command}", options.quick
     on_disk = {"disk": disk.compare, "disk-step": disk_step.compare, "zero": zero.compare}
+    on_disk["checkpoints"] = checkpoints.compare
     in_memory = {"hidden": hidden.compare, "accumulate": accumulation.compare}
     print(f"{options.command}:", flush=True)
 

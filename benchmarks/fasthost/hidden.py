@@ -36,12 +36,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Final, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from benchmarks.case import BenchmarkError
 from benchmarks.fasthost.queued import QueuedDevice
@@ -82,9 +84,18 @@ SHARED_SLOTS: Final = 4
 
 @final
 class Stepped:
-    """A ``TimedModel`` that steps under ``plan`` (None: in plain PyTorch, forward and backward only)."""
+    """A ``TimedModel`` that steps under ``plan`` (None: in plain PyTorch, forward and backward only), and after each
+    step what ``after`` does. ``crash_safe``: as in ``forebay.prepare``."""
 
-    def __init__(self, layers: int, elements: int, plan: Callable[[TimedModel], Plan] | None) -> None:
+    def __init__(
+        self,
+        layers: int,
+        elements: int,
+        plan: Callable[[TimedModel], Plan] | None,
+        after: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
+        crash_safe: Path | None = None,
+    ) -> None:
+        self._after = after
         self.model = TimedModel(layers, elements)
         self._x = torch.zeros(1, TimedModel.WIDTH)
         self._optimizer: torch.optim.Optimizer | None = None
@@ -93,9 +104,8 @@ class Stepped:
             given = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
             made = plan(self.model)
             disk = None if made.budget.disk is None else made.budget.disk.path
-            _, self._optimizer = api.prepare(
-                self.model, given, plan=made, device_memory=AMPLE, disk=disk, device=self._device
-            )
+            where = {"disk": disk, "device": self._device, "crash_safe": crash_safe}
+            _, self._optimizer = api.prepare(self.model, given, plan=made, device_memory=AMPLE, **where)
         self.losses: list[float] = []
 
     def step(self, max_norm: float | None, *, settle: bool = False) -> None:
@@ -110,6 +120,8 @@ class Stepped:
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         self._optimizer.step()
+        if self._after is not None:
+            self._after(self.model, self._optimizer)
         if settle:
             api.synchronize(self.model)
         self._optimizer.zero_grad()

@@ -159,6 +159,7 @@ def plan_by_hand(
     disk: DiskBudget | None = None,
     reads: Calls | None = None,
     writes: Calls | None = None,
+    disk_copies: int = 1,
 ) -> Plan:
     """``states`` is where the optimizer's live. ``chunk`` are the elements of an update job; ``overlap`` lets updates
     run under the next forward. Every block streams through four slots, or with ``own_slots`` has one of its own, to
@@ -176,6 +177,7 @@ def plan_by_hand(
         overlap_update=overlap,
         disk_reads=reads or Calls(),
         disk_writes=writes or Calls(),
+        disk_copies=disk_copies,
     )
     sizes = arenas(blocks, placements, streaming, STATES)
     budget = Budget(AMPLE, disk=disk)

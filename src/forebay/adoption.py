@@ -18,7 +18,7 @@ from forebay.states import is_wide
 from forebay.trace import fingerprint_of
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["adopt_plan"]
+__all__ = ["adopt_plan", "expect_two_places"]
 
 
 def adopt_plan(
@@ -77,6 +77,16 @@ def adopt_plan(
                 allowed=allowed,
             )
     return replace(plan, budget=budget)
+
+
+def expect_two_places(plan: Plan) -> None:
+    """Raises ``ConfigError`` for a plan that has something on disk, where an update would write over a checkpoint."""
+    on_disk = [p.block for p in plan.placements if Tier.DISK in (p.parameters, p.states)]
+    if on_disk and plan.streaming.disk_copies == 1:
+        raise ConfigError(
+            f"the plan has one place on disk for block {on_disk[0]}, and crash_safe needs two; make the plan with "
+            f"crash_safe, or leave it out: forebay.save copies then"
+        )
 
 
 def _check_blocks(plan: Plan, bound: BoundModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from forebay.adoption import adopt_plan
+from forebay.adoption import adopt_plan, expect_two_places
 from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
@@ -37,7 +38,7 @@ from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.contents import LazyTensors
 from forebay.runtime.hooks import is_prepared, prepared_session, session_of
 from forebay.runtime.session import Session
-from forebay.safekeeping import resume, save
+from forebay.safekeeping import keep_in, resume, save
 from forebay.simulation import simulate
 from forebay.trace import Footprint, Trace
 from forebay.units import format_apart, parse_bytes
@@ -80,6 +81,7 @@ def prepare(
     blocks: Sequence[str] | None = None,
     micro_batches: int = 1,
     update: UpdateTime = "step",
+    crash_safe: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts a memory plan under ``model`` and ``optimizer``; the training loop stays as it is.
 
@@ -93,7 +95,9 @@ def prepare(
     ``blocks`` names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as
     many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``update``
     "backward" lets blocks be updated in backward, as soon as their gradients are on the host, and these be used up: a
-    step is one backward, and nobody may clip gradients or read them.
+    step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a folder on the disk of ``disk``
+    where what is at home there has two places, of which no update writes the one that the last checkpoint has: ``save``
+    to this folder copies none of it. It belongs to this model until ``close``.
 
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
@@ -105,16 +109,22 @@ def prepare(
     rule = read_optimizer(optimizer)
     budget = _read_budget(device_memory, host_memory, disk)
     opened = open_device(device, budget.device)
+    kept = None
     try:
         bound = find_blocks(model, blocks)
         _check_model(model, bound, optimizer, opened)
         if plan is None:
-            asked = budget, policy, opened, compress, micro_batches, update
+            asked = budget, policy, opened, compress, micro_batches, update, 1 if crash_safe is None else 2
             plan = _Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
-        return open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device)
+        if crash_safe is not None:
+            expect_two_places(plan)
+            kept = keep_in(crash_safe, budget.disk)
+        return open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device, kept=kept)
     except BaseException:
+        if kept is not None:
+            kept.lock.close()
         if opened is not device:
             opened.close()
         raise
@@ -166,6 +176,7 @@ class _Asking:
     compress: int
     micro_batches: int
     update: UpdateTime
+    disk_copies: int
 
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
@@ -202,6 +213,7 @@ class _Asking:
             machine=machine,
             compress=self.compress,
             update=self.update,
+            disk_copies=self.disk_copies,
         )
 
         def settled(plan: Plan, bench: Bench, many: int) -> Plan:
@@ -262,13 +274,14 @@ def plan(
     compress: int = 0,
     micro_batches: int = 1,
     update: UpdateTime = "step",
+    crash_safe: bool = False,
 ) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``, ``update``:
-    see ``prepare``. Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
+    It says what it needs of every tier (bytes) and for a step (seconds). The others are
+    those of ``prepare``. Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
     """
-    problem = problem_of(trace, machine, budget, compress, update)
+    problem = problem_of(trace, machine, budget, compress, update, 2 if crash_safe else 1)
     room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     return with_figures(trace, machine, room.plan, liveness=room.bench.liveness, micro_batches=micro_batches)
 

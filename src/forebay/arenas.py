@@ -51,8 +51,8 @@ DISK_BOUNCE = 1
 @dataclass(frozen=True)
 class Arenas:
     """Bytes of every arena. ``device_*`` without activations; ``states`` includes fp32 master copies. Parameters and
-    states of blocks that speculate are there twice; ``host_spare_parameters`` are those of ``host_parameters`` that are
-    second copies, which have an arena of their own.
+    states of blocks that speculate are there twice, those on disk as often as ``Streaming.disk_copies`` says;
+    ``host_spare_parameters`` are those of ``host_parameters`` that are second copies, which have an arena of their own.
 
     Where blocks are updated on the device: ``device_updates`` is the window through which they pass, as many cells
     of ``update_cell`` as it holds and, at its end, ``update_widening``, where gradients become fp32.
@@ -145,9 +145,11 @@ def gradient_nbytes(block: Block) -> int:
 _Placed = tuple[Block, Placement]
 
 
-def _copies(placement: Placement) -> int:
-    """How often a block's parameters and states are at home."""
-    return 2 if placement.update is Update.AHEAD else 1
+def _copies(placement: Placement, tier: Tier, streaming: Streaming) -> int:
+    """How often what a block has at home on ``tier`` is there."""
+    if placement.update is Update.AHEAD:
+        return 2
+    return streaming.disk_copies if tier is Tier.DISK else 1
 
 
 @final
@@ -193,13 +195,13 @@ class Sizer:
             return [self._states[b.name] for b, p in pairs if p.states is tier]
 
         def state_copies(tier: Tier) -> int:
-            return sum(self._states[b.name].nbytes * _copies(p) for b, p in pairs if p.states is tier)
+            return sum(self._states[b.name].nbytes * _copies(p, tier, streaming) for b, p in pairs if p.states is tier)
 
         moved = [(self._states[b.name].nbytes, p.states) for b, p in hosted if p.update is Update.DEVICE]
         cell, widening = self._device_cell(pairs, streaming.update_window)
         beside = self._storage_cell(pairs)
-        on_host = [(b, _copies(p)) for b, p in hosted if home_tier(p) is Tier.HOST]
-        on_disk = [(b, _copies(p)) for b, p in hosted if home_tier(p) is Tier.DISK]
+        on_host = [(b, _copies(p, Tier.HOST, streaming)) for b, p in hosted if home_tier(p) is Tier.HOST]
+        on_disk = [(b, _copies(p, Tier.DISK, streaming)) for b, p in hosted if home_tier(p) is Tier.DISK]
         writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
         at_home = [b for b, p in trained if p.update not in (Update.DEVICE, Update.STORAGE)]
         passing = [b for b, p in pairs if p.states is Tier.DISK and p.update is not Update.STORAGE]

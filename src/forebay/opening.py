@@ -26,6 +26,7 @@ from forebay.runtime.store import Ledgers, Store
 from forebay.scheduling.slots import SlotPool
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
 from forebay.tiers.host import available_host_memory, free_in
+from forebay.tiers.kept import KeptFolder
 from forebay.trace import Parameter
 from forebay.units import format_apart
 
@@ -60,6 +61,7 @@ def open_session(
     device: Device,
     *,
     owns_device: bool,
+    kept: KeptFolder | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     head = _head_for(plan, model)
     limits = limits_of(plan.budget)
@@ -72,7 +74,7 @@ def open_session(
     on_cuda = torch.device(device.name).type == "cuda"
     pinner: Pinner = CudaPinner.of(torch.device(device.name)) if on_cuda else NoPinner()
     watch: Watch = NoWatch() if on_cuda else StorageLedger(device.ledger, whereabouts)
-    store = Store(device, bound.model, plan, rule.state_names, ledgers, pinner)
+    store = Store(device, bound.model, plan, rule.state_names, ledgers, pinner, kept)
     try:
         # As early as can be: it has a second or two to get ready while parameters go home.
         store.employ(rule)
@@ -84,6 +86,8 @@ def open_session(
         watch.adopt(buffer.untyped_storage())
     stash = Stash(device, watch, torch.device(device.name), store.depots, plan.streaming)
     resources = Resources(device, watch, ledgers, store, pool, stash, Team(cores()), owns_device=owns_device)
+    if kept is not None:
+        resources.locks[kept.path] = kept.lock
     session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)
     try:
         attachment = _take_over(session, model, bound, head)

@@ -43,10 +43,15 @@ MOST_ALTERNATIVES = 3
 
 
 def problem_of(
-    trace: Trace, machine: Machine, budget: Budget, compress: int = 0, update: UpdateTime = "step"
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    compress: int = 0,
+    update: UpdateTime = "step",
+    disk_copies: int = 1,
 ) -> Problem:
     """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
-    ``compress``, ``update``: see ``Problem``."""
+    ``compress``, ``update``, ``disk_copies``: see ``Problem``."""
     on_disk = 0
     if budget.disk is not None and machine.disk is not None:
         on_disk = machine.disk.capacity if budget.disk.nbytes is None else budget.disk.nbytes
@@ -63,6 +68,7 @@ def problem_of(
         machine=machine,
         compress=compress,
         update=update,
+        disk_copies=disk_copies,
     )
 
 

@@ -172,16 +172,16 @@ class Streaming:
     device again before backward asks for them; ``host_activations`` are the bytes of the arena on the host that
     offloaded activations of one micro-batch take. ``disk_activations`` are those of the file for activations on disk,
     and ``disk_window`` those of the ring on the host through which they pass, in either direction. What is on disk is
-    read in the calls ``disk_reads`` and written in the calls ``disk_writes``. ``update_chunk`` is the number of
-    elements that one update job reads, updates and writes back. ``update_window`` are the bytes on the device through
-    which blocks pass that are updated there and not at home there (``Update.DEVICE``): as many chunks at a time
-    as it holds, beside the gradients that one of them widens.
-    ``gradient_slots`` are buffers on the host (bytes each, largest first) through which the gradients of blocks pass
-    that are updated in backward (``Update.BACKWARD``).
-    ``overlap_update`` lets the updates of later blocks run under the next forward. ``delay_after`` (None: never) is the
-    number of steps after which updates are delayed: that of a step then runs under forward and backward of the next
-    one, which see parameters without it, and so make other numbers. ``poison`` fills slots with NaN when they are
-    released (debugging).
+    read in the calls ``disk_reads`` and written in the calls ``disk_writes``. ``disk_copies`` 2: parameters and states
+    at home on disk have two places there, so that an update does not write where the last checkpoint has them.
+    ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
+    the bytes on the device through which blocks pass that are updated there and not at home there (``Update.DEVICE``):
+    as many chunks at a time as it holds, beside the gradients that one of them widens. ``gradient_slots`` are buffers
+    on the host (bytes each, largest first) through which the gradients of blocks pass that are updated in backward
+    (``Update.BACKWARD``). ``overlap_update`` lets the updates of later blocks run under the next forward.
+    ``delay_after`` (None: never) is the number of steps after which updates are delayed: that of a step then runs under
+    forward and backward of the next one, which see parameters without it, and so make other numbers. ``poison`` fills
+    slots with NaN when they are released (debugging).
     """
 
     slots: tuple[int, ...] = ()
@@ -196,6 +196,7 @@ class Streaming:
     disk_window: int = 0
     disk_reads: Calls = field(default_factory=Calls)
     disk_writes: Calls = field(default_factory=Calls)
+    disk_copies: int = 1
     update_chunk: int = 4 * 1024 * 1024
     update_window: int = 0
     overlap_update: bool = True
@@ -207,6 +208,8 @@ class Streaming:
             raise ConfigError(f"prefetch_distance must be 0 or more, got {self.prefetch_distance}")
         if self.update_chunk < 1024:
             raise ConfigError(f"update_chunk must be 1024 elements or more, got {self.update_chunk}")
+        if self.disk_copies not in (1, 2):
+            raise ConfigError(f"disk_copies must be 1 or 2, got {self.disk_copies}")
         if self.delay_after is not None and self.delay_after < 0:
             raise ConfigError(f"delay_after must be 0 steps or more, or None for never, got {self.delay_after}")
         for name, nbytes in (
@@ -314,6 +317,7 @@ class Plan:
             raise ConfigError("the plan updates blocks on the device and has no update_window for them; give it one")
         if self.updated(Update.BACKWARD) and not self.streaming.gradient_slots:
             raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
+        self._check_copies()
         if self.streaming.delay_after is not None:
             self._check_delay()
         chosen = [block for selection in self.activations for block in selection.blocks]
@@ -327,6 +331,16 @@ class Plan:
             for block in selection.blocks:
                 if block not in recomputed and any(t.fate is Fate.KEEP and not t.bits for t in selection.treatments):
                     raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
+
+    def _check_copies(self) -> None:
+        """Raises for blocks on disk whose two copies there are asked for twice, or are written by somebody else."""
+        for placed in self.placements if self.streaming.disk_copies > 1 else ():
+            on_disk = Tier.DISK in (placed.parameters, placed.states)
+            if on_disk and placed.update in (Update.AHEAD, Update.STORAGE):
+                raise ConfigError(
+                    f"block {placed.block} is on disk in two copies, of which a checkpoint has one; set its update to "
+                    f"step, got {placed.update.value}, or make disk_copies 1"
+                )
 
     def _check_delay(self) -> None:
         """Raises for updates that cannot be delayed, or are and nobody says so."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from forebay.budgets import DiskBudget
 from forebay.checkpoint.files import SystemFiles, refused
 from forebay.checkpoint.generations import Generations
+from forebay.checkpoint.homes import InPlace
 from forebay.checkpoint.inventory import checkpoint_nbytes
 from forebay.checkpoint.resuming import Resumed, resume_checkpoint
 from forebay.checkpoint.saving import Scheduler, kept_buffers, save_checkpoint
 from forebay.errors import ConfigError
 from forebay.runtime.hooks import prepared_session
+from forebay.tiers.kept import KeptFolder
+from forebay.tiers.lock import FolderLock
 
-__all__ = ["checkpoint_size", "resume", "save"]
+__all__ = ["CheckpointSize", "checkpoint_size", "keep_in", "resume", "save"]
 
 
 def save(
@@ -28,6 +33,7 @@ def save(
     step: int,
     scheduler: Scheduler | None = None,
     extra: Any = None,
+    background: bool = False,
 ) -> int:
     """Saves a prepared model and its optimizer in ``folder``, so that training goes on from there bit for bit.
 
@@ -42,7 +48,11 @@ def save(
     bytes are needed for a moment. No tier holds more than it does between two steps (``Plan``'s phase ``save``). The
     folder is made if it is not there, for its owner only, and belongs to this model until ``forebay.close``.
 
-    Returns the bytes of the files. Raises ``UsageError`` for a call that cannot be served, ``DiskFull`` and
+    In the folder that ``prepare`` was given as ``crash_safe`` nothing is copied that is at home on disk: the checkpoint
+    names it where it is. With ``background`` the call returns before the disk has all of it, and the checkpoint before
+    stands until then; what went wrong is raised by the next ``save``, or ``synchronize``, or ``close``.
+
+    Returns the bytes that were written. Raises ``UsageError`` for a call that cannot be served, ``DiskFull`` and
     ``StorageError`` for what the disk refuses: the checkpoint before stands then.
     """
     session, files = prepared_session(model), SystemFiles()
@@ -52,8 +62,12 @@ def save(
     except OSError as error:
         raise refused(files, "make", path, error) from error
     session.lock(path)
-    generations = Generations(path, files)
-    return save_checkpoint(session, model, optimizer, generations, step=step, scheduler=scheduler, extra=extra)
+    kept = session.store.kept
+    own = kept.names if kept is not None and kept.path == path.resolve() else frozenset[str]()
+    generations = Generations(path, files, own)
+    return save_checkpoint(
+        session, model, optimizer, generations, step=step, scheduler=scheduler, extra=extra, background=background
+    )
 
 
 def resume(
@@ -81,8 +95,57 @@ def resume(
     return resume_checkpoint(session, model, optimizer, Generations(path, SystemFiles()), scheduler)
 
 
-def checkpoint_size(model: nn.Module) -> int:
-    """Bytes of the tensors that ``save`` writes for a prepared model."""
+def keep_in(folder: str | os.PathLike[str], disk: DiskBudget | None) -> KeptFolder:
+    """Makes ``folder`` the one in which what a run has on disk outlives it, and locks it. What no checkpoint names is
+    removed.
+
+    Raises ``ConfigError`` where it is not on the disk of ``disk``, or that is several, and ``StorageError`` where it
+    cannot be used, or another process has it.
+    """
+    path, files = Path(folder), SystemFiles()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(files, "make", path, error) from error
+    path = path.resolve()
+    _expect_on(path, disk)
+    lock = FolderLock(path)
+    try:
+        Generations(path, files).sweep()
+    except BaseException:
+        lock.close()
+        raise
+    return KeptFolder(path, lock)
+
+
+def _expect_on(path: Path, disk: DiskBudget | None) -> None:
+    folders = [Path(share.path) for share in disk.folders] if disk is not None else []
+    if len(folders) > 1:
+        raise ConfigError(
+            f"crash_safe keeps what is on disk in {path}, and disk names {len(folders)} folders to spread it over; "
+            f"name one, or leave crash_safe out: forebay.save copies then"
+        )
+    for there in folders:
+        if there.exists() and there.stat().st_dev != path.stat().st_dev:
+            raise ConfigError(
+                f"crash_safe keeps what is on disk in {path}, which is on another file system than {there}; name a "
+                f"folder on the same one, or leave crash_safe out: forebay.save copies then"
+            )
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of the tensors of a checkpoint: of those that ``save`` writes, and of those that it names in place."""
+
+    copied: int
+    in_place: int
+
+
+def checkpoint_size(model: nn.Module) -> CheckpointSize:
+    """What ``save`` makes of a prepared model, in the folder of ``crash_safe`` if it has one."""
     session = prepared_session(model)
     buffers = sum(buffer.nbytes for buffer in kept_buffers(model).values())
-    return checkpoint_nbytes(session.model.blocks, session.state_names, buffers)
+    every = checkpoint_nbytes(session.model.blocks, session.state_names, buffers)
+    store = session.store
+    there = InPlace(store.blocks, store.kept, session.plan.streaming.update_chunk, session.state_names).nbytes
+    return CheckpointSize(every - there, there)

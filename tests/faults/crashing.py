@@ -69,7 +69,9 @@ class Counted(Files):
         return fd
 
     def open(self, path: Path) -> int:
-        return self._count("open", lambda: self._system.open(path))
+        fd = self._count("open", lambda: self._system.open(path))
+        self._paths[fd] = path
+        return fd
 
     def size(self, fd: int) -> int:
         return self._count("size", lambda: self._system.size(fd))

@@ -29,7 +29,7 @@ from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
 STEPS = 12
 KILLS = 2
 """Parts of a trial that are killed."""
-WAYS = ("auto", "stream", "disk")
+WAYS = ("auto", "stream", "disk", "in place")
 
 
 def part(folder: Path, way: str, said: Callable[[str], None]) -> None:
@@ -38,14 +38,17 @@ def part(folder: Path, way: str, said: Callable[[str], None]) -> None:
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     options: dict[str, Any] = {"policy": way}
-    if way == "disk":
-        options = {"plan": disk_plan(disk), "disk": f"{disk}:64MiB"}
+    kept = folder / "kept"
+    in_place = way == "in place"
+    if way in ("disk", "in place"):
+        options = {"plan": disk_plan(disk, 2 if in_place else 1), "disk": f"{disk}:64MiB"}
+    if in_place:
+        options["crash_safe"] = kept
     model = network()
     model, optimizer = forebay.prepare(model, adamw(model), device_memory=AMPLE, device="cpu", **options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     losses: list[float] = []
     begin = 0
-    kept = folder / "kept"
     if (kept / "manifest.json").exists():
         found = forebay.resume(model, optimizer, kept, scheduler=scheduler)
         begin, losses = found.step, found.extra
@@ -60,8 +63,12 @@ def part(folder: Path, way: str, said: Callable[[str], None]) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        forebay.save(model, optimizer, kept, step=step + 1, scheduler=scheduler, extra=losses)
-        said(f"saved {step + 1}")
+        given = {"step": step + 1, "scheduler": scheduler, "extra": losses, "background": in_place}
+        forebay.save(model, optimizer, kept, **given)
+        # In the background it may still be on its way; the one before stands, or the call would not have returned.
+        said(f"saved {step if in_place else step + 1}")
+    forebay.synchronize(model)
+    said(f"saved {STEPS}")
     digest = [value.double().sum().item().hex() for value in forebay.parameters(model).values()]
     said("end " + json.dumps([losses, digest]))
     forebay.close(model)

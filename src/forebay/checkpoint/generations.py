@@ -2,6 +2,7 @@
 
     manifest.json                names a generation, checksums every byte of it
     generation-00000007/         the tensors of one checkpoint
+    home-9f86d081-states         what training keeps on disk, of which the manifest names one copy (``homes``)
     lock                         of the session that uses the folder (``tiers.lock``)
 
 A checkpoint is written as a new generation beside the one that stands. Only the last step of that counts: the rename of
@@ -20,6 +21,7 @@ from typing import final
 from forebay.checkpoint.files import Files, read_whole, refused, write_whole
 from forebay.checkpoint.manifest import Manifest
 from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
+from forebay.tiers.kept import HOME
 from forebay.units import format_apart
 
 __all__ = ["MANIFEST", "Generations"]
@@ -33,11 +35,12 @@ _LONGEST = 1 << 30
 
 @final
 class Generations:
-    """The checkpoints in one folder."""
+    """The checkpoints in one folder. ``own`` are the files there in which this run keeps what is on disk."""
 
-    def __init__(self, folder: Path, files: Files) -> None:
+    def __init__(self, folder: Path, files: Files, own: frozenset[str] = frozenset()) -> None:
         self.folder = folder
         self.files = files
+        self.own = own
 
     def path_of(self, generation: int) -> Path:
         """The folder of a generation."""
@@ -121,18 +124,43 @@ class Generations:
             # The checkpoint stands. What cannot be removed now is removed by the next save.
             with contextlib.suppress(OSError):
                 self.files.remove(self.path_of(old.generation))
+                for name in sorted(_homes(old) - _homes(manifest) - self.own):
+                    self.files.remove(self.folder / name)
 
-    def abandon(self, number: int) -> None:
-        """Removes what was written of a generation, unless it stands all the same. Raises nothing."""
+    def abandon(self, number: int) -> bool:
+        """Removes what was written of a generation, unless it stands all the same; returns whether it does. Raises
+        nothing."""
         with contextlib.suppress(OSError, ForebayError):
             current = self.current()
-            if current is None or current.generation != number:
-                self._sweep(current)
+            if current is not None and current.generation == number:
+                return True
+            self._sweep(current)
+        return False
+
+    def sweep(self) -> None:
+        """Removes what no checkpoint names. Raises ``StorageError`` where the folder cannot be used, and as
+        ``current``."""
+        try:
+            self._sweep(self.current())
+        except OSError as error:
+            raise refused(self.files, "clear", self.folder, error) from error
+
+    def sync(self, name: str) -> None:
+        """Returns when what was written to the file ``name`` is on the disk."""
+        path = self.folder / name
+        try:
+            fd = self.files.open(path)
+            try:
+                self.files.sync(fd)
+            finally:
+                self.files.close(fd)
+        except OSError as error:
+            raise refused(self.files, "write", path, error) from error
 
     def _sweep(self, current: Manifest | None) -> None:
-        kept = None if current is None else self.path_of(current.generation).name
+        kept = self.own if current is None else self.own | _homes(current) | {self.path_of(current.generation).name}
         for name in self.files.names(self.folder):
-            if name == _NEW_MANIFEST or (_GENERATION.fullmatch(name) and name != kept):
+            if name not in kept and (name == _NEW_MANIFEST or name.startswith(HOME) or _GENERATION.fullmatch(name)):
                 self.files.remove(self.folder / name)
 
     def expect_current(self) -> Manifest:
@@ -141,3 +169,7 @@ class Generations:
         if manifest is None:
             raise ConfigError(f"{self.folder} has no checkpoint; forebay.save() makes one")
         return manifest
+
+
+def _homes(manifest: Manifest) -> frozenset[str]:
+    return frozenset() if manifest.homes is None else manifest.homes.names

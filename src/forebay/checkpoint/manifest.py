@@ -10,8 +10,9 @@ from typing import Any
 
 from forebay.errors import ConfigError, StorageError
 from forebay.records import dump, load
+from forebay.tiers.kept import HOME
 
-__all__ = ["CHECKPOINT_SCHEMA", "Group", "Manifest", "PieceFile"]
+__all__ = ["CHECKPOINT_SCHEMA", "Group", "Home", "HomeFile", "Homes", "Manifest", "PieceFile", "Stretch"]
 
 CHECKPOINT_SCHEMA = 1
 
@@ -35,6 +36,63 @@ class PieceFile:
 
 
 @dataclass(frozen=True)
+class HomeFile:
+    """A file in which training keeps what is on disk (``tiers.kept``), in the folder of the checkpoint; its bytes."""
+
+    name: str
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(re.escape(HOME) + r"[0-9a-z-]+", self.name):
+            raise ConfigError(f"a checkpoint has files {HOME}NAME in its own folder, not {self.name!r}")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Where in its file a home of a block begins, and the checksums of its chunks one after the other (the parameters
+    of a block are one)."""
+
+    offset: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Home:
+    """What of a block is where training keeps it on disk: its parameters, its states, or both. ``tensors`` is the
+    checksum of their names, dtypes and shapes."""
+
+    block: str
+    tensors: int
+    parameters: Stretch | None
+    states: Stretch | None
+
+
+@dataclass(frozen=True)
+class Homes:
+    """What a checkpoint names in place: two files at most, and what of each block is in them. The states of a block lie
+    in chunks of ``update_chunk`` elements, those of ``state_names`` (``layout.state_layout``)."""
+
+    update_chunk: int
+    state_names: tuple[str, ...]
+    parameters: HomeFile | None
+    states: HomeFile | None
+    blocks: tuple[Home, ...]
+
+    def __post_init__(self) -> None:
+        if self.update_chunk < 1:
+            raise ConfigError(f"a chunk of states has 1 element or more, not {self.update_chunk}")
+        for home in self.blocks:
+            for stretch, file in ((home.parameters, self.parameters), (home.states, self.states)):
+                if stretch is not None and (file is None or stretch.offset < 0):
+                    raise ConfigError(f"the home of block {home.block} is in no file")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files."""
+        return frozenset(file.name for file in (self.parameters, self.states) if file is not None)
+
+
+@dataclass(frozen=True)
 class Group:
     """A parameter group: the plain names of its parameters and its settings (``encoding``)."""
 
@@ -49,7 +107,8 @@ class Manifest:
     ``generation`` counts the checkpoints of a folder and names the folder of this one. ``steps`` are those that each
     trained parameter has taken, ``groups`` the parameter groups, ``scheduler`` the kind and the state of the scheduler
     (None: there was none), ``randomness`` the states of the random number generators, ``extra`` what the caller gave.
-    Values that are not JSON's are encoded (``encoding``).
+    What lies on disk already is in ``homes`` and not in ``files``. Values that are not JSON's are encoded
+    (``encoding``).
     """
 
     step: int
@@ -60,6 +119,7 @@ class Manifest:
     scheduler: Mapping[str, Any] | None
     randomness: Mapping[str, Any]
     extra: Any = None
+    homes: Homes | None = None
     schema: int = CHECKPOINT_SCHEMA
 
     def __post_init__(self) -> None:

@@ -9,21 +9,24 @@ Where that fails the model has no values, and says so, until it gets some.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 
+from forebay.checkpoint.copies import buffer_entry
 from forebay.checkpoint.encoding import decode
 from forebay.checkpoint.generations import Generations
-from forebay.checkpoint.inventory import BUFFER, VALUE, entries_of, entry_name
+from forebay.checkpoint.homes import HomesReader
+from forebay.checkpoint.inventory import BUFFER, VALUE, Entry, entries_of, entry_name
 from forebay.checkpoint.manifest import Group, Manifest
 from forebay.checkpoint.passing import Onward, Passing
 from forebay.checkpoint.pieces import PieceReader
 from forebay.checkpoint.randomness import restore
-from forebay.checkpoint.saving import Scheduler, buffer_entry, groups_of, kept_buffers
+from forebay.checkpoint.saving import Scheduler, groups_of, kept_buffers
 from forebay.errors import ConfigError, OptimizerError, UsageError
 from forebay.layout import MASTER, needs_master
 from forebay.runtime.blockstate import BlockState
@@ -54,6 +57,7 @@ def resume_checkpoint(
     if session.phase is not Phase.IDLE:
         session.expect_open()
         raise UsageError("forebay.resume has no place within a forward or a backward; call it before the loop")
+    session.finish_saving()
     manifest = generations.expect_current()
     state = _scheduler_state(manifest, scheduler)
     settings = _settings(manifest, groups_of(session, optimizer))
@@ -62,8 +66,10 @@ def resume_checkpoint(
     expected |= {e.name: e for e in (buffer_entry(name, buffer) for name, buffer in buffers.items())}
     _check_steps(manifest, session)
     extra = decode(manifest.extra)
-    reader = PieceReader(generations.files, generations.path_of(manifest.generation), manifest.files, expected)
-    with reader, torch.no_grad(), session.contents.replacing() as blocks:
+    with ExitStack() as stack:
+        reader = stack.enter_context(_Tensors(generations, manifest, expected, session))
+        stack.enter_context(torch.no_grad())
+        blocks = stack.enter_context(session.contents.replacing())
         for block in blocks.values():
             _read_block(block, reader)
             block.steps.update((name, manifest.steps[name]) for name in block.steps)
@@ -75,6 +81,38 @@ def resume_checkpoint(
     # Last: nothing draws between this and the next step.
     restore(session, manifest.randomness)
     return Resumed(manifest.step, extra)
+
+
+@final
+class _Tensors:
+    """The tensors of ``manifest``, of which those of ``expected`` and no others must be there: in files of their own,
+    or where training kept them. A context manager. Raises ``StorageError`` for what is not as it was saved."""
+
+    def __init__(
+        self, generations: Generations, manifest: Manifest, expected: Mapping[str, Entry], session: Session
+    ) -> None:
+        self._homes: HomesReader | None = None
+        with ExitStack() as opened:
+            homes, files = manifest.homes, generations.files
+            if homes is not None:
+                of = session.model.blocks, session.state_names
+                self._homes = opened.enter_context(HomesReader(files, generations.folder, homes, *of))
+            there = frozenset[str]() if self._homes is None else self._homes.names
+            apart = {name: entry for name, entry in expected.items() if name not in there}
+            folder = generations.path_of(manifest.generation)
+            self._pieces = opened.enter_context(PieceReader(files, folder, manifest.files, apart))
+            self._stack = opened.pop_all()
+
+    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` with the bytes of a tensor from ``offset`` on, the next ones that were not read."""
+        reader = self._pieces if self._homes is None or name not in self._homes.names else self._homes
+        reader.read(name, offset, buffer)
+
+    def __enter__(self) -> _Tensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
 
 def _scheduler_state(manifest: Manifest, scheduler: Scheduler | None) -> dict[str, Any]:
@@ -121,7 +159,7 @@ def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _read_block(state: BlockState, reader: PieceReader) -> None:
+def _read_block(state: BlockState, reader: _Tensors) -> None:
     passing = Passing()
     home = state.parameters
     with home.replace(0, home.nbytes) as content:
@@ -149,7 +187,7 @@ def _round(master: torch.Tensor, content: torch.Tensor, parameter: Parameter, st
     content[begin : begin + nbytes].view(dtype_of(parameter)).copy_(master)
 
 
-def _read_buffers(buffers: Mapping[str, torch.Tensor], reader: PieceReader) -> None:
+def _read_buffers(buffers: Mapping[str, torch.Tensor], reader: _Tensors) -> None:
     passing = Passing()
     for name, buffer in buffers.items():
         values = buffer.detach()

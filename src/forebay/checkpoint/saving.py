@@ -6,28 +6,28 @@ through. No tier holds more than it does between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from forebay.checkpoint.copies import copies_of_blocks, copy_of_buffers
 from forebay.checkpoint.encoding import encode
+from forebay.checkpoint.ending import Ending
 from forebay.checkpoint.generations import Generations
-from forebay.checkpoint.inventory import BUFFER, VALUE, Entry, dtype_name, entries_of, entry_name
-from forebay.checkpoint.manifest import Group, Manifest, PieceFile
-from forebay.checkpoint.passing import Onward, Passing
-from forebay.checkpoint.pieces import PieceWriter
+from forebay.checkpoint.homes import InPlace
+from forebay.checkpoint.manifest import Group, Manifest
 from forebay.checkpoint.randomness import capture
 from forebay.checkpoint.source import saved_buffers
+from forebay.device.base import Completion
+from forebay.device.lanes import dependency_failure
 from forebay.errors import OptimizerError, UsageError
-from forebay.layout import needs_master
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.session import Phase, Session
-from forebay.runtime.tensors import bytes_before, elements
+from forebay.timeline import Lane
 
-__all__ = ["Scheduler", "buffer_entry", "groups_of", "kept_buffers", "save_checkpoint"]
+__all__ = ["Scheduler", "groups_of", "kept_buffers", "save_checkpoint"]
 
 
 class Scheduler(Protocol):
@@ -49,6 +49,7 @@ def save_checkpoint(
     step: int,
     scheduler: Scheduler | None,
     extra: Any,
+    background: bool = False,
 ) -> int:
     """Writes a new generation and has it be the one that stands; returns its bytes. See ``forebay.save``."""
     if session.phase is not Phase.IDLE:
@@ -56,29 +57,64 @@ def save_checkpoint(
         raise UsageError("forebay.save has no place within a forward or a backward; call it after optimizer.step()")
     if step < 0:
         raise UsageError(f"step counts the optimizer steps so far, 0 or more, got {step}")
+    session.finish_saving()
     # Everything that can be refused is, before a byte is written.
     groups = groups_of(session, optimizer)
     kept = None if scheduler is None else _kept(scheduler)
     plain = encode(extra, "extra")
-    blocks, buffers = session.contents.complete(), kept_buffers(model)
-    names = session.state_names
-    pieces: list[tuple[list[Entry], Callable[[PieceWriter], None]]] = [
-        (list(entries_of(state.block, names)), partial(_write_block, state)) for state in blocks.values()
-    ]
-    if buffers:
-        pieces.append(([buffer_entry(n, b) for n, b in buffers.items()], partial(_write_buffers, buffers)))
+    blocks, buffers = session.contents.whole(), kept_buffers(model)
+    homes = _in_place(session, blocks, generations)
+    copies = copies_of_blocks(blocks.values(), session.state_names, homes.names)
+    if not (background and all(copy.reads for copy in copies)):
+        # What is copied here is read when every update of it is at home. What stays may still be on its way there.
+        session.contents.complete()
+    copies += copy_of_buffers(buffers)
     old = generations.current()
-    needed = sum(entry.nbytes for entries, _ in pieces for entry in entries)
-    number = generations.begin(old, needed)
+    number = generations.begin(old, sum(copy.nbytes for copy in copies))
+    jobs: list[Completion] = []
     try:
-        files = tuple(_write_pieces(generations, number, pieces))
+        folder = generations.path_of(number)
+        for place, copy in enumerate(copies):
+            path = folder / f"{place:05d}.safetensors"
+            if background and copy.reads:
+                jobs.append(copy.queue(session.device, generations.files, path))
+            else:
+                copy.run(generations.files, path)
         steps = {name: count for state in blocks.values() for name, count in state.steps.items()}
-        manifest = Manifest(step, number, files, steps, groups, kept, capture(session), plain)
-        generations.commit(manifest, old)
+        manifest = Manifest(step, number, (), steps, groups, kept, capture(session), plain)
     except BaseException:
+        for job in jobs:
+            dependency_failure(job)  # none writes there any more
         generations.abandon(number)
         raise
-    return sum(file.nbytes for file in files)
+    ending = Ending(generations, manifest, old, homes, copies, session.store.kept)
+    _finish(session, blocks, ending, jobs, background=background)
+    return sum(copy.nbytes if background else copy.finished().nbytes for copy in copies)
+
+
+def _finish(
+    session: Session, blocks: Mapping[str, BlockState], ending: Ending, jobs: Sequence[Completion], *, background: bool
+) -> None:
+    """Has a checkpoint end when all updates are at home, here or on the lane that writes them."""
+    homes = (home for state in blocks.values() for home in (state.current.parameters, state.current.states))
+    after = [*jobs, *(home.written for home in homes if home.written is not None)]
+    try:
+        if background:
+            # Behind the last write of its lane, so that it holds up none that it waits for.
+            ending.coming = session.device.submit(Lane.DISK_WRITE, ending.run, after=after, what="checkpoint")
+            session.saving = ending
+        else:
+            ending.run()
+    finally:
+        if ending.is_in_place:
+            for state in blocks.values():
+                state.keep(ending)
+
+
+def _in_place(session: Session, blocks: Mapping[str, BlockState], generations: Generations) -> InPlace:
+    """What the checkpoint names where it lies: nothing in a folder where training keeps nothing."""
+    kept = session.store.kept if generations.own else None
+    return InPlace(blocks if kept is not None else {}, kept, session.plan.streaming.update_chunk, session.state_names)
 
 
 def groups_of(session: Session, optimizer: torch.optim.Optimizer) -> tuple[Group, ...]:
@@ -105,46 +141,3 @@ def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _kept(scheduler: Scheduler) -> dict[str, Any]:
     return {"kind": type(scheduler).__qualname__, "state": encode(dict(scheduler.state_dict()), "scheduler")}
-
-
-def buffer_entry(name: str, buffer: torch.Tensor) -> Entry:
-    """The tensor that a buffer becomes."""
-    return Entry(f"{BUFFER}.{name}", dtype_name(str(buffer.dtype).removeprefix("torch.")), tuple(buffer.shape))
-
-
-def _write_pieces(
-    generations: Generations, number: int, pieces: Sequence[tuple[list[Entry], Callable[[PieceWriter], None]]]
-) -> Iterator[PieceFile]:
-    folder = generations.path_of(number)
-    for place, (entries, write) in enumerate(pieces):
-        writer = PieceWriter(generations.files, folder / f"{place:05d}.safetensors", entries)
-        try:
-            write(writer)
-            yield writer.finish()
-        finally:
-            writer.abandon()  # closes it, if it is not finished
-
-
-def _write_block(state: BlockState, writer: PieceWriter) -> None:
-    passing = Passing()
-    alone = [p for p in state.block.parameters if not needs_master(p)]
-    if alone:
-        content = state.parameters.look(0, state.parameters.nbytes)
-        for parameter in alone:
-            values = elements(content, parameter, parameter.offset)
-            passing.out(values, partial(writer.write, entry_name(VALUE, parameter)))
-    for chunk in state.layout.chunks:
-        if not chunk.nbytes:
-            continue  # an optimizer without states, and no master
-        content = state.states.look(chunk.offset, chunk.nbytes)
-        for name in state.layout.streams:
-            for piece, values in state.views(name, chunk, content):
-                if name in state.streams_of(piece.parameter):
-                    onward = Onward(writer.write, entry_name(name, piece.parameter), bytes_before(name, piece))
-                    passing.out(values, onward)
-
-
-def _write_buffers(buffers: Mapping[str, torch.Tensor], writer: PieceWriter) -> None:
-    passing = Passing()
-    for name, buffer in buffers.items():
-        passing.out(buffer.detach().contiguous().reshape(-1), partial(writer.write, f"{BUFFER}.{name}"))

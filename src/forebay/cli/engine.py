@@ -39,6 +39,7 @@ class Engine(Protocol):
         device: str,
         micro_batches: int,
         update: UpdateTime,
+        crash_safe: Path | None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Puts model and optimizer under a plan."""
 
@@ -74,6 +75,7 @@ class Engine(Protocol):
         step: int,
         scheduler: Scheduler | None,
         extra: Any,
+        background: bool,
     ) -> int:
         """Saves what training goes on from."""
 

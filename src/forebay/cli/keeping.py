@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from forebay.cli.engine import Engine
+    from forebay.safekeeping import CheckpointSize
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "shares_a_disk"]
 
 
 @final
@@ -44,10 +45,12 @@ class Keeper:
         self._model, self._optimizer, self._scheduler = trained
         self._every = every
         self.saved: int | None = None
+        self._in_place = 0
 
-    def announce(self, nbytes: int, device: str, *, first: bool) -> None:
-        """Says what a checkpoint of ``nbytes`` will take, where the run is to be saved as it goes. Raises ``DiskFull``
+    def announce(self, size: CheckpointSize, device: str, *, first: bool) -> None:
+        """Says what a checkpoint of ``size`` will take, where the run is to be saved as it goes. Raises ``DiskFull``
         where there is no room for it; ``first``: none stands in the folder yet."""
+        nbytes, self._in_place = size.copied, size.in_place
         if self._every is None:
             return
         # The one that stands is removed when the next one is whole.
@@ -62,18 +65,20 @@ class Keeper:
                 allowed=free,
             )
         seconds = format_seconds(_write_seconds(nbytes, self._folder.parent, device))
+        stays = f"; {format_bytes(self._in_place)} on disk are not copied" if self._in_place else ""
         self._view.note(
             f"saved every {self._every} steps: {format_bytes(nbytes)} each, about {seconds} of writing, and as much "
-            f"again on disk while one is written"
+            f"again on disk while one is written{stays}"
         )
 
     def after(self, step: int, last: int, losses: IO[str]) -> None:
         """``step`` has been taken, ``last`` will be the last one: saves the run where it is time to."""
         if self._every is not None and (step % self._every == 0 or step == last):
-            self.save(step, losses)
+            self.save(step, losses, background=step < last)
 
-    def save(self, step: int, losses: IO[str]) -> None:
-        """Saves the run after ``step``, if that is not done; ``losses`` goes to the disk before."""
+    def save(self, step: int, losses: IO[str], *, background: bool = False) -> None:
+        """Saves the run after ``step``, if that is not done; ``losses`` goes to the disk before. ``background``: not
+        to wait until it stands."""
         if step == self.saved:
             return
         since = time.perf_counter()
@@ -81,11 +86,25 @@ class Keeper:
         losses.flush()
         os.fsync(losses.fileno())
         nbytes = self._engine.save(
-            self._model, self._optimizer, self._folder, step=step, scheduler=self._scheduler, extra=None
+            self._model,
+            self._optimizer,
+            self._folder,
+            step=step,
+            scheduler=self._scheduler,
+            extra=None,
+            background=background,
         )
         self.saved = step
         took = format_seconds(time.perf_counter() - since)
-        self._view.note(f"step {step} is saved: {format_bytes(nbytes)} in {took}")
+        self._view.note(f"step {step} is {'being saved' if background else 'saved'}: {format_bytes(nbytes)} in {took}")
+
+
+def shares_a_disk(disk: str, folder: Path) -> bool:
+    """Whether what goes to ``disk`` could as well go to ``folder``: one folder on the same file system."""
+    from forebay.budgets import DiskBudget
+
+    folders = [Path(share.path) for share in DiskBudget.of(disk).folders]
+    return len(folders) == 1 and folders[0].is_dir() and folders[0].stat().st_dev == folder.stat().st_dev
 
 
 def _write_seconds(nbytes: int, folder: Path, device: str) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from forebay.cli.engine import Engine
-from forebay.cli.keeping import Keeper
+from forebay.cli.keeping import Keeper, shares_a_disk
 from forebay.cli.loop import Accumulate, Leg, make_scheduler, train_loop, warmup_of
 from forebay.cli.progress import StepResult, View
 from forebay.cli.runfolder import RunFolder
@@ -91,7 +91,15 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     view.note(_opening(config, model, source, tokenizer, windows, folder))
 
     batch = {name: tensor.to(device) for name, tensor in windows.batch(0).items()}
-    model, optimizer, together = _prepared(config, engine, view, model, batch, device)
+    crash_safe = _crash_safe(config, folder)
+    try:
+        prepared = _prepared(config, engine, view, model, batch, device, crash_safe)
+    except DoesNotFit as refusal:
+        if crash_safe is None:
+            raise
+        prepared = _prepared(config, engine, view, model, batch, device, None)
+        view.note(f"saves copy what is on disk, which has no room for two places: {refusal}")
+    model, optimizer, together = prepared
     try:
         view.note(_promise(engine.report(model).plan, config.accumulate, together))
         trained = _Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
@@ -141,8 +149,21 @@ def _resumed(
     return found.step
 
 
+def _crash_safe(config: TrainConfig, folder: RunFolder | None) -> Path | None:
+    """Where what is on disk is kept in two places, so that no save copies it; None where saves copy."""
+    if folder is None or config.save_every is None or config.disk is None:
+        return None
+    return folder.checkpoint if shares_a_disk(config.disk, folder.path) else None
+
+
 def _prepared(
-    config: TrainConfig, engine: Engine, view: View, model: nn.Module, batch: Mapping[str, torch.Tensor], device: str
+    config: TrainConfig,
+    engine: Engine,
+    view: View,
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    device: str,
+    crash_safe: Path | None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, int]:
     """Model and optimizer under a plan, and how many micro-batches pass the model together: all of a step, where a plan
     has room for them and foretells a faster step; else 1."""
@@ -162,6 +183,7 @@ def _prepared(
             device=device,
             micro_batches=micro_batches,
             update=config.update,
+            crash_safe=crash_safe,
         )
 
     count = config.accumulate

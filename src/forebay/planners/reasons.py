@@ -67,6 +67,10 @@ def kept(draft: Draft) -> tuple[str, ...]:
     beside = len(draft.updated(Update.STORAGE))
     if states > beside or homes:
         words.append(f"{_on_disk(states - beside, homes)} on disk: the host has no room for all of them")
+        if draft.streaming.disk_copies > 1:
+            words.append(
+                "what is on disk has two places there: updates write beside the last checkpoint, no save copies it"
+            )
     return tuple(words)
 
 

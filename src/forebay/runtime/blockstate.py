@@ -14,6 +14,7 @@ from forebay.optim.arithmetic import Prepared
 from forebay.plans import Placement
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradients import GradientBuffer
+from forebay.runtime.holds import Alternate, Hold, Outcome
 from forebay.runtime.homes import Home
 from forebay.runtime.tensors import state_view
 from forebay.scheduling.gradients import GradientSlots
@@ -61,8 +62,9 @@ class BlockState:
 
     ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
     the next step may be made before the step is asked for. A block that is updated on the device, or beside the
-    storage, is ``streamed``, the gradients of one that is updated in backward are ``passing``. ``prepared`` are the
-    updates that were made ready for it, by where they read and write.
+    storage, is ``streamed``, the gradients of one that is updated in backward are ``passing``. A block that a
+    checkpoint names in place has an ``alternate``. ``prepared`` are the updates that were made ready for it, by where
+    they read and write.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class BlockState:
         spare: BlockCopy | None = None,
         streamed: Streamed | None = None,
         passing: Passing | None = None,
+        alternate: Alternate | None = None,
     ) -> None:
         self.block = block
         self.placement = placement
@@ -84,6 +87,7 @@ class BlockState:
         self.spare = spare
         self.streamed = streamed
         self.passing = passing
+        self.alternate = alternate
         self.gradients = gradients
         self.steps = {p.name: 0 for p in block.parameters if p.trainable}
         self.prepared: dict[object, Prepared] = {}
@@ -120,6 +124,25 @@ class BlockState:
             raise ForebayError(f"block {self.block.name} has one copy at home, the plan does not speculate on it")
         self.current, self.spare = self.spare, self.current
 
+    @property
+    def target(self) -> BlockCopy:
+        """Where an update writes: the current copy, unless a checkpoint has it."""
+        if self.alternate is None or self.alternate.hold is Hold.FREE:
+            return self.current
+        return self.alternate.copy
+
+    def turn(self) -> None:
+        """What was written where the checkpoint does not have it is the current copy from now on."""
+        if self.alternate is None or self.alternate.hold is Hold.FREE:
+            raise ForebayError(f"no checkpoint has the current copy of block {self.block.name}: it is written in place")
+        before, self.current = self.current, self.alternate.copy
+        self.alternate.turned(before)
+
+    def keep(self, coming: Outcome) -> None:
+        """The current copy is what the checkpoint ``coming`` has."""
+        if self.alternate is not None:
+            self.alternate.keep(coming)
+
     def come_home(self) -> None:
         """Has the parameters in the copy that was the current one at first. Only for a session that ends: the states do
         not come with them. The caller has waited for all jobs."""
@@ -131,6 +154,11 @@ class BlockState:
         """Waits until every update of this block has been written to its homes."""
         self.parameters.settle()
         self.states.settle()
+
+    def settle_save(self) -> None:
+        """Waits until no checkpoint reads what is at home in memory."""
+        self.current.parameters.settle_save()
+        self.current.states.settle_save()
 
     def streams_of(self, parameter: Parameter) -> tuple[str, ...]:
         """Names of the state streams that mean something for ``parameter``."""

@@ -99,18 +99,28 @@ class Contents:
         for block, state in self._store.blocks.items():
             self._pool.invalidate(block)
             self._stepping.speculation.drop(state)
+            state.settle_save()
+            if state.target is not state.current:
+                state.turn()  # a checkpoint has the current copy; what is written is the other one, whole
         yield self._store.blocks
         self.unwritten.clear()
 
+    def whole(self) -> Mapping[str, BlockState]:
+        """All blocks, when every update that was asked for is queued. Raises ``SessionClosed`` while a parameter has no
+        values, and ``GradientUsedUp`` while some blocks are updated and others are not."""
+        self.expect_written()
+        self._stepping.in_backward.expect_whole()
+        self._stepping.delay.show()
+        for state in self._store.blocks.values():
+            state.queue_deferred()
+        return self._store.blocks
+
     def complete(self) -> Mapping[str, BlockState]:
-        """All blocks, when every update that was asked for is at home, to be read there before the next step. Raises
-        ``SessionClosed`` while a parameter has no values, and ``GradientUsedUp`` while some blocks are updated and
-        others are not."""
+        """``whole``, when every update is at home, to be read there before the next step."""
         self.expect_written()
         self._stepping.in_backward.expect_whole()
         self._settle()
-        self._stepping.delay.show()
-        return self._store.blocks
+        return self.whole()
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for

@@ -11,7 +11,7 @@ bytes out of the current one ``into`` the other, and checks them in there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Self, final
 
@@ -56,6 +56,7 @@ class Home(ABC):
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.written: Completion | None = None
+        self._saved_by: Completion | None = None
 
     @abstractmethod
     def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
@@ -87,10 +88,30 @@ class Home(ABC):
         """``nbytes`` from ``offset``, now, to be read before the next call: the bytes themselves, or a staging buffer.
         On disk both are those of something that is checked out, or of the whole home."""
 
+    def held(self, offset: int, nbytes: int) -> torch.Tensor:
+        """``look``, for somebody who has waited for the last writer."""
+        return self.look(offset, nbytes)
+
+    def saved_by(self, job: Completion) -> None:
+        """``job`` reads all bytes, which are in memory, for a checkpoint: whoever writes them waits for it."""
+        self._saved_by = job
+
+    def settle_save(self) -> None:
+        """Waits for the job of ``saved_by``."""
+        if self._saved_by is not None:
+            self._saved_by.wait()
+            self._saved_by = None
+
     @abstractmethod
     def replace(self, offset: int, nbytes: int) -> AbstractContextManager[torch.Tensor]:
         """Gives a buffer, as ``look`` does, for other bytes in the place of ``nbytes`` from ``offset``; they are at
         home at its end. On disk it holds zeros at first."""
+
+    def copy_from(self, other: Home, parts: Iterable[tuple[int, int]]) -> None:
+        """Copies ``parts`` (offset and bytes) of ``other``, now; one of them at a time is in memory."""
+        for offset, nbytes in parts:
+            with self.replace(offset, nbytes) as buffer:
+                buffer.copy_(other.read(offset, nbytes))
 
     def settle(self) -> None:
         """Waits for the last writer."""
@@ -124,12 +145,16 @@ class MemoryHome(Home):
         # The last fetch may still be reading what is written to: a block can be read again after its gradients have
         # landed (where only some of its parameters are trained), and nothing else makes an update wait for that. An
         # update that still writes there comes before this one on its lane.
-        reader = () if into._read_by is None else (into._read_by,)
-        ready = (*self._pending(), *reader)
+        # So may a checkpoint.
+        readers = [job for job in (into._read_by, into._saved_by) if job is not None]
+        ready = (*self._pending(), *readers)
         own = self._buffer[offset : offset + nbytes]
         if into is self:
             return Checkout(own, ready)
         return Checkout(into._buffer[offset : offset + nbytes], ready, source=own)
+
+    def held(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self._buffer[offset : offset + nbytes]
 
     def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
         self.written = after

@@ -11,6 +11,8 @@ from forebay.arenas import home_nbytes, home_tier
 from forebay.device.base import Device
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Update
+from forebay.runtime.blockstate import BlockCopy
+from forebay.runtime.holds import Alternate
 from forebay.runtime.homes import DiskHome, Home, MemoryHome, StorageHome
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena
@@ -66,6 +68,17 @@ class Places:
         if arena is None or not nbytes:
             return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)
         return MemoryHome(self._device, arena.carve(nbytes), what)
+
+    def alternate(self, block: Block, placement: Placement, homes: BlockCopy) -> Alternate | None:
+        """The other place of what ``block`` has on disk, at ``homes``; None if that is nothing."""
+        parameters, states = homes.parameters, homes.states
+        if home_tier(placement) is Tier.DISK:
+            parameters = self.parameters(block, placement, None)
+        if placement.states is Tier.DISK and states.nbytes:
+            states = self.states(block, placement, states.nbytes, None)
+        if parameters is homes.parameters and states is homes.states:
+            return None
+        return Alternate(BlockCopy(parameters, states))
 
     def _on_disk(self, file: str, nbytes: int, ring: StagingRing, what: str) -> DiskHome:
         start = self._ends[file]

@@ -20,6 +20,7 @@ from forebay.runtime.access import BlockAccess, stand_in
 from forebay.runtime.contents import Contents
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
+from forebay.runtime.holds import Outcome
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
@@ -131,6 +132,7 @@ class Session:
         self._handles_saved = bool(self._stand_ins or plan.recompute or plan.activations)
         # While several passes take turns and count as one (accumulate.py): their gradients.
         self.gathering: Gathering | None = None
+        self.saving: Outcome | None = None
         self._seen = False
 
     # What is running.
@@ -285,6 +287,7 @@ class Session:
         """Waits for every transfer and update; raises the first error among them."""
         self.store.landing.drain()
         self.store.settle()
+        self.finish_saving()
         self.device.synchronize()
 
     def stand_in(self, spec: Parameter) -> torch.Tensor:
@@ -315,6 +318,12 @@ class Session:
         """Replaces the states of the parameters named (``contents``)."""
         self.expect_open()
         self.contents.write_states(states)
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint stands that is made in the background; raises what went wrong with it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.expect_done()
 
     def lock(self, folder: Path) -> None:
         """Keeps ``folder`` for this session until it is closed. Raises ``StorageError`` where another one has it."""

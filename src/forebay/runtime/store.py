@@ -8,9 +8,8 @@ from typing import final
 
 import torch
 
-from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, UPDATE_RING, Arenas, arenas_of, home_tier
+from forebay.arenas import UPDATE_RING, Arenas, arenas_of, home_tier
 from forebay.device.base import Completion, Device
-from forebay.errors import ConfigError
 from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.optim.rules import UpdateRule
@@ -19,6 +18,7 @@ from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
 from forebay.runtime.cells import Cells, DeviceWay
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.depots import Depot, DepotRow, DiskDepot, HostDepot
+from forebay.runtime.filing import Filing
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import StorageHome
 from forebay.runtime.places import Places
@@ -27,10 +27,10 @@ from forebay.runtime.tensors import alone, elements, shaped
 from forebay.scheduling.gradients import GradientSlots
 from forebay.scheduling.staging import StagingRing
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
-from forebay.tiers.diskfile import DiskPolicy, TierFile
+from forebay.tiers.diskfile import TierFile
 from forebay.tiers.handed import hand_over
+from forebay.tiers.kept import KeptFolder
 from forebay.tiers.shared import SharedArena
-from forebay.tiers.stripes import DiskTier, Folder
 from forebay.trace import Block, Model, Parameter
 
 __all__ = ["Ledgers", "Store"]
@@ -48,7 +48,8 @@ class Ledgers:
 
 @final
 class Store:
-    """All blocks of a model in their tiers. Owns the arenas, the files and the resident device buffers."""
+    """All blocks of a model in their tiers. Owns the arenas, the files and the resident device buffers. What is at
+    home on disk is in ``kept``, if there is one, where a checkpoint can name it."""
 
     def __init__(
         self,
@@ -58,13 +59,15 @@ class Store:
         state_names: tuple[str, ...],
         ledgers: Ledgers,
         pinner: Pinner | None = None,
+        kept: KeptFolder | None = None,
     ) -> None:
         self._device = device
         self._ledgers = ledgers
         self._pinner = pinner or NoPinner()
         self._device_buffers: list[torch.Tensor] = []
         self._stack = contextlib.ExitStack()
-        self._disk: DiskTier | None = None
+        self._filing: Filing | None = None
+        self.kept = kept
         # The model's buffers stay on the device for as long as the session lives.
         device.ledger.charge(Kind.BUFFER, model.buffer_nbytes, "the model's buffers")
         self._stack.callback(device.ledger.discharge, Kind.BUFFER, model.buffer_nbytes)
@@ -96,7 +99,8 @@ class Store:
         moved = sizes.host_moved_states
         moved_states = self._arena(moved, Kind.STATE, "optimizer states that move", pinned=True)
         host_states = self._arena(sizes.host_states - moved, Kind.STATE, "optimizer states", pinned=False)
-        files = self._files(plan, sizes)
+        self._filing = Filing(plan, sizes, self._stack, self._ledgers.disk, self._ledgers.host, self.kept)
+        files = self._filing.files
         slot_ring = self._open_staging(sizes, streaming, files)
         chunk_ring = self._open_update_staging(sizes)
         # Where updates and compute share the cores a norm is no sooner there under backward.
@@ -130,8 +134,12 @@ class Store:
                 gradients = {p.name: GradientBuffer(p, None, self.landing) for p in block.parameters if p.trainable}
             else:
                 gradients, streamed = self._gradients(block, placement, host_gradients)
+            other = (
+                places.alternate(block, placement, BlockCopy(parameters, states)) if streaming.disk_copies > 1 else None
+            )
+            way = streamed if streams else None
             self.blocks[block.name] = BlockState(
-                block, placement, layout, parameters, states, gradients, spare, streamed if streams else None, passing
+                block, placement, layout, parameters, states, gradients, spare, way, passing, other
             )
         if shared is not None:
             self._territory = self._shared_with(shared, plan, files["states"])
@@ -202,35 +210,6 @@ class Store:
             self.notes.append(arena.note)
         return arena
 
-    def _files(self, plan: Plan, sizes: Arenas) -> dict[str, TierFile]:
-        if not sizes.disk:
-            return {}
-        if plan.budget.disk is None:
-            raise ConfigError("the plan puts something on disk and its budget names no disk; give disk=PATH:SIZE")
-        tier = self._disk = self._stack.enter_context(
-            DiskTier(
-                [Folder(share.path, share.nbytes) for share in plan.budget.disk.folders],
-                ledger=self._ledgers.disk,
-                needed=sizes.disk,
-                host_ledger=self._ledgers.host,
-                # The bounce buffers are of the larger block, for which the plan has DISK_BLOCK.
-                policy=DiskPolicy(
-                    reads=plan.streaming.disk_reads.at_most(DISK_BLOCK),
-                    writes=plan.streaming.disk_writes.at_most(DISK_BLOCK),
-                    bounce_buffers=DISK_BOUNCE,
-                ),
-            )
-        )
-        files = {}
-        for name, nbytes, kind in (
-            ("parameters", sizes.disk_parameters, Kind.PARAMETER),
-            ("states", sizes.disk_states, Kind.STATE),
-            ("activations", sizes.disk_activations, Kind.ACTIVATION),
-        ):
-            if nbytes:
-                files[name] = tier.create(name, nbytes, kind)
-        return files
-
     def _on_device(self, nbytes: int, kind: Kind, what: str) -> torch.Tensor:
         buffer: torch.Tensor = self._device.allocate(nbytes, kind, what)
         self._device_buffers.append(buffer)
@@ -264,7 +243,7 @@ class Store:
     def disk_written(self) -> int:
         """Bytes written to disk so far."""
         beside = 0 if self.beside is None else self.beside.worker.written
-        return beside if self._disk is None else beside + self._disk.written
+        return beside if self._filing is None else beside + self._filing.written
 
     def fetch(self, block: str, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
         """Queues the copy of a block's home into a slot (``slots.BlockSource``)."""
@@ -294,14 +273,15 @@ class Store:
                 # One each: what a micro-batch moves fills it to the byte, in whatever order they take turns.
                 parts = [arena.memory[i : i + sizes.host_activations] for i in range(0, nbytes, sizes.host_activations)]
                 made[Fate.OFFLOAD] = [HostDepot(self._device, part) for part in parts]
-        if Fate.DISK in self.depots and self._disk is not None:
+        tier = None if self._filing is None else self._filing.tier
+        if Fate.DISK in self.depots and tier is not None:
             what = "transfer staging of further micro-batches"
             ring = self._arena(sizes.activation_ring, Kind.STAGING, what, opened, pinned=True)
             if ring is not None:
                 whole = ring.carve(sizes.activation_ring // PAGE * PAGE, PAGE)
                 # The ring holds the largest of them: so much may be left over where one file ends.
                 size = further * sizes.disk_activations + whole.numel()
-                file = self._disk.create(name, size, Kind.ACTIVATION)
+                file = tier.create(name, size, Kind.ACTIVATION)
                 made[Fate.DISK] = [DiskDepot(self._device, whole, file)]
         return made
 
@@ -312,6 +292,7 @@ class Store:
         memory at a time, whatever the tier.
         """
         state = self.blocks[block]
+        self.write_apart(state)
         values = {p.name: content(p) for p in state.block.parameters}
         target = state.parameters.staging_for_write()
         if any(value is None for value in values.values()):
@@ -337,9 +318,24 @@ class Store:
     @contextlib.contextmanager
     def edit_states(self, state: BlockState) -> Iterator[torch.Tensor]:
         """All state bytes of one block, to be changed in place; written back at the end."""
+        self.write_apart(state)
         content = state.states.read()
         yield content
         state.states.write(content)
+
+    def write_apart(self, state: BlockState) -> None:
+        """Before somebody else than an update writes to a block: has its current copy be one that no checkpoint has, or
+        reads."""
+        state.settle()
+        state.settle_save()
+        source, target = state.current, state.target
+        if target is source:
+            return
+        if target.parameters is not source.parameters:
+            target.parameters.copy_from(source.parameters, [(0, source.parameters.nbytes)])
+        if target.states is not source.states:
+            target.states.copy_from(source.states, [(c.offset, c.nbytes) for c in state.layout.chunks if c.nbytes])
+        state.turn()
 
     def read(self, block: str) -> Iterator[tuple[Parameter, torch.Tensor]]:
         """The parameters of ``block`` in their own dtype, as they are at home once all updates are done."""

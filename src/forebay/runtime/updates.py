@@ -67,12 +67,13 @@ class Updater:
         """Queues the update of the parameters in ``tasks`` of a block whose gradients have landed.
 
         With ``into``, the block's spare copy, the outcome goes there, whole, and the current copy stands: what has no
-        gradient is copied. Reads and writes of what is on disk are queued beside it; ``parameters.written`` of the copy
-        and the gradients' ``read_by`` name the end. Returns the last job's completion; None if there is nothing to
-        update.
+        gradient is copied. Where a checkpoint has the current copy the outcome goes to the other place on disk, which
+        is the current copy then. Reads and writes of what is on disk are queued beside it; ``parameters.written`` of
+        the copy and the gradients' ``read_by`` name the end. Returns the last job's completion; None if there is
+        nothing to update.
         """
         block, source = state.block, state.current
-        target = into or source
+        target = into or state.target
         # Gradients that are still landing must be there before the update reads them.
         arrived = tuple(g.arrived for n, g in state.gradients.items() if n in tasks and g.arrived is not None)
         loan = source.parameters.check_out(0, source.parameters.nbytes, f"read {block.name}", target.parameters)
@@ -103,6 +104,8 @@ class Updater:
             target.parameters.check_in(loan, 0, done, f"write {block.name}")
             for name in tasks:
                 state.gradients[name].read_by = read
+            if target is not source and into is None:
+                state.turn()
         return done
 
     def _in_cell(

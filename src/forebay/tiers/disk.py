@@ -81,9 +81,10 @@ class DiskFolder:
         """Whether every file that is open goes past the page cache."""
         return all(file.direct for file in self._files.values())
 
-    def create(self, name: str, nbytes: int, kind: Kind = Kind.STATE) -> DiskFile:
+    def create(self, name: str, nbytes: int, kind: Kind = Kind.STATE, stays: Path | None = None) -> DiskFile:
         """A new file of ``nbytes`` rounded up to the alignment, charged to the ledger as ``kind`` until it is closed.
 
+        Its bytes go then, or with the process. With ``stays`` they are a file there, which its holder removes.
         Bytes never written read as zero. Raises ``DiskFull``, and leaves nothing, when the budget or the file system
         has no room; ``StorageError`` for a bad name, a second file of the same name, and any other refusal.
         """
@@ -99,12 +100,13 @@ class DiskFolder:
         size = self.policy.padded(nbytes)
         self._ledger.charge(kind, size, name)
         try:
-            fd, direct = _make_file(self.path / name, size, self.policy.direct, self._io)
+            path = stays or self.path / name
+            fd, direct = _make_file(path, size, self.policy.direct, self._io, stays=stays is not None)
         except BaseException:
             self._ledger.discharge(kind, size)
             raise
         file = DiskFile(
-            self.path / name,
+            path,
             fd,
             size,
             kind=kind,
@@ -179,7 +181,7 @@ def _make_folder(parent: Path, io: Io) -> Path:
     return folder
 
 
-def _make_file(path: Path, nbytes: int, direct: bool, io: Io) -> tuple[int, bool]:
+def _make_file(path: Path, nbytes: int, direct: bool, io: Io, *, stays: bool) -> tuple[int, bool]:
     """A new file of ``nbytes``; returns its descriptor and whether it is direct. Nothing is left if it fails."""
     try:
         fd, direct = _open(path, direct, io)
@@ -187,7 +189,8 @@ def _make_file(path: Path, nbytes: int, direct: bool, io: Io) -> tuple[int, bool
             _preallocate(fd, nbytes, io)
             # The descriptor is enough from here on. Without a name the kernel frees the space when the process ends,
             # however it ends; a killed run would otherwise leave all of it on the user's disk.
-            path.unlink()
+            if not stays:
+                path.unlink()
         except BaseException:
             os.close(fd)
             path.unlink(missing_ok=True)

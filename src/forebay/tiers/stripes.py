@@ -163,12 +163,15 @@ class DiskTier:
         """Bytes written to the files so far: what a disk wears by."""
         return sum(folder.meter.nbytes for folder in self._folders)
 
-    def create(self, name: str, nbytes: int, kind: Kind = Kind.STATE) -> TierFile:
+    def create(self, name: str, nbytes: int, kind: Kind = Kind.STATE, stays: Path | None = None) -> TierFile:
         """A new file of ``nbytes`` rounded up to the alignment over all folders, as ``DiskFolder.create`` makes one in
-        one folder, whose errors it raises; nothing is left when one folder refuses its part."""
+        one folder, whose errors it raises; nothing is left when one folder refuses its part. One that ``stays`` is on
+        the disk of the only folder there is."""
+        if stays is not None and len(self._folders) > 1:
+            raise StorageError(f"{stays} cannot be spread over {len(self._folders)} folders")
         size = self.policy.padded(nbytes)
         if len(self._folders) == 1 and self.policy.reads.depth == self.policy.writes.depth == 1:
-            file: TierFile = self._folders[0].create(name, nbytes, kind)
+            file: TierFile = self._folders[0].create(name, nbytes, kind, stays)
             self._room[0] -= size
             return file
         zones = lay_out(size, self._room, self.policy.stripe, self.policy.alignment)
@@ -179,7 +182,7 @@ class DiskTier:
         parts: list[DiskFile | None] = []
         with contextlib.ExitStack() as made:
             for folder, share in zip(self._folders, sizes, strict=True):
-                parts.append(made.enter_context(folder.create(name, share, kind)) if share else None)
+                parts.append(made.enter_context(folder.create(name, share, kind, stays)) if share else None)
             made.pop_all()
         self._room = [room - share for room, share in zip(self._room, sizes, strict=True)]
         return StripedFile(parts, zones, self.policy, self._crews)

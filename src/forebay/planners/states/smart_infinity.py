@@ -56,6 +56,9 @@ def smart_infinity(problem: Problem, bench: Bench | None = None) -> Plan:
     if problem.update == "backward":
         why = "has gradients updated beside the storage, and update='backward' uses them up on the host"
         raise cannot_serve(NAME, why, "zero-infinity, or this one with update='step'")
+    if problem.disk_copies > 1:
+        why = "updates optimizer states where they lie, and crash_safe has updates write beside the last checkpoint"
+        raise cannot_serve(NAME, why, "zero-infinity, or this one without crash_safe")
     draft = serial(streamed(bench))
     if not problem.limit(Tier.DISK):
         raise _without_a_disk(bench, draft)

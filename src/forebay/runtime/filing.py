@@ -1,0 +1,68 @@
+"""The files of a session: the tier that has them, and which of them stay when it ends."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import final
+
+from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, Arenas
+from forebay.errors import ConfigError
+from forebay.memory import Kind, Ledger
+from forebay.plans import Plan
+from forebay.tiers.diskfile import DiskPolicy, TierFile
+from forebay.tiers.kept import KeptFolder
+from forebay.tiers.stripes import DiskTier, Folder
+
+__all__ = ["Filing"]
+
+
+@final
+class Filing:
+    """The files of ``plan``, whose arenas are ``sizes``, by name: none where nothing is on disk. ``stack`` closes them.
+
+    Parameters and states are in ``kept``, if there is one.
+    """
+
+    def __init__(
+        self, plan: Plan, sizes: Arenas, stack: ExitStack, ledger: Ledger, host: Ledger, kept: KeptFolder | None
+    ) -> None:
+        self.files: dict[str, TierFile] = {}
+        self.tier: DiskTier | None = None
+        self._kept = kept
+        if not sizes.disk:
+            return
+        if plan.budget.disk is None:
+            raise ConfigError("the plan puts something on disk and its budget names no disk; give disk=PATH:SIZE")
+        if kept is not None:
+            # Behind the tier: a file is closed before its name goes.
+            stack.callback(kept.close)
+        tier = self.tier = stack.enter_context(
+            DiskTier(
+                [Folder(share.path, share.nbytes) for share in plan.budget.disk.folders],
+                ledger=ledger,
+                needed=sizes.disk,
+                host_ledger=host,
+                # The bounce buffers are of the larger block, for which the plan has DISK_BLOCK.
+                policy=DiskPolicy(
+                    reads=plan.streaming.disk_reads.at_most(DISK_BLOCK),
+                    writes=plan.streaming.disk_writes.at_most(DISK_BLOCK),
+                    bounce_buffers=DISK_BOUNCE,
+                ),
+            )
+        )
+        if sizes.disk_parameters:
+            self.files["parameters"] = self._home(tier, "parameters", sizes.disk_parameters, Kind.PARAMETER)
+        if sizes.disk_states:
+            self.files["states"] = self._home(tier, "states", sizes.disk_states, Kind.STATE)
+        if sizes.disk_activations:
+            self.files["activations"] = tier.create("activations", sizes.disk_activations, Kind.ACTIVATION)
+
+    @property
+    def written(self) -> int:
+        """Bytes written to the files so far."""
+        return 0 if self.tier is None else self.tier.written
+
+    def _home(self, tier: DiskTier, name: str, nbytes: int, kind: Kind) -> TierFile:
+        if self._kept is None:
+            return tier.create(name, nbytes, kind)
+        return self._kept.hold(name, tier.create(name, nbytes, kind, self._kept.path_of(name)))

@@ -1,0 +1,321 @@
+"""Whatever fails while a checkpoint is made that names homes on disk, and after it: a whole one stands."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import forebay
+from forebay.checkpoint.files import Files, SystemFiles
+from forebay.checkpoint.generations import MANIFEST, Generations
+from forebay.checkpoint.resuming import resume_checkpoint
+from forebay.checkpoint.saving import save_checkpoint
+from forebay.errors import ConfigError, ForebayError, StorageError
+from forebay.plans import Plan, Update
+from forebay.runtime.hooks import prepared_session
+from tests.faults.crashing import Counted, Crash, crash, fail
+from tests.faults.trained import AMPLE, adamw, disk_plan, network, step
+
+
+class Trained:
+    """A small model, all of it on disk, that is saved in ``kept``."""
+
+    def __init__(self, folder: Path, kept: Path, plan: Plan | None = None) -> None:
+        model = network()
+        self.kept = kept
+        self.plan = plan or disk_plan(folder, disk_copies=2)
+        self.model, self.optimizer = forebay.prepare(
+            model,
+            adamw(model),
+            device_memory=AMPLE,
+            device="cpu",
+            plan=self.plan,
+            disk=f"{folder}:64MiB",
+            crash_safe=kept,
+        )
+        self.session = prepared_session(self.model)
+
+    def step(self) -> list[torch.Tensor]:
+        step(self.model, self.optimizer)
+        return self.content()
+
+    def save(self, number: int, files: Files | None = None, *, background: bool = False) -> None:
+        own = self.session.store.kept
+        assert own is not None
+        generations = Generations(self.kept, files or SystemFiles(), own.names)
+        given = {"step": number, "scheduler": None, "extra": None}
+        save_checkpoint(self.session, self.model, self.optimizer, generations, **given, background=background)  # type: ignore[arg-type]
+
+    def save_and_wait(self, number: int, files: Files, *, background: bool) -> None:
+        self.save(number, files, background=background)
+        forebay.synchronize(self.model)
+
+    def content(self) -> list[torch.Tensor]:
+        states = [value for entry in self.optimizer.state_dict()["state"].values() for value in entry.values()]
+        return [tensor.clone() for tensor in (*forebay.parameters(self.model).values(), *states)]
+
+    def close(self) -> None:
+        forebay.close(self.model)
+
+
+class Reader:
+    """Another model, which goes on from copies of a folder: as a later process would from what is there now."""
+
+    def __init__(self, folder: Path) -> None:
+        self._where = folder / "copy"
+        model = network()
+        self.model, self.optimizer = forebay.prepare(
+            model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu"
+        )
+
+    def found(self, kept: Path) -> tuple[int, list[torch.Tensor]]:
+        shutil.rmtree(self._where, ignore_errors=True)
+        shutil.copytree(kept, self._where)
+        session = prepared_session(self.model)
+        generations = Generations(self._where, SystemFiles())
+        number = resume_checkpoint(session, self.model, self.optimizer, generations, None).step
+        states = [value for entry in self.optimizer.state_dict()["state"].values() for value in entry.values()]
+        return number, [tensor.clone() for tensor in (*forebay.parameters(self.model).values(), *states)]
+
+    def expect(self, kept: Path, number: int, content: list[torch.Tensor]) -> None:
+        there, found = self.found(kept)
+        assert there == number
+        assert all(torch.equal(a, b) for a, b in zip(found, content, strict=True))
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    made = Reader(tmp_path_factory.mktemp("reader"))
+    yield made
+    forebay.close(made.model)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Trained]:
+    (tmp_path / "disk").mkdir()
+    made = Trained(tmp_path / "disk", tmp_path / "kept")
+    yield made
+    made.close()
+
+
+def operations(trained: Trained) -> list[str]:
+    counted = Counted()
+    trained.save(1, counted)
+    return counted.done
+
+
+def test_what_is_named_in_place_is_on_the_disk_before_it_is_named(trained: Trained) -> None:
+    trained.step()
+    trained.save(0)
+    trained.step()
+    order = operations(trained)
+    renamed = order.index("replace")
+    # Parameters and states are synced, then the names in the folder, then the manifest; and no tensor is written.
+    assert order[:renamed].count("sync") == 3
+    assert order[:renamed].count("write") == len([o for o in order if o == "write"])
+    assert "write" not in order[: order.index("sync_folder")]
+    assert order[renamed + 1] == "sync_folder"
+
+
+def test_a_crash_at_every_kind_of_operation_leaves_what_stood_or_what_was_to_stand(
+    reader: Reader, tmp_path: Path
+) -> None:
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    trained = Trained(disk, kept)
+    trained.step()
+    trained.save(1)
+    trained.step()
+    order = operations(trained)
+    assert len(order) > 10
+    # The first of several alike, one after the other: writes of one manifest, say.
+    for place in (place for place, operation in enumerate(order) if place == 0 or operation != order[place - 1]):
+        before = trained.step()
+        trained.save(1)
+        after = trained.step()
+        counted = Counted(place, crash)
+        with pytest.raises(Crash):
+            trained.save(2, counted)
+        stands = (2, after) if "replace" in counted.done[:-1] else (1, before)
+        reader.expect(kept, *stands)
+        # The process that comes up again goes on from there, in files of its own.
+        trained.close()
+        trained = Trained(disk, kept, trained.plan)
+        assert forebay.resume(trained.model, trained.optimizer, kept).step == stands[0]
+        assert all(torch.equal(a, b) for a, b in zip(trained.content(), stands[1], strict=True))
+    trained.close()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waited-for", "background"])
+def test_an_error_at_any_operation_is_told_and_training_goes_on(
+    reader: Reader, trained: Trained, background: bool
+) -> None:
+    trained.step()
+    trained.save(0)
+    trained.step()
+    order = operations(trained)
+    renamed = order.index("replace")
+    firsts = {order.index(operation) for operation in order} if background else set[int]()
+    for place in sorted(firsts | {renamed - 1, renamed, renamed + 1}):
+        before = trained.step()
+        trained.save(1)
+        after = trained.step()
+        if order[place] == "remove" and place > renamed:
+            trained.save_and_wait(2, Counted(place, fail(errno.EIO)), background=background)
+        else:
+            with pytest.raises(StorageError, match=r"Input/output error \(EIO\)") as told:
+                trained.save_and_wait(2, Counted(place, fail(errno.EIO)), background=background)
+            assert "\n" not in str(told.value)
+        stands = (2, after) if place > renamed else (1, before)
+        reader.expect(trained.kept, *stands)
+        # Neither of the next steps touches what stands, whichever of the two that is.
+        trained.step()
+        trained.step()
+        reader.expect(trained.kept, *stands)
+
+
+def test_a_process_that_saved_nothing_leaves_files_that_the_next_one_removes(tmp_path: Path, reader: Reader) -> None:
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    first = Trained(disk, kept)
+    content = first.step()
+    first.save(1)
+    first.close()
+    mine = {path.name for path in kept.glob("home-*")}
+    assert len(mine) == 2
+    # Killed before it saved: its files are still there.
+    for name in ("home-00000000-states", "home-00000000-parameters"):
+        (kept / name).write_bytes(bytes(4096))
+    (kept / "generation-00000009").mkdir()
+    second = Trained(disk, kept, first.plan)
+    there = {path.name for path in kept.glob("home-*")}
+    assert len(there) == 4 and mine < there
+    assert not (kept / "generation-00000009").exists()
+    second.step()
+    second.close()
+    # It did not save either, and the checkpoint stands.
+    assert {path.name for path in kept.glob("home-*")} == mine
+    reader.expect(kept, 1, content)
+    assert {path.stat().st_mode & 0o077 for path in kept.rglob("*")} == {0}
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_damage_is_told_and_nothing_has_changed(trained: Trained, reader: Reader, tmp_path: Path) -> None:
+    trained.step()
+    content = trained.step()
+    trained.save(2)
+    reader.expect(trained.kept, 2, content)
+    copy = tmp_path / "damaged"
+
+    def refused(words: str) -> None:
+        session, generations = prepared_session(reader.model), Generations(copy, SystemFiles())
+        with pytest.raises(ForebayError, match=words) as told:
+            resume_checkpoint(session, reader.model, reader.optimizer, generations, None)
+        assert "\n" not in str(told.value)
+        values = list(forebay.parameters(reader.model).values())
+        assert all(torch.equal(a, b) for a, b in zip(values, content, strict=False))
+        shutil.rmtree(copy)
+
+    def begin() -> dict[str, Path]:
+        shutil.copytree(trained.kept, copy)
+        return {path.name.rpartition("-")[2]: path for path in copy.glob("home-*")}
+
+    homes = json.loads((trained.kept / MANIFEST).read_text())["manifest"]["homes"]
+    for what in ("parameters", "states"):
+        flip(begin()[what], homes["blocks"][2][what]["offset"] + 1234)
+        refused(f"the {what} of block 2 in .* are not what was saved: .*the disk has changed bytes of it")
+        os.truncate(begin()[what], 4096)
+        refused("has 4096 bytes and had .*; the file was cut or changed")
+        begin()[what].unlink()
+        refused("it was moved or removed")
+    # What the checkpoint does not name may be anything: it is what the next step writes.
+    states = begin()["states"]
+    place = states.stat().st_size // 8  # two of each block, one after the other
+    assert homes["blocks"][0]["states"]["offset"] in (0, place)
+    flip(states, place - homes["blocks"][0]["states"]["offset"])
+    session = prepared_session(reader.model)
+    assert resume_checkpoint(session, reader.model, reader.optimizer, Generations(copy, SystemFiles()), None).step == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h: h["states"].update(name="../secret"), "a checkpoint has files home-NAME in its own folder"),
+        (lambda h: h["blocks"][0]["states"].update(offset=1 << 60), "ends before byte"),
+        (lambda h: h["blocks"][0]["states"].update(offset=-4096), "is in no file"),
+        (lambda h: h["blocks"][0]["states"].update(checksums=[1]), "parts, not the manifest's"),
+        (lambda h: h["blocks"][0].update(block="9"), "does not have, or has in another form"),
+        (lambda h: h["blocks"][0].update(tensors=7), "does not have, or has in another form"),
+        (lambda h: h.update(state_names=["momentum_buffer"]), "it was saved from another optimizer"),
+        (lambda h: h.update(update_chunk=0), "has 1 element or more"),
+        (lambda h: h["blocks"].pop(), "has no exp_avg.3.bias"),
+    ],
+    ids=["path", "far", "negative", "few", "block", "tensors", "optimizer", "chunk", "missing"],
+)
+def test_a_manifest_is_not_believed(trained: Trained, reader: Reader, change: object, words: str) -> None:
+    trained.step()
+    trained.save(1)
+    path = trained.kept / MANIFEST
+    manifest = json.loads(path.read_text())["manifest"]
+    change(manifest["homes"])  # type: ignore[operator]
+    body = json.dumps(manifest).encode()
+    path.write_bytes(b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body))
+    with pytest.raises(ForebayError, match=words) as told:
+        reader.found(trained.kept)
+    assert "\n" not in str(told.value)
+
+
+def test_folders_and_plans_that_cannot_be(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    whole = disk_plan(disk, disk_copies=2)
+
+    def refused(words: str, error: type[ForebayError] = ConfigError, copies: int = 2, **changes: object) -> None:
+        model = network()
+        given = {"disk": f"{disk}:64MiB", "crash_safe": tmp_path / "kept", "device_memory": AMPLE, "device": "cpu"}
+        plan = replace(whole, streaming=replace(whole.streaming, disk_copies=copies))
+        with pytest.raises(error, match=words) as told:
+            forebay.prepare(model, adamw(model), plan=plan, **(given | changes))  # type: ignore[arg-type]
+        assert "\n" not in str(told.value)
+        # Nobody holds the folder, and the model is as it was.
+        assert all(isinstance(p, nn.Parameter) and p.numel() for p in model.parameters())
+
+    refused("has one place on disk for block 0, and crash_safe needs two", copies=1)
+    (tmp_path / "more").mkdir()
+    several = f"{disk}:32MiB,{tmp_path / 'more'}:32MiB"
+    refused("disk names 2 folders to spread it over", disk=several)
+    elsewhere = Path("/dev/shm")
+    if elsewhere.is_dir() and elsewhere.stat().st_dev != disk.stat().st_dev:
+        where = elsewhere / f"forebay-test-{os.getpid()}"
+        try:
+            refused("is on another file system than", crash_safe=where)
+        finally:
+            shutil.rmtree(where, ignore_errors=True)
+    (tmp_path / "file").write_text("")
+    refused("File exists", StorageError, crash_safe=tmp_path / "file")
+    held = Trained(disk, tmp_path / "kept")
+    refused(r"is in use by process \d+", StorageError)
+    held.close()
+    plan = held.plan
+    with pytest.raises(ConfigError, match="is on disk in two copies, of which a checkpoint has one"):
+        replace(plan, placements=tuple(p.updating(Update.AHEAD) for p in plan.placements))
+    with pytest.raises(ConfigError, match="disk_copies must be 1 or 2"):
+        replace(plan.streaming, disk_copies=3)

@@ -1,0 +1,79 @@
+"""Plans under which no save copies what is on disk: two places there, counted, proven and said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.checking import check
+from forebay.errors import CannotServe, DoesNotFit, PlanInvalid
+from forebay.memory import Tier
+from forebay.planners import Problem, make_plan
+from forebay.plans import Plan, Update
+from forebay.simulation import simulate
+from tests.null.planning import ENOUGH, asked, chain, machine
+
+TRACE = chain(8, width=256)
+ON = machine(compute=1e8, h2d=1e9, d2h=1e9, disk=1e9, update=1e9)
+STATES = 2 * 4 * sum(p.numel for block in TRACE.model.blocks for p in block.parameters)
+"""Bytes of both moments."""
+
+SAID = "what is on disk has two places there: updates write beside the last checkpoint, no save copies it"
+
+
+def problem(host: int, *, disk_copies: int, disk: int = ENOUGH, device: int = 1 << 21) -> Problem:
+    return replace(asked(TRACE, ON, device=device, host=host, disk=disk), disk_copies=disk_copies)
+
+
+def least_host(disk_copies: int) -> int:
+    """Too few bytes for the states."""
+    plan = make_plan(problem(ENOUGH, disk_copies=disk_copies), "stream")
+    assert plan.disk == 0 and plan.streaming.disk_copies == 1 and SAID not in plan.reasons
+    return plan.host - STATES // 2
+
+
+def on_disk(plan: Plan) -> set[str]:
+    return {p.block for p in plan.placements if Tier.DISK in (p.parameters, p.states)}
+
+
+@pytest.mark.parametrize("policy", ["stream", "auto"])
+def test_twice_the_bytes_on_disk_and_no_other(policy: str) -> None:
+    host = least_host(1)
+    once = make_plan(problem(host, disk_copies=1), "stream")
+    plan = make_plan(problem(host, disk_copies=2), policy)
+    assert on_disk(plan) and plan.streaming.disk_copies == 2
+    if policy == "stream":
+        assert plan.placements == once.placements and plan.host == once.host
+        assert plan.disk == 2 * once.disk > 0
+        assert SAID in plan.reasons and SAID not in once.reasons
+    check(TRACE, ON, plan)
+    peaks = {usage.tier: usage.peak for usage in simulate(TRACE, ON, plan).tiers}
+    assert peaks[Tier.DISK] == plan.disk
+    assert not on_disk(plan).intersection(plan.updated(Update.AHEAD))
+
+
+def test_the_proof_counts_both_places() -> None:
+    plan = make_plan(problem(least_host(1), disk_copies=2), "stream")
+    short = replace(plan, disk=plan.disk - 1)
+    with pytest.raises((DoesNotFit, PlanInvalid), match="disk"):
+        check(TRACE, ON, short)
+    budget = replace(plan.budget, disk=replace(plan.budget.disk, nbytes=plan.disk - 1)) if plan.budget.disk else None
+    assert budget is not None
+    with pytest.raises(DoesNotFit, match="disk"):
+        check(TRACE, ON, replace(plan, budget=budget))
+
+
+def test_a_disk_with_room_for_one_is_refused() -> None:
+    host = least_host(1)
+    once = make_plan(problem(host, disk_copies=1), "stream")
+    assert make_plan(problem(host, disk_copies=1, disk=once.disk), "stream").disk == once.disk
+    assert make_plan(problem(host, disk_copies=2, disk=2 * once.disk), "stream").disk == 2 * once.disk
+    with pytest.raises(DoesNotFit) as refusal:
+        make_plan(problem(host, disk_copies=2, disk=2 * once.disk - 1), "stream")
+    assert refusal.value.tier == Tier.DISK.value
+
+
+def test_updates_where_states_lie_are_refused() -> None:
+    with pytest.raises(CannotServe, match="crash_safe has updates write beside the last checkpoint"):
+        make_plan(problem(ENOUGH, disk_copies=2), "smart-infinity")
