@@ -13,6 +13,7 @@ scripts/bench disk-step --folder /tmp
 scripts/bench checkpoints --folder /tmp
 scripts/bench hidden
 scripts/bench accumulate
+scripts/bench several --folder /tmp
 scripts/bench zero --folder /tmp
 scripts/bench table
 scripts/bench keep FOLDER/results.jsonl
@@ -40,6 +41,7 @@ HOST_TOPICS = {
     "checkpoints": "hold steps that are saved, with all states on disk, against steps that are not",
     "hidden": "hold steps with clipping against their forward and backward alone",
     "accumulate": "hold forebay.accumulate against the loop over micro-batches",
+    "several": "hold two models in turns against one after the other",
     "zero": "hold forebay against DeepSpeed's ZeRO",
 }
 """The comparisons of ``fasthost``."""
@@ -191,13 +193,18 @@ def _update(options: argparse.Namespace) -> None:
 
 
 def _host(options: argparse.Namespace) -> None:
-    from benchmarks.fasthost import accumulation, checkpoints, disk, disk_step, hidden, zero
+    from benchmarks.fasthost import accumulation, checkpoints, disk, disk_step, hidden, several, zero
     from benchmarks.fasthost.record import ARCHIVE
     from benchmarks.fasthost.table import render
 
     command, quick = f"scripts/bench {options.command}", options.quick
-    on_disk = {"disk": disk.compare, "disk-step": disk_step.compare, "zero": zero.compare}
-    on_disk["checkpoints"] = checkpoints.compare
+    on_disk = {
+        "checkpoints": checkpoints.compare,
+        "disk": disk.compare,
+        "disk-step": disk_step.compare,
+        "several": several.compare,
+        "zero": zero.compare,
+    }
     in_memory = {"hidden": hidden.compare, "accumulate": accumulation.compare}
     print(f"{options.command}:", flush=True)
 

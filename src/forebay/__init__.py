@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from forebay.exporting import export
     from forebay.machine import Machine
     from forebay.plans import Plan
+    from forebay.several import alternate, prepare_several, report_several
     from forebay.timeline import Timeline
     from forebay.trace import Trace
 
@@ -43,6 +44,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "accumulate",
+    "alternate",
     "check",
     "close",
     "export",
@@ -52,9 +54,11 @@ __all__ = [
     "parameters",
     "plan",
     "prepare",
+    "prepare_several",
     "probe",
     "profile",
     "report",
+    "report_several",
     "resume",
     "save",
     "simulate",
@@ -70,7 +74,10 @@ _HOMES = {
     "Plan": "forebay.plans",
     "Timeline": "forebay.timeline",
     "Trace": "forebay.trace",
+    "alternate": "forebay.several",
     "export": "forebay.exporting",
+    "prepare_several": "forebay.several",
+    "report_several": "forebay.several",
 }
 
 

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from forebay.adoption import adopt_plan, expect_two_places
-from forebay.budgets import Budget, DiskBudget
+from forebay.budgets import Budget, Size
 from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
 from forebay.device.base import Device
-from forebay.errors import CaptureFailed, DoesNotFit, ModelError, NoRoomTogether, OptimizerError, UsageError
+from forebay.errors import CaptureFailed, DoesNotFit, ModelError, NoRoomTogether, UsageError
 from forebay.figures import with_figures
 from forebay.loss import Cut, Loss
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.opening import limits_of, open_session
+from forebay.opening import expect_trainable, limits_of, open_session
 from forebay.optim.rules import read_optimizer
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.room import leave_room
@@ -41,7 +41,7 @@ from forebay.runtime.session import Session
 from forebay.safekeeping import keep_in, resume, save
 from forebay.simulation import simulate
 from forebay.trace import Footprint, Trace
-from forebay.units import format_apart, parse_bytes
+from forebay.units import format_apart
 
 __all__ = [
     "accumulate",
@@ -61,8 +61,6 @@ __all__ = [
     "simulate",
     "synchronize",
 ]
-
-Size = int | str
 
 
 def prepare(
@@ -107,12 +105,12 @@ def prepare(
             "this model, or a part of it, is prepared already; call forebay.close(model) before preparing it anew"
         )
     rule = read_optimizer(optimizer)
-    budget = _read_budget(device_memory, host_memory, disk)
+    budget = Budget.of(device_memory, host_memory, disk)
     opened = open_device(device, budget.device)
     kept = None
     try:
         bound = find_blocks(model, blocks)
-        _check_model(model, bound, optimizer, opened)
+        expect_trainable(model, bound, optimizer, opened)
         if plan is None:
             asked = budget, policy, opened, compress, micro_batches, update, 1 if crash_safe is None else 2
             plan = _Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
@@ -128,36 +126,6 @@ def prepare(
         if opened is not device:
             opened.close()
         raise
-
-
-def _read_budget(device_memory: Size, host_memory: Size | None, disk: str | None) -> Budget:
-    folder = None if disk is None else DiskBudget.of(disk)
-    host = None if host_memory is None else parse_bytes(host_memory)
-    return Budget(parse_bytes(device_memory), host, None, folder)
-
-
-def _check_model(model: nn.Module, bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
-    if not bound.parameters:
-        raise ModelError("the model has no parameters; there is nothing to train")
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ModelError(
-                f"buffer {name} is on the meta device and has no values; build the model so that only parameters "
-                f"are on meta (accelerate.init_empty_weights() does)"
-            )
-    known = {id(p) for p in bound.parameters.values()}
-    for group in optimizer.param_groups:
-        if any(id(p) not in known for p in group["params"]):
-            raise OptimizerError("the optimizer holds parameters that are not the model's; make it from this model")
-    allowed = {"cpu", "meta", torch.device(device.name).type}
-    for name, parameter in bound.parameters.items():
-        if parameter.device.type not in allowed:
-            raise ModelError(
-                f"parameter {name} is on {parameter.device} and forebay trains on {device.name}; keep the model on "
-                f"the cpu (or on meta) and let prepare() place it"
-            )
-        if parameter.grad is not None:
-            raise ModelError(f"parameter {name} has a gradient already; call optimizer.zero_grad() before prepare()")
 
 
 @final

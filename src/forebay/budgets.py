@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forebay.errors import ConfigError
-from forebay.units import parse_disks
+from forebay.units import parse_bytes, parse_disks
 
-__all__ = ["Budget", "DiskBudget", "DiskShare"]
+__all__ = ["Budget", "DiskBudget", "DiskShare", "Size"]
+
+Size = int | str
+"""Bytes, or what ``units.parse_bytes`` reads (``"24GiB"``)."""
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,10 @@ class Budget:
         for name, value in (("device", self.device), ("host", self.host), ("pinned", self.pinned)):
             if value is not None and value <= 0:
                 raise ConfigError(f"the {name} budget must be more than 0 bytes, got {value}")
+
+    @classmethod
+    def of(cls, device: Size, host: Size | None = None, disk: str | None = None) -> Budget:
+        """The budget of sizes as they are written, ``disk`` as ``DiskBudget.of`` reads it. Raises ``UnitError`` for
+        what cannot be read and ``ConfigError`` for sizes of 0."""
+        folder = None if disk is None else DiskBudget.of(disk)
+        return cls(parse_bytes(device), None if host is None else parse_bytes(host), None, folder)

@@ -81,13 +81,18 @@ _REMEDY: Mapping[Tier, str] = MappingProxyType(
 class Ledger:
     """Counts the live bytes of one tier by kind, and refuses what would go over ``limit`` (bytes; None: no limit).
 
+    ``within`` is the account of several, each with a part of the tier: what is counted here counts there too.
+
     Safe to use from several threads: transfers and finalizers report from threads of their own.
     """
 
-    def __init__(self, tier: Tier, limit: int | None = None) -> None:
+    def __init__(self, tier: Tier, limit: int | None = None, within: Ledger | None = None) -> None:
         self.tier = tier
         self.limit = limit
-        self._lock = threading.RLock()  # re-entrant: a finalizer may discharge inside a charge of the same thread
+        self.within = within
+        # Re-entrant: a finalizer may discharge inside a charge of the same thread, also from another part of the same
+        # account. One lock for all parts: with two, two threads with such finalizers could wait for each other.
+        self._lock: threading.RLock = threading.RLock() if within is None else within._lock
         self._live: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self._total = 0
         self._peak = 0
@@ -101,7 +106,9 @@ class Ledger:
     @property
     def headroom(self) -> int | None:
         """Bytes left under the limit, or None without a limit."""
-        return None if self.limit is None else self.limit - self._total
+        own = None if self.limit is None else self.limit - self._total
+        beside = None if self.within is None else self.within.headroom
+        return min((room for room in (own, beside) if room is not None), default=None)
 
     def charge(self, kind: Kind, nbytes: int, what: str = "") -> None:
         """Counts ``nbytes`` more of ``kind``.
@@ -112,6 +119,8 @@ class Ledger:
             total = self._total + nbytes
             if self.limit is not None and total > self.limit:
                 raise self.exceeded(kind, nbytes, what)
+            if self.within is not None:
+                self.within.charge(kind, nbytes, what)
             self._live[kind] += nbytes
             self._total = total
             if total > self._peak:
@@ -121,12 +130,16 @@ class Ledger:
     def discharge(self, kind: Kind, nbytes: int) -> None:
         """Takes ``nbytes`` of ``kind`` off again."""
         with self._lock:
+            if self.within is not None:
+                self.within.discharge(kind, nbytes)
             self._live[kind] -= nbytes
             self._total -= nbytes
 
     def move(self, old: Kind, new: Kind, nbytes: int) -> None:
         """Counts ``nbytes`` that were ``old`` as ``new`` from now on; the total does not change."""
         with self._lock:
+            if self.within is not None:
+                self.within.move(old, new, nbytes)
             self._live[old] -= nbytes
             self._live[new] += nbytes
 

@@ -10,7 +10,7 @@ from torch import nn
 from forebay.budgets import Budget
 from forebay.device.base import Device, NoWatch, Watch
 from forebay.device.ledger import StorageLedger
-from forebay.errors import DoesNotFit, ModelError
+from forebay.errors import DoesNotFit, ModelError, OptimizerError
 from forebay.kernels.team import Team, cores
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
@@ -30,7 +30,7 @@ from forebay.tiers.kept import KeptFolder
 from forebay.trace import Parameter
 from forebay.units import format_apart
 
-__all__ = ["limits_of", "open_session"]
+__all__ = ["expect_trainable", "ledgers_of", "limits_of", "open_session"]
 
 
 def limits_of(budget: Budget) -> dict[Tier, int]:
@@ -52,6 +52,41 @@ def limits_of(budget: Budget) -> dict[Tier, int]:
     return {Tier.HOST: free if budget.host is None else budget.host, Tier.DISK: on_disk}
 
 
+def ledgers_of(budget: Budget, within: Ledgers | None = None) -> Ledgers:
+    """Accounts of the tiers beside the device, as parts of those of ``within``. Raises what ``limits_of`` raises."""
+    limits = limits_of(budget)
+    return Ledgers(
+        Ledger(Tier.HOST, limits[Tier.HOST], within and within.host),
+        Ledger(Tier.PINNED, budget.pinned, within and within.pinned),
+        Ledger(Tier.DISK, limits[Tier.DISK], within and within.disk),
+    )
+
+
+def expect_trainable(model: nn.Module, bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device) -> None:
+    """Raises ``ModelError`` or ``OptimizerError`` for what ``device`` cannot train."""
+    if not bound.parameters:
+        raise ModelError("the model has no parameters; there is nothing to train")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(
+                f"buffer {name} is on the meta device and has no values; build the model so that only parameters "
+                f"are on meta (accelerate.init_empty_weights() does)"
+            )
+    known = {id(p) for p in bound.parameters.values()}
+    for group in optimizer.param_groups:
+        if any(id(p) not in known for p in group["params"]):
+            raise OptimizerError("the optimizer holds parameters that are not the model's; make it from this model")
+    allowed = {"cpu", "meta", torch.device(device.name).type}
+    for name, parameter in bound.parameters.items():
+        if parameter.device.type not in allowed:
+            raise ModelError(
+                f"parameter {name} is on {parameter.device} and forebay trains on {device.name}; keep the model on "
+                f"the cpu (or on meta) and let prepare() place it"
+            )
+        if parameter.grad is not None:
+            raise ModelError(f"parameter {name} has a gradient already; call optimizer.zero_grad() before prepare()")
+
+
 def open_session(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,14 +97,12 @@ def open_session(
     *,
     owns_device: bool,
     kept: KeptFolder | None = None,
+    within: Ledgers | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """``model`` and ``optimizer`` under ``plan``, on ``device``. What they take counts in the accounts of ``within``
+    too. Raises what filling the tiers raises; the model is then as it was."""
     head = _head_for(plan, model)
-    limits = limits_of(plan.budget)
-    ledgers = Ledgers(
-        Ledger(Tier.HOST, limits[Tier.HOST]),
-        Ledger(Tier.PINNED, plan.budget.pinned),
-        Ledger(Tier.DISK, limits[Tier.DISK]),
-    )
+    ledgers = ledgers_of(plan.budget, within)
     whereabouts = Whereabouts()
     on_cuda = torch.device(device.name).type == "cuda"
     pinner: Pinner = CudaPinner.of(torch.device(device.name)) if on_cuda else NoPinner()

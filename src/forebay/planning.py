@@ -26,7 +26,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
 from forebay.phases import phases
 from forebay.planners import Bench, Problem, alternatives, make_plan
-from forebay.planners.parts import Draft
+from forebay.planners.parts import Draft, gives_up_nothing
 from forebay.planners.room import Room, leave_room
 from forebay.planners.speculation import second_copies
 from forebay.plans import Plan, UpdateTime
@@ -194,12 +194,6 @@ def choose_plan(plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find:
 
 def _is_faster(plan: Plan, other: Plan) -> bool:
     return (_seconds(plan) or inf) < (_seconds(other) or 0.0)
-
-
-def gives_up_nothing(plan: Plan) -> bool:
-    """Whether ``plan`` would be the same with more memory, so that a loss in pieces, which only saves memory, gains it
-    nothing: all blocks stay on the device, none runs again, and no activation moves or is coded."""
-    return all(p.resident for p in plan.placements) and not plan.recompute and not plan.activations
 
 
 def _seconds(plan: Plan) -> float | None:

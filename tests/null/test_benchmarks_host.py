@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.case import Account, BenchmarkError, LaneUse
-from benchmarks.fasthost import accumulation, rival, zero
+from benchmarks.fasthost import accumulation, rival, several, zero
 from benchmarks.fasthost.record import ARCHIVE, Comparison, Row
 from benchmarks.fasthost.run import Measured, compared, rotated
 from benchmarks.fasthost.table import render, write
@@ -144,3 +144,10 @@ def test_accumulation_compares_bytes_with_those_of_one_micro_batch() -> None:
     assert rows["accumulate"].note.startswith("2.00 times the parameters' bytes to the device, 1.00 times back; 0.750")
     with pytest.raises(BenchmarkError, match="round 3"):
         accumulation._check(3, (1.0,), (1.0000001,))
+
+
+def test_several_compares_turns_with_one_after_the_other() -> None:
+    seconds = {"sequence": [4.0, 5.0], "turns": [3.0, 3.0]}
+    sequence, turns = several._rows(several.SETTINGS[0], seconds, predicted=2.0, alone=1.5)
+    assert (sequence.ratio, turns.ratios) == (None, (0.75, 0.6)) and sequence.note == "1.500 s a step"
+    assert turns.note == f"{3 / several.STEPS:.3f} s a step of both, 2.000 s predicted (0.50 times)"

@@ -168,3 +168,54 @@ def test_threads_lose_no_byte_and_pass_no_limit() -> None:
     assert usage.peak == sum(usage.at_peak.values())
     ledger.reset_peak()
     assert set(ledger.usage().at_peak.values()) == {0}
+
+
+# Parts of one account.
+
+
+def test_what_a_part_counts_counts_in_the_whole() -> None:
+    whole = Ledger(Tier.HOST, 100)
+    one, other = Ledger(Tier.HOST, 60, whole), Ledger(Tier.HOST, 40, whole)
+    one.charge(Kind.STATE, 50)
+    other.charge(Kind.GRADIENT, 30)
+    one.discharge(Kind.STATE, 20)
+    other.move(Kind.GRADIENT, Kind.STAGING, 10)
+    assert (one.live, other.live, whole.live) == (30, 30, 60)
+    usage = whole.usage()
+    assert usage.peak == 80 and usage.at_peak[Kind.STATE] == 50 and usage.at_peak[Kind.GRADIENT] == 30
+    whole.reset_peak()
+    assert whole.usage().at_peak[Kind.STAGING] == 10
+    assert one.headroom == 30 and other.headroom == 10
+
+
+def test_a_byte_that_the_part_or_the_whole_has_no_room_for_counts_in_neither() -> None:
+    whole = Ledger(Tier.DEVICE, 100)
+    small, open_ended = Ledger(Tier.DEVICE, 10, whole), Ledger(Tier.DEVICE, None, whole)
+    with pytest.raises(DeviceOutOfMemory) as refused:
+        small.charge(Kind.STATE, 11)
+    assert refused.value.allowed == 10
+    open_ended.charge(Kind.STATE, 95)
+    with pytest.raises(DeviceOutOfMemory) as refused:
+        small.charge(Kind.STATE, 6)
+    assert refused.value.allowed == 100
+    assert (small.live, open_ended.live, whole.live) == (0, 95, 95)
+    assert small.headroom == 5 and open_ended.headroom == 5
+
+
+def test_threads_with_finalizers_of_each_others_parts_do_not_wait_for_each_other() -> None:
+    """What one thread drops may have been counted by another part, and a finalizer runs in the middle of anything."""
+    whole = Ledger(Tier.DEVICE)
+    parts = [Ledger(Tier.DEVICE, None, whole) for _ in range(2)]
+
+    def work(mine: Ledger, others: Ledger) -> None:
+        for _ in range(2000):
+            with mine._lock:  # as inside of a charge
+                mine.charge(Kind.STATE, 1)
+                others.charge(Kind.STATE, 1)
+                others.discharge(Kind.STATE, 1)
+            mine.discharge(Kind.STATE, 1)
+
+    with ThreadPoolExecutor(2) as threads:
+        done = [threads.submit(work, *pair) for pair in (parts, parts[::-1])]
+        assert all(one.result(timeout=20) is None for one in done)
+    assert whole.live == 0 and [part.live for part in parts] == [0, 0]

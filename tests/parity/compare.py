@@ -12,10 +12,11 @@ import forebay
 from forebay.device.base import Device
 from tests.parity.models import Case
 
-__all__ = ["STEPS", "adamw", "assert_same_training"]
+__all__ = ["STEPS", "adamw", "assert_same_steps", "assert_same_training"]
 
 STEPS = 5
 ACCUMULATE = 2
+CPU = torch.device("cpu")
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -40,9 +41,25 @@ def assert_same_training(
     """
     asked = prepare.get("device", "cpu")
     device = torch.device(asked.name if isinstance(asked, Device) else asked)
-    model, reference = case.model(dtype), case.model(dtype).to(device)
+    model = case.model(dtype)
     made = optimizer([p for p in model.parameters() if p.requires_grad])
     model, made = forebay.prepare(model, made, case.inputs(0, dtype), **prepare)
+    assert_same_steps(model, made, case, dtype, clip=clip, steps=steps, device=device)
+    return model
+
+
+def assert_same_steps(
+    model: nn.Module,
+    made: torch.optim.Optimizer,
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    clip: float | None = 0.5,
+    steps: int = STEPS,
+    device: torch.device = CPU,
+) -> None:
+    """``assert_same_training`` of a model that is prepared."""
+    reference = case.model(dtype).to(device)
     for step in range(steps):
         _take_over(model, reference)
         reference.zero_grad()
@@ -61,7 +78,6 @@ def assert_same_training(
             _assert_same_gradients(model, reference)
         made.step()
         made.zero_grad()
-    return model
 
 
 def _take_over(model: nn.Module, reference: nn.Module) -> None:

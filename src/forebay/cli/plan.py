@@ -91,7 +91,8 @@ def plan(settings: PlanSettings) -> PlanReport:
     """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
     import torch
 
-    from forebay.planning import assess, choose_report, gives_up_nothing
+    from forebay.planners.parts import gives_up_nothing
+    from forebay.planning import assess, choose_report
     from forebay.profiler.loss import cut_for, forced_cut
     from forebay.recipes.tasks import sample
 

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from forebay.device.turn import Turn
 from forebay.memory import Kind, Ledger, TierUsage
 from forebay.timeline import Event, Lane
 
@@ -57,11 +58,13 @@ class Device(ABC):
     """One device: its memory, its lanes, its clock.
 
     ``name`` is what torch calls it (``cpu``, ``cuda:0``). ``ledger`` counts what forebay allocates on it and, where
-    the device can see it, what the step allocates too.
+    the device can see it, what the step allocates too. ``turn`` is whose it is to compute, where several threads train
+    on it.
     """
 
     name: str
     ledger: Ledger
+    turn: Turn
 
     @abstractmethod
     def allocate(self, nbytes: int, kind: Kind, what: str) -> Any:

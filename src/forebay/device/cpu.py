@@ -17,6 +17,7 @@ import torch
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
 from forebay.device.lanes import EventLog, ReadyCompletion, WorkerLanes
+from forebay.device.turn import Turn
 from forebay.errors import DeviceOutOfMemory
 from forebay.memory import Kind, Ledger, Tier, TierUsage
 from forebay.timeline import Event, Lane
@@ -30,19 +31,27 @@ STALL_THRESHOLD = 10e-6
 
 @final
 class CpuDevice(Device):
-    """The host's processor as a device with ``budget`` bytes of memory (None: counted, not limited)."""
+    """The host's processor as a device with ``budget`` bytes of memory (None: counted, not limited).
 
-    def __init__(self, budget: int | None = None, *, delays: Delays | None = None) -> None:
+    It may be a part ``of`` another: its bytes count there too, its lanes are its own, and its events are on the same
+    clock; where it has no ``delays`` it has those of the other. Threads that train on parts of one device compute in
+    turns.
+    """
+
+    def __init__(self, budget: int | None = None, *, delays: Delays | None = None, of: CpuDevice | None = None) -> None:
         self.name = "cpu"
-        self.ledger = Ledger(Tier.DEVICE, budget)
-        self._origin = time.perf_counter()
+        self.ledger = Ledger(Tier.DEVICE, budget, None if of is None else of.ledger)
+        self.turn = Turn() if of is None else of.turn
+        self._delays: Delays = delays or (NoDelays() if of is None else of._delays)
+        self._origin: float = time.perf_counter() if of is None else of._origin
         self._log = EventLog()
         # Grad mode is thread-local and starts enabled: a copy in a lane would otherwise be recorded by autograd.
         self._lanes = WorkerLanes(
             self.now,
             self._log,
-            delays or NoDelays(),
+            self._delays,
             prepare_thread=partial(torch.set_grad_enabled, False),
+            turn=self.turn,
         )
         self._lock = threading.Lock()
         self._buffers: dict[int, tuple[torch.Tensor, Kind]] = {}

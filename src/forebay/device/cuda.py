@@ -32,6 +32,7 @@ from forebay.device.base import Completion, Delays, Device, NoDelays
 from forebay.device.cpu import as_bytes, copies_bytes
 from forebay.device.cuda_clock import CudaClock
 from forebay.device.lanes import EventLog, LaneCompletion, ReadyCompletion, WorkerLanes, dependency_failure
+from forebay.device.turn import Turn
 from forebay.errors import DeviceOutOfMemory, ModelError
 from forebay.memory import Kind, Ledger, Tier, TierUsage
 from forebay.timeline import Event, Lane
@@ -135,6 +136,7 @@ class CudaDevice(Device):
             raise ModelError(f"there is no CUDA device {index}: torch sees {count}; use another index or device='cpu'")
         self.name = f"cuda:{index}"
         self.ledger = Ledger(Tier.DEVICE, budget)
+        self.turn = Turn()
         self._index = index
         # torch versions multiply the fraction by one or the other; the larger keeps the limit at or under the budget.
         self._total = max(torch.cuda.get_device_properties(index).total_memory, torch.cuda.mem_get_info(index)[1])
@@ -157,7 +159,7 @@ class CudaDevice(Device):
         self._log = EventLog()
         self._clock = CudaClock(self._log, self._streams[Lane.H2D])
         self._lanes = WorkerLanes(
-            self.now, self._log, delays or NoDelays(), prepare_thread=partial(_prepare_thread, index)
+            self.now, self._log, delays or NoDelays(), prepare_thread=partial(_prepare_thread, index), turn=self.turn
         )
         self._lock = threading.Lock()
         self._buffers: dict[int, tuple[torch.Tensor, Kind]] = {}

@@ -19,6 +19,7 @@ from typing import Any, final
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
 from forebay.device.lanes import WORKER_LANES
+from forebay.device.turn import Turn
 from forebay.errors import SessionClosed
 from forebay.memory import Kind, Ledger, Tier, TierUsage
 from forebay.timeline import Event, Lane
@@ -79,6 +80,7 @@ class FakeDevice(Device):
             raise ValueError(f"latency must be 0 seconds or more, got {latency}")
         self.name = "fake"
         self.ledger = Ledger(Tier.DEVICE, budget)
+        self.turn = Turn()
         self._rates = dict(rates)
         self._latency = latency
         self._delays = delays or NoDelays()

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, final
 
 from forebay.device.base import Completion, Delays
+from forebay.device.turn import Turn
 from forebay.errors import SessionClosed
 from forebay.timeline import Event, Lane
 
@@ -143,16 +144,19 @@ class _Untold:
 class WorkerCompletion(LaneCompletion):
     """The handle of a job of ``WorkerLanes``."""
 
-    __slots__ = ("_failure", "_finished", "_result", "_untold")
+    __slots__ = ("_failure", "_finished", "_result", "_turn", "_untold")
 
-    def __init__(self, untold: _Untold) -> None:
+    def __init__(self, untold: _Untold, turn: Turn) -> None:
         self._untold = untold
+        self._turn = turn
         self._finished = threading.Event()
         self._result: Any = None
         self._failure: BaseException | None = None
 
     def wait(self) -> Any:
-        self._finished.wait()
+        if not self._finished.is_set():
+            with self._turn.given_away():
+                self._finished.wait()
         if self._failure is not None:
             self._untold.told(self._failure)
             # Without the frames of an earlier waiter: every raise would lengthen the shared traceback.
@@ -218,7 +222,7 @@ class WorkerLanes:
     ``now`` is the clock of the events in seconds; ``log`` receives one event per job that succeeded; ``delays`` is
     asked in the order of submission, so that a test that submits from one thread is repeatable. ``prepare_thread``
     runs once in each thread before its first job: thread-local state of a library (grad mode, current device) is
-    set there.
+    set there. Whoever waits for a job gives its ``turn`` away meanwhile.
     """
 
     def __init__(
@@ -227,11 +231,13 @@ class WorkerLanes:
         log: EventLog,
         delays: Delays,
         prepare_thread: Callable[[], object] | None = None,
+        turn: Turn | None = None,
     ) -> None:
         self._now = now
         self._log = log
         self._delays = delays
         self._prepare_thread = prepare_thread
+        self._turn = turn or Turn()
         self._untold = _Untold()
         self._state = threading.Condition()
         self._queues: dict[Lane, queue.SimpleQueue[_Job | None]] = {}
@@ -266,7 +272,7 @@ class WorkerLanes:
                 )
             if lane not in self._queues:
                 self._start(lane)
-            completion = WorkerCompletion(self._untold)
+            completion = WorkerCompletion(self._untold, self._turn)
             delay = self._delays.seconds(lane, what)
             self._enqueue(
                 lane,
@@ -279,7 +285,7 @@ class WorkerLanes:
 
         Not for use inside a job, which would wait for itself.
         """
-        with self._state:
+        with self._turn.given_away(), self._state:
             self._state.wait_for(lambda: self._unfinished == 0)
         error = self._untold.take()
         if error is not None:
@@ -303,17 +309,8 @@ class WorkerLanes:
         self._queues[lane] = jobs
         if self._prepare_thread is not None:
             # As a job: what it raises is told like any other failure, instead of ending the thread in silence.
-            completion = WorkerCompletion(self._untold)
-            first = _Job(
-                self._prepare_thread,
-                (),
-                dependency_failure,
-                completion,
-                0.0,
-                0,
-                "prepare",
-                False,
-            )
+            completion = WorkerCompletion(self._untold, self._turn)
+            first = _Job(self._prepare_thread, (), dependency_failure, completion, 0.0, 0, "prepare", False)
             self._enqueue(lane, first)
         thread = threading.Thread(
             target=self._serve,

@@ -24,6 +24,7 @@ __all__ = [
     "all_streamed",
     "delays",
     "fewer_slots",
+    "gives_up_nothing",
     "keep_order",
     "recomputable",
     "repeated",
@@ -278,3 +279,9 @@ def _arriving_nbytes(trace: Trace, visit: Visit) -> int:
             maker = trace.visits[bisect_right(starts, port) - 1]
             total += trace.segments[maker.segment].tensors[port - maker.first_tensor].nbytes
     return total
+
+
+def gives_up_nothing(plan: Plan) -> bool:
+    """Whether ``plan`` would be the same with more memory, so that a loss in pieces, which only saves memory, gains it
+    nothing: all blocks stay on the device, none runs again, and no activation moves or is coded."""
+    return all(p.resident for p in plan.placements) and not plan.recompute and not plan.activations

@@ -36,7 +36,7 @@ from forebay.runtime.session import Phase, Session
 from forebay.runtime.vigil import batch_shape
 from forebay.trace import Block
 
-__all__ = ["Attachment", "GradientHook", "RootHook", "is_prepared", "prepared_session", "session_of"]
+__all__ = ["Attachment", "GradientHook", "RootHook", "attachment_of", "is_prepared", "prepared_session", "session_of"]
 
 
 @final
@@ -84,12 +84,17 @@ def session_of(model: nn.Module) -> Attachment | None:
     return None
 
 
-def prepared_session(model: nn.Module) -> Session:
-    """The session of a prepared model. Raises ``UsageError`` for a model that is not prepared."""
+def attachment_of(model: nn.Module) -> Attachment:
+    """The attachment of a prepared model. Raises ``UsageError`` for a model that is not prepared."""
     attachment = session_of(model)
     if attachment is None:
         raise UsageError("this model is not prepared; call forebay.prepare(model, optimizer, ...) first")
-    return attachment.session
+    return attachment
+
+
+def prepared_session(model: nn.Module) -> Session:
+    """The session of a prepared model. Raises ``UsageError`` for a model that is not prepared."""
+    return attachment_of(model).session
 
 
 @final
@@ -288,6 +293,7 @@ class Attachment:
                 depth = self._depth.get(block.name, 0)
                 if depth == 0:
                     since = self.session.measure.opening(block)
+                    self.session.device.turn.offer()
                     if block.name in self._streamed:
                         self.session.access.expose(block, self.session.parameters)
                     self.session.measure.enter(block, since)

@@ -115,12 +115,14 @@ class Measurement:
     def enter(self, block: Block, since: float) -> None:
         """The parameters of ``block`` are there and its forward begins; nothing has computed since ``since``."""
         if block.held:
-            return  # not what encloses other blocks computes, but they and what lies between them
-        if self._verb == FORWARD:
+            self.waited(since)  # not what encloses other blocks computes, but they and what lies between them
+        elif self._verb == FORWARD:
             self._inside.append(block.name)
             self._go_to(block.name, since)
         elif self._verb == BACKWARD:
             self._go_to(block.name, since)  # a model that checkpoints itself: its recomputation is part of backward
+        else:
+            self.waited(since)
 
     def leave(self, block: Block) -> None:
         """The forward of ``block`` ended; what encloses it goes on."""
@@ -128,10 +130,12 @@ class Measurement:
             self._inside.pop()
             self._go_to(self._inside[-1] if self._inside else "", None)
 
-    def unpacked(self, block: str) -> None:
-        """Backward reads what the forward of ``block`` saved."""
-        if self._verb == BACKWARD and block != self._block:
+    def unpacked(self, block: str) -> bool:
+        """Backward reads what the forward of ``block`` saved. Returns whether that begins the block."""
+        begins = self._verb == BACKWARD and block != self._block
+        if begins:
             self._go_to(block, None)
+        return begins
 
     def recompute(self, block: str) -> None:
         """From here on ``block`` is computed again for its backward."""

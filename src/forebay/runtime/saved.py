@@ -64,8 +64,8 @@ Packed = torch.Tensor | Kept | Treated | SlotReference
 class SavedTensors:
     """The pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    ``stash`` knows what was treated. ``measure`` says which block runs when a tensor is saved, and is told
-    that block when the tensor is asked for: backward has come to it. ``on_unpack`` is called before that.
+    ``stash`` knows what was treated. ``measure`` says which block runs when a tensor is saved, and ``on_unpack`` is
+    told that block when the tensor is asked for: backward has come to it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SavedTensors:
         stash: Stash,
         watch: Watch,
         measure: Measurement,
-        on_unpack: Callable[[], None],
+        on_unpack: Callable[[str], None],
     ) -> None:
         self._access = access
         self._stash = stash
@@ -120,8 +120,7 @@ class SavedTensors:
         """
         if isinstance(packed, torch.Tensor):
             return packed
-        self._on_unpack()
-        self._measure.unpacked(packed.user)
+        self._on_unpack(packed.user)
         if isinstance(packed, Kept):
             _expect_unchanged(packed.tensor, packed.version, packed.tensor.shape, packed.user)
             return packed.tensor

@@ -112,7 +112,7 @@ class Session:
         self.torch_device = torch.device(resources.device.name)
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
         self.measure = Measurement(self.device, whereabouts)
-        self.saved = SavedTensors(self.access, self.stash, self.watch, self.measure, self.enter_backward)
+        self.saved = SavedTensors(self.access, self.stash, self.watch, self.measure, self._unpacking)
         self._stand_ins = {
             spec.name: stand_in(spec, self.torch_device)
             for block in model.blocks
@@ -222,6 +222,14 @@ class Session:
         self.measure.begin(BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self.stash.begin_backward()
+
+    def _unpacking(self, block: str) -> None:
+        """Backward asks for what the forward of ``block`` has saved."""
+        self.enter_backward()
+        if self.measure.unpacked(block):
+            since = self.measure.now()
+            self.device.turn.offer()
+            self.measure.waited(since)
 
     def end_backward(self) -> None:
         """Backward is over, or gave up."""

@@ -15,14 +15,11 @@ from typing import Generic, TypeVar, final
 
 import torch
 
-__all__ = ["Cancelled", "Turns"]
+from forebay.device.turn import Cancelled
+
+__all__ = ["Settings", "Turns"]
 
 Result = TypeVar("Result")
-
-
-class Cancelled(Exception):
-    """Raised inside of a function whose caller wants it to end. An ``Exception``, so that torch calls the hooks of the
-    modules that it goes through."""
 
 
 @final
@@ -30,7 +27,7 @@ class Turns(Generic[Result]):
     """``function`` in a thread of its own, which begins with the first ``go_on``."""
 
     def __init__(self, function: Callable[[], Result], device: torch.device, name: str) -> None:
-        context, settings = contextvars.copy_context(), _Settings(device)
+        context, settings = contextvars.copy_context(), Settings(device)
         self._function = function
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._cancelled = False
@@ -72,7 +69,7 @@ class Turns(Generic[Result]):
         self._result.clear()
         self._error = None
 
-    def _run(self, settings: _Settings) -> None:
+    def _run(self, settings: Settings) -> None:
         try:
             with settings.applied():
                 self._result.append(self._function())
@@ -84,7 +81,7 @@ class Turns(Generic[Result]):
 
 
 @final
-class _Settings:
+class Settings:
     """What the calling thread has set."""
 
     def __init__(self, device: torch.device) -> None:

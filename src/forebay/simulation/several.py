@@ -43,12 +43,17 @@ _H2D, _D2H, _UPDATE = map(LANES.index, (Lane.H2D, Lane.D2H, Lane.UPDATE))
 
 @dataclass(frozen=True)
 class SeveralForecast:
-    """``seconds`` until the last of all programs is done; ``step_seconds`` of the last step of each. ``busy`` are
+    """``seconds`` until the last of all programs is done; ``steps`` are those of every step, by program. ``busy`` are
     seconds in which anything ran on a lane, whosever, by lane."""
 
     seconds: float
-    step_seconds: tuple[float, ...]
+    steps: tuple[tuple[float, ...], ...]
     busy: dict[Lane, float]
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Seconds of the last step of each. Others may be done by then: see ``steps``."""
+        return tuple(own[-1] for own in self.steps)
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,15 @@ class Rules:
             raise ConfigError(f"a channel moves more than 0 bytes/s, got {self.channel}")
 
 
-def alternating(plans: Sequence[Plan], costs: Sequence[Costs], steps: int) -> SeveralForecast:
-    """``steps`` steps of each of several models on one device, each by its plan; ``costs`` are those of its trace. What
-    they take of each tier is the sum of what each takes alone. Raises ``ConfigError`` for models on several machines,
-    and what ``lower`` raises."""
-    programs = [lower(c.trace, plan, steps=steps) for plan, c in zip(plans, costs, strict=True)]
+def alternating(
+    plans: Sequence[Plan], costs: Sequence[Costs], steps: int, *, micro_batches: int = 1
+) -> SeveralForecast:
+    """``steps`` steps of each of several models on one device, each by its plan; ``costs`` are those of its trace. A
+    step has ``micro_batches`` passes. What they take of each tier is the sum of what each takes alone. Raises
+    ``ConfigError`` for models on several machines, and what ``lower`` raises."""
+    programs = [
+        lower(own.trace, plan, steps=steps, micro_batches=micro_batches) for plan, own in zip(plans, costs, strict=True)
+    ]
     settled = [not plan.streaming.overlap_update for plan in plans]
     return run_together(programs, costs, settled, Rules(frozenset(LANES)))
 
@@ -96,10 +105,10 @@ def run_together(
     scores = [Score.of(program, own, settled=s) for program, own, s in zip(programs, costs, settled, strict=True)]
     clock = _Clock(programs, scores, rules)
     clock.run()
-    steps = [step_seconds_of(score, end) for score, end in zip(scores, clock.end, strict=True)]
+    steps = tuple(step_seconds_of(score, end) for score, end in zip(scores, clock.end, strict=True))
     return SeveralForecast(
         seconds=max(sum(own) for own in steps),
-        step_seconds=tuple(own[-1] for own in steps),
+        steps=steps,
         busy={lane: clock.busy[place] for place, lane in enumerate(LANES)},
     )
 
