@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         save,
         simulate,
         synchronize,
+        tile,
     )
     from forebay.budgets import Budget
     from forebay.errors import ForebayError
@@ -63,6 +64,7 @@ __all__ = [
     "save",
     "simulate",
     "synchronize",
+    "tile",
 ]
 
 __version__ = "0.1.0"

@@ -38,8 +38,10 @@ from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.contents import LazyTensors
 from forebay.runtime.hooks import is_prepared, prepared_session, session_of
 from forebay.runtime.session import Session
+from forebay.runtime.wholes import Wholes
 from forebay.safekeeping import keep_in, resume, save
 from forebay.simulation import simulate
+from forebay.tiling import tile, with_tiles
 from forebay.trace import Footprint, Trace
 from forebay.units import format_apart
 
@@ -60,6 +62,7 @@ __all__ = [
     "save",
     "simulate",
     "synchronize",
+    "tile",
 ]
 
 
@@ -114,6 +117,7 @@ def prepare(
         if plan is None:
             asked = budget, policy, opened, compress, micro_batches, update, 1 if crash_safe is None else 2
             plan = _Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
+            plan = with_tiles(plan, model, batch, torch.device(opened.name))
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
         if crash_safe is not None:
@@ -257,13 +261,14 @@ def plan(
 def parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Full-precision copies of a prepared model's parameters on the host, by plain PyTorch name, read when asked."""
     session = prepared_session(model)
-    return LazyTensors(list(session.parameters), session.contents.full_precision)
+    return Wholes(model, LazyTensors(list(session.parameters), session.contents.full_precision))
 
 
 def gradients(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Copies, on the host, of the gradients that there are now, by plain PyTorch name, read when asked."""
     session = prepared_session(model)
-    return LazyTensors([n for n, p in session.parameters.items() if p.grad is not None], session.contents.gradient)
+    there = [name for name, parameter in session.parameters.items() if parameter.grad is not None]
+    return Wholes(model, LazyTensors(there, session.contents.gradient))
 
 
 def synchronize(model: nn.Module) -> None:

@@ -51,6 +51,7 @@ class TrainConfig(BaseModel):
     loss: Loss = "auto"
     compress: Bits = 0
     update: UpdateTime = "step"
+    tile: Size | None = None
     run: Path | None = None
     save_every: int | None = Field(default=None, ge=1)
 

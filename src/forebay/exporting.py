@@ -20,6 +20,7 @@ from forebay.layout import MASTER, needs_master
 from forebay.recipes.tasks import is_transformers
 from forebay.runtime.hooks import prepared_session, session_of
 from forebay.runtime.session import Session
+from forebay.runtime.wholes import wholes_of
 from forebay.states import form_of, plain_name
 
 __all__ = ["LAYOUTS", "Layout", "export", "new_folder", "replace_weights", "write"]
@@ -58,6 +59,10 @@ def export(
     if optimizer is not None and layout != "dcp":
         raise ConfigError(f"layout {layout!r} holds no optimizer states; leave the optimizer, or use layout='dcp'")
     session: Session = attachment.session
+    if optimizer is not None and (wholes := wholes_of(model)):
+        raise ModelError(
+            f"the states of {wholes[0].name} are in tiles, which no other program has; leave the optimizer"
+        )
     source = _source(model, session, wide=True)
     states = None if optimizer is None else _states(session, optimizer)
     target = new_folder(Path(folder))
@@ -122,6 +127,9 @@ def _source(model: nn.Module, session: Session, *, wide: bool) -> ModelSource:
     specs = [spec for block in session.model.blocks for spec in block.parameters]
     dtypes = {s.name: torch.float32 if wide and needs_master(s) else getattr(torch, s.dtype) for s in specs}
     entries = {s.name: Entry(s.shape, dtypes[s.name]) for s in specs}
+    for whole in wholes_of(model):
+        parts = [entries.pop(part) for part in whole.parts]
+        entries[whole.name] = Entry(whole.layer.grid.shape, parts[0].dtype)
     return ModelSource(model, api.parameters(model), entries)
 
 

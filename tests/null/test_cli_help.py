@@ -44,6 +44,7 @@ TRAIN_FLAGS = {
     "--loss",
     "--compress",
     "--update",
+    "--tile",
     "--run",
     "--save-every",
     "--resume",
@@ -90,6 +91,7 @@ PLAN_FLAGS = {
     "--loss",
     "--compress",
     "--update",
+    "--tile",
     "--out",
     "--json",
 }
@@ -138,7 +140,7 @@ def test_the_flags_of_plan_are_these() -> None:
 
 def test_the_flags_of_verify_are_these() -> None:
     assert flags_of("verify") == VERIFY_FLAGS
-    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "update"}
+    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "update", "tile"}
     assert {"--" + name.replace("_", "-") for name in settings} | {"--json"} == VERIFY_FLAGS
 
 

@@ -32,16 +32,20 @@ def assert_same_training(
     optimizer: Make = adamw,
     clip: float | None = 0.5,
     steps: int = STEPS,
+    tile: str | None = None,
     **prepare: Any,
 ) -> nn.Module:
     """Loss and every gradient equal those of plain PyTorch, over ``steps`` steps of two micro-batches.
 
     Before each step the reference takes over forebay's parameters, so that a difference cannot hide in a history of
-    its own. Returns the prepared model, still open.
+    its own. With ``tile`` larger weights of the prepared model are in tiles of that size, and those of the reference as
+    they are. Returns the prepared model, still open.
     """
     asked = prepare.get("device", "cpu")
     device = torch.device(asked.name if isinstance(asked, Device) else asked)
     model = case.model(dtype)
+    if tile is not None:
+        assert forebay.tile(model, tile)
     made = optimizer([p for p in model.parameters() if p.requires_grad])
     model, made = forebay.prepare(model, made, case.inputs(0, dtype), **prepare)
     assert_same_steps(model, made, case, dtype, clip=clip, steps=steps, device=device)

@@ -3,7 +3,7 @@ no more than one block is in memory beside the tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import nn
 from forebay.checkpoint.weights import Weights
 from forebay.errors import ConfigError, ModelError
 from forebay.runtime.session import Session
+from forebay.runtime.tiles import Tile, Tiled
+from forebay.runtime.wholes import Whole, wholes_of
 from forebay.trace import Block, Parameter
 
 __all__ = ["fill_at_random", "fill_from_folder"]
@@ -20,13 +22,23 @@ __all__ = ["fill_at_random", "fill_from_folder"]
 
 def _parameter(weights: Weights, spec: Parameter) -> torch.Tensor:
     """The value of a parameter, under its own name or that of a tied one. Raises ``ConfigError``."""
-    name = next((n for n in (spec.name, *spec.aliases) if n in weights), None)
-    if name is None:
+    return _read(weights, _named(weights, spec.name, spec.aliases), spec.shape)
+
+
+def _named(weights: Weights, name: str, aliases: tuple[str, ...]) -> str:
+    found = next((n for n in (name, *aliases) if n in weights), None)
+    if found is None:
         raise ConfigError(
-            f"{weights.folder} has no tensor {spec.name}; it was saved from another model, or this model's tied "
+            f"{weights.folder} has no tensor {name}; it was saved from another model, or this model's tied "
             f"weights are not tied (init_empty_weights() unties them: call model.tie_weights() before prepare)"
         )
-    return _read(weights, name, spec.shape)
+    return found
+
+
+def _tile(weights: Weights, whole: Whole, number: int) -> torch.Tensor:
+    """The value of a tile: a part of the whole, which is mapped and not read."""
+    found = _named(weights, whole.name, whole.aliases)
+    return whole.layer.grid.cut(_read(weights, found, whole.layer.grid.shape), number)
 
 
 def _read(weights: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -42,8 +54,14 @@ def _read(weights: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
     """Loads every parameter and persistent buffer of ``model`` from a folder of safetensors."""
     weights = Weights(Path(folder))
+    tiles = {part: (whole, number) for whole in wholes_of(model) for number, part in enumerate(whole.parts)}
     for block in session.model.blocks:
-        session.contents.write({spec.name: _parameter(weights, spec) for spec in block.parameters})
+        session.contents.write(
+            {
+                spec.name: _tile(weights, *tiles[spec.name]) if spec.name in tiles else _parameter(weights, spec)
+                for spec in block.parameters
+            }
+        )
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in weights:
@@ -55,32 +73,66 @@ def fill_at_random(session: Session, model: nn.Module, seed: int) -> None:
     modules = dict(model.named_modules())
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
+        done: set[str] = set()
+        wholes = {part: whole for whole in wholes_of(model) for part in whole.parts}
         for block in session.model.blocks:
-            _initialize_block(session, block, model, modules)
+            for spec in block.parameters:
+                if spec.name in wholes and spec.name not in done:
+                    done |= _initialize_whole(session, wholes[spec.name], model, modules)
+            _initialize_block(session, block, done, model, modules)
 
 
-def _initialize_block(session: Session, block: Block, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def _initialize_whole(session: Session, whole: Whole, model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
+    """Initialises a layer in tiles as the layer that it stands for, all of which is in memory meanwhile. Returns the
+    names of its parameters."""
+    layer = whole.layer.untiled().to_empty(device="cpu")
+    for parameter in layer.parameters():
+        parameter.fill_(float("nan"))
+    _initialize_module(whole.owner, {**modules, whole.owner: layer})
+    values = {}
+    for name, parameter in layer.named_parameters():
+        if torch.isnan(parameter).any():
+            raise _missed(model, f"{whole.owner}.{name}")
+        values[f"{whole.owner}.{name}"] = parameter.detach()
+    weight = values.pop(whole.name)
+    values |= {part: whole.layer.grid.cut(weight, number) for number, part in enumerate(whole.parts)}
+    session.contents.write(values)
+    return set(values)
+
+
+def _initialize_block(
+    session: Session, block: Block, done: Collection[str], model: nn.Module, modules: Mapping[str, nn.Module]
+) -> None:
     # NaN first: what the initialisation does not reach is found afterwards.
     values = {
-        spec.name: torch.full(spec.shape, float("nan")).to(getattr(torch, spec.dtype)) for spec in block.parameters
+        spec.name: torch.full(spec.shape, float("nan")).to(getattr(torch, spec.dtype))
+        for spec in block.parameters
+        if spec.name not in done
     }
+    if not values:
+        return
     parameters = {name: session.parameters[name] for name in values}
     before = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
             parameter.data = values[name]
         for name in _modules_of(block, modules):
-            _initialize_module(name, modules)
+            if not isinstance(modules[name], Tile | Tiled):
+                _initialize_module(name, modules)
     finally:
         for name, parameter in parameters.items():
             parameter.data = before[name]
     missed = [name for name, value in values.items() if torch.isnan(value).any()]
     if missed:
-        raise ModelError(
-            f"{type(model).__name__} does not initialise {missed[0]} by itself; build the model with real values on "
-            f"the cpu, or load weights with forebay.load"
-        )
+        raise _missed(model, missed[0])
     session.contents.write(values)
+
+
+def _missed(model: nn.Module, name: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} does not initialise {name} by itself; build the model with real values on the cpu, or "
+        f"load weights with forebay.load"
+    )
 
 
 def _modules_of(block: Block, modules: Mapping[str, nn.Module]) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from forebay.checkpoint.weights import Entry, Weights
 from forebay.errors import ConfigError
+from forebay.runtime.wholes import wholes_of
 
 __all__ = ["FolderSource", "ModelSource", "Source", "kept_dtype", "raw_bytes", "saved_buffers"]
 
@@ -42,7 +43,8 @@ class ModelSource(Source):
         self._buffers = saved_buffers(model)
         of_buffers = {name: Entry(tuple(b.shape), b.dtype) for name, b in self._buffers.items()}
         self.entries = {**entries, **of_buffers}
-        self.aliases = _aliases(model, self.entries)
+        tied = {alias: whole.name for whole in wholes_of(model) for alias in whole.aliases}
+        self.aliases = _aliases(model, self.entries) | tied
 
     def read(self, name: str) -> torch.Tensor:
         return self._buffers[name].detach().cpu() if name in self._buffers else self._parameters[name]

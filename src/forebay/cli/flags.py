@@ -25,6 +25,7 @@ __all__ = [
     "Optimizer",
     "Policy",
     "Seq",
+    "TileSize",
     "UpdateIn",
     "one_disk",
 ]
@@ -58,6 +59,9 @@ UpdateIn = Annotated[
     typer.Option(
         metavar="step|backward", help="backward: blocks are updated as their gradients land, which uses these up."
     ),
+]
+TileSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Cut larger weights: of each as much is on the device at a time.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Batch = Annotated[int | None, typer.Option(help="Sequences in a micro-batch.")]

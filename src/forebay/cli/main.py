@@ -24,6 +24,7 @@ from forebay.cli.flags import (
     Optimizer,
     Policy,
     Seq,
+    TileSize,
     UpdateIn,
     one_disk,
 )
@@ -84,6 +85,7 @@ def train(
     loss: LossWay = None,
     compress: Bits = None,
     update: UpdateIn = None,
+    tile: TileSize = None,
     run: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model; Ctrl-C saves there.")
     ] = None,
@@ -118,6 +120,7 @@ def train(
             "loss": loss,
             "compress": compress,
             "update": update,
+            "tile": tile,
             "run": run,
             "save_every": save_every,
         }
@@ -179,6 +182,7 @@ def plan(
     loss: LossWay = None,
     compress: Bits = None,
     update: UpdateIn = None,
+    tile: TileSize = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan there, as JSON.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -199,6 +203,7 @@ def plan(
             "loss": loss,
             "compress": compress,
             "update": update,
+            "tile": tile,
         }
         if not _plan(flags, out, json):
             raise typer.Exit(EXIT_NO)

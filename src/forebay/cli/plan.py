@@ -17,6 +17,8 @@ from forebay.plans import UpdateTime
 from forebay.units import format_count
 
 if TYPE_CHECKING:
+    import torch
+
     from forebay.machine import Machine
     from forebay.profiler.capture import Captured
     from forebay.recipes.tasks import Sample
@@ -58,6 +60,7 @@ class PlanSettings(BaseModel):
     compress: Bits = 0
     accumulate: int = Field(default=1, ge=1)
     update: UpdateTime = "step"
+    tile: Size | None = None
 
     @field_validator("machine")
     @classmethod
@@ -91,16 +94,38 @@ def plan(settings: PlanSettings) -> PlanReport:
     """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
     import torch
 
-    from forebay.planners.parts import gives_up_nothing
-    from forebay.planning import assess, choose_report
-    from forebay.profiler.loss import cut_for, forced_cut
     from forebay.recipes.tasks import sample
+    from forebay.tiling import noted_tiles, notes_of, tile, with_tiles
 
     expect_policy(settings.policy)
     folder = disk_budget(settings)
     machine, notes = chosen_machine(settings, folder)
-    device = machine.device_capacity if settings.device_memory is None else settings.device_memory
+    here = torch.device(machine.device_kind) if settings.machine is None else None
     found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
+    if settings.tile is None:
+        return _answer(settings, found, machine, notes, folder, here)
+    cut = tile(found.model, settings.tile)
+    report = _answer(settings, found, machine, (*notes, noted_tiles(cut, settings.tile)), folder, here)
+    if report.plan is None:
+        return report
+    plan = with_tiles(report.plan, found.model, found.batch, here)
+    return replace(report, plan=plan, reasons=plan.reasons, notes=(*report.notes, *notes_of(found.model)))
+
+
+def _answer(
+    settings: PlanSettings,
+    found: Sample,
+    machine: Machine,
+    notes: tuple[str, ...],
+    folder: DiskBudget | None,
+    here: torch.device | None,
+) -> PlanReport:
+    """The report on the model of ``found``; ``here`` is the device where it will run, None: on another machine."""
+    from forebay.planners.parts import gives_up_nothing
+    from forebay.planning import assess, choose_report
+    from forebay.profiler.loss import cut_for, forced_cut
+
+    device = machine.device_capacity if settings.device_memory is None else settings.device_memory
     budget = Budget(device, settings.host_memory, None, folder)
 
     def report(cut: Cut | None) -> PlanReport:
@@ -119,7 +144,6 @@ def plan(settings: PlanSettings) -> PlanReport:
             settings.update,
         )
 
-    here = torch.device(machine.device_kind) if settings.machine is None else None
     if settings.loss == "chunked":
         return report(forced_cut(found.model, found.batch, device, here))
     plain = report(None)

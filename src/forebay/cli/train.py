@@ -78,12 +78,15 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
 
     from forebay.data.tokenizers import find_tokenizer
     from forebay.recipes.causal_lm import build, find
+    from forebay.tiling import noted_tiles, tile
 
     source = find(config.model)
     tokenizer = find_tokenizer(source.folder)
     windows = _windows(config, tokenizer)
     device = _device(config.device)
     model = build(source, config.dtype)
+    if config.tile is not None:
+        view.note(noted_tiles(tile(model, config.tile), config.tile))
     _check_model(config, model, windows, tokenizer)
     warmup = warmup_of(config.steps)
     if folder is not None:

@@ -12,6 +12,7 @@ from forebay.loss import DEFAULT, Cut, LossPolicy, logits_nbytes
 from forebay.profiler.batch import call_arguments, count_tokens
 from forebay.runtime.cross_entropy import is_exact
 from forebay.runtime.head import REMEDY, recognise
+from forebay.runtime.tiles import TiledLinear
 from forebay.units import format_bytes
 
 __all__ = ["cut_for", "forced_cut"]
@@ -48,5 +49,9 @@ def _cut(
     logits = logits_nbytes(count_tokens(kwargs or args), head.out_features)
     if notable and not policy.worth_a_thought(logits, budget):
         return f"all logits are {format_bytes(logits)}, which is little"
-    exact = device is not None and is_exact(head.in_features, head.weight.dtype, device, bias=head.bias is not None)
-    return Cut(policy.piece_nbytes(budget), logits, exact)
+    piece, dtype = policy.piece_nbytes(budget), next(head.parameters()).dtype
+    if isinstance(head, TiledLinear):
+        # Every piece asks for all tiles: as large as what there is of the weight at a time.
+        piece = max(piece, head.grid.panel * dtype.itemsize)
+    exact = device is not None and is_exact(head.in_features, dtype, device, bias=head.bias is not None)
+    return Cut(piece, logits, exact)

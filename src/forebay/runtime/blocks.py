@@ -12,6 +12,7 @@ from torch import nn
 from forebay.device.compiling import refuse_compiled_root
 from forebay.errors import ModelError
 from forebay.layout import align
+from forebay.runtime.tiles import Tiled
 from forebay.trace import Block, Model, Parameter
 
 __all__ = ["BoundModel", "find_blocks"]
@@ -33,11 +34,11 @@ class BoundModel:
 def find_blocks(root: nn.Module, override: Sequence[str] | None = None) -> BoundModel:
     """The blocks of ``root``.
 
-    Every child of a repeated ``ModuleList`` or ``Sequential`` is a block; so is every module named in ``override``,
-    where given, instead of the repeated lists. Modules outside of them are merged with their neighbours up to a
-    balanced size. A tied parameter belongs to the block of its first owner, and every owner's forward asks for that
-    block. Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, and for
-    a root that was compiled in place.
+    Every child of a repeated ``ModuleList`` or ``Sequential`` is a block, and so is every tile of a weight; so is every
+    module named in ``override``, where given, instead of those. Modules outside of them are merged with their
+    neighbours up to a balanced size. A tied parameter belongs to the block of its first owner, and every owner's
+    forward asks for that block. Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that
+    cannot move, and for a root that was compiled in place.
     """
     refuse_compiled_root(root)
     parameters = dict(root.named_parameters())
@@ -102,13 +103,14 @@ def _names(root: nn.Module) -> dict[int, list[str]]:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Children, with parameters, of the outermost lists in which a class occurs twice or more."""
+    """Children, with parameters, of the outermost lists in which a class occurs twice or more. A child with a tiled
+    layer in it would put all tiles into one block: it is looked into."""
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     classes = [type(c) for _, c in children]
     repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(set(classes)) < len(classes)
     for name, child in children:
         full = f"{prefix}.{name}" if prefix else name
-        if repeated:
+        if repeated and not any(isinstance(inner, Tiled) for inner in child.modules()):
             yield full, child
         else:
             yield from _repeated(child, full)

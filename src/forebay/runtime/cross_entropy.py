@@ -19,7 +19,9 @@ over pieces.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, final
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +29,15 @@ from torch.nn import functional as F
 from forebay.errors import ModelError
 from forebay.loss import ITEMSIZE, TOKENS, VOCABULARY, token_pieces, vocabulary_pieces
 
-__all__ = ["is_exact", "picked_log_probabilities"]
+__all__ = [
+    "Upstream",
+    "gradient_of_rows",
+    "gradients_of_weight",
+    "is_exact",
+    "picked_log_probabilities",
+    "picked_of",
+    "refuse_second_derivative",
+]
 
 aten = torch.ops.aten
 
@@ -46,6 +56,96 @@ def picked_log_probabilities(
     return cast(torch.Tensor, _Picked.apply(hidden, weight, bias, index, piece))  # type: ignore[no-untyped-call]
 
 
+def picked_of(
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    vocabulary: int,
+    piece: int,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The entries at ``index``, and ``_normaliser`` of each of ``rows``, (N, 1) each. ``logits_of`` makes the logits of
+    some rows over all of the ``vocabulary``, in fp32."""
+    picked = rows.new_empty((len(rows), 1), dtype=torch.float32)
+    shift, scale = torch.empty_like(picked), torch.empty_like(picked)
+    for first, end in token_pieces(len(rows), vocabulary, piece):
+        logits = logits_of(rows[first:end])
+        log = torch.log_softmax(logits, 1)
+        picked[first:end] = log.gather(1, index[first:end])
+        shift[first:end], scale[first:end] = _normaliser(logits, log)
+        del logits, log  # before the next ones are made
+    return picked, shift, scale
+
+
+def gradient_of_rows(
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    gradient: torch.Tensor,
+    vocabulary: int,
+    piece: int,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    times_weight: Callable[[torch.Tensor, torch.Tensor], object],
+) -> torch.Tensor:
+    """The gradient of ``rows`` from ``gradient``, that of the entries picked. ``times_weight`` writes the product of
+    its first argument and the weight into its second one."""
+    made = torch.empty_like(rows)
+    for first, end in token_pieces(len(rows), vocabulary, piece):
+        log = torch.log_softmax(logits_of(rows[first:end]), 1)
+        of_logits = _of_logits(log, index[first:end], gradient[first:end])
+        del log
+        times_weight(of_logits.to(rows.dtype), made[first:end])
+        del of_logits
+    return made
+
+
+@final
+@dataclass(frozen=True)
+class Upstream:
+    """What the gradient of a weight is made from, beside the hidden state: the (N, 1) of ``picked_of``, the index, and
+    the gradient of what was picked."""
+
+    index: torch.Tensor
+    shift: torch.Tensor
+    scale: torch.Tensor
+    gradient: torch.Tensor
+
+
+def gradients_of_weight(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    upstream: Upstream,
+    piece: int,
+    *,
+    start: int,
+    columns: Sequence[tuple[int, int]],
+    of_bias: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The gradient of ``weight``, the rows of one from number ``start`` on, in parts of these ``columns``, and
+    (``of_bias``) that of its bias."""
+    made = [weight.new_empty((len(weight), end - first)) for first, end in columns]
+    third = torch.empty_like(bias) if bias is not None and of_bias else None
+    for a, b in vocabulary_pieces(len(rows), len(weight), piece):
+        log = _logits(rows, weight[a:b], None if bias is None else bias[a:b])
+        log.sub_(upstream.shift).sub_(upstream.scale)
+        of_logits = _of_some_logits(log, start + a, upstream.index, upstream.gradient).to(rows.dtype)
+        del log
+        for part, (first, end) in zip(made, columns, strict=True):
+            torch.mm(of_logits.t(), rows[:, first:end], out=part[a:b])
+        if third is not None:
+            third[a:b] = of_logits.sum(0)
+        del of_logits
+    return made, third
+
+
+def refuse_second_derivative() -> None:
+    """Raises ``ModelError`` in a backward whose own graph is asked for."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "a loss that is computed in pieces has no second derivative (create_graph=True); prepare the model "
+            "with loss='plain'"
+        )
+
+
 class _Picked(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -57,50 +157,30 @@ class _Picked(torch.autograd.Function):
         piece: int,
     ) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        picked = rows.new_empty((len(rows), 1), dtype=torch.float32)
-        shift, scale = torch.empty_like(picked), torch.empty_like(picked)
-        for first, end in token_pieces(len(rows), len(weight), piece):
-            logits = _logits(rows[first:end], weight, bias)
-            log = torch.log_softmax(logits, 1)
-            picked[first:end] = log.gather(1, index[first:end])
-            shift[first:end], scale[first:end] = _normaliser(logits, log)
-            del logits, log  # before the next ones are made
-        ctx.save_for_backward(hidden, weight, bias, index, shift, scale)
+        picked, *norms = picked_of(rows, index, len(weight), piece, lambda part: _logits(part, weight, bias))
+        ctx.save_for_backward(hidden, weight, bias, index, *norms)
         ctx.piece = piece
         return picked
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise ModelError(
-                "a loss that is computed in pieces has no second derivative (create_graph=True); prepare the model "
-                "with loss='plain'"
-            )
+        refuse_second_derivative()
         hidden, weight, bias, index, shift, scale = ctx.saved_tensors
         rows, gradient = hidden.reshape(-1, hidden.shape[-1]), gradients[0]
         first = second = third = None
         if ctx.needs_input_grad[0]:
-            first = torch.empty_like(rows)
-            for a, b in token_pieces(len(rows), len(weight), ctx.piece):
-                log = torch.log_softmax(_logits(rows[a:b], weight, bias), 1)
-                of_logits = _of_logits(log, index[a:b], gradient[a:b])
-                del log
-                torch.mm(of_logits.to(rows.dtype), weight, out=first[a:b])
-                del of_logits
-            first = first.view(hidden.shape)
+            given = rows, index, gradient, len(weight), ctx.piece
+            made = gradient_of_rows(
+                *given, lambda part: _logits(part, weight, bias), lambda of, into: torch.mm(of, weight, out=into)
+            )
+            first = made.view(hidden.shape)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            second = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-            third = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-            for a, b in vocabulary_pieces(len(rows), len(weight), ctx.piece):
-                log = _logits(rows, weight[a:b], None if bias is None else bias[a:b])
-                log.sub_(shift).sub_(scale)
-                of_logits = _of_some_logits(log, a, index, gradient).to(rows.dtype)
-                del log
-                if second is not None:
-                    torch.mm(of_logits.t(), rows, out=second[a:b])
-                if third is not None:
-                    third[a:b] = of_logits.sum(0)
-                del of_logits
+            columns = ((0, weight.shape[1]),) if ctx.needs_input_grad[1] else ()
+            upstream, wanted = Upstream(index, shift, scale, gradient), ctx.needs_input_grad[2]
+            parts, third = gradients_of_weight(
+                rows, weight, bias, upstream, ctx.piece, start=0, columns=columns, of_bias=wanted
+            )
+            second = parts[0] if parts else None
         return first, second, third, None, None
 
 

@@ -26,6 +26,8 @@ from torch.nn import functional as F
 
 from forebay.errors import ModelError
 from forebay.runtime.cross_entropy import picked_log_probabilities
+from forebay.runtime.tiled_loss import picked_from_tiles
+from forebay.runtime.tiles import TiledLinear
 
 __all__ = ["REMEDY", "ChunkedHead", "Recognised", "recognise"]
 
@@ -41,7 +43,7 @@ class Recognised:
     """A causal language model, its head, and the place of ``labels`` among the arguments of its forward."""
 
     model: Any
-    head: nn.Linear
+    head: nn.Linear | TiledLinear
     place: int
 
     def trains_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -70,10 +72,10 @@ def recognise(model: nn.Module) -> Recognised | str:
     return Recognised(whole, head, accepted.index("labels"))
 
 
-def _head_of(module: Any, of_library: Any) -> nn.Linear | None:
+def _head_of(module: Any, of_library: Any) -> nn.Linear | TiledLinear | None:
     head = module.get_output_embeddings() if isinstance(module, of_library) else None
     # Exactly this class: what is made of one (adapters, quantised weights) computes something else.
-    return head if type(head) is nn.Linear else None
+    return head if type(head) is nn.Linear or isinstance(head, TiledLinear) else None
 
 
 def _is_flattened(head: Any, hidden: torch.Tensor) -> bool:
@@ -132,7 +134,7 @@ class ChunkedHead:
         if head is None or not module.training or not torch.is_grad_enabled():
             return
         given = Recognised(module, head, self._place).trains_on(args, kwargs)
-        if given and not torch.is_autocast_enabled(head.weight.device.type):
+        if given and not torch.is_autocast_enabled(next(head.parameters()).device.type):
             self._active.add(threading.get_ident())
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -160,6 +162,8 @@ class ChunkedHead:
             return None
         (hidden, index), self._call = self._call, None
         if index is not None:
+            if isinstance(module, TiledLinear):
+                return picked_from_tiles(module, hidden, index, self._piece)
             return picked_log_probabilities(hidden, module.weight, module.bias, index, self._piece)
         logits = output.detach()
         self._waiting.append((hidden, logits))
