@@ -30,8 +30,18 @@ EVERYTHING = make_plan(asked(TRACE, machine(), device=ENOUGH), "resident").devic
 STREAMED = make_plan(asked(TRACE, machine(), device=ENOUGH), "stream").device
 LEAST = make_plan(asked(TRACE, machine(), device=ENOUGH), "stream-recompute").device
 
-FOR_OTHERS = {"moesys", "harmony", "mobius", "smart-infinity", "hydra", "tmo"}
-"""They refuse a dense model, a step of one micro-batch, no disk, one model, one device."""
+FOR_OTHERS = {
+    "moesys",
+    "harmony",
+    "mobius",
+    "smart-infinity",
+    "hydra",
+    "tmo",
+    "selective",
+    "distflashattn",
+    "loongtrain",
+}
+"""They refuse a dense model, a step of one micro-batch, no disk, one model, one device, a model without attention."""
 
 
 def at(policy: str, *, device: int = ENOUGH, pinned: int | None = None) -> Plan:

@@ -30,7 +30,7 @@ def invoke(paper: Path, *arguments: str) -> Result:
 
 
 def test_policies_for_states_side_by_side(paper: Path) -> None:
-    done = invoke(paper, "--states", "--budgets", "3MiB,1KiB", "--json")
+    done = invoke(paper, "--policies", "states", "--budgets", "3MiB,1KiB", "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     policies = ("auto", *STATES)
@@ -50,19 +50,19 @@ def test_policies_for_states_side_by_side(paper: Path) -> None:
 
 
 def test_tables_without_json(paper: Path) -> None:
-    done = invoke(paper, "--states", "--budgets", "64MiB")
+    done = invoke(paper, "--policies", "states", "--budgets", "64MiB")
     assert done.exit_code == 0, done.output
     assert "tiny" in done.stdout and "Bytes over each link in a step" in done.stdout
     assert all(policy in done.stdout for policy in ("auto", *STATES))
 
 
 def test_where_nothing_fits_the_answer_is_no(paper: Path) -> None:
-    done = invoke(paper, "--states", "--budgets", "1KiB")
+    done = invoke(paper, "--policies", "states", "--budgets", "1KiB")
     assert done.exit_code == 1 and "Does not fit" in done.stdout and "Traceback" not in done.output
 
 
 def test_what_cannot_be_used_is_misuse(paper: Path) -> None:
-    done = invoke(paper, "--states", "--budgets", "lots")
+    done = invoke(paper, "--policies", "states", "--budgets", "lots")
     assert done.exit_code == 2 and done.stdout == "" and done.stderr.startswith("forebay: --budgets")
 
 

@@ -30,7 +30,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def invoke(model: str, *arguments: str) -> Result:
     return CliRunner().invoke(
-        app, ["compare", model, "--batch", "2", "--seq", "32", "--states", "--measure", *arguments]
+        app, ["compare", model, "--batch", "2", "--seq", "32", "--policies", "states", "--measure", *arguments]
     )
 
 

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from forebay.plans import Plan, UpdateTime
     from forebay.trace import Trace
 
-__all__ = ["Comparison", "Run", "compare", "compare_policies", "parse_budgets"]
+__all__ = ["Comparison", "Run", "Shares", "compare", "compare_policies", "parse_budgets", "parse_policies"]
+
+STEP = 0.1
+"""Between one share of what everything takes and the next."""
+
+MOST_SHARE = 10.0
+"""More of what everything takes is no budget that anybody asks about."""
 
 Run = Callable[["Plan", Budget], Measured]
 """Trains a few steps under a plan within a budget, and gives everything back."""
@@ -39,10 +45,38 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
 
-def parse_budgets(text: str | None) -> tuple[int, ...]:
-    """Device budgets in bytes, written as sizes with commas between them. Raises ``ConfigError``."""
+@dataclass(frozen=True)
+class Shares:
+    """Device budgets as shares of what a step takes with everything on the device: from ``low`` to ``high`` in steps of
+    a tenth. Raises ``ConfigError`` for what is no such range."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high <= MOST_SHARE:
+            raise ConfigError(
+                f"--budgets: shares of what everything takes are more than 0 and at most {MOST_SHARE:g}, the lower one "
+                f"first, got {self.low:g}:{self.high:g}"
+            )
+
+    def of(self, nbytes: int) -> tuple[int, ...]:
+        """Bytes of each, of ``nbytes``."""
+        count = 1 + int((self.high - self.low) / STEP + 1e-9)
+        return tuple(max(1, round((self.low + place * STEP) * nbytes)) for place in range(count))
+
+
+def parse_budgets(text: str | None) -> tuple[int, ...] | Shares:
+    """Device budgets in bytes, written as sizes with commas between them, or as a range of shares, LOW:HIGH. Raises
+    ``ConfigError``."""
     if text is None:
         return ()
+    if ":" in text:
+        try:
+            low, high = map(float, text.split(":"))
+        except ValueError:
+            raise ConfigError(f"--budgets: a range of shares is like 0.2:0.9, got {text!r}") from None
+        return Shares(low, high)
     try:
         found = tuple(dict.fromkeys(parse_bytes(part) for part in text.split(",")))
     except UnitError as error:
@@ -52,19 +86,34 @@ def parse_budgets(text: str | None) -> tuple[int, ...]:
     return found
 
 
+def parse_policies(text: str | None) -> tuple[str, ...]:
+    """Names of policies: ``states`` or ``activations``, the published ones for these and ``auto``; ``all`` (or None);
+    or names with commas between them. Raises ``ConfigError``."""
+    from forebay.planners import LITERATURE, PLANNERS, STATES
+
+    sets = {"all": tuple(PLANNERS), "states": ("auto", *STATES), "activations": ("auto", *LITERATURE)}
+    if text is None or text in sets:
+        return sets[text or "all"]
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in PLANNERS:
+            known = ", ".join([*sets, *sorted(PLANNERS)])
+            raise ConfigError(f"--policies: there is no policy {name!r}; there are {known}")
+    return names
+
+
 def compare(
     settings: PlanSettings,
-    budgets: Sequence[int],
+    budgets: Sequence[int] | Shares,
     *,
-    states: bool,
+    policies: Sequence[str],
     measure: bool = False,
     tell: Callable[[str], None] = silent,
 ) -> Comparison:
-    """Every policy for model states and ``auto``, or every policy if not ``states``, with each of ``budgets`` (bytes of
-    device memory; none: what ``settings`` say, or what the machine has). That a policy does not fit is an answer too.
+    """``policies`` with each of ``budgets`` (bytes of device memory, or shares of what everything takes; none: what
+    ``settings`` say, or what the machine has). That a policy does not fit is an answer too.
     With ``measure`` each policy that fits is run here as well, one after the other; ``tell`` hears of each.
     Raises a ``UsageError`` for what cannot be used."""
-    from forebay.planners import PLANNERS, STATES
     from forebay.recipes.tasks import sample
 
     if measure and settings.machine is not None:
@@ -77,9 +126,10 @@ def compare(
     found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
     captured, name = capture_step(settings, found, machine, None)
     on, timed = (machine, ()) if settings.machine is not None else with_ops(captured, machine)
+    if isinstance(budgets, Shares):
+        budgets = budgets.of(_of_everything(captured.trace, on))
     devices = budgets or (machine.device_capacity if settings.device_memory is None else settings.device_memory,)
     asked = [Budget(device, settings.host_memory, None, folder) for device in devices]
-    policies = ("auto", *STATES) if states else tuple(PLANNERS)
     run: Run | None = None
     unrun: tuple[str, ...] = ()
     if measure:
@@ -92,6 +142,16 @@ def compare(
     many, update = settings.accumulate, settings.update
     candidates = compare_policies(captured.trace, on, asked, policies, many, run, tell, update)
     return Comparison(f"{name} on {machine.name}", candidates, (*unrun, *notes, *timed, *captured.trace.notes))
+
+
+def _of_everything(trace: Trace, machine: Machine) -> int:
+    """Bytes of the device that a step takes with everything there."""
+    from forebay.planners import Bench
+    from forebay.planners.parts import all_resident
+    from forebay.planning import problem_of
+
+    bench = Bench(problem_of(trace, machine, Budget(machine.device_capacity)))
+    return bench.device(all_resident(trace.model))
 
 
 def compare_policies(

@@ -232,11 +232,14 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
 @app.command()
 def compare(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for forebay plan.")],
-    states: Annotated[
-        bool, typer.Option("--states", help="Only policies for parameters, gradients and states, and auto.")
-    ] = False,
+    policies: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Policies, or all, states, activations: the published ones.")
+    ] = None,
     budgets: Annotated[
-        str | None, typer.Option(metavar="SIZE,...", help="Device budgets; else what the machine has.")
+        str | None,
+        typer.Option(
+            metavar="SIZE,...|LOW:HIGH", help="Device budgets, or shares of what everything takes; else what there is."
+        ),
     ] = None,
     batch: Batch = None,
     seq: Seq = None,
@@ -269,12 +272,17 @@ def compare(
             "machine": machine,
             "update": update,
         }
-        if not _compare(flags, budgets, states, measure, plot, json):
+        if not _compare(flags, budgets, policies, measure, plot, json):
             raise typer.Exit(EXIT_NO)
 
 
 def _compare(
-    flags: Mapping[str, Any], budgets: str | None, states: bool, measure: bool, plot: Path | None, as_json: bool
+    flags: Mapping[str, Any],
+    budgets: str | None,
+    policies: str | None,
+    measure: bool,
+    plot: Path | None,
+    as_json: bool,
 ) -> bool:
     """Prints the answer and returns whether any policy fits and, if they were to be run, any ran."""
     from json import dumps
@@ -282,7 +290,7 @@ def _compare(
     from rich.console import Console
 
     from forebay.cli.compare import compare as make_comparison
-    from forebay.cli.compare import parse_budgets
+    from forebay.cli.compare import parse_budgets, parse_policies
     from forebay.cli.plan import make_settings
     from forebay.cli.progress import choose_view
     from forebay.reporting.comparison import comparison_tables
@@ -293,7 +301,8 @@ def _compare(
     if plot is not None:
         expect_plottable(plot)  # before minutes of planning
     tell = choose_view(Console(stderr=True)).note
-    found = make_comparison(settings, parse_budgets(budgets), states=states, measure=measure, tell=tell)
+    asked = parse_policies(policies)
+    found = make_comparison(settings, parse_budgets(budgets), policies=asked, measure=measure, tell=tell)
     if as_json:
         print(dumps([candidate.to_json_dict() for candidate in found.candidates]))
     else:

@@ -5,7 +5,7 @@ how forebay decides, write one and name it here.
 
 problem, parts     what is asked, and what plans are put together from
 bench              what a draft needs of every tier and how long its step takes
-activations        the menu of every block and the programme over all of them
+activations        the menu of every block and the programme over all of them; published planners (literature)
 shapes, homes      drafts that fit on the device; what of them goes to disk
 search, reasons    the fastest of them, and why in words
 speculation        which of its updates run ahead of their step, under backward
@@ -24,6 +24,7 @@ from types import MappingProxyType
 
 from forebay.collector import collector_paused
 from forebay.errors import ConfigError
+from forebay.planners.activations.literature import LITERATURE
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
@@ -34,7 +35,18 @@ from forebay.planners.states import LATE, SEVERAL, STATES
 from forebay.planners.states.drafting import cannot_serve
 from forebay.plans import Plan
 
-__all__ = ["LATE", "PLANNERS", "SEVERAL", "STATES", "Alternative", "Bench", "Problem", "alternatives", "make_plan"]
+__all__ = [
+    "LATE",
+    "LITERATURE",
+    "PLANNERS",
+    "SEVERAL",
+    "STATES",
+    "Alternative",
+    "Bench",
+    "Problem",
+    "alternatives",
+    "make_plan",
+]
 
 PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
@@ -46,6 +58,7 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
         "recompute": recompute,
         "stream": stream,
         "stream-recompute": stream_recompute,
+        **LITERATURE,
         **STATES,
         **LATE,
         **SEVERAL,

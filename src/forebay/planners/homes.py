@@ -28,7 +28,16 @@ from forebay.scheduling.activations import host_nbytes
 from forebay.states import BLOCK
 from forebay.units import format_bytes
 
-__all__ = ["Tenant", "at_home", "at_storage", "least_at_storage", "more_on_disk", "on_host", "with_a_disk"]
+__all__ = [
+    "Tenant",
+    "all_activations_on_disk",
+    "at_home",
+    "at_storage",
+    "least_at_storage",
+    "more_on_disk",
+    "on_host",
+    "with_a_disk",
+]
 
 DISK_RING_SHARE = 1 / 16
 """Share of the host budget that the buffers for states on disk may take."""
@@ -114,6 +123,12 @@ def on_host(bench: Bench, draft: Draft) -> Draft:
     )
     there = replace(draft, placements=placements, streaming=streaming)
     return _activations_on_disk(bench, there, (), ring=0) if streaming.disk_activations else there
+
+
+def all_activations_on_disk(bench: Bench, draft: Draft) -> Draft:
+    """``draft`` with everything on disk that it moves, through a ring of the usual size."""
+    moving = [block for selection in draft.activations for block in selection.blocks]
+    return _activations_on_disk(bench, draft, moving, ACTIVATION_RING) if draft.streaming.host_activations else draft
 
 
 def more_on_disk(bench: Bench, draft: Draft) -> Iterator[Draft]:

@@ -30,6 +30,9 @@ WIDE: Final = 10.0
 
 DOTS_PER_INCH: Final = 160
 
+LINES: Final = 16
+"""Policies in a column of the legend, which is as high as the plot."""
+
 
 def expect_plottable(path: Path) -> None:
     """Raises ``ConfigError`` for a file that a plot cannot be written to, and where matplotlib is missing."""
@@ -79,7 +82,9 @@ def figure_of(title: str, candidates: Sequence[Candidate]) -> Any:
     axes.grid(visible=True, alpha=0.3)
     if policies:
         heading = "\n".join([*(["dashed: measured here"] if measured else []), "no point: does not fit"])
-        axes.legend(title=heading, title_fontsize="x-small", fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+        columns = 1 + (len(policies) - 1) // LINES
+        style = {"fontsize": "small", "title_fontsize": "x-small", "ncols": columns}
+        axes.legend(title=heading, loc="upper left", bbox_to_anchor=(1, 1), **style)
     return figure
 
 

@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 
 from forebay.budgets import Budget
-from forebay.cli.compare import compare_policies, parse_budgets
+from forebay.cli.compare import Shares, compare_policies, parse_budgets, parse_policies
 from forebay.cli.main import app
 from forebay.errors import ConfigError
 from forebay.memory import Tier
-from forebay.planners import STATES, make_plan
+from forebay.planners import LITERATURE, PLANNERS, STATES, make_plan
 from forebay.reporting.comparison import LINKS, Candidate, comparison_tables
 from forebay.simulation import forecast
 from forebay.timeline import Lane
@@ -114,8 +114,26 @@ def test_budgets_are_sizes_with_commas() -> None:
             parse_budgets(wrong)
 
 
+def test_budgets_are_shares_of_what_everything_takes() -> None:
+    shares = parse_budgets("0.2:0.9")
+    assert isinstance(shares, Shares) and shares.of(1000) == tuple(range(200, 901, 100))
+    assert Shares(0.35, 0.35).of(1000) == (350,) and Shares(0.1, 0.29).of(10) == (1, 2)
+    for wrong in ("0.9:0.2", "0:1", "a:b", "0.2:", "0.1:0.2:0.3", "nan:1", "1:inf"):
+        with pytest.raises(ConfigError, match=r"--budgets: .*shares"):
+            parse_budgets(wrong)
+
+
+def test_policies_are_sets_or_names_with_commas() -> None:
+    assert parse_policies(None) == parse_policies("all") == tuple(PLANNERS)
+    assert parse_policies("states") == ("auto", *STATES) and parse_policies("activations") == ("auto", *LITERATURE)
+    assert parse_policies("rotor,auto,rotor") == ("rotor", "auto")
+    for wrong in ("rotors", "rotor,", "", "all,auto"):
+        with pytest.raises(ConfigError, match=r"--policies: there is no policy .*; there are all, states, activations"):
+            parse_policies(wrong)
+
+
 def test_the_flags_of_compare_are_these() -> None:
     command = typer.main.get_command(app).commands["compare"]  # type: ignore[attr-defined]
     flags = {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
     asked_for = {"--batch", "--seq", "--dtype", "--optimizer", "--host-memory", "--disk", "--machine"}
-    assert flags == asked_for | {"--states", "--budgets", "--accumulate", "--update", "--measure", "--plot", "--json"}
+    assert flags == asked_for | {"--policies", "--budgets", "--accumulate", "--update", "--measure", "--plot", "--json"}

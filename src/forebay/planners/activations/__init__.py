@@ -8,4 +8,5 @@ chain      all blocks together, as a linear programme: the bound that no plan be
 rounding   which of the blocks that are alike takes which choice
 choosing   from a problem to activation choices that fit, with the bench as the judge
 swapping   more and more of them moved, in the order in which a byte spares the most computation
+literature published planners, which decide in other ways
 """

@@ -73,7 +73,8 @@ class Group:
     """Blocks that are alike, in the order of the forward, and what each may be.
 
     ``inputs`` names, for each block, what makes its input: (block, op, occurrence); None where a plan cannot say that
-    it moves. ``least`` are choices at the vertices of the hull: none for a block takes less than some mixture of them.
+    it moves. ``options`` are put together from ``items``, what each op makes. ``least`` are choices at the vertices of
+    the hull: none for a block takes less than some mixture of them.
     ``moved`` are those of ``homes`` that are elsewhere once more, with the update on the device, at the best that the
     links can do: none where that may not be. ``copied``: seconds of the host's memory for a byte over the link.
     """
@@ -82,6 +83,7 @@ class Group:
     inputs: tuple[tuple[str, str, int] | None, ...]
     homes: tuple[Home, ...]
     options: tuple[Option, ...]
+    items: Items
     held: int
     least: tuple[Use, ...]
     moved: tuple[Home, ...] = ()
@@ -161,6 +163,7 @@ class _Grouping:
                     tuple(source for _, source in members),
                     self._homes(members[0][0]),
                     options,
+                    items,
                     items.held,
                     _least(items, self._costs, self._copied),
                     self._moved(members[0][0]),

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from forebay.planners.activations.items import INPUT, Item, Items
 from forebay.plans import Fate, Treatment
 
-__all__ = ["GRID", "MOST", "Option", "menu", "thresholds"]
+__all__ = ["AGAIN", "GRID", "KEEP", "MOST", "MOVE", "Option", "menu", "option", "thresholds"]
 
 MOST = 400
 """Points of a frontier that are kept as they are."""
@@ -103,6 +103,13 @@ def thresholds(items: Items) -> tuple[Option, ...]:
             if place == len(order) or again[order[place]].reruns:
                 found.append(_option(items, True, codes))
     return tuple(found)
+
+
+def option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
+    """The option that does with the items of a family what ``codes`` say, or what comes nearest where that may not be:
+    what cannot be made again or moved is kept."""
+    family = (items.again or ()) if recompute else items.kept
+    return _option(items, recompute, [_done(item, code) for item, code in zip(family, codes, strict=True)])
 
 
 def _codes(items: Sequence[Item]) -> tuple[int, ...]:

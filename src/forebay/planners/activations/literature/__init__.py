@@ -1,0 +1,74 @@
+"""Published planners for activations that decide before the run, one file each: what ``auto`` is compared with.
+
+selective      the core of attention runs again
+attention      distflashattn, loongtrain: attention's results stay, or move, and the rest runs again
+vdnn           feature maps move: all, those that products read, or whichever is fastest
+superneurons   what products make stays or moves, what is cheap runs again
+flashneuron    tensors go to the disk in the order in which they are made
+te             the first layers' activations move
+capuchin       swap what lies idle, then swap or make again by seconds a byte
+str_           the same choice made anew after each one
+rotor          which blocks run again, by dynamic programming
+pofo           which blocks run again and which move, by dynamic programming
+rockmate       a menu for every block, and the best of it by dynamic programming
+checkmate      which ops run again, by integer programming
+autotm         which tensors move, by integer programming
+
+layers, graph  what they see of a model: its blocks, their ops, who reads what
+placing        where parameters are, and from a decision to a plan or a refusal
+moments        when ops run if nothing waits, and how long tensors lie idle
+mixing         from a ranking of tensors to what a plan says
+chaining       the dynamic programme over a chain of blocks; chained: with what blocks may be
+branching      branch and bound
+
+Each decides as its paper does where a plan can say so; its docstring says where ours departs, and why. What none of
+them decides is the same for all: parameters, gradients and states stay on the device as far as there is room
+(``placing``), and updates run after their step. A plan says of every block whether it runs again and what
+becomes of each of its ops; that a segment of several blocks runs again, it cannot say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from forebay.planners.activations.literature.attention import distflashattn, loongtrain
+from forebay.planners.activations.literature.autotm import autotm
+from forebay.planners.activations.literature.capuchin import capuchin
+from forebay.planners.activations.literature.checkmate import checkmate
+from forebay.planners.activations.literature.flashneuron import flashneuron
+from forebay.planners.activations.literature.pofo import pofo
+from forebay.planners.activations.literature.rockmate import rockmate
+from forebay.planners.activations.literature.rotor import rotor
+from forebay.planners.activations.literature.selective import selective
+from forebay.planners.activations.literature.str_ import str_
+from forebay.planners.activations.literature.superneurons import superneurons
+from forebay.planners.activations.literature.te import te
+from forebay.planners.activations.literature.vdnn import vdnn_all, vdnn_conv, vdnn_dyn
+from forebay.planners.bench import Bench
+from forebay.planners.problem import Problem
+from forebay.plans import Plan
+
+__all__ = ["LITERATURE"]
+
+LITERATURE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
+    {
+        "vdnn-all": vdnn_all,
+        "vdnn-conv": vdnn_conv,
+        "vdnn-dyn": vdnn_dyn,
+        "superneurons": superneurons,
+        "rotor": rotor,
+        "capuchin": capuchin,
+        "checkmate": checkmate,
+        "autotm": autotm,
+        "flashneuron": flashneuron,
+        "pofo": pofo,
+        "selective": selective,
+        "rockmate": rockmate,
+        "str": str_,
+        "distflashattn": distflashattn,
+        "te": te,
+        "loongtrain": loongtrain,
+    }
+)
+"""By the name that ``policy`` takes, in the order of publication."""
