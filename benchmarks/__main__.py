@@ -6,6 +6,7 @@ scripts/bench predict
 scripts/bench planning 12 100
 scripts/bench policies --models gpt2-xl --machines t4 rtx-4090
 scripts/bench papers
+scripts/bench layout hard large
 scripts/bench activations gpt2-14m
 scripts/bench update
 scripts/bench disk --folder /tmp
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "planning": _planning,
             "policies": _policies,
             "papers": _papers,
+            "layout": _layout,
             "activations": _activations,
             "update": _update,
             **dict.fromkeys(HOST_TOPICS, _host),
@@ -89,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     policies.add_argument("--shares", nargs="+", type=float, metavar="SHARE", help="of the device; default: .25 .5 1")
     papers = commands.add_parser("papers", help="hold policies against what their papers say, simulated")
     papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers/claims.py")
+    layout = commands.add_parser("layout", help="how low layouts of addresses are, and how long they take")
+    layout.add_argument("topics", nargs="*", metavar="TOPIC", help="default: hard, large and traces")
     activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
     activations.add_argument(
         "models", nargs="*", metavar="MODEL", help="default: all of benchmarks/activations/models.py"
@@ -163,6 +167,12 @@ def _papers(options: argparse.Namespace) -> None:
 
     command = " ".join(["scripts/bench papers", *options.claims])
     print(f"kept as {ARCHIVE.save(compare(options.claims, command, lambda line: print(line, flush=True))).name}")
+
+
+def _layout(options: argparse.Namespace) -> None:
+    from benchmarks.layout.run import compare
+
+    compare(options.topics, say=lambda line: print(line, flush=True))
 
 
 def _activations(options: argparse.Namespace) -> None:

@@ -73,6 +73,10 @@ VERIFY_FLAGS = {
 
 EXPORT_FLAGS = {"--to", "--format", "--dtype", "--json"}
 
+LAYOUT_FLAGS = {"--capacity", "--layout", "--seconds", "--out", "--json"}
+
+FRAGMENTATION_FLAGS = {"--plot", "--json"}
+
 DOCTOR_FLAGS = {"--device", "--disk", "--refresh", "--out", "--json"}
 
 DEMO_FLAGS = {"--host-memory", "--disk", "--steps", "--json"}
@@ -108,6 +112,8 @@ PLAN_FLAGS = {
         ("compare", "--help"),
         ("verify", "--help"),
         ("export", "--help"),
+        ("layout", "--help"),
+        ("fragmentation", "--help"),
     ],
 )
 def test_help_loads_nothing_heavy(arguments: tuple[str, ...]) -> None:
@@ -146,6 +152,14 @@ def test_the_flags_of_verify_are_these() -> None:
 
 def test_the_flags_of_export_are_these() -> None:
     assert flags_of("export") == EXPORT_FLAGS
+
+
+def test_the_flags_of_layout_are_these() -> None:
+    assert flags_of("layout") == LAYOUT_FLAGS
+
+
+def test_the_flags_of_fragmentation_are_these() -> None:
+    assert flags_of("fragmentation") == FRAGMENTATION_FLAGS
 
 
 def test_the_flags_of_doctor_are_these() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forebay.cli.addresses import fragmentation, layout
 from forebay.cli.flags import (
     Accumulate,
     AsJson,
@@ -357,3 +358,5 @@ def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:
 
 app.command()(verify)
 app.command()(export)
+app.command()(layout)
+app.command()(fragmentation)

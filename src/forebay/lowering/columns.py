@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from forebay.lowering.index import TraceIndex
 from forebay.memory import Kind
 
-__all__ = ["KINDS", "Column", "Columns", "Levels", "column"]
+__all__ = ["KINDS", "Column", "Columns", "Levels", "Lives", "column"]
 
 Column = NDArray[np.int64]
 
@@ -48,6 +48,16 @@ class Columns:
         self.drop, self.unsave, self.spent, self.released, self.completes, internal = table[6:]
         self.saved, self.internal = saved.astype(bool), internal.astype(bool)
         self.row = {int(number): row for row, number in enumerate(self.number)}
+
+
+class Lives(Protocol):
+    """Is told of lives: ``nbytes`` of ``kind`` from one position to another, both included."""
+
+    def add(self, kind: Kind, start: int, end: int, nbytes: int) -> None:
+        """One life."""
+
+    def add_all(self, kind: Kind, starts: Column, ends: Column, nbytes: Column) -> None:
+        """One life for each of several."""
 
 
 @final

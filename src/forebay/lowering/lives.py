@@ -25,7 +25,7 @@ import numpy as np
 from forebay.compression import MASK_BITS, Codes
 from forebay.layout import MOVED_LEAST
 from forebay.lowering.arrangement import Arrangement, Run
-from forebay.lowering.columns import KINDS, Levels, column
+from forebay.lowering.columns import KINDS, Levels, Lives, column
 from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import Kind
 from forebay.plans import Fate, Selection, Treatment
@@ -114,7 +114,13 @@ class Layout:
 
     def profile(self) -> Profile:
         """Adds up the lives."""
-        index, table, lives = self._index, self._columns, Levels(self._end)
+        lives = Levels(self._end)
+        self.note(lives)
+        return self._summed(lives)
+
+    def note(self, lives: Lives) -> None:
+        """Tells ``lives`` of each."""
+        index, table = self._index, self._columns
         starts, ends = self._base.first[0], self._base.first[1].copy()
         remade, starts_again, ends_again = self._base.second
         again = remade & (table.completes == NEVER)
@@ -140,7 +146,6 @@ class Layout:
             nbytes = index.copied_nbytes(place)
             if nbytes:
                 lives.add(Kind.TEMPORARY, run.position, self._base.until(place), nbytes)
-        return self._summed(lives)
 
     def _summed(self, lives: Levels) -> Profile:
         trace = self._index.trace
@@ -274,7 +279,7 @@ class Layout:
         return self._index.trace.visits[place].block
 
 
-def _add_move(lives: Levels, move: Move) -> None:
+def _add_move(lives: Lives, move: Move) -> None:
     """What there is of a treated root, copies under way left out."""
     lives.add(move.kind, move.made, move.dropped, move.nbytes)
     if move.codes is not None:

@@ -1,0 +1,1 @@
+"""Addresses: how low layouts are, and how long they take to find."""

@@ -1,0 +1,88 @@
+"""``forebay fragmentation``: a file or a run to a recording, and that to every model of an allocator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from forebay.buffer_csv import read_buffers
+from forebay.buffers import Addresses, Buffer, BufferSet
+from forebay.checking.addresses import check_addresses
+from forebay.errors import ConfigError
+from forebay.lowering import step_buffers
+from forebay.memory import ALIGNMENT
+from forebay.plans import Plan
+from forebay.recording import Recording, recording_of
+from forebay.reporting.fragmentation import Fragmentation
+from forebay.simulation.allocators import ALLOCATORS, PlannedAllocator, replay
+from forebay.snapshot import read_snapshot
+from forebay.trace import Trace
+
+__all__ = ["examine", "played"]
+
+STEPS = 2
+"""How often a step is played: from the second on, an allocator has what the one before has left."""
+
+SECONDS = 5.0
+"""How long addresses are searched for."""
+
+
+def examine(source: Path) -> Fragmentation:
+    """What every allocator would have reserved for what ``source`` recorded. Raises ``ConfigError`` for what is none of
+    what ``forebay fragmentation`` reads."""
+    if source.is_dir():
+        return played(f"{source.name}: a step of the run", recording_of(_of_run(source), STEPS))
+    if source.suffix == ".csv":
+        return played(source.name, recording_of(read_buffers(source), STEPS))
+    if source.suffix == ".json":
+        return played(source.name, recording_of(_of_trace(source), STEPS))
+    return played(source.name, read_snapshot(source))
+
+
+def played(title: str, recording: Recording) -> Fragmentation:
+    """``recording`` played to every model, and to addresses from the default layout."""
+    found = [replay(name, recording, partial(make, recording)) for name, make in ALLOCATORS.items()]
+    planned = _planned(recording)
+    offsets = {int(b.id): offset for b, offset in zip(planned.given.buffers, planned.offsets, strict=True)}
+    found.append(replay("arena", recording, lambda: PlannedAllocator(offsets, planned.height)))
+    return Fragmentation(title, max(recording.live, default=0), tuple(found), recording.observed, recording.notes)
+
+
+def _planned(recording: Recording) -> Addresses:
+    """Addresses at the alignment of a device."""
+    from forebay.planners.layout import lay_out
+
+    aligned = tuple(replace(buffer, alignment=ALIGNMENT) for buffer in recording.buffers())
+    found = lay_out(BufferSet(aligned), seconds=SECONDS)
+    check_addresses(found)
+    return found
+
+
+def _of_trace(path: Path) -> tuple[Buffer, ...]:
+    try:
+        return step_buffers(Trace.from_json(path.read_bytes()))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _of_run(folder: Path) -> tuple[Buffer, ...]:
+    """A step of a run as its plan has it: the model is captured again from the run's settings."""
+    from forebay.cli.plan import capture_step, chosen_machine, make_settings
+    from forebay.cli.runfolder import begun_with
+    from forebay.recipes.tasks import sample
+
+    begun = begun_with(folder)
+    if not begun:
+        raise ConfigError(f"{folder} has no run in it; give the folder of --run, or a memory snapshot")
+    settings = make_settings({name: begun[name] for name in ("model", "batch", "seq", "dtype", "optimizer")})
+    machine, _ = chosen_machine(settings, None)
+    found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
+    captured, _ = capture_step(settings, found, machine, None)
+    try:
+        plan = Plan.from_json((folder / "plan.json").read_bytes())
+    except OSError:
+        raise ConfigError(f"{folder} has no plan.json: the run has not ended; let it end, or give a snapshot") from None
+    return step_buffers(captured.trace, plan.recompute, plan.activations)

@@ -1,0 +1,46 @@
+"""The lives of a step as buffers that need addresses. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from forebay.buffers import Buffer
+from forebay.lowering.arrangement import Arrangement
+from forebay.lowering.columns import Column, Columns
+from forebay.lowering.index import TraceIndex
+from forebay.lowering.lives import Layout
+from forebay.memory import Kind
+from forebay.plans import Selection
+from forebay.trace import Trace
+
+__all__ = ["step_buffers"]
+
+
+@final
+class _Rows:
+    """Notes lives one by one, where ``Levels`` adds them up."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+
+    def add(self, kind: Kind, start: int, end: int, nbytes: int) -> None:
+        if nbytes:
+            self.buffers.append(Buffer(f"{kind.value}-{len(self.buffers)}", start, end + 1, nbytes))
+
+    def add_all(self, kind: Kind, starts: Column, ends: Column, nbytes: Column) -> None:
+        for start, end, size in zip(starts.tolist(), ends.tolist(), nbytes.tolist(), strict=True):
+            self.add(kind, start, end, size)
+
+
+def step_buffers(
+    trace: Trace, recompute: Iterable[str] = (), activations: tuple[Selection, ...] = ()
+) -> tuple[Buffer, ...]:
+    """What one micro-batch makes on the device, with the blocks ``recompute`` recomputed and single ops treated as
+    ``activations`` say: one buffer for each life of a root, from the position of the op that makes it up to the one
+    after the last at which it is there. The bytes live at each position are ``Profile.during``. Ids begin with the
+    kind."""
+    index = TraceIndex(trace)
+    rows = _Rows()
+    Layout(Arrangement(index, Columns(index), frozenset(recompute)), activations).note(rows)
+    return tuple(rows.buffers)

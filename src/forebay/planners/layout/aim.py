@@ -1,0 +1,83 @@
+"""What a planner of addresses is asked for, and what it answers. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+
+from forebay.planners.layout.table import Column, Table
+
+__all__ = ["Aim", "Deadline", "Found", "Planner", "lower_of"]
+
+
+@final
+class Deadline:
+    """So many seconds from when it is made."""
+
+    def __init__(self, seconds: float) -> None:
+        self._start = time.perf_counter()
+        self._end = self._start + seconds
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._start
+
+    @property
+    def over(self) -> bool:
+        """Whether the seconds are gone."""
+        return time.perf_counter() >= self._end
+
+
+@dataclass(frozen=True)
+class Aim:
+    """How low a layout is to be: below ``bound`` bytes there is none, and none is asked for; up to ``capacity`` bytes
+    it is good enough once ``polish`` is over (None: it is never good enough). After ``deadline`` the best is taken."""
+
+    bound: int
+    capacity: int | None
+    polish: Deadline
+    deadline: Deadline
+
+    def fits(self, height: int) -> bool:
+        """Whether a layout of so many bytes is good enough in the end."""
+        return self.capacity is None or height <= self.capacity
+
+    def target(self, height: int) -> int:
+        """Bytes that a search is to reach, where a layout of ``height`` bytes is known."""
+        return self.bound if self.capacity is None or self.fits(height) else self.capacity
+
+    def met(self, height: int) -> bool:
+        """Whether a layout of so many bytes needs no further search now."""
+        if height <= self.bound or self.deadline.over:
+            return True
+        return self.capacity is not None and height <= self.capacity and self.polish.over
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A layout of a table: the ``offsets`` of its rows and its ``height`` (bytes), and who found it. ``exhausted``: the
+    search has proven that there is none within the capacity that was asked for."""
+
+    offsets: Column = field(repr=False)
+    height: int
+    by: str
+    exhausted: bool = False
+
+
+Planner = Callable[[Table, Aim], Found]
+"""Finds addresses for the rows of one part."""
+
+
+def lower_of(one: Found | None, other: Found) -> Found:
+    """The lower layout of two; of equal ones the first."""
+    return other if one is None or other.height < one.height else one
+
+
+def empty(table: Table) -> Column:
+    """Room for the offsets of a table."""
+    return np.zeros(len(table), np.int64)

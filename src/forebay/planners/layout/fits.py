@@ -1,0 +1,102 @@
+"""Placing buffers one after the other, compiled. No torch.
+
+``fit`` takes them in an order and puts each into a gap among those that are there already and live at the same time.
+``stack`` takes the lowest place that any buffer can have, so that memory fills from below as a skyline rises.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.kernels.jit import compiled, part
+
+__all__ = ["BEST", "FIRST", "fit", "stack"]
+
+FIRST, BEST = False, True
+"""Which gap a buffer gets: the lowest that holds it, or the one that it fills best."""
+
+
+@part
+def _aligned(address: int, alignment: int) -> int:
+    return address if alignment == 1 else (address + alignment - 1) // alignment * alignment
+
+
+@compiled
+def fit(
+    order: NDArray[np.int64],
+    lower: NDArray[np.int64],
+    upper: NDArray[np.int64],
+    size: NDArray[np.int64],
+    alignment: NDArray[np.int64],
+    best: bool,
+    offsets: NDArray[np.int64],
+) -> int:
+    """Places the buffers of ``order`` and writes their addresses into ``offsets``. Returns the height (bytes).
+
+    Best fit by lists as in Pisarchyk and Lee, "Efficient memory management for deep neural net inference" (2020),
+    algorithm 3. What is there is kept in the order of its address, so that the gaps come one after the other.
+    """
+    count = len(order)
+    there = np.empty(count, np.int64)  # by address
+    height = 0
+    for placed in range(count):
+        row = order[placed]
+        start, end, nbytes, step = lower[row], upper[row], size[row], alignment[row]
+        top, found, least = 0, -1, np.int64(1 << 62)
+        for index in range(placed):
+            other = there[index]
+            if lower[other] >= end or start >= upper[other]:
+                continue
+            address = offsets[other]
+            here = _aligned(top, step)
+            room = address - here
+            if room >= nbytes and room - nbytes < least:
+                found, least = here, room - nbytes
+                if not best or least == 0:
+                    break
+            top = max(top, address + size[other])
+        if found < 0:
+            found = _aligned(top, step)
+        offsets[row] = found
+        height = max(height, found + nbytes)
+        slot = placed
+        while slot > 0 and offsets[there[slot - 1]] > found:
+            there[slot] = there[slot - 1]
+            slot -= 1
+        there[slot] = row
+    return height
+
+
+@compiled
+def stack(
+    rank: NDArray[np.int64],
+    lower: NDArray[np.int64],
+    upper: NDArray[np.int64],
+    size: NDArray[np.int64],
+    alignment: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+) -> int:
+    """Places all buffers, lowest place first and of equal places the one of the least ``rank``, and writes their
+    addresses into ``offsets``. Returns the height (bytes)."""
+    count = len(rank)
+    lowest = np.zeros(count, np.int64)
+    waiting = np.argsort(rank)
+    height = 0
+    for left in range(count, 0, -1):
+        place = 0
+        for index in range(1, left):
+            if lowest[waiting[index]] < lowest[waiting[place]]:
+                place = index
+        row = waiting[place]
+        for index in range(place, left - 1):
+            waiting[index] = waiting[index + 1]
+        start, end = lower[row], upper[row]
+        offsets[row] = lowest[row]
+        top = lowest[row] + size[row]
+        height = max(height, top)
+        for index in range(left - 1):
+            other = waiting[index]
+            if lower[other] < end and start < upper[other] and lowest[other] < top:
+                lowest[other] = _aligned(top, alignment[other])
+    return height

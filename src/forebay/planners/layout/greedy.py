@@ -1,0 +1,53 @@
+"""Layouts that place one buffer after the other, without a way back. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from forebay.planners.layout.aim import Aim, Found, empty, lower_of
+from forebay.planners.layout.fits import BEST, FIRST, fit, stack
+from forebay.planners.layout.orders import ORDERS, order_by
+from forebay.planners.layout.table import Column, Table
+
+__all__ = ["best_fit", "fitted", "portfolio"]
+
+
+def fitted(table: Table, order: Column, by: str, best: bool = BEST) -> Found:
+    """The buffers placed in ``order``, each where it fits best, or first."""
+    offsets = empty(table)
+    height = fit(order, table.lower, table.upper, table.size, table.alignment, best, offsets)
+    return Found(offsets, int(height), by)
+
+
+def stacked(table: Table, order: Column, by: str) -> Found:
+    """Memory filled from below, where several could be next by the first in ``order``."""
+    rank = np.empty(len(table), np.int64)
+    rank[order] = np.arange(len(table))
+    offsets = empty(table)
+    return Found(offsets, int(stack(rank, table.lower, table.upper, table.size, table.alignment, offsets)), by)
+
+
+def best_fit(table: Table, aim: Aim) -> Found:
+    """The lowest of best fit in several orders (Pisarchyk and Lee 2020; the orders are named in ``orders``)."""
+    best: Found | None = None
+    for name in ORDERS:
+        best = lower_of(best, fitted(table, order_by(table, name), f"best fit by {name}"))
+        if aim.met(best.height):
+            break
+    assert best is not None  # there are orders
+    return best
+
+
+def portfolio(table: Table) -> Iterator[Found]:
+    """Skylines, then best fit, then first fit, in several orders: what was lowest most often comes first."""
+    orders = {name: order_by(table, name) for name in ORDERS}
+    yield fitted(table, orders["length"], "best fit by length")
+    for name, order in orders.items():
+        yield stacked(table, order, f"skyline by {name}")
+    for name, order in orders.items():
+        if name != "length":
+            yield fitted(table, order, f"best fit by {name}")
+    for name, order in orders.items():
+        yield fitted(table, order, f"first fit by {name}", FIRST)

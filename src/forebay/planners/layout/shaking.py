@@ -1,0 +1,101 @@
+"""Local search over the order in which buffers are placed, compiled. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.kernels.jit import compiled, part
+from forebay.planners.layout.fits import fit
+
+__all__ = ["HISTORY", "shake"]
+
+HISTORY = 64
+"""Rounds after which a candidate must be no worse than what was accepted then (Burke and Bykov, "The late acceptance
+hill-climbing heuristic", EJOR 2017)."""
+
+
+@part
+def _draw(state: NDArray[np.uint64]) -> Any:
+    """The next of a sequence of pseudo-random numbers (xorshift64), the same on every machine: 0 to 2^32 - 1."""
+    value = state[0]
+    value ^= value << np.uint64(13)
+    value ^= value >> np.uint64(7)
+    value ^= value << np.uint64(17)
+    state[0] = value
+    return np.int64(value >> np.uint64(32))
+
+
+@part
+def _excess(
+    size: NDArray[np.int64], offsets: NDArray[np.int64], target: int, above: NDArray[np.int64]
+) -> tuple[int, int]:
+    """How many buffers end above the target, and by how many bytes in all; their rows go into ``above``."""
+    count, total = 0, 0
+    for row in range(len(size)):
+        over = offsets[row] + size[row] - target
+        if over > 0:
+            above[count] = row
+            count += 1
+            total += over
+    return count, total
+
+
+@compiled
+def shake(
+    order: NDArray[np.int64],
+    lower: NDArray[np.int64],
+    upper: NDArray[np.int64],
+    size: NDArray[np.int64],
+    alignment: NDArray[np.int64],
+    best: bool,
+    target: int,
+    rounds: int,
+    state: NDArray[np.uint64],
+    history: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+) -> Any:
+    """Improves ``order``, in place, for at most ``rounds`` rounds or until all buffers end at ``target`` or below.
+
+    A round moves one buffer to an earlier place, mostly one that ends too high, and keeps that if the bytes by which
+    buffers end too high are no more than before, or than ``history`` has from some rounds ago. ``offsets`` become those
+    of the lowest layout that was seen, and its height is returned; at the start they are those of ``order``. ``state``
+    decides what is drawn.
+    """
+    count = len(order)
+    height: Any = np.int64(0)
+    for row in range(count):
+        height = max(height, offsets[row] + size[row])
+    above, trial, places = np.empty(count, np.int64), np.empty(count, np.int64), offsets.copy()
+    tried = offsets.copy()
+    many, current = _excess(size, places, target, above)
+    for turn in range(rounds):
+        if many == 0:
+            break
+        row = above[_draw(state) % many]
+        if _draw(state) % 4 == 0:  # something else, so that not always the same few move
+            row = order[_draw(state) % count]
+        at = 0
+        while order[at] != row:
+            at += 1
+        to = _draw(state) % (at + 1) if at else _draw(state) % count
+        trial[:] = order
+        step = 1 if to > at else -1
+        for index in range(at, to, step):
+            trial[index] = trial[index + step]
+        trial[to] = row
+        reached = fit(trial, lower, upper, size, alignment, best, tried)
+        _, cost = _excess(size, tried, target, above)
+        kept = turn % len(history)
+        if cost <= current or cost <= history[kept]:
+            order[:] = trial
+            places[:] = tried
+            current = cost
+            if reached < height:
+                height = reached
+                offsets[:] = tried
+        history[kept] = min(history[kept], current)
+        many, _ = _excess(size, places, target, above)
+    return height

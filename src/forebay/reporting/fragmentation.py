@@ -1,0 +1,99 @@
+"""What allocators would have reserved: the record, and the table that ``forebay fragmentation`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from forebay.recording import Replay
+from forebay.reporting.terminal import NONE, bullets, figure_table
+from forebay.units import format_bytes
+
+__all__ = ["Fragmentation", "fragmentation_table"]
+
+
+@dataclass(frozen=True)
+class Fragmentation:
+    """One recording, called ``title``, played to several allocators. ``lower_bound`` is the most bytes that were live
+    at one time, ``observed`` what the program's own allocator had reserved in the end (None: nobody knows)."""
+
+    title: str
+    lower_bound: int
+    replays: tuple[Replay, ...]
+    observed: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "live": self.lower_bound,
+            "observed_reserved": self.observed,
+            "allocators": [_object(one) for one in self.replays],
+            "notes": list(self.notes),
+        }
+
+
+def _object(one: Replay) -> Mapping[str, Any]:
+    return {
+        "allocator": one.allocator,
+        "peak_reserved": one.peak_reserved,
+        "over": one.over,
+        "worst_event": one.worst,
+        "worst_unused": one.unused,
+        "holders": [
+            {"what": h.what, "bytes": h.nbytes, "segment": h.segment, "free_in_segment": h.free} for h in one.holders
+        ],
+    }
+
+
+def fragmentation_table(found: Fragmentation) -> Group:
+    """Reserved over live for each allocator, the worst moment of each, and who held the memory then."""
+    table = figure_table("allocators", "allocator", ["reserved", "over live", "most unused", "at event"])
+    for one in found.replays:
+        cells = (
+            format_bytes(one.peak_reserved),
+            f"{one.over:.2%}",
+            format_bytes(one.unused),
+            NONE if one.worst is None else str(one.worst),
+        )
+        table.add_row(one.allocator, *cells)
+    notes = [f"live at one time, at most: {format_bytes(found.lower_bound)}"]
+    if found.observed is not None:
+        notes.append(f"reserved at the end of the recording: {format_bytes(found.observed)}")
+    return Group(
+        Text(found.title, style="bold"),
+        table,
+        *_holders(found.replays),
+        *bullets([*notes, *found.notes]),
+        _answer(found),
+    )
+
+
+def _holders(replays: Sequence[Replay]) -> list[RenderableType]:
+    """Who held what at the worst moment of each allocator under which anything was held."""
+    shown: list[RenderableType] = []
+    for one in replays:
+        if not one.holders:
+            continue
+        table = figure_table(f"{one.allocator}: who holds segments at event {one.worst}", "request", _HELD)
+        for holder in one.holders:
+            table.add_row(holder.what[:40], *(format_bytes(n) for n in (holder.nbytes, holder.free, holder.segment)))
+        shown.append(table)
+    return shown
+
+
+_HELD = ("bytes", "unused beside it", "of")
+
+
+def _answer(found: Fragmentation) -> Text:
+    if not found.replays:
+        return Text("Nothing was asked for.")
+    best = min(found.replays, key=lambda one: one.peak_reserved)
+    worst = max(found.replays, key=lambda one: one.peak_reserved)
+    spared = worst.peak_reserved - best.peak_reserved
+    words = f"{best.allocator} takes least: {format_bytes(spared)} less than {worst.allocator}."
+    return Text(words if spared else "All of them take the same.", style="bold")

@@ -1,0 +1,116 @@
+"""PyTorch's memory snapshots (``torch.cuda.memory._dump_snapshot``) as recordings. No torch.
+
+A snapshot is a pickle of plain lists and dicts. Only those are read: a pickle that names a class or a function is
+refused before anything of it runs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn, final
+
+from forebay.errors import ConfigError
+from forebay.recording import Recording, Request
+
+__all__ = ["read_snapshot"]
+
+_HOW = (
+    "call torch.cuda.memory._record_memory_history() before what is to be seen and "
+    "torch.cuda.memory._dump_snapshot(FILE) after it"
+)
+
+_ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
+
+_PYTORCH = ("/torch/", "torch/csrc", "??")
+"""In the names of files that are not the user's."""
+
+
+@final
+class _Plain(pickle.Unpickler):
+    """Reads what consists of plain values alone."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ConfigError(f"it names {module}.{name}, and a memory snapshot holds plain values alone")
+
+
+def read_snapshot(path: Path) -> Recording:
+    """What the device with the longest history asked for, from the beginning of that history on.
+
+    What was there before comes first, as far as the snapshot tells: it was given back in the history, or is still
+    there. A request is called after the innermost line of the user's that made it. Raises ``ConfigError`` for what is
+    no snapshot, or one without a history.
+    """
+    try:
+        with path.open("rb") as file:
+            snapshot = _loaded(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path} is not a memory snapshot of PyTorch: {error}") from None
+    try:
+        traces, segments = snapshot["device_traces"], snapshot["segments"]
+        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=-1)
+        if device < 0 or not traces[device]:
+            raise ConfigError(f"{path} has no history of allocations; {_HOW}")
+        own = [segment for segment in segments if segment.get("device", 0) == device]
+        return _recording(traces[device], own, device)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path} is not a memory snapshot that forebay knows ({error!r}); {_HOW}") from None
+
+
+def _loaded(file: IO[bytes]) -> Any:
+    try:
+        return _Plain(file).load()
+    except ConfigError:
+        raise
+    except Exception as error:  # a broken pickle raises anything
+        raise ConfigError(f"it cannot be read ({type(error).__name__})") from None
+
+
+def _recording(trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]], device: int) -> Recording:
+    requests: list[Request] = []
+    events: list[int] = []
+    before: list[int] = []
+    there: dict[int, int] = {}  # numbers by address
+
+    def new(entry: Mapping[str, Any], nbytes: int, stream: int) -> int:
+        requests.append(Request(_what(entry), nbytes, stream))
+        return len(requests) - 1
+
+    for entry in trace:
+        if entry["action"] == "alloc":
+            there[entry["addr"]] = new(entry, entry["size"], entry["stream"])
+            events.append(there[entry["addr"]])
+        elif entry["action"] == "free_completed":
+            number = there.pop(entry["addr"], None)
+            if number is None:
+                number = new(entry, entry["size"], entry["stream"])
+                before.append(number)
+            events.append(-1 - number)
+    for segment in segments:
+        for address, block in _blocks(segment):
+            if block["state"] in _ACTIVE and address not in there:
+                before.append(new(block, block.get("requested_size", block["size"]), segment["stream"]))
+    notes = (f"device {device}: {len(trace)} entries, {len(before)} requests were there before",)
+    observed = sum(segment["total_size"] for segment in segments)
+    return Recording(tuple(requests), (*before, *events), notes, observed)
+
+
+def _blocks(segment: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    """The blocks of a segment with their addresses, which older snapshots do not have."""
+    found, address = [], segment["address"]
+    for block in segment["blocks"]:
+        found.append((block.get("address", address), block))
+        address += block["size"]
+    return found
+
+
+def _what(entry: Mapping[str, Any]) -> str:
+    """The innermost line of the user's, or of anybody's."""
+    frames = entry.get("frames") or []
+    own = [frame for frame in frames if not any(part in frame["filename"] for part in _PYTORCH)]
+    for frame in own or frames:
+        return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+    return "unknown"

@@ -1,0 +1,109 @@
+"""Every planner of addresses: valid whatever the buffers, never below the bound; the exact one against all orders."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.layout.instances import Kind, instance, random_buffers
+from forebay.buffers import Buffer, BufferSet
+from forebay.checking.addresses import check_addresses
+from forebay.errors import ConfigError
+from forebay.planners.layout import LAYOUTS, lay_out
+from forebay.planners.layout.canonical import Outcome
+from forebay.planners.layout.exact import Search, task_of
+from forebay.planners.layout.orders import ORDERS, order_by
+from forebay.planners.layout.table import Table, parts_of
+from tests.null.layouts.making import buffer_tuples, least_height
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@settings(max_examples=25, deadline=None)
+@given(buffers=buffer_tuples(alignments=(1, 1, 4)), room=st.none() | st.integers(0, 60))
+def test_layouts_are_valid(layout: str, buffers: tuple[Buffer, ...], room: int | None) -> None:
+    found = lay_out(BufferSet(buffers, room), layout, seconds=0.02)
+    check_addresses(found)
+    assert (
+        found.height
+        >= found.lower_bound
+        == max((sum(b.size for b in buffers if b.lower <= time < b.upper) for time in range(20)), default=0)
+    )
+    assert found.feasible is (room is None or found.height <= room)
+
+
+@settings(max_examples=40, deadline=None)
+@given(buffers=buffer_tuples(6, alignments=(1, 1, 4)), order=st.sampled_from(sorted(ORDERS)))
+def test_the_exact_search_finds_the_least_height_and_nothing_below(buffers: tuple[Buffer, ...], order: str) -> None:
+    least = least_height(buffers)
+    for room, fits in ((least, True), (least - 1, False)):
+        found = []
+        for part in parts_of(Table.of(buffers)):
+            search = Search(part, task_of(part), room, order_by(part, order))
+            found.append(search.advance(10**6))
+            if found[-1] is Outcome.FOUND:
+                assert int((search.offsets + part.size).max()) <= room
+        assert all(outcome is Outcome.FOUND for outcome in found) is (fits or not found)
+        assert Outcome.PAUSED not in found
+
+
+@settings(max_examples=10, deadline=None)
+@given(buffers=buffer_tuples(9), pieces=st.integers(1, 5))
+def test_a_search_that_is_stopped_goes_on_where_it_was(buffers: tuple[Buffer, ...], pieces: int) -> None:
+    for part in parts_of(Table.of(buffers)):
+        order = order_by(part, "area")
+        whole, halting = (Search(part, task_of(part), part.peak, order) for _ in range(2))
+        expected = whole.advance(10**6)
+        while (outcome := halting.advance(pieces)) is Outcome.PAUSED:
+            pass
+        assert (outcome, halting.nodes) == (expected, whole.nodes)
+        assert (halting.offsets == whole.offsets).all()
+
+
+def test_what_does_not_fit_is_proven() -> None:
+    # Both begin at a multiple of 4, so that a byte between them is nobody's.
+    pair = (Buffer("a", 0, 2, 3, alignment=4), Buffer("b", 1, 3, 3, alignment=4))
+    assert (BufferSet(pair).lower_bound, least_height(pair)) == (6, 7)
+    refused = lay_out(BufferSet(pair, 6), seconds=20)
+    assert (refused.feasible, refused.proven) == (False, True)
+    assert lay_out(BufferSet(pair, 7), seconds=20).feasible
+    below = lay_out(BufferSet(pair, 5))
+    assert (below.feasible, below.proven) == (False, True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tight_instance_is_laid_out_at_its_capacity(seed: int) -> None:
+    given = instance(seed, Kind(count=60))
+    found = lay_out(given, seconds=30)
+    check_addresses(found)
+    assert found.feasible, (found.height, found.lower_bound)
+
+
+def test_many_buffers_come_within_one_percent_of_the_bound() -> None:
+    given = random_buffers(3000, seed=1)
+    found = lay_out(given, seconds=5)
+    check_addresses(found)
+    assert found.gap <= 0.01
+
+
+def test_instances_fit_as_they_were_cut() -> None:
+    # What is cut from a rectangle is never more than the rectangle, and most of it is there.
+    for seed in range(5):
+        given = instance(seed, Kind(count=200))
+        assert 0.9 * given.capacity <= given.lower_bound <= given.capacity  # type: ignore[operator]
+        assert 150 <= len(given.buffers) <= 220
+    full = instance(7, Kind(count=60, slack=0.0))
+    times = sorted({b.lower for b in full.buffers})
+    assert {sum(b.size for b in full.buffers if b.lower <= at < b.upper) for at in times} == {full.capacity}
+
+
+def test_misuse_is_refused() -> None:
+    for layout, seconds in (("worst-fit", 1.0), ("arena", 0.0), ("arena", float("nan"))):
+        with pytest.raises(ConfigError):
+            lay_out(BufferSet(()), layout, seconds)
+    for wrong in ({"lower": 3}, {"size": -1}, {"alignment": 0}, {"size": 1 << 60}):
+        with pytest.raises(ConfigError, match="buffer b"):
+            Buffer(**({"id": "b", "lower": 0, "upper": 3, "size": 1} | wrong))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="id of its own"):
+        BufferSet((Buffer("b", 0, 1, 1), Buffer("b", 1, 2, 1)))
+    assert lay_out(BufferSet(())).height == 0

@@ -1,0 +1,26 @@
+"""The lives of a step one by one are those that the profile adds up, and lie as low as they can."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.buffers import BufferSet
+from forebay.checking.addresses import check_addresses
+from forebay.lowering import Liveness, step_buffers
+from forebay.planners.layout import lay_out
+from tests.null.synthetic import block
+from tests.null.tracing import Layer, chain_trace
+
+BLOCKS = [block(f"layers.{i}", ((16, 16), "float32", True)) for i in range(6)]
+TRACE = chain_trace(BLOCKS, [Layer(b.name, saved=(1000, 3000), temporary=700, out=300) for b in BLOCKS])
+
+
+@pytest.mark.parametrize("recompute", [(), ("layers.1", "layers.4"), tuple(b.name for b in BLOCKS)])
+def test_the_bytes_live_at_each_position_are_those_of_the_profile(recompute: tuple[str, ...]) -> None:
+    profile = Liveness(TRACE).profile(recompute)
+    buffers = step_buffers(TRACE, recompute)
+    live = [sum(b.size for b in buffers if b.lower <= at < b.upper) for at in range(len(profile.during))]
+    assert live == list(profile.during)
+    found = lay_out(BufferSet(buffers))
+    check_addresses(found)
+    assert found.height == found.lower_bound == max(profile.during)
