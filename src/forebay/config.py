@@ -14,7 +14,7 @@ from forebay.loss import Loss
 from forebay.plans import UpdateTime
 from forebay.units import parse_bytes, parse_disks
 
-__all__ = ["OptimizerName", "TrainConfig", "make_config", "read_yaml"]
+__all__ = ["NonFinite", "OptimizerName", "TrainConfig", "make_config", "read_yaml"]
 
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -25,6 +25,10 @@ Bits = Literal[0, 2, 4, 8]
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion"]
 """``torch.optim``'s, and forebay's own of few bytes (``optim/``)."""
+
+
+NonFinite = Literal["stop", "skip"]
+"""What a step comes to whose loss, or whose gradients, are infinite or NaN: the end of the run, or nothing."""
 
 
 class TrainConfig(BaseModel):
@@ -52,6 +56,7 @@ class TrainConfig(BaseModel):
     compress: Bits = 0
     update: UpdateTime = "step"
     tile: Size | None = None
+    nonfinite: NonFinite = "stop"
     run: Path | None = None
     save_every: int | None = Field(default=None, ge=1)
 
@@ -75,6 +80,15 @@ class TrainConfig(BaseModel):
             if value == "backward" and others.data.get(name, harmless) != harmless:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"backward uses gradients up as they come; leave {flag} out, or take --update step")
+        return value
+
+    @field_validator("nonfinite")
+    @classmethod
+    def _what_is_done_is_not_skipped(cls, value: NonFinite, others: ValidationInfo) -> NonFinite:
+        if value == "skip" and others.data.get("update") == "backward":
+            raise ValueError(
+                "a step that backward has taken cannot be skipped; take --nonfinite stop, or --update step"
+            )
         return value
 
     @property

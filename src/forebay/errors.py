@@ -16,6 +16,7 @@
     │   ├── HostOutOfMemory
     │   └── DiskFull
     ├── StorageError             a disk tier cannot be read or written
+    ├── NotFinite                a loss, or a norm of gradients, that is no number to learn from
     ├── ParameterReleased        a parameter was read while its bytes were elsewhere
     ├── GradientUsedUp           a gradient, or another step, is asked for after the update in backward that used it up
     └── SessionClosed            the model was closed, or its run was abandoned after a fault
@@ -46,6 +47,7 @@ __all__ = [
     "HostOutOfMemory",
     "ModelError",
     "NoRoomTogether",
+    "NotFinite",
     "OptimizerError",
     "ParameterReleased",
     "PlanInvalid",
@@ -157,6 +159,10 @@ class DiskFull(BudgetExceeded):
 
 class StorageError(ForebayError):
     """A disk tier cannot be read or written."""
+
+
+class NotFinite(ForebayError):
+    """A loss, or the norm of the gradients, is infinite or NaN: an update would spoil every parameter."""
 
 
 class ParameterReleased(ForebayError):

@@ -2,12 +2,14 @@
 
 One process imports torch and has no thread; every part of a run is a child of it, forked, so that a part is cheap.
 For each trial a part trains and saves after every step until it is killed, others go on from its checkpoint and are
-killed too, and the last one may come to the end. Its losses and parameters must be those of a run that nobody killed,
-and no part may begin before the step that was said to be saved. Prints one JSON object.
+killed too, and the last one may come to the end. Parts are loops as a user writes them, or ``forebay train``. Losses
+and parameters must be those of a run that nobody killed, and no part may begin before the step that was said to be
+saved. Prints one JSON object.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -18,23 +20,70 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
+import transformers  # noqa: F401 (every child has it, and none imports it)
 from torch import nn
 
 import forebay
+from forebay import api
+from forebay.cli.progress import StepResult, View
+from forebay.cli.train import train
+from forebay.config import make_config
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
 
 STEPS = 12
 KILLS = 2
 """Parts of a trial that are killed."""
-WAYS = ("auto", "stream", "disk", "in place")
+WAYS = ("auto", "stream", "disk", "in place", "train")
+
+MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48}
+MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 2, "attention_dropout": 0.1}
+COMMAND = {"seq": 16, "batch": 2, "steps": STEPS, "accumulate": 2, "clip_norm": 0.1, "save_every": 1, "device": "cpu"}
+COMMAND |= {"policy": "stream", "device_memory": "4MiB"}
+
+
+@final
+class Saying(View):
+    """Says when a run goes on, and when it is saved."""
+
+    def __init__(self, said: Callable[[str], None]) -> None:
+        self._said = said
+        self.console: Any = self
+
+    def print(self, text: str, **options: object) -> None:
+        for begin, verb in (("goes on behind step ", "begin"), ("step ", "saved")):
+            if text.startswith(begin) and (verb == "begin" or " is saved: " in text):
+                self._said(f"{verb} {text.removeprefix(begin).split()[0].rstrip(',')}")
+
+    def start(self, steps: int, device_peak: Any) -> None:
+        pass
+
+    def step(self, result: StepResult) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+def train_part(folder: Path, said: Callable[[str], None]) -> None:
+    """``forebay train``, or with ``--resume`` where a run has begun."""
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "text.txt").write_text("".join(f"{i} green bottles hanging on the wall\n" for i in range(99)))
+    run = folder / "run"
+    given = {"model": str(folder / "model.json"), "data": str(folder / "text.txt"), "run": str(run)}
+    found = train(make_config(COMMAND, given), api, Saying(said), resume=run.exists())
+    digest = hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest()
+    said("end " + json.dumps([found.losses, digest]))
 
 
 def part(folder: Path, way: str, said: Callable[[str], None]) -> None:
     """Trains from where ``folder`` says to the end, saves after each step and then says so."""
     torch.set_num_threads(1)
+    if way == "train":
+        train_part(folder, said)
+        return
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     options: dict[str, Any] = {"policy": way}
@@ -125,7 +174,8 @@ def main(folder: Path, trials: int, seed: int) -> None:
     killed = 0
     # Kernels are loaded once, here, and every child has them. A child of a process with threads would lack those.
     (folder / "warm").mkdir()
-    part(folder / "warm", "stream", lambda line: None)
+    for way in ("stream", "train"):
+        part(folder / "warm", way, lambda line: None)
     assert threading.active_count() == 1, threading.enumerate()
     for way in WAYS:
         (folder / way).mkdir()

@@ -48,6 +48,8 @@ def test_a_configuration_cannot_change() -> None:
         (ENOUGH | {"update": "later"}, "--update: input should be 'step' or 'backward', got 'later'"),
         (ENOUGH | {"update": "backward", "clip_norm": 1}, "--update: backward uses gradients up as they come; leave"),
         (ENOUGH | {"update": "backward", "accumulate": 2}, "leave --accumulate out, or take --update step"),
+        (ENOUGH | {"nonfinite": "hope"}, "--nonfinite: input should be 'stop' or 'skip', got 'hope'"),
+        (ENOUGH | {"update": "backward", "nonfinite": "skip"}, "--nonfinite: a step that backward has taken cannot be"),
         (ENOUGH | {"data": []}, "--data"),
         (ENOUGH | {"device_memry": "1GiB"}, "did you mean device_memory?"),
         (ENOUGH | {"device-memory": "1GiB"}, "did you mean device_memory?"),

@@ -45,6 +45,7 @@ TRAIN_FLAGS = {
     "--compress",
     "--update",
     "--tile",
+    "--nonfinite",
     "--run",
     "--save-every",
     "--resume",
@@ -52,6 +53,7 @@ TRAIN_FLAGS = {
 }
 
 VERIFY_FLAGS = {
+    "--data",
     "--batch",
     "--seq",
     "--layers",
@@ -68,6 +70,7 @@ VERIFY_FLAGS = {
     "--policy",
     "--loss",
     "--compress",
+    "--update",
     "--json",
 }
 
@@ -146,7 +149,7 @@ def test_the_flags_of_plan_are_these() -> None:
 
 def test_the_flags_of_verify_are_these() -> None:
     assert flags_of("verify") == VERIFY_FLAGS
-    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "update", "tile"}
+    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "tile"}
     assert {"--" + name.replace("_", "-") for name in settings} | {"--json"} == VERIFY_FLAGS
 
 

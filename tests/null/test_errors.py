@@ -25,6 +25,7 @@ TREE = {
     "HostOutOfMemory": ("BudgetExceeded",),
     "DiskFull": ("BudgetExceeded",),
     "StorageError": ("ForebayError",),
+    "NotFinite": ("ForebayError",),
     "ParameterReleased": ("ForebayError",),
     "GradientUsedUp": ("ForebayError",),
     "SessionClosed": ("ForebayError",),

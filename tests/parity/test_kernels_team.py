@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.kernels import adam_low, lion, sgd
 from forebay.kernels.adam import COLUMNS, adam_kernel, adam_scalars
+from forebay.kernels.adam_low import adam_low_kernel
 from forebay.kernels.jit import compiled
+from forebay.kernels.lion import lion_kernel
 from forebay.kernels.native import Form
+from forebay.kernels.sgd import sgd_kernel, sgd_scalars
 from forebay.kernels.shares import WHOLE
 from forebay.kernels.team import ALONE, TURN, Team, cores
 from tests.parity.kernel_rig import memory, same
@@ -227,3 +232,26 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same() -> None:
     made = compiled(names["twice"])
     assert made is not names["twice"]
     assert made(1.0) == float("inf")
+
+
+def test_a_kernel_lets_go_of_its_table() -> None:
+    """numba keeps an array for ever that a generator in compiled code is given (``shares.portions``)."""
+    adam_numbers = adam_scalars(1, 1e-3, 0.9, 0.999, 1e-8, 0.0, coupled=False, maximize=False)
+    momentum = sgd_scalars(1e-3, 0.9, 0.0, 0.0, first=True, maximize=False)
+    one = Form.FP32
+    calls: dict[str, tuple[Any, int, tuple[Any, ...]]] = {
+        "adam": (adam_kernel(one, one, coupled=False, amsgrad=False), len(COLUMNS), (adam_numbers, 1)),
+        "8bit": (
+            adam_low_kernel(one, one, 8, coupled=False),
+            len(adam_low.COLUMNS),
+            (adam_numbers, adam_low.codebook(8)),
+        ),
+        "lion": (lion_kernel(one, one), len(lion.COLUMNS), (lion.lion_scalars(1e-3, 0.9, 0.99, 0.0),)),
+        "sgd": (sgd_kernel(one, one, decay=False, momentum=True, nesterov=False), len(sgd.COLUMNS), (momentum,)),
+    }
+    for name, (kernel, columns, numbers) in calls.items():
+        rows = np.zeros((2, columns), dtype=np.int64)  # rows without an element
+        before = [sys.getrefcount(array) for array in (rows, *numbers)]
+        for _ in range(5):
+            kernel(rows, 0, 1, 0, *numbers)
+        assert [sys.getrefcount(array) for array in (rows, *numbers)] == before, name

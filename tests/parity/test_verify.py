@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import forebay
 import forebay.device.cpu
 from forebay.errors import ForebayError, UsageError
 from forebay.optim import AdamW, Lion
@@ -91,9 +93,9 @@ class Dropping(nn.Module):
 BATCHES = [torch.randn(8, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 
 
-def drop(make: Callable[[], nn.Module] = Dropping, **more: Any) -> Verdict:
+def drop(make: Callable[[], nn.Module] = Dropping, course: Course = SHORT, **more: Any) -> Verdict:
     asked = {"device_memory": "1MiB", "device": "cpu", "policy": "stream", **more}
-    return train_both(make, BATCHES, OPTIMIZERS["adamw"], course=SHORT, **asked)
+    return train_both(make, BATCHES, OPTIMIZERS["adamw"], course=course, **asked)
 
 
 @pytest.mark.parametrize("policy", ["stream", "stream-recompute"])
@@ -152,6 +154,49 @@ def test_a_copy_gone_wrong_fails_the_assertion(monkeypatch: pytest.MonkeyPatch) 
             device="cpu",
             policy="stream",
         )
+
+
+LATER = Course(steps=1, accumulate=1, resumed=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "dtype", "more"),
+    [
+        pytest.param("gpt2", "momentum", torch.float32, {"policy": "stream-recompute"}, marks=pytest.mark.slow),
+        ("unused", "8bit", torch.bfloat16, {}),
+        ("used-twice", "adamw", torch.float32, {"policy": "zero-offload-delayed"}),
+        pytest.param("experts", "sgd", torch.float32, {"policy": "resident"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_goes_on_as_if_nothing_had_been(
+    name: str, optimizer: str, dtype: torch.dtype, more: dict[str, Any]
+) -> None:
+    verdict = run(name, optimizer, dtype, replace(LATER, steps=2), **more)
+    assert verdict.equal, verdict.broken
+    compared = {check.name: check.compared for check in verdict.checks}
+    assert compared["losses after a resume"] == 2
+    assert compared["parameters after a resume"] == len(list(CASES[name].make().parameters()))
+    assert ("optimizer states after a resume" in compared) is (optimizer != "sgd")
+
+
+def test_a_resume_without_the_random_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drop(course=LATER).equal
+    monkeypatch.setattr("forebay.checkpoint.resuming.restore", lambda session, saved: None)
+    torch.manual_seed(1)
+    verdict = drop(course=LATER)
+    assert failed(verdict)[0] == "losses after a resume"
+
+
+def test_a_resume_without_the_states_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = forebay.resume
+
+    def forgetful(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+        right(model, optimizer, folder)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+    monkeypatch.setattr("forebay.testing.comparing.api.resume", forgetful)
+    verdict = drop(course=LATER)
+    assert failed(verdict) == [f"{what} after a resume" for what in ("parameters", "optimizer states")]
 
 
 def failed(verdict: Verdict) -> list[str]:

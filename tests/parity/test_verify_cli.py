@@ -18,7 +18,6 @@ from tests.parity.test_verify import spoil_copy
 
 SHORT = ("--batch", "2", "--seq", "16", "--steps", "1", "--device", "cpu")
 STREAM = ("--policy", "stream")
-STREAM = ("--policy", "stream")
 
 
 def invoke(*arguments: object) -> Result:
@@ -54,9 +53,11 @@ def test_equal_from_the_command_line(tmp_path: Path) -> None:
     assert found["equal"] is True and found["kept"] is True and found["changes_numbers"] == []
     for check in found["checks"]:
         assert (check["equal"], check["worst_error"], check["where"]) == (True, 0.0, None)
-    assert {"loss", "gradients", "accumulated gradients", "clipped gradients", "evaluation in between"} < {
-        check["name"] for check in found["checks"]
-    }
+    names = [check["name"] for check in found["checks"]]
+    assert {"loss", "gradients", "accumulated gradients", "clipped gradients", "evaluation in between"} < set(names)
+    what = ("losses", "parameters", "optimizer states", "buffers")
+    assert names[-4:] == [f"{one} after a resume" for one in what]
+    assert list(disk.iterdir()) == []
     assert any("random weights and made-up data from seed 0" in note for note in found["notes"])
 
 
@@ -83,6 +84,30 @@ def test_weights_of_a_folder_are_used(tmp_path: Path) -> None:
     found = verified(tmp_path / "saved", *STREAM)
     assert found["equal"] is True and found["policy"] == "stream"
     assert any(f"weights of {tmp_path / 'saved'}" in note for note in found["notes"])
+
+
+def test_text_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 40)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    model = config(tmp_path / "bytes.json", model_type="llama", num_hidden_layers=2, **sizes)
+    found = verified(model, "--data", tmp_path / "text.txt", *STREAM)
+    assert found["equal"] is True
+    assert any(f"random weights and text of {tmp_path / 'text.txt'}, in an" in note for note in found["notes"])
+
+
+def test_updates_in_backward(tmp_path: Path) -> None:
+    found = verified(llama(tmp_path), "--update", "backward", "--device-memory", "160KiB")
+    names = [check["name"] for check in found["checks"]]
+    assert found["equal"] is True and "losses after a resume" in names
+    assert not any("gradients" in name for name in names)
+
+
+def test_no_room_to_save_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.tiers.host.available_disk", lambda path: 1000)
+    found = verified(llama(tmp_path), *STREAM)
+    assert found["equal"] is True
+    assert not any("resume" in check["name"] for check in found["checks"])
+    assert any("resuming was not looked at" in note for note in found["notes"])
 
 
 def test_fewer_layers_where_there_is_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +167,11 @@ def test_wrong_input_is_one_message_and_its_exit_code(tmp_path: Path) -> None:
         (("tiny", "--optimizer", "magic"), 2, "--optimizer"),
         (("tiny", "--seq", "4096"), 2, "positions"),
         ((small, *STREAM, "--disk", tmp_path / "none"), 2, "none"),
+        ((small, "--data", tmp_path / "none.txt"), 2, "none.txt"),
+        ((f"{__name__}:own", "--data", small), 2, "--data: "),
+        ((small, "--data", small), 2, "the model's vocabulary has 64"),
+        ((small, "--update", "backward", "--accumulate", "2"), 2, "leave --accumulate out"),
+        ((small, "--update", "backward", "--clip-norm", "1"), 2, "leave --clip-norm out"),
         ((small, *STREAM, "--device-memory", "1KiB"), 1, "device"),
         (("tiny", "--resume"), 2, "--resume"),
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, final
 
 from forebay.cli.progress import View
-from forebay.errors import DiskFull
+from forebay.errors import DiskFull, ForebayError, NotFinite
 from forebay.tiers.host import available_disk
 from forebay.units import format_apart, format_bytes, format_seconds
 
@@ -71,10 +71,41 @@ class Keeper:
             f"again on disk while one is written{stays}"
         )
 
+    def due(self, step: int, last: int) -> bool:
+        """Whether the run is saved when ``step`` has been taken; ``last`` will be the last one."""
+        return self._every is not None and (step % self._every == 0 or step == last)
+
     def after(self, step: int, last: int, losses: IO[str]) -> None:
         """``step`` has been taken, ``last`` will be the last one: saves the run where it is time to."""
-        if self._every is not None and (step % self._every == 0 or step == last):
+        if self.due(step, last):
             self.save(step, losses, background=step < last)
+
+    def save_early(self, step: int, losses: IO[str]) -> None:
+        """Saves the run behind ``step``, where nobody had foreseen it. Raises ``NotFinite`` where a parameter is
+        infinite or NaN: the checkpoint before stands then."""
+        if step == self.saved:
+            return
+        odd = self._spoilt()
+        if odd is not None:
+            stands = "nothing was saved before" if self.saved is None else f"the checkpoint of step {self.saved} stands"
+            raise NotFinite(f"step {step} is not saved: parameter {odd} is not finite; {stands}")
+        self.save(step, losses)
+
+    def rescue(self, step: int, losses: IO[str]) -> bool:
+        """The run ends with an error behind ``step``: saves it early, and returns whether its checkpoint is there to go
+        on from. Raises no ``ForebayError``: what ended the run is what the user has to hear of. What stood in the way
+        is shown."""
+        try:
+            self.save_early(step, losses)
+        except ForebayError as error:
+            self._view.note(str(error))
+            return False
+        return True
+
+    def _spoilt(self) -> str | None:
+        """The first parameter with an element that is infinite or NaN."""
+        values = self._engine.parameters(self._model)
+        return next((name for name in values if not bool(values[name].isfinite().all())), None)
 
     def save(self, step: int, losses: IO[str], *, background: bool = False) -> None:
         """Saves the run after ``step``, if that is not done; ``losses`` goes to the disk before. ``background``: not

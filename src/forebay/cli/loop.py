@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forebay.cli.attempt import attempt, give_up
 from forebay.cli.progress import StepResult
-from forebay.errors import ForebayError
+from forebay.errors import NotFinite
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
     from forebay.config import TrainConfig
     from forebay.data.text import Windows
 
-__all__ = ["WARMUP_SHARE", "Accumulate", "Leg", "make_scheduler", "train_loop", "warmup_of"]
+__all__ = ["PATIENCE", "WARMUP_SHARE", "Accumulate", "Leg", "make_scheduler", "train_loop", "warmup_of"]
 
 WARMUP_SHARE = 0.1
 """The learning rate rises over this share of the steps and then stays."""
+
+PATIENCE = 10
+"""After so many skipped steps in a row the run is stopped: it does not learn any more."""
 
 Accumulate = Callable[
     ["nn.Module", Sequence[Any], Callable[["nn.Module", Any], "torch.Tensor"]], "Sequence[torch.Tensor]"
@@ -33,10 +37,11 @@ Accumulate = Callable[
 @dataclass(frozen=True)
 class Leg:
     """The part of a run that one process takes: the steps after the first ``taken`` ones, until the last of the run or
-    until ``stopping`` says so behind one of them."""
+    until ``stopping`` says so behind one of them. ``saves``: whether the run is saved behind a step (from 1)."""
 
     taken: int
     stopping: Callable[[], bool]
+    saves: Callable[[int], bool] = lambda step: False
 
 
 def warmup_of(steps: int) -> int:
@@ -65,38 +70,82 @@ def train_loop(
     """Runs the optimizer steps of ``leg``, up to ``config.steps``, of ``config.accumulate`` micro-batches each and
     tells ``on_step`` of each. ``accumulate`` takes the micro-batches of a step through the model, None: one by one.
 
-    Raises ``ForebayError`` before the update when a loss is not a finite number: the parameters are those of the
-    last good step then, unless they are updated in backward.
+    A loss, or a norm of gradients, that is infinite or NaN is what ``config.nonfinite`` says: ``stop`` raises
+    ``NotFinite`` before the update, so that the parameters are those of the last good step, unless they are updated in
+    backward; ``skip`` leaves the update and the scheduler's step out, and raises ``NotFinite`` after ``PATIENCE`` such
+    steps in a row. Without clipping ``stop`` looks at the loss alone, except in steps that are saved; ``skip`` looks at
+    the gradients of every step.
+    ``DeviceOutOfMemory`` leaves the parameters as they were as well.
     """
-    from torch.nn.utils import clip_grad_norm_
-
     from forebay.runtime.accumulate import accumulate_in_order
 
-    accumulate = accumulate or accumulate_in_order
+    take = _taking(config, model, windows, device, accumulate or accumulate_in_order, leg.saves)
+    begin = time.perf_counter()
+    in_a_row = 0
+    for step in range(leg.taken, config.steps):
+        with attempt(model, optimizer, step + 1):
+            total, norm = take(step)
+            spoilt = _spoilt(total, norm)
+            in_a_row = in_a_row + 1 if spoilt else 0
+            if spoilt and (config.nonfinite == "stop" or in_a_row == PATIENCE):
+                raise NotFinite(_last_words(config, step + 1, spoilt, in_a_row))
+        lr = float(scheduler.get_last_lr()[0])
+        if spoilt:
+            # As torch.amp.GradScaler does: the data goes on, the parameters and the learning rate do not.
+            give_up(model, optimizer)
+        else:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+        tokens = (step + 1 - leg.taken) * config.tokens_per_step
+        on_step(StepResult(step + 1, total, lr, tokens, time.perf_counter() - begin, leg.taken, spoilt))
+        if leg.stopping():
+            return
+
+
+def _taking(
+    config: TrainConfig,
+    model: nn.Module,
+    windows: Windows,
+    device: str,
+    accumulate: Accumulate,
+    saves: Callable[[int], bool],
+) -> Callable[[int], tuple[float, float]]:
+    """What takes a step (from 0) as far as its update: returns its loss and the norm of its gradients before they were
+    clipped, 0 where nobody asks for it."""
+    from torch.nn.utils import clip_grad_norm_, get_total_norm
 
     def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         loss: torch.Tensor = model(**batch).loss / config.accumulate
         return loss
 
-    begin = time.perf_counter()
-    for step in range(leg.taken, config.steps):
+    def take(step: int) -> tuple[float, float]:
         first = step * config.accumulate
         batches = [windows.batch(number) for number in range(first, first + config.accumulate)]
         total = sum(loss.item() for loss in accumulate(model, batches, mean_loss))
         if not math.isfinite(total):
-            when = "before the update" if config.update == "step" else "with blocks that backward has updated for it"
-            raise ForebayError(
-                f"the loss is {total} at step {step + 1}, so training was stopped {when}; lower --lr, set "
-                "--clip-norm 1.0, or use --dtype float32"
-            )
+            return total, 0.0
         if config.clip_norm is not None:
-            clip_grad_norm_(model.parameters(), config.clip_norm)
-        lr = float(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
-        tokens = (step + 1 - leg.taken) * config.tokens_per_step
-        on_step(StepResult(step + 1, total, lr, tokens, time.perf_counter() - begin, leg.taken))
-        if leg.stopping():
-            return
+            return total, float(clip_grad_norm_(model.parameters(), config.clip_norm))
+        # A checkpoint must not take the place of a good one with parameters that this step spoils.
+        if config.nonfinite == "skip" or (saves(step + 1) and config.update == "step"):
+            return total, float(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+        return total, 0.0
+
+    return take
+
+
+def _spoilt(total: float, norm: float) -> str:
+    """In words, what is not finite in a step; empty where all is."""
+    if not math.isfinite(total):
+        return f"the loss is {total}"
+    return "" if math.isfinite(norm) else f"the norm of the gradients is {norm}"
+
+
+def _last_words(config: TrainConfig, number: int, spoilt: str, in_a_row: int) -> str:
+    remedy = "lower --lr, set --clip-norm 1.0, or use --dtype float32"
+    if config.nonfinite == "skip":
+        return f"{spoilt} at step {number}, the {in_a_row}th in a row to be skipped, so training was stopped; {remedy}"
+    when = "before the update" if config.update == "step" else "with blocks that backward has updated for it"
+    return f"{spoilt} at step {number}, so training was stopped {when}; {remedy}"

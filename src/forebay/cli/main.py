@@ -87,6 +87,10 @@ def train(
     compress: Bits = None,
     update: UpdateIn = None,
     tile: TileSize = None,
+    nonfinite: Annotated[
+        str | None,
+        typer.Option(metavar="stop|skip", help="What to do with a step whose loss or gradients are inf or NaN."),
+    ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model; Ctrl-C saves there.")
     ] = None,
@@ -122,6 +126,7 @@ def train(
             "compress": compress,
             "update": update,
             "tile": tile,
+            "nonfinite": nonfinite,
             "run": run,
             "save_every": save_every,
         }
@@ -333,7 +338,7 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool, *,
         print(dumps(result.to_json_dict()))
         return
     console = Console()
-    console.print(closing_table(result.report, result.losses))
+    console.print(closing_table(result.report, result.losses, result.skipped or 0))
     if result.folder is not None:
         console.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
 

@@ -19,7 +19,7 @@ __all__ = ["LiveProgress", "PlainProgress", "StepResult", "View", "choose_view"]
 @dataclass(frozen=True)
 class StepResult:
     """One step that is done: ``number`` counts from 1. ``taken`` steps were taken before this process began; ``tokens``
-    and ``elapsed`` (seconds) are since then."""
+    and ``elapsed`` (seconds) are since then. ``skipped`` says why there was no update; empty: there was one."""
 
     number: int
     loss: float
@@ -27,6 +27,7 @@ class StepResult:
     tokens: int
     elapsed: float
     taken: int = 0
+    skipped: str = ""
 
     @property
     def tokens_per_second(self) -> float:

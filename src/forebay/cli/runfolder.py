@@ -8,14 +8,14 @@ plan.json, report.json, config.json, model*.safetensors and the tokenizer: what 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from forebay.checkpoint.generations import MANIFEST
+from forebay.cli.record import Record
 from forebay.config import TrainConfig
 from forebay.errors import ConfigError, StorageError
 from forebay.records import dump, load
@@ -121,6 +121,10 @@ class RunFolder:
         """Whether there is a step to go on from."""
         return (self.checkpoint / MANIFEST).exists()
 
+    def reopen(self) -> None:
+        """From here on the run in it goes on, which this process has begun itself."""
+        self._goes_on, self._start = True, _read_start(self.path)
+
     def begin(self, config: TrainConfig, warmup: int, tokens: int, text_crc32: int) -> int:
         """Notes what the run is begun with, or compares it with that; returns the steps over which the learning rate
         rises.
@@ -157,20 +161,10 @@ class RunFolder:
         except OSError as error:
             raise StorageError(f"--run {self.path}: cannot write {_RUN}: {error.strerror}") from None
 
-    def open_losses(self, step: int) -> tuple[IO[str], list[float]]:
-        """The file that takes one JSON object per step, and the losses of the first ``step`` steps in it. What comes
-        after them belongs to steps that were not saved and is dropped.
-
-        Raises ``ConfigError`` where steps are missing.
-        """
-        path = self.path / _LOSSES
-        try:
-            losses, end = _losses_of(path, step) if step else ([], 0)
-            file = path.open("a", encoding="utf-8")
-            file.truncate(end)
-        except OSError as error:
-            raise StorageError(f"cannot open {path}: {error.strerror}") from None
-        return file, losses
+    def open_record(self, step: int) -> Record:
+        """The losses of the first ``step`` steps, and the file that takes those that come. Raises what
+        ``Record.opened`` raises."""
+        return Record.opened(self.path / _LOSSES, step)
 
     def finish(self, report: RunReport, model: nn.Module, engine: Engine, tokenizer: Tokenizer) -> None:
         """Writes plan and report, and the model as ``from_pretrained`` reads it."""
@@ -180,26 +174,6 @@ class RunFolder:
         (self.path / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
         tokenizer.save(self.path)
         export_model(model, engine.parameters(model), self.path)
-
-
-def _losses_of(path: Path, step: int) -> tuple[list[float], int]:
-    """The losses of the first steps, and the bytes of their lines."""
-    losses, end = [], 0
-    with path.open("rb") as file:
-        for number in range(1, step + 1):
-            line = file.readline()
-            end += len(line)
-            try:
-                said = json.loads(line)
-                if said["step"] != number or not line.endswith(b"\n"):
-                    raise ValueError(line)
-                losses.append(float(said["loss"]))
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"{path} does not have the loss of step {number} in line {number}, and step {step} is saved; put "
-                    f"the file back as it was"
-                ) from None
-    return losses, end
 
 
 def _portable(config: TrainConfig) -> dict[str, Any]:

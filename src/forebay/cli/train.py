@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from forebay.cli.engine import Engine
 from forebay.cli.keeping import Keeper, shares_a_disk
-from forebay.cli.loop import Accumulate, Leg, make_scheduler, train_loop, warmup_of
-from forebay.cli.progress import StepResult, View
+from forebay.cli.loop import make_scheduler, warmup_of
+from forebay.cli.progress import View
+from forebay.cli.record import jsonable
 from forebay.cli.runfolder import RunFolder
-from forebay.cli.stopping import Stop
-from forebay.errors import CannotServe, ConfigError, DoesNotFit, ModelError, NoRoomTogether
+from forebay.cli.running import Trained, run_loop
+from forebay.errors import CannotServe, ConfigError, DeviceOutOfMemory, DoesNotFit, ModelError, NoRoomTogether
 from forebay.memory import Tier
 from forebay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.optim.lr_scheduler import LRScheduler
 
     from forebay.config import OptimizerName, TrainConfig
     from forebay.data.text import Windows
@@ -37,28 +36,22 @@ __all__ = ["TrainResult", "optimizer_of", "train"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run left: its report, the loss of each step, and its folder (None: none was asked for). The report is that
-    of this process, the losses are those of the whole run."""
+    """What a run left: its report, the loss of each step, its folder (None: none was asked for), and how many steps
+    were skipped (None: such a step would have stopped it). The report is that of this process, the rest is that of the
+    whole run."""
 
     report: RunReport
     losses: tuple[float, ...]
     folder: Path | None
+    skipped: int | None = None
 
     def to_json_dict(self) -> dict[str, Any]:
-        """The object that ``--json`` prints: sizes are bytes, times seconds, rates per second."""
+        """The object that ``--json`` prints: sizes are bytes, times seconds, rates per second. A loss that is no finite
+        number is null."""
         run = None if self.folder is None else str(self.folder)
-        return {**self.report.to_json_dict(), "steps": len(self.losses), "loss": list(self.losses), "run": run}
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """What a run trains, and on what."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
-    windows: Windows
-    device: str
+        losses = [jsonable(loss) for loss in self.losses]
+        found = {**self.report.to_json_dict(), "steps": len(losses), "loss": losses, "run": run}
+        return found if self.skipped is None else {**found, "skipped": self.skipped}
 
 
 def train(config: TrainConfig, engine: Engine, view: View, *, resume: bool = False) -> TrainResult:
@@ -70,10 +63,52 @@ def train(config: TrainConfig, engine: Engine, view: View, *, resume: bool = Fal
         raise ConfigError("--save-every saves steps in the folder of a run; give it as --run FOLDER")
     with ExitStack() as stack:
         folder = None if config.run is None else stack.enter_context(RunFolder(config.run, resume=resume))
-        return _train(config, engine, view, folder)
+        try:
+            return _train(config, engine, view, folder, None)
+        except _Overrun as overrun:
+            if overrun.steps and (folder is None or not folder.is_saved):
+                raise
+            spare, short = overrun.spare, str(overrun)
+        # Not before: what was raised holds on to what the step had on the device.
+        if folder is not None:
+            folder.reopen()
+        view.note(f"{short}. The step is taken again under a plan that leaves {format_bytes(spare)} of the device free")
+        return _train(config, engine, view, folder, _careful_plan(config, engine, view, spare))
 
 
-def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None) -> TrainResult:
+@final
+class _Overrun(DeviceOutOfMemory):
+    """A step took more device memory than its plan has promised, behind ``steps`` that this process has taken.
+    ``spare`` are the bytes that another plan should leave free."""
+
+    LEAST = 0.05
+    """Of the budget: what a plan leaves free at the least that is made after one has fallen short."""
+
+    def __init__(self, error: DeviceOutOfMemory, report: RunReport, together: int) -> None:
+        super().__init__(str(error), needed=error.needed, allowed=error.allowed)
+        self.steps = report.steps
+        promised = report.plan.peaks(together)[Tier.DEVICE]
+        # Twice what is known to be missing: the step had not come to its end.
+        self.spare = max(2 * (error.needed - promised), int(self.LEAST * error.allowed))
+
+
+def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -> Plan:
+    """The plan for ``config`` with ``spare`` bytes less of the device. Raises ``DoesNotFit`` where there is none."""
+    from forebay.data.tokenizers import find_tokenizer
+    from forebay.recipes.causal_lm import build, find
+
+    source, device = find(config.model), _device(config.device)
+    model = build(source, config.dtype)
+    batch = {n: t.to(device) for n, t in _windows(config, find_tokenizer(source.folder)).batch(0).items()}
+    tighter = config.model_copy(update={"device_memory": max(1, config.device_memory - spare)})
+    model, _, _ = _prepared(tighter, engine, view, model, batch, device, None, None)
+    plan = engine.report(model).plan
+    engine.close(model)
+    return plan
+
+
+def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, plan: Plan | None) -> TrainResult:
+    """``train`` in ``folder``; ``plan`` None: one is made."""
     import torch
 
     from forebay.data.tokenizers import find_tokenizer
@@ -94,18 +129,10 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     view.note(_opening(config, model, source, tokenizer, windows, folder))
 
     batch = {name: tensor.to(device) for name, tensor in windows.batch(0).items()}
-    crash_safe = _crash_safe(config, folder)
-    try:
-        prepared = _prepared(config, engine, view, model, batch, device, crash_safe)
-    except DoesNotFit as refusal:
-        if crash_safe is None:
-            raise
-        prepared = _prepared(config, engine, view, model, batch, device, None)
-        view.note(f"saves copy what is on disk, which has no room for two places: {refusal}")
-    model, optimizer, together = prepared
+    model, optimizer, together = _prepared_to_save(config, engine, view, model, batch, device, plan, folder)
     try:
         view.note(_promise(engine.report(model).plan, config.accumulate, together))
-        trained = _Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
+        trained = Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
         keeper = None if folder is None else _keeper(config, engine, view, folder, trained)
         taken = _resumed(config, engine, view, folder, trained)
         if taken is None:
@@ -115,18 +142,21 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
         elif keeper is not None:
             keeper.saved = taken
         accumulate = engine.accumulate if together > 1 else None
-        losses = _loop(config, engine, view, folder, keeper, trained, accumulate, taken or 0)
+        record = run_loop(config, engine, view, folder, keeper, trained, accumulate, taken or 0)
         engine.synchronize(model)
-        tokens = (len(losses) - (taken or 0)) * config.tokens_per_step
+        tokens = (len(record.losses) - (taken or 0)) * config.tokens_per_step
         report = replace(engine.report(model), tokens=tokens)
-        if folder is not None and len(losses) == config.steps:
+        if folder is not None and len(record.losses) == config.steps:
             folder.finish(report, model, engine, tokenizer)
+    except DeviceOutOfMemory as error:
+        raise _Overrun(error, engine.report(model), together) from error
     finally:
         engine.close(model)
-    return TrainResult(report, losses, config.run)
+    skipped = record.skipped if config.nonfinite == "skip" else None
+    return TrainResult(report, tuple(record.losses), config.run, skipped)
 
 
-def _keeper(config: TrainConfig, engine: Engine, view: View, folder: RunFolder, trained: _Trained) -> Keeper:
+def _keeper(config: TrainConfig, engine: Engine, view: View, folder: RunFolder, trained: Trained) -> Keeper:
     """Who saves the run. Raises ``DiskFull`` where there is no room for what it is to save."""
     from forebay.safekeeping import checkpoint_size
 
@@ -136,9 +166,7 @@ def _keeper(config: TrainConfig, engine: Engine, view: View, folder: RunFolder, 
     return keeper
 
 
-def _resumed(
-    config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: _Trained
-) -> int | None:
+def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: Trained) -> int | None:
     """Puts the run where it was saved and returns the steps taken until then; None where it was not."""
     if folder is None or not folder.goes_on:
         return None
@@ -159,6 +187,29 @@ def _crash_safe(config: TrainConfig, folder: RunFolder | None) -> Path | None:
     return folder.checkpoint if shares_a_disk(config.disk, folder.path) else None
 
 
+def _prepared_to_save(
+    config: TrainConfig,
+    engine: Engine,
+    view: View,
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    device: str,
+    plan: Plan | None,
+    folder: RunFolder | None,
+) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """``_prepared``, so that saves copy nothing that is on disk, where there is room for that. Not under a ``plan``
+    that is given: the one before may have what was saved in place."""
+    crash_safe = None if plan is not None else _crash_safe(config, folder)
+    try:
+        return _prepared(config, engine, view, model, batch, device, plan, crash_safe)
+    except DoesNotFit as refusal:
+        if crash_safe is None:
+            raise
+        prepared = _prepared(config, engine, view, model, batch, device, plan, None)
+        view.note(f"saves copy what is on disk, which has no room for two places: {refusal}")
+    return prepared
+
+
 def _prepared(
     config: TrainConfig,
     engine: Engine,
@@ -166,12 +217,13 @@ def _prepared(
     model: nn.Module,
     batch: Mapping[str, torch.Tensor],
     device: str,
+    given: Plan | None,
     crash_safe: Path | None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """Model and optimizer under a plan, and how many micro-batches pass the model together: all of a step, where a plan
-    has room for them and foretells a faster step; else 1."""
+    """Model and optimizer under a plan (the one that is ``given``, if one is), and how many micro-batches pass the
+    model together: all of a step, where a plan has room for them and foretells a faster step; else 1."""
 
-    def prepared(micro_batches: int, plan: Plan | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepared(micro_batches: int, plan: Plan | None = given) -> tuple[nn.Module, torch.optim.Optimizer]:
         return engine.prepare(
             model,
             optimizer_of(config.optimizer, model.parameters(), config.lr),
@@ -206,47 +258,6 @@ def _prepared(
     seconds, one_by_one = plan.seconds_of_step(count, count), plan.seconds_of_step(count)
     gains = seconds is not None and one_by_one is not None and seconds < one_by_one
     return *made, count if gains else 1
-
-
-def _loop(
-    config: TrainConfig,
-    engine: Engine,
-    view: View,
-    folder: RunFolder | None,
-    keeper: Keeper | None,
-    trained: _Trained,
-    accumulate: Accumulate | None,
-    taken: int,
-) -> tuple[float, ...]:
-    """Runs the loop with its losses shown and kept; returns them, those of the ``taken`` steps before included. A run
-    with a folder that is asked to stop is saved there."""
-    losses: list[float] = []
-    stop = Stop()
-    with ExitStack() as stack:
-        log: IO[str] | None = None
-        if folder is not None:
-            log, losses = folder.open_losses(taken)
-            stack.enter_context(log)
-            stack.enter_context(stop)
-
-        def on_step(result: StepResult) -> None:
-            losses.append(result.loss)
-            if log is not None:
-                log.write(json.dumps({"step": result.number, "loss": result.loss, "lr": result.lr}) + "\n")
-                log.flush()
-            view.step(result)
-            if keeper is not None and log is not None:
-                keeper.after(result.number, config.steps, log)
-
-        view.start(config.steps, lambda: _device_peak(engine.report(trained.model)))
-        stack.callback(view.stop)
-        on = (trained.model, trained.optimizer, trained.scheduler, trained.windows, trained.device)
-        train_loop(config, *on, on_step, accumulate, Leg(taken, stop.requested))
-        step = len(losses)
-        if stop.by is not None and step < config.steps and keeper is not None and log is not None:
-            keeper.save(step, log)
-            view.note(f"stopped by {stop.by} behind step {step}; go on with: forebay train --run {config.run} --resume")
-    return tuple(losses)
 
 
 def _windows(config: TrainConfig, tokenizer: Tokenizer) -> Windows:
@@ -296,11 +307,6 @@ def _fill(engine: Engine, model: nn.Module, source: ModelSource, seed: int) -> N
         engine.load(model, str(source.folder))
     else:
         engine.initialize(model, seed)
-
-
-def _device_peak(report: RunReport) -> int | None:
-    usage = report.usage(Tier.DEVICE)
-    return None if usage is None else usage.peak
 
 
 def _opening(

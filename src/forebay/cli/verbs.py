@@ -23,6 +23,7 @@ from forebay.cli.flags import (
     Optimizer,
     Policy,
     Seq,
+    UpdateIn,
     one_disk,
 )
 from forebay.cli.messages import EXIT_NO, errors_as_messages
@@ -32,12 +33,18 @@ __all__ = ["export", "verify"]
 
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for forebay plan; with weights where it has some.")],
+    data: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Text files (UTF-8) to train on; else made-up data.")
+    ] = None,
     batch: Batch = None,
     seq: Seq = None,
     layers: Annotated[
         int | None, typer.Option(help="Only so many layers; else as many as there is memory for.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps that are looked at one by one, and as many again.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps that are looked at one by one, as many again, and as many behind a resume."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Decides random weights, data and dropout.")] = None,
     dtype: Dtype = None,
     accumulate: Accumulate = None,
@@ -50,12 +57,14 @@ def verify(
     policy: Policy = None,
     loss: LossWay = None,
     compress: Bits = None,
+    update: UpdateIn = None,
     json: AsJson = False,
 ) -> None:
     """Train a model with forebay and in plain PyTorch for a few steps, and say whether the numbers are the same."""
     with errors_as_messages():
         flags = {
             "model": model,
+            "data": data,
             "batch": batch,
             "seq": seq,
             "layers": layers,
@@ -72,6 +81,7 @@ def verify(
             "policy": policy,
             "loss": loss,
             "compress": compress,
+            "update": update,
         }
         if not _verify(flags, json):
             raise typer.Exit(EXIT_NO)
@@ -90,8 +100,9 @@ def _verify(flags: Mapping[str, Any], as_json: bool) -> bool:
     from forebay.recipes import settings_of
     from forebay.reporting.verdict import verdict_table
 
-    asked = make_settings(USUAL, settings_of(flags["model"]), flags)
-    verdict = make_verdict(asked, read_settings(Extent, flags), choose_view(Console(stderr=True)).note)
+    usual = USUAL.get(flags["update"] or "step", {})
+    asked = make_settings(usual, settings_of(flags["model"]), flags)
+    verdict = make_verdict(asked, read_settings(Extent, usual, flags), choose_view(Console(stderr=True)).note)
     if as_json:
         print(dumps(verdict.to_json_dict()))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -19,10 +20,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from forebay.plans import Plan
+    from forebay.recipes.tasks import Sample
+
 __all__ = ["USUAL", "Extent", "verify"]
 
-USUAL: Mapping[str, Any] = MappingProxyType({"accumulate": 2})
-"""What ``verify`` takes where neither a recipe nor a flag says otherwise, and ``forebay plan`` takes something else."""
+USUAL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"step": MappingProxyType({"accumulate": 2, "clip_norm": 1.0}), "backward": MappingProxyType({})}
+)
+"""What ``verify`` takes, by when blocks are updated, where neither a recipe nor a flag says otherwise: backward leaves
+no gradient to add to, or to clip."""
 
 LEARNING_RATE = 1e-4
 
@@ -45,8 +52,9 @@ class Extent(BaseModel):
     layers: int | None = Field(default=None, ge=1)
     steps: int = Field(default=3, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    clip_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
+    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     device: Literal["cpu", "cuda"] | None = None
+    data: tuple[Path, ...] = ()
 
 
 def silent(line: str) -> None:
@@ -65,17 +73,20 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
     from forebay.testing.plain import PlainOptimizer, with_memory
 
     expect_policy(asked.policy)
+    if asked.update == "backward" and (asked.accumulate > 1 or extent.clip_norm is not None):
+        flag = "--accumulate" if asked.accumulate > 1 else "--clip-norm"
+        raise ConfigError(f"--update: backward uses gradients up as they come; leave {flag} out, or take --update step")
     place = _place(extent.device)
     part = _part(asked, extent.layers, place.type)
     tell(part.words)
     mine = _Prepared(asked, extent, part, place)
     try:
-        bare, _ = _model_and_batch(asked, part, extent.seed)
-        plain = with_memory(bare, place)
-        own = PlainOptimizer(_optimizer(asked, plain))
-        tell(f"training both models: {mine.course.micro_batches} passes each")
-        checks = compare(Pair(mine.model, mine.optimizer, plain, own, mine.batches, alike=mine.alike), mine.course)
         plan = api.report(mine.model).plan
+        plain = with_memory(_sample(asked, part, extent.seed).model, place)
+        own = PlainOptimizer(_optimizer(asked, plain))
+        tell(f"training both models: {mine.course.micro_batches} micro-batches")
+        pair = Pair(mine.model, mine.optimizer, plain, own, mine.batches, alike=mine.alike)
+        checks = compare(replace(pair, again=mine.again, folder=mine.folder), mine.course)
     finally:
         api.close(mine.model)
     parameters = format_count(sum(p.numel() for p in plain.parameters()))
@@ -189,15 +200,31 @@ def _room(kind: str) -> int:
 # The model under forebay
 
 
-def _model_and_batch(asked: PlanSettings, part: _Part, seed: int) -> tuple[nn.Module, Any]:
+def _sample(asked: PlanSettings, part: _Part, seed: int) -> Sample:
     """The model, the same every time, and a batch; both may be without values."""
     import torch
 
     from forebay.recipes.tasks import sample
 
     torch.manual_seed(seed)
-    found = sample(asked.model, batch=asked.batch, seq=asked.seq, dtype=asked.dtype, on="cpu", layers=part.cut)
-    return found.model, found.batch
+    return sample(asked.model, batch=asked.batch, seq=asked.seq, dtype=asked.dtype, on="cpu", layers=part.cut)
+
+
+def _text_batches(asked: PlanSettings, extent: Extent, found: Sample, count: int) -> list[dict[str, torch.Tensor]]:
+    """``count`` micro-batches out of the text of ``--data``. Raises ``ConfigError`` for a model that does not read it,
+    and what tokenising it raises."""
+    from forebay.data.text import Windows, tokenize
+    from forebay.data.tokenizers import find_tokenizer
+    from forebay.recipes.causal_lm import find
+    from forebay.recipes.tasks import is_transformers, names_function
+
+    config: Any = found.model.config if is_transformers(found.model) else None
+    if config is None or found.seq is None or config.is_encoder_decoder:
+        raise ConfigError(f"--data: {asked.model} is not a causal language model, which reads text; leave --data out")
+    tokenizer = find_tokenizer(None if names_function(asked.model) else find(asked.model).folder)
+    windows = Windows(tokenize(extent.data, tokenizer), batch=asked.batch, seq=found.seq, seed=extent.seed)
+    windows.check_range(tokenizer.name, config.get_text_config().vocab_size)
+    return [windows.batch(number) for number in range(count)]
 
 
 def _optimizer(asked: PlanSettings, model: nn.Module) -> torch.optim.Optimizer:
@@ -216,23 +243,55 @@ class _Prepared:
 
     def __init__(self, asked: PlanSettings, extent: Extent, part: _Part, place: torch.device) -> None:
         from forebay import api
-        from forebay.profiler.batch import with_values
+        from forebay.profiler.batch import moved_to, with_values
         from forebay.testing.promises import Course
 
         self._asked, self._part, self._place = asked, part, place
         self.notes: list[str] = []
-        self.course = Course(extent.steps, asked.accumulate, extent.clip_norm, extent.seed)
-        self.model, batch = _model_and_batch(asked, part, extent.seed)
-        numbers = range(extent.seed, extent.seed + self.course.micro_batches)
-        self.batches = [with_values(batch, self.model, place, number) for number in numbers]
+        disk = disk_budget(asked)
+        self.folder = None if disk is None else Path(disk.folders[0].path)
+        self.course = Course(extent.steps, asked.accumulate, extent.clip_norm, extent.seed, resumed=True)
+        found = _sample(asked, part, extent.seed)
+        self.model = found.model
+        count = self.course.micro_batches
+        if extent.data:
+            texts = _text_batches(asked, extent, found, count)
+            self.batches: list[Any] = [moved_to(batch, place) for batch in texts]
+            self._data = f"text of {', '.join(map(str, extent.data))}, in an order from seed {extent.seed}"
+        else:
+            numbers = range(extent.seed, extent.seed + count)
+            self.batches = [with_values(found.batch, self.model, place, number) for number in numbers]
+            self._data = f"made-up data from seed {extent.seed}"
         self.alike = not any(parameter.is_meta for parameter in self.model.parameters())
         self.optimizer = self._within_budgets()
         try:
+            self._expect_room_to_save()
             if not self.alike:
                 self._fill()
         except BaseException:
             api.close(self.model)
             raise
+
+    def again(self, plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model another time under ``plan``, with other values if it has any, or none."""
+        model = _sample(self._asked, self._part, self.course.seed).model
+        return model, self._prepared(model, self._memory, 1, plan)
+
+    def _expect_room_to_save(self) -> None:
+        """Leaves the resume out, and says so, where there is no room for what is saved."""
+        from tempfile import gettempdir
+
+        from forebay.safekeeping import checkpoint_size
+        from forebay.tiers.host import available_disk
+
+        folder = self.folder or Path(gettempdir())
+        needed, free = checkpoint_size(self.model).copied, available_disk(folder)
+        if free < needed:
+            self.course = replace(self.course, resumed=False)
+            self.notes.append(
+                f"resuming was not looked at: a checkpoint takes {format_bytes(needed)} and {format_bytes(free)} are "
+                f"free in {folder}; name a folder on another disk with --disk"
+            )
 
     def _fill(self) -> None:
         """Gives the model its values: those of its folder, or random ones."""
@@ -244,10 +303,10 @@ class _Prepared:
         source = None if names_function(self._asked.model) else find(self._asked.model)
         if source is not None and source.weights and source.folder is not None:
             api.load(self.model, str(source.folder))
-            self.notes.append(f"weights of {source.folder}, made-up data from seed {seed}")
+            self.notes.append(f"weights of {source.folder}, {self._data}")
         else:
             api.initialize(self.model, seed)
-            self.notes.append(f"random weights and made-up data from seed {seed}")
+            self.notes.append(f"random weights and {self._data}")
 
     def _within_budgets(self) -> torch.optim.Optimizer:
         """Puts forebay under the model: with the budgets that were asked for, in proportion to the layers that are
@@ -259,7 +318,7 @@ class _Prepared:
         together = self.course.accumulate > 1
         while True:
             try:
-                optimizer = self._prepared(memory, self.course.accumulate if together else 1)
+                optimizer = self._prepared(self.model, memory, self.course.accumulate if together else 1)
                 break
             except (DoesNotFit, ConfigError) as refusal:
                 least = refusal.needed if isinstance(refusal, DoesNotFit) and refusal.tier == "device" else 0
@@ -272,10 +331,12 @@ class _Prepared:
         if not fixed:
             why = "half of what plain PyTorch takes" if given is None else "in proportion to the layers"
             self.notes.append(f"device budget {format_bytes(memory)}: {why}, or the least that has a plan")
-        self.course = replace(self.course, together=together)
+        self.course, self._memory = replace(self.course, together=together), memory
         return optimizer
 
-    def _prepared(self, memory: int, micro_batches: int) -> torch.optim.Optimizer:
+    def _prepared(
+        self, model: nn.Module, memory: int, micro_batches: int, plan: Plan | None = None
+    ) -> torch.optim.Optimizer:
         from forebay import api
 
         asked, part = self._asked, self._part
@@ -284,8 +345,8 @@ class _Prepared:
             # What is free now is the plain model's too, and on the cpu the device is host memory.
             host = part.room - part.needs - min(memory, part.needs)
         _, optimizer = api.prepare(
-            self.model,
-            _optimizer(asked, self.model),
+            model,
+            _optimizer(asked, model),
             self.batches[0],
             device_memory=memory,
             host_memory=host,
@@ -293,7 +354,9 @@ class _Prepared:
             policy=asked.policy,
             loss=asked.loss,
             compress=asked.compress,
+            plan=plan,
             device=self._place,
             micro_batches=micro_batches,
+            update=asked.update,
         )
         return optimizer

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from forebay.device.turn import Turn
@@ -76,6 +77,11 @@ class Device(ABC):
     @abstractmethod
     def free(self, buffer: Any) -> None:
         """Gives back a buffer of ``allocate``. Whoever calls has waited for its last reader."""
+
+    @abstractmethod
+    def translate_oom(self, what: str) -> AbstractContextManager[None]:
+        """Turns an out-of-memory error that is not forebay's own in the body, which is ``what``, into
+        ``DeviceOutOfMemory``."""
 
     @abstractmethod
     def submit(

@@ -14,6 +14,7 @@ schedule or planner without a machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -102,6 +103,9 @@ class FakeDevice(Device):
             raise ValueError(f"{buffer} is not a buffer of this device, or was freed before")
         self._buffers.remove(buffer)
         self.ledger.discharge(buffer.kind, buffer.nbytes)
+
+    def translate_oom(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(
         self,

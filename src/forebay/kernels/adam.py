@@ -107,7 +107,7 @@ def adam_kernel(
         lines = lines_for(5) if moved else 0
         p_lines, own_lines = lines if p_moved else 0, lines if own_moved else 0
         m_lines, top_lines = lines if m_moved else 0, lines if top_moved else 0
-        for row, begin, end in portions(rows, share, shares, counter):
+        for row, begin, end in portions(rows.ctypes.data, rows.shape, share, shares, counter):
             count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             m_at, v_at, top_at = rows[row, 4], rows[row, 5], rows[row, 6]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]

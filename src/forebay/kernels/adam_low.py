@@ -119,7 +119,7 @@ def adam_low_kernel(
         m_new, v_new, spare = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.zeros(_SPARE, np.uint8)
         new, spare_at = (np.int64(m_new.ctypes.data), np.int64(v_new.ctypes.data)), np.int64(spare.ctypes.data)
         squares = np.float64(stamp - stamp)
-        for row, begin, end in portions(rows, share, shares, counter):
+        for row, begin, end in portions(rows.ctypes.data, rows.shape, share, shares, counter):
             g_at, p_at = rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             m_at, m_scale_at, v_at, v_scale_at = rows[row, 4], rows[row, 5], rows[row, 6], rows[row, 7]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]

@@ -50,7 +50,7 @@ def lion_kernel(parameter: Form, gradient: Form, *, apart: Apart = Apart.NOTHING
         squares = np.float64(stamp - stamp)
         lines = lines_for(3) if moved else 0
         p_lines, own_lines, m_lines = lines if p_moved else 0, lines if own_moved else 0, lines if m_moved else 0
-        for row, begin, end in portions(rows, share, shares, counter):
+        for row, begin, end in portions(rows.ctypes.data, rows.shape, share, shares, counter):
             g_at, p_at = rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
             m_at, m_out = rows[row, 4], rows[row, out + 4]

@@ -24,6 +24,7 @@ __all__ = [
     "fma",
     "greater",
     "load",
+    "look",
     "loose_add",
     "magnitude",
     "pointer",
@@ -200,6 +201,16 @@ def take(context: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", where, ir.Constant(_I64, 1), "monotonic")
 
     return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def look(context: Any, address: Any, index: Any) -> Any:
+    """The int64 at ``index`` of those that begin at ``address``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(pointer(builder, arguments[0], arguments[1], _I64), align=8)
+
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

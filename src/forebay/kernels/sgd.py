@@ -72,7 +72,7 @@ def sgd_kernel(
         squares = np.float64(stamp - stamp)
         lines = lines_for(3) if moved else 0
         p_lines, own_lines, b_lines = lines if p_moved else 0, lines if own_moved else 0, lines if b_moved else 0
-        for row, begin, end in portions(rows, share, shares, counter):
+        for row, begin, end in portions(rows.ctypes.data, rows.shape, share, shares, counter):
             count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
             b_at, b_out = rows[row, 4], rows[row, out + 4]

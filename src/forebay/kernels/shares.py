@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from forebay.kernels.jit import part
-from forebay.kernels.native import take
+from forebay.kernels.native import look, take
 
 __all__ = ["BLOCK", "COUNT", "WHOLE", "portions"]
 
@@ -36,12 +36,16 @@ def _begin_of(row: Any, count: Any, share: Any, shares: Any) -> Any:
 
 
 @part
-def portions(rows: Any, share: Any, shares: Any, counter: Any) -> Any:
-    """What of ``rows`` one call does: row, first element and end, one after the other. With the address ``counter`` (of
-    an int64) shares are taken from there until none is left, by each thread others; without (0) it is ``share``."""
+def portions(table: Any, shape: Any, share: Any, shares: Any, counter: Any) -> Any:
+    """What of the rows at the address ``table``, a C-contiguous int64 array of ``shape``, one call does: row, first
+    element and end, one after the other. With the address ``counter`` (of an int64) shares are taken from there until
+    none is left, by each thread others; without (0) it is ``share``.
+
+    Not the array itself: numba never lets go of one that a generator in compiled code is given.
+    """
     mine = take(counter) if counter else share
     while mine < shares:
-        for row in range(rows.shape[0]):
-            count = rows[row, COUNT]
+        for row in range(shape[0]):
+            count = look(table, row * shape[1] + COUNT)
             yield row, _begin_of(row, count, mine, shares), _begin_of(row, count, mine + 1, shares)
         mine = take(counter) if counter else shares

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["closing_table"]
 
 
-def closing_table(report: RunReport, losses: Sequence[float] = ()) -> Group:
+def closing_table(report: RunReport, losses: Sequence[float] = (), skipped: int = 0) -> Group:
     """Everything a user wants to know after a run: speed, loss, what was predicted beside what was measured, memory by
-    tier and kind, lanes, the plan's reasons."""
-    return Group(*_headline(report, losses), *_comparison(report), _memory(report), _lanes(report), *_plan(report))
+    tier and kind, lanes, the plan's reasons. ``skipped`` steps had no update."""
+    return Group(
+        *_headline(report, losses, skipped), *_comparison(report), _memory(report), _lanes(report), *_plan(report)
+    )
 
 
-def _headline(report: RunReport, losses: Sequence[float]) -> list[RenderableType]:
+def _headline(report: RunReport, losses: Sequence[float], skipped: int) -> list[RenderableType]:
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
     speed = [f"{steps} in {format_seconds(report.elapsed)}"]
     if report.step_seconds is not None:
@@ -38,6 +40,8 @@ def _headline(report: RunReport, losses: Sequence[float]) -> list[RenderableType
     lines: list[RenderableType] = [Text(", ".join(speed))]
     if losses:
         lines.append(Text(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"))
+    if skipped:
+        lines.append(Text(f"steps skipped because of a loss or gradients that were not finite: {skipped}"))
     if report.disk_written:
         wear = (
             f"{report.disk_written / report.steps * 1000 / 1e12:.3g} TB in 1,000 steps" if report.steps else "no step"

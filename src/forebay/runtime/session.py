@@ -282,6 +282,15 @@ class Session:
         self.vigil.step_ended()
         self._pass_over()
 
+    def give_up_step(self) -> None:
+        """The passes since the last step are followed by none: it is skipped, or they have failed on the way. Gradients
+        are the caller's to drop."""
+        self.expect_open()
+        if self.phase is Phase.BACKWARD:  # it has raised, and autograd has not said so
+            self.end_backward()
+        self.stepping.delay.end()
+        self._pass_over()
+
     def _pass_over(self) -> None:
         """No op is a step's until the next pass begins. Where parameters are away, a use of one is refused meanwhile,
         also after a pass that nobody looked at."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from forebay import api
 from forebay.device.base import Device
+from forebay.plans import Plan
 from forebay.profiler.batch import moved_to
 from forebay.reporting.verdict import Check, Verdict
 from forebay.runtime.accumulate import LossFunction
@@ -81,13 +82,18 @@ def train_both(
     model = _made(make_model, course.seed)
     empty = any(parameter.is_meta for parameter in model.parameters())
     model, optimizer = api.prepare(model, make_optimizer(model.parameters()), seen, **prepare)
+    plan = api.report(model).plan
+
+    def again(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
+        another = _made(make_model, course.seed)
+        return api.prepare(another, make_optimizer(another.parameters()), **{**prepare, "plan": plan})
+
     try:
         if empty:
             api.initialize(model, course.seed)
         plain = with_memory(_made(make_model, course.seed), device)
-        plain_optimizer = PlainOptimizer(make_optimizer(plain.parameters()))
-        checks = compare(Pair(model, optimizer, plain, plain_optimizer, moved, loss_fn, alike=not empty), course)
-        plan = api.report(model).plan
+        own = PlainOptimizer(make_optimizer(plain.parameters()))
+        checks = compare(Pair(model, optimizer, plain, own, moved, loss_fn, alike=not empty, again=again), course)
     finally:
         api.close(model)
     return Verdict(type(plain).__name__, plan.planner, checks, plan.changes_numbers)

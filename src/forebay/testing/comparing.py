@@ -2,14 +2,17 @@
 
 First step by step: before each one the plain model takes over what forebay has, so that whatever differs was made in
 this step, and everything is looked at. Then as a user trains, with no look in between: a look waits for transfers and
-updates, and would hide a step that does not wait for them. What is left at the end is compared.
+updates, and would hide a step that does not wait for them. What is left at the end is compared. Last, if that is asked
+for, forebay's model is saved and trains on, and another one resumes and takes the same steps: those two are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
@@ -18,6 +21,7 @@ from torch import nn
 from forebay import api
 from forebay.errors import ModelError, UsageError
 from forebay.layout import MASTER
+from forebay.plans import Plan, Update
 from forebay.profiler.batch import call_arguments, scalar_loss
 from forebay.reporting.verdict import Check
 from forebay.runtime.accumulate import LossFunction, accumulate_in_order
@@ -29,6 +33,9 @@ from forebay.testing.promises import Course, Promise
 __all__ = ["Pair", "compare", "loss_of"]
 
 Accumulate = Callable[[nn.Module, Sequence[Any], LossFunction], Sequence[torch.Tensor]]
+
+Again = Callable[[Plan], tuple[nn.Module, torch.optim.Optimizer]]
+"""Makes the model and its optimizer another time and prepares them, under the plan given."""
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -42,7 +49,8 @@ class Pair:
     """A prepared model and its optimizer, and the same model in plain PyTorch on the same device.
 
     ``batches`` are micro-batches on that device, taken in turn; ``loss_fn`` makes a loss of one. ``alike``: both models
-    were made with the same values, and not given them afterwards.
+    were made with the same values, and not given them afterwards. ``again`` makes a model that resumes, for a course
+    with that in it; what is saved goes to a new folder in ``folder`` (None: where temporary files go).
     """
 
     model: nn.Module
@@ -52,6 +60,8 @@ class Pair:
     batches: Sequence[Any]
     loss_fn: LossFunction = loss_of
     alike: bool = False
+    again: Again | None = None
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -65,13 +75,20 @@ class Pair:
 def compare(pair: Pair, course: Course) -> tuple[Check, ...]:
     """Takes both models through ``course`` and says what was equal.
 
-    The caller's random number generators are left as they were. Raises ``ModelError`` for a prepared model whose
-    parameters are not those of the plain one, and whatever either model raises.
+    The caller's random number generators are left as they were; after a course with a resume in it the prepared model
+    is closed. Raises ``ModelError`` for a prepared model whose parameters are not those of the plain one,
+    ``UsageError`` for a course that its plan does not allow, ``DiskFull`` or ``StorageError`` where nothing can be
+    saved, and whatever either model raises.
     """
     session = _session(pair.model)
     device = session.torch_device
     if {n for n, _ in pair.plain.named_parameters()} != set(session.parameters):
         raise ModelError("the two models have other parameters; make both of them alike, with the same settings")
+    if session.plan.updated(Update.BACKWARD) and (course.accumulate > 1 or course.clip_norm is not None):
+        raise UsageError(
+            "blocks are updated in backward, which uses gradients up: go through a course with accumulate=1 and "
+            "clip_norm=None, or prepare with update='step'"
+        )
     dtype = next(pair.plain.parameters()).dtype
     promise = Promise.of(session.plan, device, dtype, course)
     found = Differences()
@@ -80,6 +97,8 @@ def compare(pair: Pair, course: Course) -> tuple[Check, ...]:
             _note_parameters("parameters at the start", pair, found, "at the start", 0.0)
         _step_by_step(pair, course, promise, found, device)
         _at_a_stretch(pair, course, promise, found)
+        if course.resumed:
+            _resumed(pair, course, found)
     return found.checks
 
 
@@ -103,6 +122,7 @@ class _Pass:
 
 
 def _step_by_step(pair: Pair, course: Course, promise: Promise, found: Differences, device: torch.device) -> None:
+    there = not _session(pair.model).plan.updated(Update.BACKWARD)  # else backward has used gradients up
     for step in range(course.steps):
         _take_over(pair)
         for micro in range(course.accumulate):
@@ -112,7 +132,7 @@ def _step_by_step(pair: Pair, course: Course, promise: Promise, found: Differenc
             expected = _pass(pair.plain, pair, number, course, device)
             found.note("loss", made.loss, expected.loss, where, promise.loss)
             found.note("random numbers", made.random, expected.random, where)
-            if micro == 0:
+            if micro == 0 and there:
                 _note_gradients("gradients", pair, found, where, promise.gradients)
         where = f"step {step + 1}"
         if course.accumulate > 1:
@@ -183,9 +203,7 @@ def _at_a_stretch(pair: Pair, course: Course, promise: Promise, found: Differenc
     found.note("evaluation in between", mine.evaluated, theirs.evaluated, "its loss", promise.losses)
     _note_parameters(f"parameters after {run}", pair, found, "at the end", promise.outcome)
     _note_states(f"optimizer states after {run}", pair, found, promise.outcome)
-    buffers = dict(pair.model.named_buffers())
-    for name, buffer in pair.plain.named_buffers():
-        found.note(f"buffers after {run}", buffers.get(name), buffer, name, promise.outcome)
+    _note_buffers(f"buffers after {run}", pair, found, promise.outcome)
 
 
 def _run(
@@ -197,20 +215,32 @@ def _run(
 ) -> _Stretch:
     losses: list[torch.Tensor] = []
     evaluated = torch.empty(0)
-    first = course.steps * course.accumulate
-    for step in range(course.steps):
-        torch.manual_seed(course.seed + first + step)
-        numbers = range(first + step * course.accumulate, first + (step + 1) * course.accumulate)
-        losses += accumulate(model, [pair.batch(number) for number in numbers], pair.loss_fn)
-        if course.clip_norm is not None:
-            _clip(model, course.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(course.steps):
+        torch.manual_seed(course.seed + course.steps * course.accumulate + number)
+        losses += _step(pair, model, optimizer, course, accumulate, course.steps + number)
         # After the first step, and not the last: steps that come after it must not notice.
-        if step == 0:
+        if number == 0:
             with _evaluating(model):
                 evaluated = pair.loss_fn(model, pair.batch(0)).detach()
     return _Stretch(tuple(losses), evaluated)
+
+
+def _step(
+    pair: Pair,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | PlainOptimizer,
+    course: Course,
+    accumulate: Accumulate,
+    step: int,
+) -> Sequence[torch.Tensor]:
+    """Step number ``step`` (from 0) of either model; its losses."""
+    numbers = range(step * course.accumulate, (step + 1) * course.accumulate)
+    losses = accumulate(model, [pair.batch(number) for number in numbers], pair.loss_fn)
+    if course.clip_norm is not None:
+        _clip(model, course.clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
 
 
 @contextmanager
@@ -236,3 +266,46 @@ def _note_states(name: str, pair: Pair, found: Differences, allowed: float | Non
         # The count of steps is not every optimizer's to keep, and the fp32 copy is compared as the parameter.
         for state in mine.keys() - {"step", MASTER}:
             found.note(name, mine[state], theirs.get(state), f"{state} of {own}", allowed)
+
+
+def _note_buffers(name: str, pair: Pair, found: Differences, allowed: float | None) -> None:
+    buffers = dict(pair.model.named_buffers())
+    for own, buffer in pair.plain.named_buffers():
+        found.note(name, buffers.get(own), buffer, own, allowed)
+
+
+# Resumed
+
+
+def _resumed(pair: Pair, course: Course, found: Differences) -> None:
+    """Holds N steps, a resume and N steps against 2 N steps without one. The plain model keeps what the latter have
+    come to: there is no room for a third model."""
+    if pair.again is None:
+        raise UsageError("nobody has said how to make the model again that is to resume; give Pair(again=...)")
+    accumulate: Accumulate = api.accumulate if course.together else accumulate_in_order
+    plan = _session(pair.model).plan
+    with TemporaryDirectory(prefix="forebay-", dir=pair.folder) as folder:
+        api.save(pair.model, pair.optimizer, folder, step=2 * course.steps)
+        straight = _further(pair, course, accumulate)
+        _take_over(pair)
+        for name, buffer in pair.model.named_buffers():
+            pair.plain.get_buffer(name).copy_(buffer)
+        api.close(pair.model)  # its folder is locked, and its memory is for the other one
+        model, optimizer = pair.again(plan)
+        try:
+            other = replace(pair, model=model, optimizer=optimizer)
+            api.resume(model, optimizer, folder)
+            for number, (left, right) in enumerate(zip(_further(other, course, accumulate), straight, strict=True)):
+                found.note("losses after a resume", left, right, f"pass {number + 1}")
+            _note_parameters("parameters after a resume", other, found, "at the end", 0.0)
+            _note_states("optimizer states after a resume", other, found, 0.0)
+            _note_buffers("buffers after a resume", other, found, 0.0)
+        finally:
+            api.close(model)
+
+
+def _further(pair: Pair, course: Course, accumulate: Accumulate) -> list[torch.Tensor]:
+    """The losses of the last steps of forebay's model. Nothing is seeded: a resume brings the random numbers too."""
+    steps = range(2 * course.steps, 3 * course.steps)
+    taken = [_step(pair, pair.model, pair.optimizer, course, accumulate, step) for step in steps]
+    return [loss for losses in taken for loss in losses]

@@ -31,7 +31,8 @@ class Course:
     """What both models go through: ``steps`` steps of ``accumulate`` micro-batches that are looked at one by one, and
     then as many without a look in between. ``clip_norm`` None: gradients are not clipped. ``seed`` decides the random
     numbers of both. ``together``: in the second half forebay takes the micro-batches of a step through the model at a
-    time (``forebay.accumulate``).
+    time (``forebay.accumulate``). ``resumed``: after that forebay's model is saved and takes as many steps again, and
+    so does one that goes on from what was saved.
 
     Raises ``ValueError`` for what cannot be gone through.
     """
@@ -41,6 +42,7 @@ class Course:
     clip_norm: float | None = 1.0
     seed: int = 0
     together: bool = False
+    resumed: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.accumulate < 1:
@@ -50,8 +52,8 @@ class Course:
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes in all, of each model."""
-        return 2 * self.steps * self.accumulate
+        """Micro-batches in all: what is resumed is given the last of them twice."""
+        return (3 if self.resumed else 2) * self.steps * self.accumulate
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Promise:
 
     ``loss`` and ``gradients`` are those of one pass from the same parameters, ``roundings`` what norms, clipping and
     one update make of the same gradients, ``losses`` and ``outcome`` those of a run of several steps, and what it
-    leaves.
+    leaves. A run that was resumed is held against forebay's own that was not, and is promised the same bits always.
     """
 
     loss: float | None = 0.0

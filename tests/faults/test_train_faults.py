@@ -1,0 +1,350 @@
+"""What befalls ``forebay train`` on the way: numbers that are none, a device that is too small, a host that is full."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import forebay.cli.running
+from forebay import api
+from forebay.checkpoint.generations import MANIFEST
+from forebay.cli.loop import PATIENCE
+from forebay.cli.pressure import HostPressure, PressurePolicy
+from forebay.cli.progress import StepResult, View
+from forebay.cli.train import TrainResult, train
+from forebay.config import TrainConfig, make_config
+from forebay.errors import (
+    ConfigError,
+    DeviceOutOfMemory,
+    ForebayError,
+    HostOutOfMemory,
+    NotFinite,
+)
+from forebay.memory import Ledger
+from forebay.runtime.hooks import prepared_session
+from forebay.tiers.host import HostMemory
+from forebay.units import KiB, MiB
+
+TEXT = "".join(f"{i} green bottles hanging on the wall, and if one should fall\n" for i in range(200))
+MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
+MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "attention_dropout": 0.1}
+STEPS = 5
+
+Spoil = Callable[[int, Any], None]
+"""What happens to the output of forward number so and so, counted from 1."""
+
+
+@final
+class Telling(View):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.console: Any = self
+
+    def print(self, text: str, **options: object) -> None:
+        self.notes.append(text)
+
+    def start(self, steps: int, device_peak: Any) -> None:
+        pass
+
+    def step(self, result: StepResult) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def said(self, words: str) -> bool:
+        return any(words in note for note in self.notes)
+
+
+@final
+class Spoilt:
+    """forebay's interface over models whose forward is spoilt: ``forwards`` of them so far, over all preparations."""
+
+    def __init__(self, spoil: Spoil) -> None:
+        self._spoil = spoil
+        self.forwards = 0
+        self.prepared: list[Mapping[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(api, name)
+
+    def prepare(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        made = api.prepare(model, *arguments, **options)
+        self.prepared.append({**options, "plan": api.report(model).plan})
+        if isinstance(self._spoil, Hungry):
+            self._spoil.ledger = prepared_session(model).device.ledger
+        # Inside of forebay's own hooks, as if the model did it itself.
+        model.get_submodule("model").register_forward_hook(self._after)
+        return made
+
+    def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self.forwards += 1
+        self._spoil(self.forwards, output)
+
+
+def no_number(*forwards: int) -> Spoil:
+    """The loss of these forwards is NaN."""
+
+    def spoil(number: int, output: Any) -> None:
+        if number in forwards:
+            output.last_hidden_state = output.last_hidden_state * math.nan
+
+    return spoil
+
+
+class _Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        return gradient * math.inf
+
+
+def overflow(*forwards: int) -> Spoil:
+    """The loss of these forwards is as it should be, and their gradients are not."""
+
+    def spoil(number: int, output: Any) -> None:
+        if number in forwards:
+            output.last_hidden_state = _Overflow.apply(output.last_hidden_state)
+
+    return spoil
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    return tmp_path / "text.txt"
+
+
+def settings(text: Path, run: Path | None, **more: object) -> TrainConfig:
+    base = {"model": str(text.parent / "model.json"), "data": str(text), "seq": 32, "batch": 2, "device": "cpu"}
+    base |= {"device_memory": "16MiB", "steps": STEPS, "lr": 0.01, "policy": "stream", "loss": "plain"}
+    return make_config(base, {} if run is None else {"run": str(run)}, more)
+
+
+def go(config: TrainConfig, spoil: Spoil, view: View | None = None, *, resume: bool = False) -> TrainResult:
+    engine: Any = Spoilt(spoil)
+    return train(config, engine, view or Telling(), resume=resume)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+# Numbers that are none
+
+
+def test_a_run_that_stops_at_a_nan_goes_on_without_the_step(text: Path, tmp_path: Path) -> None:
+    whole = go(settings(text, tmp_path / "whole", nonfinite="skip"), no_number(4))
+    view = Telling()
+    with pytest.raises(NotFinite, match="the loss is nan at step 4, so training was stopped before the update"):
+        go(settings(text, tmp_path / "run"), no_number(4), view)
+    assert view.said("step 3 is saved") and view.said("to skip step 4: forebay train --run ")
+    config = settings(text, tmp_path / "run", nonfinite="skip")
+    rest = go(config, no_number(1), view, resume=True)
+    assert view.said("goes on behind step 3") and view.said("step 4 is skipped: the loss is nan; 1 so far")
+    assert (rest.skipped, whole.skipped) == (1, 1)
+    assert math.isnan(rest.losses[3]) and rest.to_json_dict()["loss"][3] is None
+    # Dropout drew for the step that was tried twice what it drew when it was tried once.
+    assert [loss for loss in rest.losses if loss == loss] == [loss for loss in whole.losses if loss == loss]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "losses.jsonl").read_text().splitlines()]
+    assert lines[3]["loss"] is None and [line.get("skipped") for line in lines].count(True) == 1
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"policy": "stream"},
+        {"policy": "stream", "accumulate": 2, "clip_norm": 0.5},
+        pytest.param({"policy": "zero-offload-delayed", "save_every": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["stream", "together", "delayed"],
+)
+def test_skipped_steps_leave_no_trace(text: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    many = int(more.get("accumulate", 1))
+    found = go(settings(text, tmp_path / "run", nonfinite="skip", **more), overflow(2 * many, 4 * many))
+    assert found.skipped == 2 and all(map(math.isfinite, found.losses))
+    assert all(bool(value.isfinite().all()) for value in weights(tmp_path / "run").values())
+    expected = plain_losses(text, settings(text, None, **more), {2, 4})
+    if more["policy"] != "zero-offload-delayed":  # changes the numbers
+        assert list(found.losses) == expected
+
+
+def plain_losses(text: Path, config: TrainConfig, skipped: set[int]) -> list[float]:
+    """The same steps in a loop of plain PyTorch that takes no step at those that are ``skipped``."""
+    from forebay.cli.loop import make_scheduler, warmup_of
+    from forebay.data.text import Windows, tokenize
+    from forebay.data.tokenizers import find_tokenizer
+    from forebay.recipes.causal_lm import build, find
+
+    model = build(find(config.model), config.dtype)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+    model, optimizer = api.prepare(model, optimizer, device_memory="16MiB", policy="resident", device="cpu")
+    api.initialize(model, config.seed)
+    values = dict(api.parameters(model).items())
+    api.close(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = values[name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=True)
+    scheduler = make_scheduler(optimizer, warmup_of(config.steps))
+    windows = Windows(tokenize(config.data, find_tokenizer(None)), batch=config.batch, seq=config.seq, seed=config.seed)
+    torch.manual_seed(config.seed)
+    losses = []
+    for step in range(config.steps):
+        total = 0.0
+        for number in range(config.accumulate * step, config.accumulate * (step + 1)):
+            loss = model(**windows.batch(number)).loss / config.accumulate
+            loss.backward()
+            total += loss.item()
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        if step + 1 not in skipped:
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def test_gradients_that_overflow_never_reach_a_checkpoint(text: Path, tmp_path: Path) -> None:
+    view = Telling()
+    with pytest.raises(NotFinite, match=r"the norm of the gradients is (inf|nan) at step 4"):
+        go(settings(text, tmp_path / "run", save_every=2), overflow(4), view)
+    assert view.said("step 3 is saved")
+    # Where nobody looks at gradients it shows in the next loss; the parameters are spoilt by then and not saved.
+    view = Telling()
+    with pytest.raises(NotFinite, match="the loss is nan at step 4"):
+        go(settings(text, tmp_path / "other", save_every=2), overflow(3), view)
+    assert view.said("step 3 is not saved: parameter ") and view.said("the checkpoint of step 2 stands")
+    rest = go(settings(text, tmp_path / "other"), no_number(), resume=True)
+    assert len(rest.losses) == STEPS and all(map(math.isfinite, rest.losses))
+
+
+def test_skipping_without_end_stops(text: Path, tmp_path: Path) -> None:
+    config = settings(text, tmp_path / "run", steps=40, nonfinite="skip")
+    with pytest.raises(NotFinite, match=f"the loss is nan at step {PATIENCE + 2}, the {PATIENCE}th in a row"):
+        go(config, no_number(*range(3, 41)))
+
+
+def test_updates_in_backward_are_not_taken_back(text: Path, tmp_path: Path) -> None:
+    view = Telling()
+    with pytest.raises(NotFinite, match="with blocks that backward has updated for it"):
+        go(settings(text, tmp_path / "run", policy="auto", update="backward", device_memory="2MiB"), no_number(3), view)
+    assert not (tmp_path / "run" / "checkpoint" / MANIFEST).exists()
+
+
+# A device that is too small
+
+
+@final
+class Hungry:
+    """The backwards of these forwards have more on the device for a moment than their trace has said: at first ``over``
+    bytes more than there is room for, and from then on as many."""
+
+    def __init__(self, over: int, *forwards: int) -> None:
+        self._over = over
+        self._forwards = forwards
+        self._nbytes = 0
+        self.ledger: Ledger | None = None
+
+    def __call__(self, number: int, output: Any) -> None:
+        if number in self._forwards:
+            output.last_hidden_state.register_hook(self._eat)
+
+    def _eat(self, gradient: torch.Tensor) -> None:
+        if self.ledger is not None:
+            self._nbytes = self._nbytes or (self.ledger.headroom or 0) + self._over
+            torch.empty(self._nbytes, dtype=torch.uint8)
+
+
+# The ledger of the cpu rests from the third step on (``runtime/vigil.py``).
+TIGHT = {"policy": "auto", "device_memory": "3MiB", "batch": 8}
+
+
+@pytest.fixture
+def whole(text: Path, tmp_path: Path) -> TrainResult:
+    return go(settings(text, tmp_path / "whole", **TIGHT), no_number())
+
+
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False], ids=["first", "second"])
+def test_a_plan_that_falls_short_is_made_again(text: Path, tmp_path: Path, whole: TrainResult, first: bool) -> None:
+    view, spoilt = Telling(), Spoilt(Hungry(64 * KiB, *(range(1, 99) if first else range(2, 99))))
+    engine: Any = spoilt
+    found = train(settings(text, tmp_path / "run", **TIGHT), engine, view)
+    again = [note for note in view.notes if "is taken again under a plan that leaves" in note]
+    assert len(again) == 1 and again[0].startswith("device memory: ")
+    assert view.said("the run begins anew" if first else "goes on behind step 1")
+    assert found.losses == whole.losses
+    one, two = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    plans = [options["plan"] for options in spoilt.prepared]
+    assert plans[-1].device < plans[0].device
+    assert spoilt.prepared[-1]["device_memory"] == spoilt.prepared[0]["device_memory"]
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_where_no_plan_will_do(text: Path, tmp_path: Path, whole: TrainResult) -> None:
+    view = Telling()
+    with pytest.raises(ForebayError, match="device memory"):
+        go(settings(text, tmp_path / "run", **TIGHT), Hungry(8 * MiB, 2), view)
+    assert view.said("step 1 is saved")
+    rest = go(settings(text, tmp_path / "run", **TIGHT), no_number(), resume=True)
+    assert rest.losses == whole.losses
+
+
+def test_without_a_folder_a_run_under_way_is_not_begun_anew(text: Path) -> None:
+    with pytest.raises(DeviceOutOfMemory, match="or raise device_memory"):
+        go(settings(text, None, **TIGHT), Hungry(64 * KiB, 2))
+
+
+# A host that is full
+
+
+def memory_of(*free: int) -> Callable[[], HostMemory]:
+    left = list(free)
+    return lambda: HostMemory(100 * MiB, left.pop(0) if len(left) > 1 else left[0], "cgroup limit /a/memory.max")
+
+
+def test_pressure_is_seen_once_and_not_asked_for_at_every_step() -> None:
+    clock = iter([0.0, 0.1, 1.0, 1.1, 2.0])
+    policy = PressurePolicy(share=0.5, least=10 * MiB, seconds=0.5)
+    pressure = HostPressure(policy, memory_of(60 * MiB, 40 * MiB, 90 * MiB), lambda: next(clock))
+    assert [pressure.is_near() for _ in range(5)] == [False, False, True, True, True]
+    error = pressure.error(7)
+    assert (error.needed, error.allowed) == (50 * MiB, 40 * MiB)
+    assert "40.0 MiB are left of 100.0 MiB (cgroup limit /a/memory.max)" in str(error)
+    for wrong in ({"share": 1.0}, {"least": -1}, {"seconds": -0.5}):
+        with pytest.raises(ConfigError, match="share is from 0"):
+            PressurePolicy(**wrong)
+
+
+def test_a_run_is_saved_before_the_host_is_full(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = go(settings(text, None), no_number())
+    policy = PressurePolicy(least=64 * MiB, seconds=0.0)
+    full = partial(HostPressure, policy, memory_of(80 * MiB, 80 * MiB, 60 * MiB))
+    with monkeypatch.context() as patch:
+        patch.setattr(forebay.cli.running, "HostPressure", full)
+        with pytest.raises(HostOutOfMemory, match="stopped behind step 3, before the kernel ends it; end other"):
+            go(settings(text, tmp_path / "run"), no_number())
+        # A run that cannot be saved goes on: it has nothing to lose by being killed.
+        assert go(settings(text, None), no_number()).losses == whole.losses
+    rest = go(settings(text, tmp_path / "run"), no_number(), resume=True)
+    assert rest.losses == whole.losses
