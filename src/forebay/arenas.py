@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from typing import final
 
 from forebay.errors import ConfigError
-from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, align, cell_of, gradient_offsets, state_layout
+from forebay.layout import (
+    MASTER,
+    PAGE,
+    STATE_ITEMSIZE,
+    Chunk,
+    StateLayout,
+    align,
+    cell_of,
+    gradient_offsets,
+    residual_offsets,
+    state_layout,
+)
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming, Update, updated
 from forebay.trace import Block, Model
@@ -60,7 +71,8 @@ class Arenas:
     ``update_ring`` where the device copies from and to it.
 
     Where blocks are updated beside the storage: ``storage_window`` is the memory that the host shares with whoever does
-    it: ``UPDATE_CELLS`` cells of ``storage_cell`` (whole pages) and, at its end, ``storage_widening``."""
+    it: ``UPDATE_CELLS`` cells of ``storage_cell`` (whole pages) and, at its end, ``storage_widening``.
+    ``host_residuals``, an arena of their own, are what of their gradients was not sent yet, if not all of it is."""
 
     device_resident: int
     device_gradients: int
@@ -73,6 +85,7 @@ class Arenas:
     host_gradients: int
     host_states: int
     host_moved_states: int
+    host_residuals: int
     host_activations: int
     gradient_staging: int
     update_workspace: int
@@ -102,7 +115,7 @@ class Arenas:
     @property
     def host(self) -> int:
         """Bytes on the host."""
-        homes = self.host_parameters + self.host_gradients + self.host_states
+        homes = self.host_parameters + self.host_gradients + self.host_states + self.host_residuals
         return homes + self.host_activations + self.host_staging
 
     @property
@@ -199,7 +212,7 @@ class Sizer:
 
         moved = [(self._states[b.name].nbytes, p.states) for b, p in hosted if p.update is Update.DEVICE]
         cell, widening = self._device_cell(pairs, streaming.update_window)
-        beside = self._storage_cell(pairs)
+        beside = self._storage_cell(pairs, streaming.gradient_density)
         on_host = [(b, _copies(p, Tier.HOST, streaming)) for b, p in hosted if home_tier(p) is Tier.HOST]
         on_disk = [(b, _copies(p, Tier.DISK, streaming)) for b, p in hosted if home_tier(p) is Tier.DISK]
         writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
@@ -219,6 +232,7 @@ class Sizer:
             host_gradients=self._gradients(hosted, streaming),
             host_states=state_copies(Tier.HOST),
             host_moved_states=sum(nbytes for nbytes, tier in moved if tier is Tier.HOST),
+            host_residuals=self._residuals(pairs, streaming.gradient_density),
             host_activations=streaming.host_activations,
             gradient_staging=min(GRADIENT_STAGING, largest_gradient),
             update_workspace=max((self._states[b.name].widened for b in at_home), default=0),
@@ -247,12 +261,18 @@ class Sizer:
             )
         return standing + sum(align(slot) for slot in streaming.gradient_slots if used_up)
 
-    def _storage_cell(self, pairs: Sequence[_Placed]) -> tuple[int, int]:
+    def _storage_cell(self, pairs: Sequence[_Placed], density: float | None) -> tuple[int, int]:
         """Bytes of the largest cell of the blocks that are updated beside the storage, in whole pages, and of their
         widest gradients."""
-        states = [self._states[b.name] for b, p in pairs if p.update is Update.STORAGE]
-        cell = max((s.largest_cell for s in states), default=0)
+        there = [self._states[b.name] for b, p in pairs if p.update is Update.STORAGE]
+        states = {id(sizes): sizes for sizes in there}.values()  # layers are alike
+        cell = max((s.cell(density) for s in states), default=0)
         return align(cell, PAGE), max((s.widened for s in states), default=0)
+
+    def _residuals(self, pairs: Sequence[_Placed], density: float | None) -> int:
+        """Bytes of what is not sent of the gradients of the blocks that are updated beside the storage."""
+        there = [b for b, p in pairs if p.update is Update.STORAGE and density is not None]
+        return sum(residual_offsets(block)[1] for block in there)
 
     def _device_cell(self, pairs: Sequence[_Placed], window: int) -> tuple[int, int]:
         """Bytes of the largest cell of the blocks that are updated on the device, and of their widest gradients."""
@@ -270,18 +290,26 @@ class Sizer:
 @dataclass(frozen=True)
 class _StateSizes:
     """Bytes of one block's state, of its largest chunk, of its largest cell, and of the gradients of a chunk that are
-    widened to fp32."""
+    widened to fp32; and its chunks."""
 
     nbytes: int
     largest_chunk: int
     largest_cell: int
     widened: int
+    chunks: tuple[Chunk, ...]
 
     @classmethod
     def of(cls, layout: StateLayout) -> _StateSizes:
         elements = max((c.elements for c in layout.chunks), default=0) if MASTER in layout.streams else 0
         cell = max((cell_of(c).nbytes for c in layout.chunks), default=0)
-        return cls(layout.nbytes, layout.largest_chunk, cell, elements * STATE_ITEMSIZE)
+        return cls(layout.nbytes, layout.largest_chunk, cell, elements * STATE_ITEMSIZE, layout.chunks)
+
+    def cell(self, density: float | None) -> int:
+        """Bytes of its largest cell where this share of the elements of gradients comes (None: gradients as they
+        are)."""
+        if density is None:
+            return self.largest_cell
+        return max((cell_of(chunk, density).nbytes for chunk in self.chunks), default=0)
 
 
 def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:

@@ -20,7 +20,7 @@ def collector_paused() -> Iterator[None]:
     by chance.
 
     What was made meanwhile is old afterwards. It would be young, and the collection of the young that follows at once
-    would look at all of it (0.3 s behind a search for the plan of 100 layers).
+    would look at all of it (0.2 s of cpu time behind a search for the plan of 100 layers: half a million objects).
     """
     running = gc.isenabled()
     gc.disable()

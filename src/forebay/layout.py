@@ -10,15 +10,20 @@ Optimizer state
     *chunks* of at most ``update_chunk`` elements. Inside a chunk each *stream* (fp32 master, first moment, second
     moment ...) is contiguous, in its own form (``states``), and the streams follow each other, so that one read, one
     update and one write move all the state that belongs to those elements.
-Updates on the device
-    *cells*: a chunk of states as it lies at home, then the parameters and then the gradients of its elements.
+Updates on the device, or beside the storage
+    *cells*: a chunk of states as it lies at home, then the parameters and then the gradients of its elements. Where
+    only the largest elements of gradients are sent, these come behind all that, piece by piece: places, then values.
+Residuals
+    what of the gradients of a block was not sent yet: one flat buffer of fp32, trainable parameters only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
+from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
 from forebay.states import BLOCK, form_of, is_wide
 from forebay.trace import Block, Parameter
@@ -27,18 +32,24 @@ __all__ = [
     "MASTER",
     "MOVED_LEAST",
     "PAGE",
+    "PLACE_ITEMSIZE",
+    "RESIDUAL",
     "STATE_ITEMSIZE",
     "Cell",
     "Chunk",
     "Piece",
+    "Sent",
     "Span",
     "StateLayout",
     "align",
     "cell_of",
     "chunk_elements",
     "gradient_offsets",
+    "has_residual",
     "in_order",
     "needs_master",
+    "residual_offsets",
+    "sent_elements",
     "spans_of",
     "state_layout",
     "states_nbytes",
@@ -49,13 +60,19 @@ PAGE = 4096
 """Bytes: state chunks and disk-homed blocks start on a multiple of this, which O_DIRECT asks for."""
 
 STATE_ITEMSIZE = 4
-"""Bytes of one element of a master copy, of a gradient widened for an update, and of a state in fp32."""
+"""Bytes of one element of a master copy, of a gradient widened for an update, of a state in fp32, of a residual."""
+
+PLACE_ITEMSIZE = 4
+"""Bytes of the place of an element that is sent by itself: a number within its piece."""
 
 MOVED_LEAST = 4096
 """Bytes: a smaller activation stays on the device, where it costs less than its transfer."""
 
 MASTER = "master"
 """Name of the stream that holds the fp32 master copy of 16-bit parameters."""
+
+RESIDUAL = "residual"
+"""Name of what of a gradient was not sent, where it is kept with the states."""
 
 
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -85,12 +102,39 @@ def untrained_nbytes(block: Block) -> int:
 
 def gradient_offsets(block: Block) -> tuple[dict[str, int], int]:
     """Byte offset of each trainable parameter's gradient in the block's gradient buffer, and the buffer's length."""
+    return _offsets((p, p.nbytes) for p in block.parameters if p.trainable)
+
+
+def has_residual(parameter: Parameter) -> bool:
+    """Whether what of its gradient is not sent can be kept in fp32, with no bit less than it has."""
+    return parameter.dtype in ("float32", "bfloat16", "float16")
+
+
+def residual_offsets(block: Block) -> tuple[dict[str, int], int]:
+    """Byte offset of each trainable parameter's residual in those of the block, and their length. Raises
+    ``ConfigError`` for a parameter that has none."""
+    trained = [p for p in block.parameters if p.trainable]
+    for parameter in trained:
+        if not has_residual(parameter):
+            raise ConfigError(
+                f"{parameter.name} is {parameter.dtype}, and what of a gradient is not sent is kept in fp32; leave "
+                f"gradient_density out, or train it in 32 or 16 bits"
+            )
+    return _offsets((p, STATE_ITEMSIZE * p.numel) for p in trained)
+
+
+def _offsets(sizes: Iterable[tuple[Parameter, int]]) -> tuple[dict[str, int], int]:
+    """Where each of what has these bytes begins, one after the other, each aligned; and where the last one ends."""
     offsets, end = {}, 0
-    for parameter in block.parameters:
-        if parameter.trainable:
-            offsets[parameter.name] = end
-            end += align(parameter.nbytes)
+    for parameter, nbytes in sizes:
+        offsets[parameter.name] = end
+        end += align(nbytes)
     return offsets, end
+
+
+def sent_elements(elements: int, density: float) -> int:
+    """How many of the ``elements`` of a piece are sent: a share of ``density`` of them, rounded up."""
+    return min(elements, ceil(elements * density))
 
 
 @dataclass(frozen=True)
@@ -105,12 +149,17 @@ class Piece:
     @property
     def begin(self) -> int:
         """Bytes of the parameter that come before it."""
-        return self.start * self.parameter.nbytes // self.parameter.numel
+        return self.start * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one of its parameter's elements."""
+        return self.parameter.nbytes // self.parameter.numel
 
     @property
     def nbytes(self) -> int:
         """Bytes of its parameter's elements, and of their gradient."""
-        return (self.stop - self.start) * self.parameter.nbytes // self.parameter.numel
+        return (self.stop - self.start) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -124,24 +173,43 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """The largest elements of the gradient of a piece on their way: from byte ``start`` of a cell on the places of
+    ``count`` elements (int32, within the piece), then their values in the dtype of the parameter; ``nbytes`` in all."""
+
+    start: int
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Cell:
-    """Where a chunk's bytes are in the buffer on the device in which it is updated: the states from 0, its parameters
-    from ``parameters`` and their gradients from ``gradients`` on. ``offsets`` are those of its pieces in either of the
-    two; ``nbytes`` is the length of all three."""
+    """Where a chunk's bytes are in the buffer in which it is updated: the states from 0, its parameters from
+    ``parameters`` and their gradients from ``gradients`` on. ``offsets`` are those of its pieces in either of the two.
+    ``sent`` is where the largest elements of the gradient of each piece come, if no others do (else empty); ``nbytes``
+    is the length of all."""
 
     parameters: int
     gradients: int
     offsets: tuple[int, ...]
+    sent: tuple[Sent, ...]
     nbytes: int
 
 
-def cell_of(chunk: Chunk) -> Cell:
-    """The cell of ``chunk``: every piece at a multiple of ``ALIGNMENT``."""
+def cell_of(chunk: Chunk, density: float | None = None) -> Cell:
+    """The cell of ``chunk``: every piece at a multiple of ``ALIGNMENT``. ``density``: the share of the elements of each
+    piece that come (None: its gradient comes as it is)."""
     offsets, end = [], 0
     for piece in chunk.pieces:
         offsets.append(end)
         end += align(piece.nbytes)
-    return Cell(chunk.nbytes, chunk.nbytes + end, tuple(offsets), chunk.nbytes + 2 * end)
+    sent, behind = list[Sent](), chunk.nbytes + 2 * end
+    if density is not None:
+        for piece in chunk.pieces:
+            count = sent_elements(piece.stop - piece.start, density)
+            sent.append(Sent(behind, count, count * (PLACE_ITEMSIZE + piece.itemsize)))
+            behind += align(sent[-1].nbytes)
+    return Cell(chunk.nbytes, chunk.nbytes + end, tuple(offsets), tuple(sent), behind)
 
 
 @dataclass(frozen=True)

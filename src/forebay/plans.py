@@ -180,8 +180,10 @@ class Streaming:
     on the host (bytes each, largest first) through which the gradients of blocks pass that are updated in backward
     (``Update.BACKWARD``). ``overlap_update`` lets the updates of later blocks run under the next forward.
     ``delay_after`` (None: never) is the number of steps after which updates are delayed: that of a step then runs under
-    forward and backward of the next one, which see parameters without it, and so make other numbers. ``poison`` fills
-    slots with NaN when they are released (debugging).
+    forward and backward of the next one, which see parameters without it, and so make other numbers.
+    ``gradient_density`` (None: it goes as it is) is the share of the elements of a gradient that go to an update beside
+    the storage (``Update.STORAGE``): the largest, and the rest is added to the gradient of the next step; below 1 that
+    makes other numbers. ``poison`` fills slots with NaN when they are released (debugging).
     """
 
     slots: tuple[int, ...] = ()
@@ -201,6 +203,7 @@ class Streaming:
     update_window: int = 0
     overlap_update: bool = True
     delay_after: int | None = None
+    gradient_density: float | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -212,6 +215,7 @@ class Streaming:
             raise ConfigError(f"disk_copies must be 1 or 2, got {self.disk_copies}")
         if self.delay_after is not None and self.delay_after < 0:
             raise ConfigError(f"delay_after must be 0 steps or more, or None for never, got {self.delay_after}")
+        self._check_density()
         for name, nbytes in (
             ("gradient_window", self.gradient_window),
             ("offload_window", self.offload_window),
@@ -235,6 +239,14 @@ class Streaming:
         ):
             if any(size <= 0 for size in sizes) or list(sizes) != sorted(sizes, reverse=True):
                 raise ConfigError(f"{name} must be positive sizes in bytes, largest first, got {sizes}")
+
+    def _check_density(self) -> None:
+        """Raises for a ``gradient_density`` that is no share."""
+        if self.gradient_density is not None and not 0 < self.gradient_density <= 1:
+            raise ConfigError(
+                f"gradient_density is a share, above 0 and at most 1, or None for gradients as they are, got "
+                f"{self.gradient_density}"
+            )
 
 
 @dataclass(frozen=True)
@@ -320,6 +332,8 @@ class Plan:
         self._check_copies()
         if self.streaming.delay_after is not None:
             self._check_delay()
+        if self.streaming.gradient_density is not None:
+            self._check_density(self.streaming.gradient_density)
         chosen = [block for selection in self.activations for block in selection.blocks]
         if len(set(chosen)) != len(chosen):
             raise ConfigError(f"two selections name block {max(chosen, key=chosen.count)}; a block is in one of them")
@@ -341,6 +355,18 @@ class Plan:
                     f"block {placed.block} is on disk in two copies, of which a checkpoint has one; set its update to "
                     f"step, got {placed.update.value}, or make disk_copies 1"
                 )
+
+    def _check_density(self, density: float) -> None:
+        """Raises for gradients of which a part is to go where none go, or of which nobody says so."""
+        if not self.updated(Update.STORAGE):
+            raise ConfigError(
+                "gradient_density says what of gradients goes to an update beside the storage, and the plan makes none "
+                "there; leave it out, or set the update of blocks to storage"
+            )
+        if density < 1 and not self.changes_numbers:
+            raise ConfigError(
+                "a plan with a gradient_density below 1 must say in changes_numbers that not all of a gradient is sent"
+            )
 
     def _check_delay(self) -> None:
         """Raises for updates that cannot be delayed, or are and nobody says so."""

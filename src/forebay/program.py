@@ -75,6 +75,7 @@ class Action:
                  stays and what went just before. Both of ``ops`` are the op that comes next when it is issued: of a
                  block that runs again, named ops before that were given what they have made
     LOAD, STORE  ``block`` and the ``chunk`` of its states; ``part`` is what of it moves: STATE, PARAMETER or GRADIENT.
+                 Where the largest elements of gradients move, they are ``chosen_from`` so many, which is done first
                  The UPDATE between them is on lane DEVICE_UPDATE or, beside the storage, on STORAGE_UPDATE: then states
                  move nowhere
     UPDATE, READ, WRITE   ``block`` and the ``chunk`` of its states; chunk -1: its parameters (READ, WRITE) or a
@@ -108,6 +109,7 @@ class Action:
     ring: int = -1
     part: Kind | None = None
     apart: bool = False
+    chosen_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Outline(NamedTuple):
     recomputed: bool = False
     apart: bool = False
     block: str = ""
+    chosen_from: int = 0
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def checkpoint_size(model: nn.Module) -> CheckpointSize:
     """What ``save`` makes of a prepared model, in the folder of ``crash_safe`` if it has one."""
     session = prepared_session(model)
     buffers = sum(buffer.nbytes for buffer in kept_buffers(model).values())
-    every = checkpoint_nbytes(session.model.blocks, session.state_names, buffers)
     store = session.store
+    residuals = sum(values.nbytes for state in store.blocks.values() for values in state.residuals.values())
+    every = checkpoint_nbytes(session.model.blocks, session.state_names, buffers) + residuals
     there = InPlace(store.blocks, store.kept, session.plan.streaming.update_chunk, session.state_names).nbytes
     return CheckpointSize(every - there, there)

@@ -12,19 +12,21 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import forebay
 from forebay.arenas import arenas
-from forebay.errors import ForebayError, HostOutOfMemory, StorageError
+from forebay.errors import ConfigError, ForebayError, HostOutOfMemory, StorageError
 from forebay.memory import Ledger, Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.runtime.storage_orders import Order
-from forebay.runtime.storage_side import StorageWorker
+from forebay.runtime.storage_side import StoragePolicy, StorageWorker
 from forebay.tiers.shared import SharedArena, mapped
 from tests.faults.residue import nothing_left_behind, quick_collections
 from tests.faults.trained import Trained, disk_plan, network
@@ -64,6 +66,12 @@ def alive(process: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has 0.2 seconds for everything."""
+    quick = StoragePolicy(patience=0.2, grace=0.2)
+    monkeypatch.setattr("forebay.runtime.storage_side.StoragePolicy", lambda: quick)
 
 
 def stepped(run: Trained) -> None:
@@ -115,16 +123,65 @@ def test_what_fails_there_is_told_here_and_a_dropped_model_leaves_nothing(tmp_pa
 
 
 def test_one_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("GRACE", 0.2), ("PATIENCE", 0.2), ("_PROGRAM", "import time; time.sleep(600)")):
-        monkeypatch.setattr(f"forebay.runtime.storage_side.{name}", value)
+    impatient(monkeypatch)
+    monkeypatch.setattr("forebay.runtime.storage_side._PROGRAM", "import time; time.sleep(600)")
     run = Trained(at_storage(tmp_path), tmp_path)
     worker = worker_of(run)
-    with pytest.raises(StorageError, match="has not answered for 0 seconds, asked to be started; check the disk"):
+    with pytest.raises(StorageError, match=r"has not answered for 0.2 seconds, asked to be started; check the disk"):
         stepped(run)
     with contextlib.suppress(ForebayError):
         forebay.close(run.model)
     run.device.close()
     assert not alive(worker.process_id)
+
+
+def test_one_that_is_stopped_is_given_up_and_cannot_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Trained(at_storage(tmp_path), tmp_path)
+    run.steps(1)
+    forebay.synchronize(run.model)
+    worker = worker_of(run)
+    worker._policy = StoragePolicy(patience=0.2, grace=0.2)
+    os.kill(worker.process_id, signal.SIGSTOP)
+    with pytest.raises(StorageError, match=r"0.2 seconds, asked to update block 0; a signal has stopped it"):
+        stepped(run)
+    # It is ended, and not left to write states at some time when somebody lets it run.
+    assert until(lambda: not alive(worker.process_id))
+    with pytest.raises(StorageError, match=r"a signal has stopped it.*resume from what was saved"):
+        stepped(run)
+    with contextlib.suppress(ForebayError):
+        forebay.close(run.model)
+    run.device.close()
+
+
+@pytest.mark.parametrize("wrong", [{"patience": 0.0}, {"grace": -1.0}, {"patience": float("nan")}])
+def test_patience_is_more_than_nothing(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be more than 0 seconds"):
+        StoragePolicy(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(KeyboardInterrupt, KeyboardInterrupt), (RuntimeError, RuntimeError), (OSError, StorageError)],
+)
+def test_whatever_stops_it_at_its_start_leaves_nothing_open(
+    error: type[BaseException], raised: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``nothing_left_behind`` looks for files, threads and processes."""
+    pipes: list[Any] = []
+
+    def watched() -> Any:
+        pipes.extend(Pipe())
+        return pipes
+
+    def refuse(*command: Any, **how: Any) -> Any:
+        raise error("no more of them")
+
+    monkeypatch.setattr("forebay.runtime.storage_side.Pipe", watched)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(raised):
+        Trained(at_storage(tmp_path), tmp_path)
+    gc.collect()
+    assert len(pipes) == 2 and all(end.closed for end in pipes)
 
 
 def test_it_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,3 +261,24 @@ def test_the_machine_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostOutOfMemory, match=r"cells: the machine refused .* of shared memory .*Too many open files"):
         SharedArena(64, ledger=ledger, what="cells")
     assert ledger.usage().live == 0
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), ValueError("too large")], ids=lambda error: type(error).__name__
+)
+def test_whatever_stops_it_counts_nothing_and_closes_what_it_has_opened(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def refuse(descriptor: int, nbytes: int) -> None:
+        opened.append(descriptor)
+        raise error
+
+    monkeypatch.setattr("forebay.tiers.shared.mapped", refuse)
+    ledger = Ledger(Tier.HOST, None)
+    with pytest.raises(type(error)):
+        SharedArena(64, ledger=ledger, what="cells")
+    assert ledger.usage().live == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])

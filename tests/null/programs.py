@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from math import ceil
 
 from forebay.arenas import UPDATE_CELLS, UPDATE_RING, arenas_of, home_nbytes
 from forebay.layout import Chunk, cell_of, needs_master, state_layout
@@ -245,6 +246,11 @@ class PlainLowering:
         if beside:
             there, update_lane, back = (Lane.DISK_WRITE, Lane.STORAGE_UPDATE, Lane.DISK_READ)
             nbytes[Kind.STATE] = 0
+            density = self.plan.streaming.gradient_density
+            if density is not None:
+                nbytes[Kind.GRADIENT] = sum(
+                    ceil((p.stop - p.start) * density) * (4 + p.nbytes // (p.stop - p.start)) for p in own
+                )
         ring = "cells beside" if beside else "cells"
         free = self._ring(ring, UPDATE_CELLS if beside else self._cells())
         known = {

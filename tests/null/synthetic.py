@@ -13,7 +13,7 @@ from forebay.trace import Block, Footprint, Model, Parameter
 
 __all__ = ["ADAM", "ITEMSIZE", "block", "problem"]
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ADAM = ("exp_avg", "exp_avg_sq")
 
 

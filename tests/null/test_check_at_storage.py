@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.arenas import UPDATE_CELLS
 from forebay.checking import check
-from forebay.errors import DoesNotFit, PlanInvalid
+from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import device_bound, lower
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update
@@ -24,6 +24,7 @@ from tests.null.strategies import Case, roomy
 from tests.null.test_check_on_device import MACHINE, NARROW, WIDE, moved, needless, network, place_of, with_action
 from tests.null.test_check_properties import roomy_case
 from tests.null.treating import treated_program
+from tests.null.updating import at_home
 
 ON_HOST, ON_DISK = (Tier.HOST, Tier.HOST, Tier.DISK), (Tier.DISK, Tier.HOST, Tier.DISK)
 LOWERINGS = [pytest.param(plain_program, id="plain"), pytest.param(lower, id="lowered")]
@@ -31,10 +32,15 @@ THERE, BACK = (Verb.LOAD, Lane.DISK_WRITE), (Verb.STORE, Lane.DISK_READ)
 
 Lowering = Callable[..., Program]
 
+CELL = {"bfloat16": 1024 * (12 + 2 + 2), "float32": 1024 * (8 + 4 + 4)}
+"""Bytes of a cell for 1,024 elements: states, with a master for 16 bits, parameters and gradients."""
 
-def planned(trace: Trace, home: tuple[Tier, Tier, Tier] = ON_HOST, chunk: int = 1024) -> Plan:
+
+def planned(
+    trace: Trace, home: tuple[Tier, Tier, Tier] = ON_HOST, chunk: int = 1024, density: float | None = None
+) -> Plan:
     plan = roomy(trace, home)
-    return at_storage(trace, replace(plan, streaming=replace(plan.streaming, update_chunk=chunk)))
+    return at_storage(trace, replace(plan, streaming=replace(plan.streaming, update_chunk=chunk)), density=density)
 
 
 def refused(trace: Trace, plan: Plan, program: Program, words: str) -> PlanInvalid:
@@ -87,8 +93,33 @@ def test_host_memory_has_a_closed_form() -> None:
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_every_part_moves_once_and_by_its_own_way(lowering: Lowering) -> None:
-    plan = planned(WIDE)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("density", "kept"), [(0.01, 11), (0.5, 512), (1.0, 1024)])
+def test_the_largest_elements_have_a_closed_form(density: float, kept: int, dtype: str, lowering: Lowering) -> None:
+    """Of each of six pieces of 1,024 elements so many, rounded up, with 4 bytes for the place; all else as ever."""
+    trace = network(dtype)
+    whole, plan = planned(trace), planned(trace, density=density)
+    program = lowering(trace, plan)
+    check(trace, MACHINE, plan, program)
+    width = 2 if dtype == "bfloat16" else 4
+    assert moved(program, Verb.LOAD, Kind.GRADIENT) == 6 * kept * (4 + width)
+    others = lowering(trace, whole)
+    for verb, part in ((Verb.LOAD, Kind.PARAMETER), (Verb.STORE, Kind.PARAMETER)):
+        assert moved(program, verb, part) == moved(others, verb, part)
+    # The host keeps an fp32 number for each element, and cells have room for what comes in pages.
+    sent = -(-kept * (4 + width) // 64) * 64
+    pages = [-(-(size) // 4096) * 4096 for size in (CELL[dtype], CELL[dtype] + sent)]
+    assert plan.host - whole.host == 4 * 6144 + UPDATE_CELLS * (pages[1] - pages[0])
+    with pytest.raises((PlanInvalid, DoesNotFit), match=f"{plan.host}"):
+        check(trace, MACHINE, replace(plan, host=plan.host - 1))
+    others = replace(plan, streaming=replace(plan.streaming, gradient_density=density / 2))
+    refused(trace, replace(others, host=plan.host), program, "bytes of gradients of .* and it takes")
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("density", [None, 0.1])
+def test_every_part_moves_once_and_by_its_own_way(density: float | None, lowering: Lowering) -> None:
+    plan = planned(WIDE, density=density)
     program = lowering(WIDE, plan)
     for index, action in enumerate(program.actions):
         if action.verb not in (Verb.LOAD, Verb.STORE) or action.step:
@@ -156,5 +187,25 @@ def test_random_plans_are_accepted(case: Case, micro_batches: int) -> None:
 
 
 def test_a_plan_keeps_what_it_updates_there() -> None:
-    plan = planned(NARROW)
-    assert Plan.from_json(plan.to_json()) == plan
+    for plan in (planned(NARROW), planned(NARROW, density=0.25)):
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, float("nan")])
+def test_a_density_is_a_share(density: float) -> None:
+    with pytest.raises(ConfigError, match="gradient_density is a share, above 0 and at most 1"):
+        replace(planned(WIDE).streaming, gradient_density=density)
+
+
+def test_a_density_is_for_updates_beside_the_storage_and_is_said() -> None:
+    plan = planned(WIDE, density=0.5)
+    with pytest.raises(ConfigError, match="must say in changes_numbers that not all of a gradient is sent"):
+        replace(plan, changes_numbers=())
+    assert replace(planned(WIDE, density=1.0), changes_numbers=()).changes_numbers == ()
+    with pytest.raises(ConfigError, match=r"the plan makes none there; leave it out, or set the update"):
+        at_home(plan)
+
+
+def test_more_bits_than_are_kept_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is float64, and what of a gradient is not sent is kept in fp32; leave"):
+        planned(network("float64"), density=0.5)

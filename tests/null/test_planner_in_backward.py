@@ -12,7 +12,7 @@ from forebay.checking import check
 from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.figures import with_figures
 from forebay.machine import Machine
-from forebay.planners import LATE, PLANNERS, Bench, Problem, make_plan
+from forebay.planners import INEXACT, PLANNERS, Bench, Problem, make_plan
 from forebay.planners.in_backward import FEWEST, slots_of
 from forebay.planners.parts import Draft
 from forebay.plans import Plan, Update
@@ -103,11 +103,9 @@ def test_what_stays_has_nothing_to_use_up() -> None:
     assert any("nothing is updated in backward" in reason for reason in plan.reasons)
 
 
-@pytest.mark.parametrize("policy", LATE)
-def test_updates_at_once_are_no_late_ones(policy: str) -> None:
-    with pytest.raises(
-        CannotServe, match=f"policy {policy} makes updates a step late.*What would fit: policy zero-off"
-    ):
+@pytest.mark.parametrize("policy", INEXACT)
+def test_updates_at_once_are_no_late_ones_and_none_elsewhere(policy: str) -> None:
+    with pytest.raises(CannotServe, match=f"policy {policy} .*update='backward'.*What would fit: policy zero-"):
         make_plan(allowed(), policy)
     assert policy in PLANNERS
 

@@ -35,6 +35,7 @@ FOR_OTHERS = {
     "harmony",
     "mobius",
     "smart-infinity",
+    "smart-infinity-compressed",
     "hydra",
     "tmo",
     "selective",

@@ -11,7 +11,7 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.memory import Tier
-from forebay.planners import LATE, PLANNERS, Problem, make_plan
+from forebay.planners import INEXACT, PLANNERS, Problem, make_plan
 from forebay.plans import Plan
 from forebay.simulation import simulate
 from forebay.trace import Footprint
@@ -72,7 +72,7 @@ def test_what_a_planner_returns_is_accepted_and_kept(asked: Problem, policy: str
     event(f"recomputes: {bool(plan.recompute)}, disk: {plan.disk > 0}")
     check(asked.trace, asked.machine, plan)
     # Nobody gave leave to change the numbers (``Problem.compress``), but by the name of the policy.
-    assert bool(plan.changes_numbers) == (policy in LATE) and not any(
+    assert bool(plan.changes_numbers) == (policy in INEXACT) and not any(
         t.bits for s in plan.activations for t in s.treatments
     )
     peaks = {usage.tier: usage.peak for usage in simulate(asked.trace, asked.machine, plan).tiers}

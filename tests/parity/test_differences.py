@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.memory import Tier
+from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment, Update
 from forebay.testing.differences import PIECE, Differences, distance, same_bits
-from forebay.testing.promises import LOSSES_OF_BITS, ROUNDINGS, Course, Promise
+from forebay.testing.promises import LOSSES_OF_BITS, ROUNDINGS, VECTORS, Course, Promise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -56,7 +58,6 @@ def test_a_check_keeps_the_worst_and_each_promise() -> None:
 
 def plan(**changes: object) -> Plan:
     from forebay.budgets import Budget
-    from forebay.plans import Streaming
 
     return Plan("test", Budget(1), (), Streaming(), 0, 0, 0, **changes)  # type: ignore[arg-type]
 
@@ -72,12 +73,21 @@ def test_what_a_plan_promises() -> None:
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         assert Promise.of(plan(), CPU, torch.float32, course) == exact
     assert Promise.of(plan(), CUDA, torch.float32, course) == Promise(
-        roundings=ROUNDINGS * 2.0**-23, losses=None, outcome=None
+        roundings=ROUNDINGS * 2.0**-23, updates=ROUNDINGS * 2.0**-23, losses=None, outcome=None
     )
     for bits, share in LOSSES_OF_BITS.items():
-        assert Promise.of(lossy(bits), CPU, torch.float32, course) == Promise(0.0, None, None, share, None)
+        assert Promise.of(lossy(bits), CPU, torch.float32, course) == Promise(0.0, None, None, None, share, None)
     pieces = plan(loss_piece=1, changes_numbers=("pieces",))
-    assert Promise.of(pieces, CPU, torch.float32, course) == Promise(8 * 2.0**-23, None, None, None, None)
+    assert Promise.of(pieces, CPU, torch.float32, course) == Promise(8 * 2.0**-23, None, None, None, None, None)
+
+
+def test_a_plan_that_sends_a_part_of_gradients_promises_the_gradients() -> None:
+    there = Placement("a", Tier.HOST, Tier.HOST, Tier.DISK, Update.STORAGE)
+    made = {"placements": (there,), "changes_numbers": ("gradients go in part",)}
+    part, whole = (replace(plan(), streaming=Streaming(gradient_density=share), **made) for share in (0.5, 1.0))
+    if torch.backends.cpu.get_cpu_capability() in VECTORS:
+        assert Promise.of(part, CPU, torch.float32, Course()) == Promise(updates=None, losses=None, outcome=None)
+        assert Promise.of(whole, CPU, torch.float32, Course()) == Promise()
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"accumulate": 0}, {"clip_norm": 0.0}, {"clip_norm": math.nan}])

@@ -61,6 +61,18 @@ def test_equal_from_the_command_line(tmp_path: Path) -> None:
     assert any("random weights and made-up data from seed 0" in note for note in found["notes"])
 
 
+@pytest.mark.slow
+def test_the_largest_elements_of_gradients_are_said_and_kept(tmp_path: Path) -> None:
+    more = ("--policy", "smart-infinity-compressed", "--disk", f"{tmp_path}:64MiB")
+    found = verified(llama(tmp_path), *more)
+    assert found["kept"] is True and found["equal"] is False and "largest 1 %" in found["changes_numbers"][0]
+
+
+def test_a_policy_that_cannot_serve_is_a_no(tmp_path: Path) -> None:
+    done = invoke(llama(tmp_path), "--policy", "smart-infinity-compressed", *SHORT)
+    assert done.exit_code == 1 and "no disk is allowed" in done.output and "Traceback" not in done.output
+
+
 def test_without_a_budget_something_streams(tmp_path: Path) -> None:
     done = invoke(llama(tmp_path), *SHORT, *STREAM)
     assert done.exit_code == 0, done.output

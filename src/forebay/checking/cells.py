@@ -7,7 +7,9 @@ read them. It takes home its states and parameters. Cells are parts of one windo
 at a time.
 
 Of one that is updated beside the storage (``Update.STORAGE``) the states stay where they are, on disk, and the rest is
-the same: there are ``UPDATE_CELLS`` cells, and the way there and back is that of the disk.
+the same: there are ``UPDATE_CELLS`` cells, and the way there and back is that of the disk. With a ``gradient_density``
+that share of the elements of the gradient of each piece goes there, each with its place; the cell has room for them
+beside the gradient that is made of them, and the host for what stays of all gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from forebay.states import is_wide
 from forebay.timeline import Lane
 from forebay.trace import Trace
 
-__all__ = ["Cells", "Work", "check_window", "storage_window"]
+__all__ = ["Cells", "Work", "check_window", "residual_nbytes", "storage_window"]
 
 PARTS = {Verb.LOAD: (Kind.STATE, Kind.PARAMETER, Kind.GRADIENT), Verb.STORE: (Kind.STATE, Kind.PARAMETER)}
 Key = tuple[str, int, int]
@@ -69,6 +71,7 @@ class Cells:
         self.beside = frozenset(plan.updated(Update.STORAGE))
         there = plan.updated(Update.DEVICE)
         self.blocks = self.beside.union(there)
+        self._density = plan.streaming.gradient_density
         self._program = program
         self._order = order
         self._layouts = layouts
@@ -131,10 +134,14 @@ class Cells:
                         raise fault(self._program, index, block, text)
 
     def _wanted(self, block: str, chunk: int, names: Sequence[str]) -> Mapping[Move, int]:
-        moves = _nbytes(self._layouts[block].chunks[chunk], names)
+        own = self._layouts[block].chunks[chunk]
+        moves = _nbytes(own, names)
         if block not in self.beside:
             return moves
-        return {move: 0 if move[1] is Kind.STATE else nbytes for move, nbytes in moves.items()}
+        moves |= dict.fromkeys([(Verb.LOAD, Kind.STATE), (Verb.STORE, Kind.STATE)], 0)
+        if self._density is not None:
+            moves[Verb.LOAD, Kind.GRADIENT] = sum(_sent(own, self._density, names))
+        return moves
 
     def _check_order(self, verb: Verb, what: str, index: int, update: int) -> None:
         block = self._program.actions[index].block
@@ -183,20 +190,36 @@ def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -
 
 def storage_window(plan: Plan, layouts: Mapping[str, StateLayout]) -> int:
     """Bytes of host memory through which blocks pass that are updated beside the storage."""
-    cell, widening = _largest(plan.updated(Update.STORAGE), layouts)
+    cell, widening = _largest(plan.updated(Update.STORAGE), layouts, plan.streaming.gradient_density)
     return UPDATE_CELLS * (-(-cell // PAGE) * PAGE) + widening
 
 
-def _largest(blocks: Sequence[str], layouts: Mapping[str, StateLayout]) -> tuple[int, int]:
+def residual_nbytes(plan: Plan, layouts: Mapping[str, StateLayout]) -> int:
+    """Bytes of host memory for what of gradients is not sent: an fp32 number for each element, by parameter."""
+    if plan.streaming.gradient_density is None:
+        return 0
+    chunks = [chunk for name in plan.updated(Update.STORAGE) for chunk in layouts[name].chunks]
+    trained = {piece.parameter.name: piece.parameter.numel for chunk in chunks for piece in chunk.pieces}
+    return sum(_aligned(STATE_ITEMSIZE * numel) for numel in trained.values())
+
+
+def _largest(
+    blocks: Sequence[str], layouts: Mapping[str, StateLayout], density: float | None = None
+) -> tuple[int, int]:
     """Bytes of the largest cell of ``blocks``, which all of them have, and of the widest gradients."""
-    sizes = [_cell(layouts[name]) for name in blocks]
+    sizes = [_cell(layouts[name], density) for name in blocks]
     return max((cell for cell, _ in sizes), default=0), max((widening for _, widening in sizes), default=0)
 
 
-def _cell(layout: StateLayout) -> tuple[int, int]:
-    """Bytes of the largest cell of a block: states of a chunk, its parameters and their gradients, each piece of them
-    aligned. And those of the gradients of a chunk in fp32, where a block has any of fewer bits."""
-    cell = max((c.nbytes + 2 * sum(_aligned(p.nbytes) for p in c.pieces) for c in layout.chunks), default=0)
+def _cell(layout: StateLayout, density: float | None) -> tuple[int, int]:
+    """Bytes of the largest cell of a block: states of a chunk, its parameters and their gradients, and the share
+    ``density`` of these that is sent, each piece of them aligned. And those of the gradients of a chunk in fp32, where
+    a block has any of fewer bits."""
+    cell = 0
+    for chunk in layout.chunks:
+        sent = () if density is None else _sent(chunk, density)
+        whole = chunk.nbytes + 2 * sum(_aligned(piece.nbytes) for piece in chunk.pieces)
+        cell = max(cell, whole + sum(map(_aligned, sent)))
     widest = max((c.elements for c in layout.chunks), default=0) if MASTER in layout.streams else 0
     return cell, STATE_ITEMSIZE * widest
 
@@ -205,7 +228,19 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _nbytes(chunk: Chunk, names: Sequence[str]) -> Mapping[Move, int]:
+def _sent(chunk: Chunk, density: float, names: Sequence[str] | None = None) -> list[int]:
+    """Bytes of what is sent of the gradient of each piece of ``chunk`` (of the parameters ``names``): as many elements
+    as the share comes to, or one more, each with a place of 4 bytes."""
+    found = []
+    for piece in chunk.pieces:
+        if names is None or piece.parameter.name in names:
+            elements = piece.stop - piece.start
+            kept = min(elements, -int(-(elements * density) // 1))
+            found.append(kept * (4 + piece.nbytes // elements))
+    return found
+
+
+def _nbytes(chunk: Chunk, names: Sequence[str]) -> dict[Move, int]:
     """Bytes that move when the parameters ``names`` of ``chunk`` are updated: none if there are none."""
     own = [p for p in chunk.pieces if p.parameter.name in names]
     states, every = chunk.nbytes if own else 0, sum(p.nbytes for p in own)

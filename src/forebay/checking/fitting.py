@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, GRADIENT_STAGING, UPDATE_RING
-from forebay.checking.cells import storage_window
+from forebay.checking.cells import residual_nbytes, storage_window
 from forebay.checking.words import listed
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, needs_master, state_layout
@@ -139,7 +139,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     disk += plan.streaming.disk_activations
     if any(p.parameters is Tier.DISK for _, p in pairs):
         pinned += sum(plan.streaming.host_slots)
-    host += storage_window(plan, state)
+    host += storage_window(plan, state) + residual_nbytes(plan, state)
     host += pinned + UPDATE_RING * ring + workspace + (DISK_BLOCK * DISK_BOUNCE if disk else 0)
     pinned += moved + UPDATE_RING * ring * through_ring
     return {Tier.DEVICE: device, Tier.HOST: host, Tier.PINNED: pinned, Tier.DISK: disk}

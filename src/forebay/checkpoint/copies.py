@@ -19,7 +19,7 @@ from forebay.checkpoint.passing import Onward, Passing
 from forebay.checkpoint.pieces import PieceWriter
 from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
-from forebay.layout import Piece, needs_master
+from forebay.layout import RESIDUAL, Piece, needs_master
 from forebay.memory import Tier
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.homes import Home, MemoryHome
@@ -27,7 +27,7 @@ from forebay.runtime.tensors import bytes_before, elements
 from forebay.timeline import Lane
 from forebay.trace import Parameter
 
-__all__ = ["Copying", "buffer_entry", "copies_of_blocks", "copy_of_buffers"]
+__all__ = ["Copying", "buffer_entry", "copies_of_blocks", "copy_of_buffers", "kept_states"]
 
 
 @final
@@ -86,13 +86,20 @@ def copies_of_blocks(
     """What is copied of ``blocks``, by their current copies as they are now: all but ``in_place``."""
     made = []
     for state in blocks:
-        entries = [entry for entry in entries_of(state.block, state_names) if entry.name not in in_place]
+        names = kept_states(state, state_names)
+        entries = [entry for entry in entries_of(state.block, names) if entry.name not in in_place]
         if entries:
             copy = state.current
             made.append(
                 Copying(entries, partial(_write_block, state, copy, in_place), _in_memory(state, copy, in_place))
             )
     return made
+
+
+def kept_states(state: BlockState, state_names: tuple[str, ...]) -> tuple[str, ...]:
+    """What is kept of a block beside its parameters: the optimizer's states, and what of its gradients no update has
+    had."""
+    return (*state_names, RESIDUAL) if state.residuals else state_names
 
 
 def copy_of_buffers(buffers: Mapping[str, torch.Tensor]) -> list[Copying]:
@@ -143,6 +150,10 @@ def _write_block(state: BlockState, copy: BlockCopy, in_place: Collection[str], 
                 if name in state.streams_of(piece.parameter):
                     onward = Onward(writer.write, entry_name(name, piece.parameter), bytes_before(name, piece))
                     passing.out(values, onward)
+    # Only where the states are on disk, which is copied when all updates are at home.
+    for parameter in state.block.parameters:
+        if parameter.name in state.residuals:
+            passing.out(state.residuals[parameter.name], partial(writer.write, entry_name(RESIDUAL, parameter)))
 
 
 def _write_buffers(buffers: Mapping[str, torch.Tensor], writer: PieceWriter) -> None:

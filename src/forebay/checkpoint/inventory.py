@@ -2,6 +2,7 @@
 
 ``parameter.NAME``  a parameter in full precision: its fp32 master if it has one, else its own value
 ``STATE.NAME``      one of its optimizer states (``exp_avg.NAME``), as it lies at home: fp32, bf16, codes or scales
+``residual.NAME``   what of its gradients no update has had, fp32: where these do not go whole
 ``buffer.NAME``     a buffer that belongs to the state dict
 
 A parameter whose elements do not lie in the order of their indices (channels last) is kept in the order of memory, its

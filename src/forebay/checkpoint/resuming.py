@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from forebay.checkpoint.copies import buffer_entry
+from forebay.checkpoint.copies import buffer_entry, kept_states
 from forebay.checkpoint.encoding import decode
 from forebay.checkpoint.generations import Generations
 from forebay.checkpoint.homes import HomesReader
@@ -28,9 +28,10 @@ from forebay.checkpoint.pieces import PieceReader
 from forebay.checkpoint.randomness import restore
 from forebay.checkpoint.saving import Scheduler, groups_of, kept_buffers
 from forebay.errors import ConfigError, OptimizerError, UsageError
-from forebay.layout import MASTER, needs_master
+from forebay.layout import MASTER, RESIDUAL, needs_master
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.session import Phase, Session
+from forebay.runtime.sparse import forget
 from forebay.runtime.tensors import bytes_before, dtype_of, elements
 from forebay.trace import Parameter
 
@@ -62,7 +63,7 @@ def resume_checkpoint(
     state = _scheduler_state(manifest, scheduler)
     settings = _settings(manifest, groups_of(session, optimizer))
     buffers = kept_buffers(model)
-    expected = {e.name: e for block in session.model.blocks for e in entries_of(block, session.state_names)}
+    expected = _expected(session, manifest)
     expected |= {e.name: e for e in (buffer_entry(name, buffer) for name, buffer in buffers.items())}
     _check_steps(manifest, session)
     extra = decode(manifest.extra)
@@ -71,7 +72,7 @@ def resume_checkpoint(
         stack.enter_context(torch.no_grad())
         blocks = stack.enter_context(session.contents.replacing())
         for block in blocks.values():
-            _read_block(block, reader)
+            _read_block(block, reader, expected)
             block.steps.update((name, manifest.steps[name]) for name in block.steps)
         _read_buffers(buffers, reader)
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
@@ -159,7 +160,24 @@ def _set(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _read_block(state: BlockState, reader: _Tensors) -> None:
+def _expected(session: Session, manifest: Manifest) -> dict[str, Entry]:
+    """The tensors of blocks that the checkpoint must have. Where it has no residuals there were none: every gradient
+    went whole. Raises ``ConfigError`` where it has some and this plan sends gradients whole."""
+    saved = {name for file in manifest.files for name in file.crc32 if name.startswith(f"{RESIDUAL}.")}
+    found: dict[str, Entry] = {}
+    for state in session.store.blocks.values():
+        names = kept_states(state, session.state_names) if saved else session.state_names
+        found |= {entry.name: entry for entry in entries_of(state.block, names)}
+    lost = min(saved - found.keys(), default=None)
+    if lost is not None:
+        raise ConfigError(
+            f"the checkpoint has what of gradients no update has had yet ({lost}), and under this plan gradients go "
+            f"whole; prepare the model with policy='smart-infinity-compressed', or with the plan of then"
+        )
+    return found
+
+
+def _read_block(state: BlockState, reader: _Tensors, expected: Mapping[str, Entry]) -> None:
     passing = Passing()
     home = state.parameters
     with home.replace(0, home.nbytes) as content:
@@ -178,6 +196,12 @@ def _read_block(state: BlockState, reader: _Tensors) -> None:
                             passing.into(values, onward)
                             if name == MASTER:
                                 _round(values, content, piece.parameter, piece.start)
+    for parameter in state.block.parameters:
+        residual, name = state.residuals.get(parameter.name), entry_name(RESIDUAL, parameter)
+        if residual is not None and name in expected:
+            passing.into(residual, partial(reader.read, name))
+        elif residual is not None:
+            forget(residual)
 
 
 def _round(master: torch.Tensor, content: torch.Tensor, parameter: Parameter, start: int) -> None:

@@ -26,13 +26,15 @@ Waits = tuple[Completion, ...]
 @dataclass(frozen=True, slots=True)
 class _Moves:
     """What moves for one chunk of a block: bytes of its cell, of its states, and of each piece of parameters that is
-    loaded, of gradients, of parameters that are stored."""
+    loaded, of gradients, of parameters that are stored. Of gradients that do not move as they are the largest elements
+    move, ``chosen_from`` so many."""
 
     cell: int
     states: int
     loaded: tuple[int, ...]
     gradients: tuple[int, ...]
     stored: tuple[int, ...]
+    chosen_from: int
 
 
 @final
@@ -42,6 +44,7 @@ class PaperCells:
     def __init__(self, trace: Trace, plan: Plan, window: int, cell: int, recorder: Recorder, route: Route) -> None:
         self._recorder = recorder
         self._route = route
+        self._density = plan.streaming.gradient_density if route.sparse else None
         self._ring = StagingRing([Paper(cell)] * (window // cell if cell else 0))
         self._chunks: Callable[[Block], tuple[Chunk, ...]] = lambda block: (
             state_layout(block, trace.state_names, plan.streaming.update_chunk).chunks
@@ -72,6 +75,7 @@ class PaperCells:
                         block=block.name,
                         chunk=number,
                         part=part,
+                        chosen_from=moves.chosen_from if part is Kind.GRADIENT else 0,
                     )
                 )
 
@@ -106,7 +110,12 @@ class PaperCells:
                 spans = spans_of(chunk, offsets, names)
                 every = tuple(span.nbytes for span in spans)
                 loaded = tuple(span.nbytes for span in spans if not span.written)
-                made.append(_Moves(cell_of(chunk).nbytes, chunk.nbytes, loaded, every, every))
+                cell = cell_of(chunk, self._density)
+                own = [n for n, piece in enumerate(chunk.pieces) if piece.parameter.name in names]
+                # The pieces of a chunk go there together: they are chosen by one job.
+                gradients = (sum(cell.sent[n].nbytes for n in own),) if cell.sent else every
+                from_all = sum(chunk.pieces[n].stop - chunk.pieces[n].start for n in own) if cell.sent else 0
+                made.append(_Moves(cell.nbytes, chunk.nbytes, loaded, gradients, every, from_all))
             known = self._moves[key] = tuple(made)
         return known
 

@@ -119,7 +119,7 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
             {
                 Kind.PARAMETER: sizes.host_parameters,
                 Kind.GRADIENT: sizes.host_gradients,
-                Kind.STATE: sizes.host_states,
+                Kind.STATE: sizes.host_states + sizes.host_residuals,
                 Kind.ACTIVATION: sizes.host_activations,
                 Kind.STAGING: sizes.host_staging,
             }

@@ -150,6 +150,7 @@ class Recorder:
         ring: int = -1,
         part: Kind | None = None,
         apart: bool = False,
+        chosen_from: int = 0,
     ) -> Recorded:
         """Writes down an action, after what the caller names and after what its lane must wait for."""
         self.before()
@@ -159,7 +160,7 @@ class Recorder:
             self._last_compute = index
         if self.sketching:
             self.outlines.append(
-                Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits, False, apart, block)
+                Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits, False, apart, block, chosen_from)
             )
             return Recorded(self, index)
         self.actions.append(
@@ -182,6 +183,7 @@ class Recorder:
                 ring=ring,
                 part=part,
                 apart=apart,
+                chosen_from=chosen_from,
             )
         )
         return Recorded(self, index)

@@ -31,12 +31,11 @@ from forebay.planners.bench import Bench
 from forebay.planners.in_backward import with_enough_slots
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
-from forebay.planners.states import LATE, SEVERAL, STATES
-from forebay.planners.states.drafting import cannot_serve
+from forebay.planners.states import INEXACT, SEVERAL, STATES
 from forebay.plans import Plan
 
 __all__ = [
-    "LATE",
+    "INEXACT",
     "LITERATURE",
     "PLANNERS",
     "SEVERAL",
@@ -60,7 +59,7 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
         "stream-recompute": stream_recompute,
         **LITERATURE,
         **STATES,
-        **LATE,
+        **INEXACT,
         **SEVERAL,
     }
 )
@@ -70,15 +69,12 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
     """The plan of the planner called ``policy``. ``bench`` is one of the same problem, for who asks more than once:
     what has been sized and simulated is used again.
 
-    Raises ``ConfigError`` for an unknown name, ``CannotServe`` for a policy that delays updates which shall be made in
-    backward, and ``DoesNotFit`` when the budget cannot be met.
+    Raises ``ConfigError`` for an unknown name, ``CannotServe`` for a policy that is not for this model, machine or
+    step, and ``DoesNotFit`` when the budget cannot be met.
     """
     planner = PLANNERS.get(policy)
     if planner is None:
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
-    if problem.update == "backward" and policy in LATE:
-        late = "makes updates a step late, and update='backward' makes them at once"
-        raise cannot_serve(policy, late, "zero-offload, or this one with update='step'")
     with collector_paused():
         bench = bench or Bench(problem)
         return with_enough_slots(bench, planner(problem, bench))

@@ -18,7 +18,7 @@ from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.in_backward import passed
 from forebay.planners.known import Known
-from forebay.planners.parts import Draft, delays, recomputable, slot_options
+from forebay.planners.parts import Draft, delays, omissions, recomputable, slot_options
 from forebay.planners.problem import Problem
 from forebay.plans import Fate, Plan, Streaming, Update
 from forebay.program import Outline, Program, Sketch
@@ -202,6 +202,7 @@ class Bench:
                 *changes(draft.activations),
                 *state_changes(self.problem.state_names),
                 *delays(draft.streaming),
+                *omissions(draft.streaming),
             ),
         )
 

@@ -26,6 +26,7 @@ __all__ = [
     "fewer_slots",
     "gives_up_nothing",
     "keep_order",
+    "omissions",
     "recomputable",
     "repeated",
     "repeated_size",
@@ -102,7 +103,8 @@ class Draft:
     def plain(self) -> Draft:
         """The draft with all updates on the host and when their step asks, but for those of blocks that stay."""
         placements = tuple(p.updating(Update.STEP) for p in self.placements)
-        return replace(self, placements=placements, streaming=replace(self.streaming, update_window=0))
+        streaming = replace(self.streaming, update_window=0, gradient_density=None)
+        return replace(self, placements=placements, streaming=streaming)
 
     @property
     def resident(self) -> frozenset[str]:
@@ -148,6 +150,15 @@ def delays(streaming: Streaming) -> tuple[str, ...]:
         return ()
     late = "the update of each step comes a step late: forward and backward see parameters without it"
     return (f"{late} (delayed parameter update, from step {streaming.delay_after + 1} on)",)
+
+
+def omissions(streaming: Streaming) -> tuple[str, ...]:
+    """What gradients that are not sent whole do to the numbers, in words (``Plan.changes_numbers``)."""
+    density = streaming.gradient_density
+    if density is None or density == 1:
+        return ()
+    most = f"of each gradient the largest {100 * density:.4g} % of its elements go to the update"
+    return (f"{most}, and the rest to the gradient of the next step (top-k compression with error feedback)",)
 
 
 def selected(trace: Trace, treatments: Mapping[str, Sequence[Treatment]]) -> tuple[Selection, ...]:

@@ -74,13 +74,14 @@ def disk_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
 def host_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
     """``sizes`` is the least of the host that the disk has room for."""
     disk = "" if bench.problem.limit(Tier.DISK) else ", or give disk=PATH:SIZE for the optimizer states"
+    unsent = f", {format_bytes(sizes.host_residuals)} of gradients that are not sent" if sizes.host_residuals else ""
     limit = bench.problem.limit(Tier.HOST)
     needed, allowed = format_apart(sizes.host, limit)
     return DoesNotFit(
         f"host memory: {needed} are needed and {allowed} are allowed: "
         f"{format_bytes(sizes.host_parameters)} parameters, {format_bytes(sizes.host_gradients)} gradients, "
         f"{format_bytes(sizes.host_states)} optimizer states, {format_bytes(sizes.host_activations)} activations, "
-        f"{format_bytes(sizes.host_staging)} staging; raise host_memory{disk}",
+        f"{format_bytes(sizes.host_staging)} staging{unsent}; raise host_memory{disk}",
         tier=Tier.HOST.value,
         needed=sizes.host,
         allowed=limit,

@@ -137,18 +137,31 @@ def _of_links(moved: Mapping[Lane, int]) -> dict[str, int]:
 
 def comparison_tables(title: str, candidates: Sequence[Candidate], notes: Sequence[str] = ()) -> Group:
     """For every budget two tables, the fastest policy first: seconds and peaks, bytes over each link, what was measured
-    below what was predicted; then why those that are missing in them do not fit."""
+    below what was predicted; then why those that are missing in them do not fit. What holds whatever the budget is said
+    once, behind all."""
     parts: list[RenderableType] = [Text(title, style="bold")]
+    never = _never(candidates)
     for budget in dict.fromkeys(c.budget for c in candidates):
         asked = [c for c in candidates if c.budget == budget]
         fitting = sorted((c for c in asked if c.step_seconds is not None), key=lambda c: c.step_seconds or 0.0)
         if fitting:
             parts += [_peaks(budget, fitting), _moved(fitting), *bullets(list(_remarks(fitting)))]
-        missing = [c for c in asked if not c.feasible]
+        missing = [c for c in asked if not c.feasible and c.policy not in never]
         if missing:
             parts.append(Text(f"Does not fit with {format_bytes(budget)} on the device", style="bold"))
             parts += bullets([f"{c.policy}: {c.reason}" for c in missing])
+    if never:
+        parts.append(Text("Fits none of these budgets", style="bold"))
+        parts += bullets([f"{policy}: {reason}" for policy, reason in never.items()])
     return Group(*parts, *bullets(notes))
+
+
+def _never(candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Policies that fit none of several budgets for one and the same reason, and that reason."""
+    reasons: dict[str, list[str]] = {}
+    for one in candidates:
+        reasons.setdefault(one.policy, []).append(one.reason)
+    return {policy: why[0] for policy, why in reasons.items() if len(why) > 1 and why[0] and len(set(why)) == 1}
 
 
 def _peaks(budget: int, fitting: Sequence[Candidate]) -> RenderableType:

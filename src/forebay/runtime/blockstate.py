@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -35,12 +35,14 @@ class BlockCopy:
 class Streamed:
     """What the update of a block elsewhere asks for beside its homes: its landed ``gradients`` (1-D uint8, host), each
     at one of ``offsets`` (bytes), and the place where the update is until it is queued. ``at_storage``: where its
-    states are on disk; else on the device."""
+    states are on disk; else on the device. ``residuals``: by parameter, what of its gradients was not sent yet (fp32,
+    1-D), if not all is (else empty)."""
 
     gradients: torch.Tensor
     offsets: Mapping[str, int]
     deferred: Deferred
     at_storage: bool = False
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @final
@@ -103,6 +105,12 @@ class BlockState:
         """The current copy of the optimizer states, like ``parameters``."""
         self.queue_deferred()
         return self.current.states
+
+    @property
+    def residuals(self) -> Mapping[str, torch.Tensor]:
+        """By parameter, what of its gradient no update has had yet (fp32, 1-D, in the order of memory); empty where
+        they have all of it. The caller has waited for all updates."""
+        return {} if self.streamed is None else self.streamed.residuals
 
     def expect_not_updated(self) -> None:
         """Raises ``GradientUsedUp`` while the block is at home as a step leaves it that is not taken yet: whatever

@@ -10,7 +10,8 @@ fp32, 8 + 4 + 4 = 16 bytes there and 8 + 4 = 12 back; in 16 bits with a master 1
 An update on the host moves none of these over the link.
 
 Beside the storage (``storage_side``) a cell is memory that is shared with the process that updates; the states are on
-disk and go through its part of the cell. What moves is the rest: in 16 bits with a master 2 bytes there and 2 back.
+disk and go through its part of the cell. What moves is the rest: in 16 bits with a master 2 bytes there and 2 back. Of
+gradients it may be the largest elements alone (``sparse``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import torch
 from forebay.device.base import Completion, Device
 from forebay.layout import Cell, Chunk, Span, cell_of, spans_of
 from forebay.runtime.homes import Checkout
+from forebay.runtime.sparse import send_largest
+from forebay.runtime.tensors import elements
 from forebay.scheduling.routes import TO_DEVICE, TO_STORAGE, Route
 from forebay.scheduling.staging import StagingRing
 from forebay.timeline import Lane
@@ -37,7 +40,8 @@ __all__ = ["Cells", "DeviceWay", "Load", "StorageWay", "Way"]
 @dataclass(frozen=True)
 class Load:
     """One chunk of ``block`` that is to be updated in a cell: of the parameters in ``names``, whose gradients are
-    at ``offsets`` (bytes) of ``gradients`` (1-D uint8, host) once all of ``landed`` are done."""
+    at ``offsets`` (bytes) of ``gradients`` (1-D uint8, host) once all of ``landed`` are done. ``residuals``: what was
+    not sent of them yet, if not all is (else empty)."""
 
     block: str
     chunk: Chunk
@@ -47,12 +51,15 @@ class Load:
     gradients: torch.Tensor
     offsets: Mapping[str, int]
     landed: tuple[Completion, ...]
+    residuals: Mapping[str, torch.Tensor]
 
 
 class Way(ABC):
-    """How a chunk gets to its cell and home again, on the lanes of ``route``. All tensors are 1-D uint8."""
+    """How a chunk gets to its cell and home again, on the lanes of ``route``. All tensors are 1-D uint8. ``density`` is
+    the share of the elements of gradients that go there (None: they go as they are)."""
 
     route: Route
+    density: float | None
 
     @abstractmethod
     def move(
@@ -64,12 +71,20 @@ class Way(ABC):
     def compute(self, job: Callable[[], None], after: Sequence[Completion], nbytes: int, what: str) -> Completion:
         """Queues the update of what is in a cell."""
 
+    @abstractmethod
+    def bring_gradients(
+        self, load: Load, cell: Cell, spans: Sequence[Span], buffer: torch.Tensor, free: Sequence[Completion]
+    ) -> list[Completion]:
+        """Queues the way of the gradients of ``load`` to its ``cell`` in ``buffer``, which nobody uses any more when
+        ``free`` are done."""
+
 
 @final
 class DeviceWay(Way):
     """To memory of the device."""
 
     route = TO_DEVICE
+    density = None
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -82,6 +97,11 @@ class DeviceWay(Way):
     def compute(self, job: Callable[[], None], after: Sequence[Completion], nbytes: int, what: str) -> Completion:
         return self._device.launch(job, after=after, nbytes=nbytes, what=what)
 
+    def bring_gradients(
+        self, load: Load, cell: Cell, spans: Sequence[Span], buffer: torch.Tensor, free: Sequence[Completion]
+    ) -> list[Completion]:
+        return _bring_whole(self, load, cell, spans, buffer, free)
+
 
 @final
 class StorageWay(Way):
@@ -89,8 +109,9 @@ class StorageWay(Way):
 
     route = TO_STORAGE
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, density: float | None) -> None:
         self._device = device
+        self.density = density
 
     def move(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Sequence[Completion], what: str
@@ -101,6 +122,33 @@ class StorageWay(Way):
 
     def compute(self, job: Callable[[], None], after: Sequence[Completion], nbytes: int, what: str) -> Completion:
         return self._device.submit(self.route.update, job, after=after, nbytes=nbytes, what=what)
+
+    def bring_gradients(
+        self, load: Load, cell: Cell, spans: Sequence[Span], buffer: torch.Tensor, free: Sequence[Completion]
+    ) -> list[Completion]:
+        if self.density is None:
+            return _bring_whole(self, load, cell, spans, buffer, free)
+        pieces = {piece.parameter.name: piece.parameter for piece in load.chunk.pieces}
+        landed = {n: elements(load.gradients, p, load.offsets[n]) for n, p in pieces.items() if n in load.names}
+        nbytes = sum(s.nbytes for p, s in zip(load.chunk.pieces, cell.sent, strict=True) if p.parameter.name in landed)
+        job = partial(send_largest, load.chunk, cell, buffer, landed, load.residuals)
+        # Gradients that are still landing must be there. Residuals are this lane's alone while updates are queued.
+        after, what = (*free, *load.landed), f"load gradients of {load.block}"
+        return [self._device.submit(self.route.bring, job, after=after, nbytes=nbytes, what=what)]
+
+
+def _bring_whole(
+    way: Way, load: Load, cell: Cell, spans: Sequence[Span], buffer: torch.Tensor, free: Sequence[Completion]
+) -> list[Completion]:
+    """``Way.bring_gradients`` of gradients as they are."""
+    arrived = []
+    for span in spans:
+        start = cell.gradients + span.cell
+        landed = load.gradients[span.landed : span.landed + span.nbytes]
+        # Gradients that are still landing must be there before they are read.
+        after, what = (*free, *load.landed), f"load gradients of {load.block}"
+        arrived.append(way.move(way.route.bring, buffer[start : start + span.nbytes], landed, after, what))
+    return arrived
 
 
 @final
@@ -123,7 +171,7 @@ class Cells:
         been read and at which parameters and states are where they were checked out.
         """
         chunk = load.chunk
-        cell, spans = cell_of(chunk), spans_of(chunk, load.offsets, load.names)
+        cell, spans = cell_of(chunk, self._way.density), spans_of(chunk, load.offsets, load.names)
         # Who had the cell before is home again before this one comes in; and so there is never more there than the
         # window.
         staging, free = self._ring.take(cell.nbytes)
@@ -156,10 +204,7 @@ class Cells:
             if not span.written:
                 home = load.parameters.buffer[span.home : span.home + span.nbytes]
                 bring(cell.parameters + span.cell, home, load.parameters.ready, "parameters of")
-        for span in spans:
-            # Gradients that are still landing must be there before they are read.
-            landed = load.gradients[span.landed : span.landed + span.nbytes]
-            bring(cell.gradients + span.cell, landed, load.landed, "gradients of")
+        arrived += way.bring_gradients(load, cell, spans, buffer, free)
         return arrived
 
     def _take_home(

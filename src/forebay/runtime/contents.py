@@ -13,10 +13,11 @@ from typing import final
 import torch
 from torch import nn
 
-from forebay.errors import SessionClosed
-from forebay.layout import MASTER
+from forebay.errors import OptimizerError, SessionClosed
+from forebay.layout import MASTER, RESIDUAL
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import host_copy
+from forebay.runtime.sparse import forget
 from forebay.runtime.stepping import Stepping
 from forebay.runtime.store import Store
 from forebay.runtime.tensors import alone, flat, shaped
@@ -94,7 +95,7 @@ class Contents:
         at all where that is not reached."""
         self._settle()
         self._stepping.delay.show()
-        self._stepping.in_backward.abandon()
+        self._stepping.in_backward.forget()
         self.unwritten |= set(self._parameters)
         for block, state in self._store.blocks.items():
             self._pool.invalidate(block)
@@ -124,7 +125,8 @@ class Contents:
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for
-        every element are in the parameter's shape, codes and scales in one dimension."""
+        every element are in the parameter's shape, codes and scales in one dimension. What no update has had of its
+        gradient, where that does not go whole, is among them."""
         self._stepping.in_backward.expect_whole()
         self._stepping.delay.show()
         state, spec = self.state(name), self.spec_of[name]
@@ -136,10 +138,15 @@ class Contents:
         for stream in state.streams_of(spec):
             values = state.stream(stream, spec, content)
             streams[plain_name(stream)] = shaped(values, spec) if form_of(stream).is_elementwise else values
+        if name in state.residuals:
+            streams[RESIDUAL] = shaped(state.residuals[name], spec).clone()
         return {"step": torch.tensor(float(steps)), **streams}
 
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replaces the states of the parameters named; an empty mapping stands for "no step yet"."""
+        """Replaces the states of the parameters named; an empty mapping stands for "no step yet". Raises
+        ``OptimizerError`` for what of a gradient no update has had where gradients go whole, or of another shape."""
+        for name, saved in states.items():
+            self._expect_residual(name, saved.get(RESIDUAL))
         self._stepping.in_backward.expect_whole()
         self._settle()
         self._stepping.delay.show()
@@ -151,6 +158,18 @@ class Contents:
                     if spec.trainable and spec.name in states:
                         self._write_parameter_states(state, spec, content, states[spec.name])
 
+    def _expect_residual(self, name: str, saved: torch.Tensor | None) -> None:
+        if saved is None:
+            return
+        if name not in self.state(name).residuals:
+            raise OptimizerError(
+                f"the saved states of {name} have what of its gradients no update has had yet ({RESIDUAL}), and under "
+                f"this plan they go whole; prepare the model with policy='smart-infinity-compressed', or leave that out"
+            )
+        if tuple(saved.shape) != self.spec_of[name].shape:
+            shapes = tuple(saved.shape), self.spec_of[name].shape
+            raise OptimizerError(f"the saved {RESIDUAL} of {name} has shape {shapes[0]}, and the parameter {shapes[1]}")
+
     def _write_parameter_states(
         self, state: BlockState, spec: Parameter, content: torch.Tensor, saved: Mapping[str, torch.Tensor]
     ) -> None:
@@ -161,6 +180,10 @@ class Contents:
                 state.write_stream(stream, spec, content, flat(typed, spec) if form.is_elementwise else typed)
             elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
                 state.write_stream(stream, spec, content, torch.zeros(form.count(spec.numel)))
+        if spec.name in state.residuals:
+            residual = forget(state.residuals[spec.name])
+            if RESIDUAL in saved:
+                residual.copy_(flat(saved[RESIDUAL], spec))
         # SGD keeps no count; that it has a momentum at all says that it has taken a step.
         state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))
 

@@ -132,12 +132,9 @@ class BackwardUpdates:
         """The rest of a step: ``tasks`` are those of ``left``, and all of their gradients have landed."""
         self._use_up(state, tasks)
 
-    def end_step(self) -> None:
-        """The step has been taken: a next backward may come."""
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Forgets what was made for a step that will not come, since all values are replaced; slots are free again."""
+    def forget(self) -> None:
+        """Forgets what was made for a step: it has been taken, or will not come, since all values are replaced. Slots
+        are free again."""
         for state in self._passing():
             self._use_up(state, {})  # gradients of parameters that the optimizer does not hold
             if state.passing is not None:

@@ -121,7 +121,7 @@ class Stepping:
                     self._updater.submit(state, tasks)
             for name in tasks:
                 state.steps[name] += 1
-        self.in_backward.end_step()
+        self.in_backward.forget()
         self.speculation.end_step(self._store.blocks)
 
     def _step_late(self, groups: Groups) -> None:

@@ -17,11 +17,13 @@ __all__ = ["Answer", "Done", "Failed", "Order", "Setup"]
 @dataclass(frozen=True)
 class Setup:
     """Who updates what: ``rule`` the states of ``blocks``, each at an offset (bytes) in ``file``, in chunks of
-    ``update_chunk`` elements. ``memory`` is the descriptor of ``nbytes`` of shared memory, whose last ``widening`` make
-    16-bit gradients fp32. ``session`` is the process for which all this is done."""
+    ``update_chunk`` elements. ``density`` is the share of the elements of gradients that come (None: they come as they
+    are). ``memory`` is the descriptor of ``nbytes`` of shared memory, whose last ``widening`` make 16-bit gradients
+    fp32. ``session`` is the process for which all this is done."""
 
     rule: UpdateRule
     update_chunk: int
+    density: float | None
     blocks: tuple[tuple[Block, int], ...]
     file: HandedFile
     memory: int

@@ -19,14 +19,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 
 from forebay.device.base import Completion, Device
-from forebay.errors import StorageError
+from forebay.errors import ConfigError, StorageError
 from forebay.layout import Cell
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.applying import Task
@@ -36,22 +39,32 @@ from forebay.tiers.handed import HandedFile
 from forebay.tiers.shared import SharedArena
 from forebay.trace import Block
 
-__all__ = ["StorageSide", "StorageWorker", "Territory"]
-
-PATIENCE: Final = 600.0
-"""Seconds without an answer after which the process is given up: it hangs, or the disk does."""
-
-GRACE: Final = 10.0
-"""Seconds that the process has to end by itself."""
+__all__ = ["StoragePolicy", "StorageSide", "StorageWorker", "Territory"]
 
 LAST_WORDS: Final = 2000
 """Characters of what the process has said on its standard error that an error repeats."""
 
 
+@dataclass(frozen=True)
+class StoragePolicy:
+    """``patience`` are the seconds without an answer after which the process is given up, and ended: it hangs, or the
+    disk does, or somebody has stopped it. The longest answers are the first, which loads torch, and that of a chunk
+    whose states a slow disk reads and writes. ``grace`` are the seconds that it has to end by itself."""
+
+    patience: float = 120.0
+    grace: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("patience", self.patience), ("grace", self.grace)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} must be more than 0 seconds, got {seconds}")
+
+
 @final
 class Territory:
     """What is updated beside the storage: ``blocks``, each with the offset of its states in ``file``, in chunks of
-    ``update_chunk`` elements, through ``memory`` with cells of ``cell`` bytes and ``widening`` bytes at its end."""
+    ``update_chunk`` elements, through ``memory`` with cells of ``cell`` bytes and ``widening`` bytes at its end.
+    ``density`` is the share of the elements of gradients that go there (None: they go as they are)."""
 
     def __init__(
         self,
@@ -61,6 +74,7 @@ class Territory:
         memory: SharedArena,
         cell: int,
         widening: int,
+        density: float | None,
     ) -> None:
         self.blocks = blocks
         self.file = file
@@ -68,6 +82,7 @@ class Territory:
         self.memory = memory
         self.cell = cell
         self.widening = widening
+        self.density = density
 
 
 @final
@@ -75,31 +90,32 @@ class StorageWorker:
     """The process, and the channel to it. ``written`` are the bytes that it has written to disk. Used from one thread
     at a time. Raises ``StorageError`` where it cannot be started."""
 
-    def __init__(self, rule: UpdateRule, of: Territory) -> None:
+    def __init__(self, rule: UpdateRule, of: Territory, policy: StoragePolicy | None = None) -> None:
         self.written = 0
+        self._policy = policy or StoragePolicy()
         self._lock = threading.Lock()
         self._ready = False
         self._broken: str | None = None
-        # Its last words; a pipe would fill up with nobody to read it.
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
-        self._channel, theirs = Pipe()
-        try:
-            self._process = self._started(rule, of, theirs)
-        except OSError as error:
-            self._channel.close()
-            self._said.close()
-            raise StorageError(
-                f"the process beside the storage cannot be started ({sys.executable}: {error}); choose another "
-                f"policy, or set the update of the plan's placements to step"
-            ) from error
-        finally:
-            # From here on the other end is the process's alone: where it dies, this end hears of it.
-            theirs.close()
+        with ExitStack() as opened:
+            try:
+                # Its last words; a pipe would fill up with nobody to read it.
+                self._said = opened.enter_context(tempfile.TemporaryFile())
+                self._channel, theirs = Pipe()
+                opened.enter_context(self._channel)
+                # Behind this the other end is the process's alone: where it dies, this end hears of it.
+                with theirs:
+                    self._process = self._started(rule, of, theirs)
+            except OSError as error:
+                raise StorageError(
+                    f"the process beside the storage cannot be started ({sys.executable}: {error}); choose another "
+                    f"policy, or set the update of the plan's placements to step"
+                ) from error
+            opened.pop_all()
 
     def _started(self, rule: UpdateRule, of: Territory, theirs: Connection[Any, Any]) -> subprocess.Popen[bytes]:
         given = (theirs.fileno(), of.memory.descriptor, *of.file.descriptors)
         memory = of.memory.descriptor, of.memory.nbytes, of.widening
-        setup = Setup(rule, of.update_chunk, of.blocks, of.file, *memory, os.getpid())
+        setup = Setup(rule, of.update_chunk, of.density, of.blocks, of.file, *memory, os.getpid())
         # A file and not the channel: that holds so much, and nobody reads it before the process is there.
         with tempfile.TemporaryFile() as told:
             pickle.dump(setup, told)
@@ -134,7 +150,7 @@ class StorageWorker:
         nothing."""
         self._channel.close()
         try:
-            self._process.wait(GRACE)
+            self._process.wait(self._policy.grace)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -151,8 +167,8 @@ class StorageWorker:
         self._expect_whole()
         try:
             # At once when there is an answer, or when there will be none: the kernel closes the ends of who has died.
-            if not self._channel.poll(PATIENCE):
-                raise self._fail(f"has not answered for {PATIENCE:.0f} seconds, asked {asked}; check the disk")
+            if not self._channel.poll(self._policy.patience):
+                raise self._given_up(asked)
             answer: Done | Failed = self._channel.recv()
         except (EOFError, OSError) as error:
             raise self._died(asked) from error
@@ -160,13 +176,20 @@ class StorageWorker:
             raise self._fail(f"failed, asked {asked}: {answer.why}")
         return answer
 
+    def _given_up(self, asked: str) -> StorageError:
+        stopped = _is_stopped(self._process.pid)
+        # It may go on at any time, and write states that nobody expects any more.
+        self._process.kill()
+        why = "a signal has stopped it (SIGSTOP)" if stopped else "check the disk"
+        return self._fail(f"has not answered for {self._policy.patience:.4g} seconds, asked {asked}; {why}")
+
     def _expect_whole(self) -> None:
         if self._broken is not None:
             raise StorageError(self._broken)
 
     def _died(self, asked: str) -> StorageError:
         try:
-            code = self._process.wait(GRACE)
+            code = self._process.wait(self._policy.grace)
         except subprocess.TimeoutExpired:
             return self._fail(f"has closed its channel, asked {asked}")
         how = f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
@@ -180,6 +203,14 @@ class StorageWorker:
             f"whole step: prepare the model again and resume from what was saved"
         )
         return StorageError(self._broken)
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a signal has stopped it; False where the system does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 _PROGRAM: Final = (
@@ -196,7 +227,7 @@ class StorageSide:
     def __init__(self, device: Device, rule: UpdateRule, of: Territory) -> None:
         self._memory = of.memory.memory
         self._start = self._memory.data_ptr()
-        self._cells = Cells(StorageWay(device), self._memory, of.cell, of.widening)
+        self._cells = Cells(StorageWay(device, of.density), self._memory, of.cell, of.widening)
         self.worker = StorageWorker(rule, of)
 
     def update(self, load: Load, number: int, tasks: Mapping[str, Task], touched: int) -> tuple[Completion, Completion]:

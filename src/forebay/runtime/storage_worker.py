@@ -3,7 +3,8 @@
 It is started by ``storage_side`` with one end of a channel, and what it has to know on its standard input; it ends when
 the other end is closed, or when the process that started it is no more. States pass through the first part of their
 cell, which is shared memory: gradients and parameters of the same elements lie behind it (``layout.Cell``), so that the
-update is that of any cell, by the same code as on the host, bit for bit.
+update is that of any cell, by the same code as on the host, bit for bit. Where only the largest elements of gradients
+come, the gradients are made of them first, as on a drive that expands what it is sent (``sparse``).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Final, final
 import torch
 
 from forebay.kernels.team import Team, cores
-from forebay.layout import StateLayout, state_layout
+from forebay.layout import StateLayout, cell_of, state_layout
 from forebay.optim.arithmetic import host_arithmetic
 from forebay.runtime.applying import update_cell
+from forebay.runtime.sparse import gather_sent
 from forebay.runtime.storage_orders import Answer, Done, Failed, Order, Setup
 from forebay.tiers.diskfile import Meter
 from forebay.tiers.handed import taken_over
@@ -41,6 +43,7 @@ class _Updating:
 
     def __init__(self, setup: Setup) -> None:
         self._names = setup.rule.state_names
+        self._density = setup.density
         self._layouts: dict[str, tuple[StateLayout, int]] = {
             block.name: (state_layout(block, setup.rule.state_names, setup.update_chunk), start)
             for block, start in setup.blocks
@@ -70,6 +73,8 @@ class _Updating:
         buffer = self._memory[order.start :]
         states = buffer[: chunk.nbytes]
         self._file.read(start + chunk.offset, states)
+        if self._density is not None:
+            gather_sent(chunk, cell_of(chunk, self._density), buffer, order.tasks.keys())
         update_cell(layout, self._names, chunk, order.tasks, buffer, self._arithmetic)
         self._file.write(start + chunk.offset, states)
         return self._meter.nbytes - before

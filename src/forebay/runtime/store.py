@@ -10,7 +10,7 @@ import torch
 
 from forebay.arenas import UPDATE_RING, Arenas, arenas_of, home_tier
 from forebay.device.base import Completion, Device
-from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, state_layout
+from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, residual_offsets, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Fate, Placement, Plan, Streaming, Update
@@ -22,6 +22,7 @@ from forebay.runtime.filing import Filing
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import StorageHome
 from forebay.runtime.places import Places
+from forebay.runtime.sparse import residuals_in
 from forebay.runtime.storage_side import StorageSide, Territory
 from forebay.runtime.tensors import alone, elements, shaped
 from forebay.scheduling.gradients import GradientSlots
@@ -99,6 +100,7 @@ class Store:
         moved = sizes.host_moved_states
         moved_states = self._arena(moved, Kind.STATE, "optimizer states that move", pinned=True)
         host_states = self._arena(sizes.host_states - moved, Kind.STATE, "optimizer states", pinned=False)
+        unsent = self._arena(sizes.host_residuals, Kind.STATE, "what of gradients is not sent", pinned=False)
         self._filing = Filing(plan, sizes, self._stack, self._ledgers.disk, self._ledgers.host, self.kept)
         files = self._filing.files
         slot_ring = self._open_staging(sizes, streaming, files)
@@ -133,7 +135,7 @@ class Store:
                 passing = Passing(slots, *gradient_offsets(block))
                 gradients = {p.name: GradientBuffer(p, None, self.landing) for p in block.parameters if p.trainable}
             else:
-                gradients, streamed = self._gradients(block, placement, host_gradients)
+                gradients, streamed = self._gradients(block, placement, host_gradients, unsent)
             other = (
                 places.alternate(block, placement, BlockCopy(parameters, states)) if streaming.disk_copies > 1 else None
             )
@@ -156,8 +158,8 @@ class Store:
         sizes = self.sizes
         homes = ((s.block, s.states) for s in self.blocks.values())
         blocks = tuple((block, home.offset) for block, home in homes if isinstance(home, StorageHome))
-        chunk = plan.streaming.update_chunk
-        return Territory(blocks, hand_over(file), chunk, memory, sizes.storage_cell, sizes.storage_widening)
+        chunk, density = plan.streaming.update_chunk, plan.streaming.gradient_density
+        return Territory(blocks, hand_over(file), chunk, memory, sizes.storage_cell, sizes.storage_widening, density)
 
     def employ(self, rule: UpdateRule) -> None:
         """Starts the process beside the storage, if the plan has blocks updated there: by ``rule``. Raises
@@ -216,12 +218,15 @@ class Store:
         return buffer
 
     def _gradients(
-        self, block: Block, placement: Placement, arena: HostArena | None
+        self, block: Block, placement: Placement, arena: HostArena | None, unsent: HostArena | None
     ) -> tuple[dict[str, GradientBuffer], Streamed | None]:
         offsets, nbytes = gradient_offsets(block)
         if arena is None or not nbytes or placement.resident:
             return {}, None
-        streamed = Streamed(arena.carve(nbytes), offsets, Deferred(), placement.update is Update.STORAGE)
+        at_storage, residuals = placement.update is Update.STORAGE, dict[str, torch.Tensor]()
+        if at_storage and unsent is not None:
+            residuals = residuals_in(unsent.carve(residual_offsets(block)[1]), block)
+        streamed = Streamed(arena.carve(nbytes), offsets, Deferred(), at_storage, residuals)
         by_name = {p.name: p for p in block.parameters}
         buffers = {
             name: GradientBuffer(

@@ -122,7 +122,8 @@ class Updater:
         if streamed is None:
             raise ForebayError(f"the plan updates block {name} at home")
         touched = state.layout.touched(chunk)
-        load = Load(name, chunk, tasks.keys(), loan, states, streamed.gradients, streamed.offsets, arrived)
+        landed = streamed.gradients, streamed.offsets, arrived, streamed.residuals
+        load = Load(name, chunk, tasks.keys(), loan, states, *landed)
         if streamed.at_storage:
             if self._beside is None:
                 raise ForebayError(f"nobody is beside the storage to update block {name}")

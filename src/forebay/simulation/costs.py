@@ -36,6 +36,11 @@ MEMORY_TRAFFIC = 2
 ADD_TRAFFIC = 3
 """Bytes of host memory that adding a gradient's byte to what has landed before reads (two) and writes (one)."""
 
+CHOICE_TRAFFIC = 36
+"""Bytes of host memory that could be copied in the time in which one element of a gradient is added to what was left
+of it and looked at to find the largest ones (``runtime.sparse``), which is the work of one core. A hundredth of fp32
+gradients on an EPYC: 1.8 ns an element (docs/log.md, 2026-11-22), at 20 GB/s."""
+
 APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1})
 """By the form of the moments: how many times as long an update takes that reads one copy of a block and writes another
 as one in place. AdamW, one thread of an EPYC 9004, 8M elements, medians in nanoseconds an element: 1.09 beside 0.93 in
@@ -111,7 +116,7 @@ class Costs:
         """Bytes of states, over those that an update of them touches."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
-        self._moves: dict[tuple[Verb, Lane, int, bool], float] = {}
+        self._moves: dict[tuple[Verb, Lane, int, bool, int], float] = {}
         # Seconds of ranges of ops: every step of every program has much the same.
         self._computed: dict[tuple[int, int], float] = {}
         self._works = tuple(self._cost(work) for work in trace.works)
@@ -160,7 +165,7 @@ class Costs:
             tensor = self._tensor(action)
             codes = Codes.of(tensor.nbytes, tensor.dtype, action.bits)
             return self.coding(codes, encode=verb is Verb.ENCODE)
-        key = verb, action.lane, action.nbytes, action.apart
+        key = verb, action.lane, action.nbytes, action.apart, action.chosen_from
         known = self._moves.get(key)
         if known is None:
             known = self._moves[key] = self._move(action)
@@ -204,11 +209,13 @@ class Costs:
 
     def _to_storage(self, action: Action | Outline) -> float:
         """Seconds of a part of a chunk on its way to who updates it beside the storage, or from there: over the link of
-        the disk, or from memory to memory where that is a process on the host."""
-        disk = self._disk(action)
+        the disk, or from memory to memory where that is a process on the host. Where the largest elements go, they are
+        chosen first."""
+        disk, bandwidth = self._disk(action), self.machine.host_bandwidth
+        chosen = CHOICE_TRAFFIC * action.chosen_from / bandwidth
         if disk.update_rate is None:
-            return MEMORY_TRAFFIC * action.nbytes / self.machine.host_bandwidth
-        return (disk.write if action.verb is Verb.LOAD else disk.read).seconds(action.nbytes)
+            return chosen + MEMORY_TRAFFIC * action.nbytes / bandwidth
+        return chosen + (disk.write if action.verb is Verb.LOAD else disk.read).seconds(action.nbytes)
 
     def _tensor(self, action: Action | Outline) -> Tensor:
         visits = self.trace.visits

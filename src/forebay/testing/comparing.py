@@ -20,7 +20,7 @@ from torch import nn
 
 from forebay import api
 from forebay.errors import ModelError, UsageError
-from forebay.layout import MASTER
+from forebay.layout import MASTER, RESIDUAL
 from forebay.plans import Plan, Update
 from forebay.profiler.batch import call_arguments, scalar_loss
 from forebay.reporting.verdict import Check
@@ -145,7 +145,7 @@ def _step_by_step(pair: Pair, course: Course, promise: Promise, found: Differenc
         pair.plain_optimizer.step()
         pair.optimizer.zero_grad()
         pair.plain_optimizer.zero_grad()
-        _note_parameters("parameters after one step", pair, found, where, promise.roundings)
+        _note_parameters("parameters after one step", pair, found, where, promise.updates)
 
 
 def _clip(model: nn.Module, norm: float) -> torch.Tensor:
@@ -263,8 +263,9 @@ def _note_states(name: str, pair: Pair, found: Differences, allowed: float | Non
             continue
         mine: Mapping[str, torch.Tensor] = session.read_states(own)
         theirs = pair.plain_optimizer.states(parameter)
-        # The count of steps is not every optimizer's to keep, and the fp32 copy is compared as the parameter.
-        for state in mine.keys() - {"step", MASTER}:
+        # The count of steps is not every optimizer's to keep, and the fp32 copy is compared as the parameter. What of a
+        # gradient was not sent is nothing that plain PyTorch has.
+        for state in mine.keys() - {"step", MASTER, RESIDUAL}:
             found.note(name, mine[state], theirs.get(state), f"{state} of {own}", allowed)
 
 

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from forebay.layout import MASTER
+from forebay.layout import MASTER, RESIDUAL
 from forebay.optim.lean import LeanOptimizer
 
 __all__ = ["PlainOptimizer", "with_memory"]
@@ -66,7 +66,11 @@ class PlainOptimizer:
         stood = self._masters.get(parameter)
         if stood is not None:
             stood.copy_(value)
-        held = {name: state.to(parameter.device, copy=True) for name, state in states.items() if name != MASTER}
+        held = {
+            name: state.to(parameter.device, copy=True)
+            for name, state in states.items()
+            if name not in (MASTER, RESIDUAL)
+        }
         if isinstance(self._stepped, LeanOptimizer):
             if not states and value.dtype is parameter.dtype:
                 return

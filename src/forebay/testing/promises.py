@@ -61,14 +61,16 @@ class Promise:
     """How far what forebay makes may be from plain PyTorch: 0 the same bits, else a share of the largest element of a
     tensor, None as far as it likes.
 
-    ``loss`` and ``gradients`` are those of one pass from the same parameters, ``roundings`` what norms, clipping and
-    one update make of the same gradients, ``losses`` and ``outcome`` those of a run of several steps, and what it
-    leaves. A run that was resumed is held against forebay's own that was not, and is promised the same bits always.
+    ``loss`` and ``gradients`` are those of one pass from the same parameters, ``roundings`` what norms and clipping
+    make of the same gradients, ``updates`` what one update makes of them, ``losses`` and ``outcome`` those of a run of
+    several steps, and what it leaves. A run that was resumed is held against forebay's own that was not, and is
+    promised the same bits always.
     """
 
     loss: float | None = 0.0
     gradients: float | None = 0.0
     roundings: float | None = 0.0
+    updates: float | None = 0.0
     losses: float | None = 0.0
     outcome: float | None = 0.0
 
@@ -78,12 +80,18 @@ class Promise:
         lossy = [t.bits for selection in plan.activations for t in selection.treatments if t.lossy]
         if lossy:
             # The forward is exact; backward reads other numbers than it made.
-            return cls(gradients=None, roundings=None, losses=LOSSES_OF_BITS[min(lossy)], outcome=None)
+            losses = LOSSES_OF_BITS[min(lossy)]
+            return cls(gradients=None, roundings=None, updates=None, losses=losses, outcome=None)
         if plan.loss_piece and plan.changes_numbers:
-            return cls(LAST_PLACES * torch.finfo(dtype).eps, None, None, None, None)
-        if not _rounds_alike(device):
-            # Updates and norms of what is at home elsewhere are another kernel's: a run goes its own way from there.
-            return cls(roundings=ROUNDINGS * torch.finfo(dtype).eps, losses=None, outcome=None)
+            return cls(LAST_PLACES * torch.finfo(dtype).eps, None, None, None, None, None)
+        # Updates and norms of what is at home elsewhere may be another kernel's: a run goes its own way from there.
+        rounded = 0.0 if _rounds_alike(device) else ROUNDINGS * torch.finfo(dtype).eps
+        density = plan.streaming.gradient_density
+        if density is not None and density < 1:
+            # Gradients are exact, clipped too; an update has a part of them.
+            return cls(roundings=rounded, updates=None, losses=None, outcome=None)
+        if rounded:
+            return cls(roundings=rounded, updates=rounded, losses=None, outcome=None)
         delay = plan.streaming.delay_after
         if delay is not None and 2 * course.steps > delay + 1:
             return cls(losses=None, outcome=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from contextlib import ExitStack
 from types import TracebackType
 from typing import final
 
@@ -36,24 +37,22 @@ class SharedArena:
 
     def __init__(self, nbytes: int, *, ledger: Ledger, what: str) -> None:
         self.nbytes = nbytes
-        ledger.charge(Kind.STAGING, nbytes, what)
-        try:
-            self.descriptor = os.memfd_create("forebay", os.MFD_CLOEXEC)
+        with ExitStack() as opened:
+            ledger.charge(Kind.STAGING, nbytes, what)
+            opened.callback(ledger.discharge, Kind.STAGING, nbytes)
             try:
+                self.descriptor = os.memfd_create("forebay", os.MFD_CLOEXEC)
+                opened.callback(os.close, self.descriptor)
                 os.ftruncate(self.descriptor, nbytes)
                 self.memory = mapped(self.descriptor, nbytes)
-            except BaseException:
-                os.close(self.descriptor)
-                raise
-        except OSError as error:
-            ledger.discharge(Kind.STAGING, nbytes)
-            raise HostOutOfMemory(
-                f"{what}: the machine refused {format_bytes(nbytes)} of shared memory ({error}); lower update_chunk, "
-                f"or update elsewhere",
-                needed=nbytes,
-                allowed=0,
-            ) from error
-        self._release = weakref.finalize(self, _release, self.descriptor, ledger, nbytes)
+            except OSError as error:
+                raise HostOutOfMemory(
+                    f"{what}: the machine refused {format_bytes(nbytes)} of shared memory ({error}); lower "
+                    f"update_chunk, or update elsewhere",
+                    needed=nbytes,
+                    allowed=0,
+                ) from error
+            self._release = weakref.finalize(self, opened.pop_all().close)
         # Not at exit, where a lane may still use it: the kernel takes back what nobody has.
         self._release.atexit = False
 
@@ -69,10 +68,3 @@ class SharedArena:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _release(descriptor: int, ledger: Ledger, nbytes: int) -> None:
-    try:
-        os.close(descriptor)
-    finally:
-        ledger.discharge(Kind.STAGING, nbytes)

@@ -99,6 +99,19 @@ def test_tables_name_the_fastest_first_and_the_missing_below() -> None:
             assert text.index("Does not fit") < text.index(f"{one.policy}:")
 
 
+def test_what_holds_for_every_budget_is_said_once() -> None:
+    """And what does not is said where it holds."""
+    found = candidates(EVERYTHING, EVERYTHING // 2, 1)
+    console = Console(width=2000, record=True, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(comparison_tables("a model on paper", found))
+    before, _, behind = capture.get().partition("Fits none of these budgets")
+    whatever = ("moesys", "harmony", "mobius")
+    assert all(behind.count(f"{policy}: ") == 1 and f"{policy}: " not in before for policy in whatever)
+    assert "smart-infinity: " in before, "with 1 byte its disk would not help"
+    assert "Does not fit with 1 B" in before and "stronghold: device memory" in before and "stronghold" not in behind
+
+
 def test_a_candidate_has_a_step_or_a_reason() -> None:
     with pytest.raises(ConfigError, match="either has a step or a reason"):
         Candidate("auto", 1, 0.0)

@@ -12,7 +12,7 @@ from forebay.lowering import lower
 from forebay.lowering.liveness import device_bound
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.planners import LATE, PLANNERS, STATES, make_plan
+from forebay.planners import INEXACT, PLANNERS, STATES, make_plan
 from forebay.planners.states.zero_offload import WARM_UP
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.program import Verb
@@ -34,7 +34,7 @@ LATEST = made("zero-offload-delayed")
 
 
 def test_it_is_asked_for_by_name_and_no_exact_policy() -> None:
-    assert PLANNERS["zero-offload-delayed"] is LATE["zero-offload-delayed"] and not set(LATE) & set(STATES)
+    assert PLANNERS["zero-offload-delayed"] is INEXACT["zero-offload-delayed"] and not set(INEXACT) & set(STATES)
 
 
 def test_the_plan_is_that_of_zero_offload_and_says_what_it_changes() -> None:

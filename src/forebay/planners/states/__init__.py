@@ -37,7 +37,7 @@ from forebay.planners.states.lohan import lohan
 from forebay.planners.states.mobius import mobius
 from forebay.planners.states.moesys import moesys
 from forebay.planners.states.patrickstar import patrickstar
-from forebay.planners.states.smart_infinity import smart_infinity
+from forebay.planners.states.smart_infinity import smart_infinity, smart_infinity_compressed
 from forebay.planners.states.stronghold import stronghold
 from forebay.planners.states.tmo import tmo, tmo_plans
 from forebay.planners.states.zero_infinity import zero_infinity
@@ -45,7 +45,7 @@ from forebay.planners.states.zero_offload import zero_offload, zero_offload_dela
 from forebay.plans import Plan
 
 __all__ = [
-    "LATE",
+    "INEXACT",
     "SEVERAL",
     "STATES",
     "angel_ptm",
@@ -58,6 +58,7 @@ __all__ = [
     "moesys",
     "patrickstar",
     "smart_infinity",
+    "smart_infinity_compressed",
     "stronghold",
     "tmo",
     "tmo_plans",
@@ -84,8 +85,8 @@ STATES: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType
 )
 """By the name that ``policy`` takes, in the order of publication."""
 
-LATE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
-    {"zero-offload-delayed": zero_offload_delayed}
+INEXACT: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
+    {"zero-offload-delayed": zero_offload_delayed, "smart-infinity-compressed": smart_infinity_compressed}
 )
 """Those that change the numbers, which is asked for by their names."""
 

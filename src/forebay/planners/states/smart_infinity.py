@@ -5,17 +5,26 @@ on a real system", HPCA 2024 (arXiv 2403.06664). With optimizer states on SSDs, 
 over the one link that the SSDs share: 6M bytes in and as many out for an fp16 model of M bytes. SmartUpdate moves
 the update into the drives, whose FPGAs read states over a link of their own: gradients go to the drives, updated
 parameters come back, and the rest stays. A handler overlaps transfers with updates through buffers that are used in
-turn. SmartComp sends the largest gradients only.
+turn. SmartComp, for drives so many that the link is in the way again, sends the elements of a gradient that are largest
+in magnitude, with their places; the drive puts zeros for the others and updates as ever.
 
 Who updates beside the storage is a process of its own here (``runtime.storage_worker``), which has the file of states
 to itself: a drive of the usual kind has no processor for it. It computes what the host would, bit for bit. Where the
 machine says what its drives update themselves (``Disk.update_rate``), the plan is priced for those.
 
+``smart-infinity`` is SmartUpdate alone, with the numbers of every other policy. ``smart-infinity-compressed`` is the
+same with SmartComp, which makes other numbers, so it is asked for by its name, and plan and report say it. Of every
+hundred elements one is sent (``Streaming.gradient_density`` of the plan): 2 % of the bytes in fp32, with the places.
+
 Ours departs in four things.
 
-- SmartComp makes other numbers and is not offered: gradients are sent whole.
 - Gradients land on the host, where they can be clipped, and go to the storage when the step is asked for; the paper has
-  them there before, under backward.
+  them there before, under backward. So the largest elements are chosen on the host too, which the paper has the GPU do:
+  of each parameter by itself (of what of it is in one chunk), where the authors' code takes those of a group of
+  parameters together.
+- What is not sent is added to the gradient of the next step (error feedback: Seide et al., Interspeech 2014; Aji and
+  Heafield, EMNLP 2017, who drop 99 % of the elements so; Karimireddy et al., ICML 2019), for which the host keeps an
+  fp32 number an element. The authors' code drops it.
 - Parameters are at home on the host, and on disk where that has no room for them (then by way of the host, in either
   direction); the paper has them on the drives. Activations stay on the device or run again, where the paper's are on
   the host.
@@ -28,7 +37,11 @@ begins. Several devices are not planned for.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 from forebay.errors import CannotServe, DoesNotFit
+from forebay.layout import has_residual
 from forebay.memory import Tier
 from forebay.planners.auto import refused
 from forebay.planners.bench import Bench
@@ -40,48 +53,72 @@ from forebay.plans import Plan, Streaming
 from forebay.remedies import Remedy
 from forebay.units import format_bytes
 
-__all__ = ["smart_infinity"]
+__all__ = ["DENSITY", "smart_infinity", "smart_infinity_compressed"]
 
-NAME = "smart-infinity"
+NAME, COMPRESSED = "smart-infinity", "smart-infinity-compressed"
+
+DENSITY: Final = 0.01
+"""Share of the elements of a gradient that are sent."""
 
 
 def smart_infinity(problem: Problem, bench: Bench | None = None) -> Plan:
     """Everything streams; states on disk, updated there. Raises ``CannotServe`` without a disk, or for an optimizer
     that keeps no states, and ``DoesNotFit``."""
-    bench = bench or Bench(problem)
-    sizer = bench.sizer(Streaming().update_chunk)
-    if not any(sizer.state_nbytes(block.name) for block in bench.model.blocks):
-        why = "updates optimizer states where they are stored, and this optimizer keeps none"
-        raise cannot_serve(NAME, why, "zero-infinity or auto")
-    if problem.update == "backward":
-        why = "has gradients updated beside the storage, and update='backward' uses them up on the host"
-        raise cannot_serve(NAME, why, "zero-infinity, or this one with update='step'")
-    if problem.disk_copies > 1:
-        why = "updates optimizer states where they lie, and crash_safe has updates write beside the last checkpoint"
-        raise cannot_serve(NAME, why, "zero-infinity, or this one without crash_safe")
+    return _made(bench or Bench(problem), NAME, None)
+
+
+def smart_infinity_compressed(problem: Problem, bench: Bench | None = None) -> Plan:
+    """The same with the largest elements of gradients, which changes the numbers. Raises what that raises, and
+    ``CannotServe`` for parameters of more bits than what is not sent is kept in."""
+    return _made(bench or Bench(problem), COMPRESSED, DENSITY)
+
+
+def _made(bench: Bench, name: str, density: float | None) -> Plan:
+    _expect_served(bench, name, compressed=density is not None)
     draft = serial(streamed(bench))
-    if not problem.limit(Tier.DISK):
-        raise _without_a_disk(bench, draft)
+    draft = replace(draft, streaming=replace(draft.streaming, gradient_density=density))
+    if not bench.problem.limit(Tier.DISK):
+        raise _without_a_disk(bench, name, draft)
     try:
         settled = at_storage(bench, draft)
     except DoesNotFit as error:
         raise refused(bench, error, least_at_storage(bench, draft)) from None
-    return finished(bench, NAME, settled, _said(bench))
+    return finished(bench, name, settled, _said(bench, density))
 
 
-def _without_a_disk(bench: Bench, draft: Draft) -> CannotServe:
+def _expect_served(bench: Bench, name: str, *, compressed: bool) -> None:
+    """Raises ``CannotServe`` for an optimizer without states, for gradients that are used up in backward, and for those
+    of which a part cannot wait."""
+    sizer = bench.sizer(Streaming().update_chunk)
+    if not any(sizer.state_nbytes(block.name) for block in bench.model.blocks):
+        why = "updates optimizer states where they are stored, and this optimizer keeps none"
+        raise cannot_serve(name, why, "zero-infinity or auto")
+    if bench.problem.update == "backward":
+        why = "has gradients updated beside the storage, and update='backward' uses them up on the host"
+        raise cannot_serve(name, why, "zero-infinity, or this one with update='step'")
+    if bench.problem.disk_copies > 1:
+        why = "updates optimizer states where they lie, and crash_safe has updates write beside the last checkpoint"
+        raise cannot_serve(name, why, "zero-infinity, or this one without crash_safe")
+    wide = [p.name for b in bench.model.blocks for p in b.parameters if p.trainable and not has_residual(p)]
+    if compressed and wide:
+        why = f"keeps in fp32 what of a gradient is not sent, and {wide[0]} is trained in more bits"
+        raise cannot_serve(name, why, NAME)
+
+
+def _without_a_disk(bench: Bench, name: str, draft: Draft) -> CannotServe:
     why = "updates optimizer states where they are stored, on disk, and no disk is allowed"
     try:
         nbytes = bench.arenas(at_storage(bench, draft, any_disk=True)).disk
     except DoesNotFit:  # for the host: then no disk helps
-        return cannot_serve(NAME, why, "zero-offload or auto")
+        return cannot_serve(name, why, "zero-offload or auto")
     return cannot_serve(
-        NAME, why, "zero-offload or auto", Remedy("disk", nbytes, 0, f"a disk of {format_bytes(nbytes)}")
+        name, why, "zero-offload or auto", Remedy("disk", nbytes, 0, f"a disk of {format_bytes(nbytes)}")
     )
 
 
-def _said(bench: Bench) -> str:
+def _said(bench: Bench, density: float | None) -> str:
     machine = bench.problem.machine
     within = machine is not None and machine.disk is not None and machine.disk.update_rate is not None
     by = "the drives themselves" if within else "a process of its own, which shares the processor"
-    return f"states are on disk and updated there, by {by}: gradients go there, parameters come back"
+    sent = "gradients" if density is None else f"the largest {100 * density:.4g} % of each gradient, with their places,"
+    return f"states are on disk and updated there, by {by}: {sent} go there, parameters come back"

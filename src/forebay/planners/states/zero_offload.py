@@ -30,7 +30,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.parts import DEDICATED, Draft, Level
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import fewest_recomputed, usual_window, wide
-from forebay.planners.states.drafting import finished, levels, on_host, refusal, serial
+from forebay.planners.states.drafting import cannot_serve, finished, levels, on_host, refusal, serial
 from forebay.plans import Placement, Plan, Streaming
 from forebay.units import format_bytes
 
@@ -47,7 +47,11 @@ def zero_offload(problem: Problem, bench: Bench | None = None) -> Plan:
 
 
 def zero_offload_delayed(problem: Problem, bench: Bench | None = None) -> Plan:
-    """The same with delayed updates, which change the numbers. Raises ``DoesNotFit``."""
+    """The same with delayed updates, which change the numbers. Raises ``CannotServe`` where updates shall be made in
+    backward, and ``DoesNotFit``."""
+    if problem.update == "backward":
+        why = "makes updates a step late, and update='backward' makes them at once"
+        raise cannot_serve("zero-offload-delayed", why, "zero-offload, or this one with update='step'")
     bench = bench or Bench(problem)
     draft = _draft(bench, "zero-offload-delayed")
     late = replace(draft, streaming=replace(draft.streaming, overlap_update=True, delay_after=WARM_UP))
