@@ -12,9 +12,9 @@ from torch import nn
 
 import forebay
 from forebay.memory import Tier
-from forebay.plans import Fate, Selection, Treatment
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
+from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.compare import adamw
 from tests.parity.recomputing import AMPLE, plan_of
 

@@ -21,9 +21,10 @@ from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.errors import DiskFull, DoesNotFit, ForebayError, SessionClosed, StorageError
-from forebay.plans import Fate, Plan
+from forebay.plans import Plan
 from forebay.runtime.hooks import session_of
 from forebay.timeline import Lane
+from forebay.treatments import Fate
 from tests.faults.test_offload_faults import (
     DEPTH,
     EACH,

@@ -23,11 +23,12 @@ from forebay.device.ledger import StorageLedger
 from forebay.errors import ConfigError, ForebayError, SessionClosed
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
-from forebay.plans import Fate, Plan, Selection, Streaming, Treatment
+from forebay.plans import Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.depots import HostDepot
 from forebay.runtime.stash import Stash, Ticket
 from forebay.timeline import Lane
+from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.compare import adamw
 from tests.parity.recomputing import AMPLE, plan_of
 

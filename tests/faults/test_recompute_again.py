@@ -10,7 +10,7 @@ from torch import nn
 
 import forebay
 from forebay.errors import ModelError
-from forebay.plans import Fate
+from forebay.treatments import Fate
 from tests.faults.recompute_rig import (
     ALL,
     FATES,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import forebay
-from forebay.plans import Fate
+from forebay.treatments import Fate
 from tests.faults.recompute_rig import (
     ADDMM,
     ALL,

@@ -13,10 +13,11 @@ from forebay.checking.order import Order
 from forebay.checking.transit import Leaving
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
-from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.programs import device_standing
 from tests.null.strategies import moved_bytes, plan_for, roomy_machine
 from tests.null.synthetic import block

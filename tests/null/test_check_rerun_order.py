@@ -11,10 +11,11 @@ import pytest
 from forebay.checking import check
 from forebay.errors import PlanInvalid
 from forebay.lowering import lower
-from forebay.plans import Fate, Plan, Treatment
+from forebay.plans import Plan
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from forebay.treatments import Fate, Treatment
 from tests.null.test_check_reruns import BLOCKS, MACHINE, gelus
 from tests.null.test_check_transfers import changed, inserted, planned, unread, without
 from tests.null.test_check_transfers import way as one_way

@@ -10,10 +10,11 @@ from forebay.checking import check
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Kind
-from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Model, Phase, Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.corruptions import behind
 from tests.null.programs import device_standing
 from tests.null.strategies import RESIDENT, plan_for, roomy_machine

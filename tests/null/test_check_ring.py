@@ -13,9 +13,9 @@ from forebay.checking.step import Step
 from forebay.checking.treated import Treated, Way
 from forebay.errors import PlanInvalid
 from forebay.lowering import lower
-from forebay.plans import Fate
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
+from forebay.treatments import Fate
 from tests.null.synthetic import block
 from tests.null.test_check_transfers import MACHINE, chain, planned, way
 from tests.null.tracing import Layer, chain_trace

@@ -12,10 +12,11 @@ from forebay.checking import check
 from forebay.errors import PlanInvalid
 from forebay.lowering import Liveness, lower
 from forebay.memory import Kind
-from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Change, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import NO_SAVES, Phase, Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.strategies import RESIDENT, plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.test_check_reruns import BLOCKS, S, gelus

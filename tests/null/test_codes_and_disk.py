@@ -11,11 +11,12 @@ from forebay.compression import Codes
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Placement, Plan, Streaming
 from forebay.program import Action, Program, Verb
 from forebay.simulation import Costs, play
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.programs import device_standing
 from tests.null.strategies import RESIDENT, plan_for, roomy_machine
 from tests.null.synthetic import block

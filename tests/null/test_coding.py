@@ -18,9 +18,10 @@ from forebay.planners import Problem, make_plan
 from forebay.planners.activations.coding import Coded, changes, codable
 from forebay.planners.activations.items import Item, Items, items_of
 from forebay.planners.activations.menu import Option, menu, thresholds
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.simulation import Costs
 from forebay.trace import NO_SAVES, Op, Segment, Tensor, Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.planning import asked, chain, machine
 
 SIZE = 65536

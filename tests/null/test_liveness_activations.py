@@ -12,9 +12,10 @@ from forebay.lowering import Liveness, Profile, device_bound, lower
 from forebay.lowering.index import TraceIndex
 from forebay.machine import Curve, Link
 from forebay.memory import Tier
-from forebay.plans import Fate, Placement, Selection, Streaming, Treatment
+from forebay.plans import Placement, Streaming
 from forebay.simulation import play
 from forebay.trace import Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.strategies import RESIDENT, Case, cases, moved_bytes, plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace

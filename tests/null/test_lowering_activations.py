@@ -12,10 +12,11 @@ from forebay.budgets import Budget
 from forebay.errors import ConfigError
 from forebay.lowering import Liveness, lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.program import Action, Change, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.strategies import RESIDENT, Case, cases, roomy
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace

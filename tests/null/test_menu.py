@@ -12,9 +12,9 @@ from forebay.lowering.index import TraceIndex
 from forebay.memory import Kind
 from forebay.planners.activations.items import INPUT, Item, Items, items_of
 from forebay.planners.activations.menu import GRID, MOST, Option, menu, thresholds
-from forebay.plans import Fate, Treatment
 from forebay.simulation import Costs
 from forebay.trace import Model, Phase, Trace, Work
+from forebay.treatments import Fate, Treatment
 from tests.null.planning import machine
 from tests.null.synthetic import block
 from tests.null.tracing import TraceBuilder

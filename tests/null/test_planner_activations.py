@@ -11,8 +11,9 @@ from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.menu import Option
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.parts import Level
-from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment
+from forebay.plans import Placement, Plan, Streaming
 from forebay.trace import Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 SIZE = 65536

@@ -17,8 +17,9 @@ from forebay.planners.activations.choosing import all_moved
 from forebay.planners.homes import ACTIVATION_RING, Tenant, at_home, on_host, with_a_disk
 from forebay.planners.parts import Draft, all_resident, all_streamed
 from forebay.planners.reasons import against, kept
-from forebay.plans import Fate, Plan, Streaming
+from forebay.plans import Plan, Streaming
 from forebay.simulation import simulate
+from forebay.treatments import Fate
 from forebay.units import MiB, format_seconds
 from tests.null.planning import ENOUGH, asked, chain, machine
 

@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from forebay.memory import Kind
-from forebay.plans import Fate, Plan, Treatment
+from forebay.plans import Plan
 from forebay.program import Action, Change, Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
+from forebay.treatments import Fate, Treatment
 from tests.null.programs import plain_program
 from tests.null.strategies import codes_nbytes
 

@@ -15,8 +15,9 @@ from forebay.layout import align
 from forebay.memory import ALIGNMENT
 from forebay.opening import open_session
 from forebay.optim.rules import read_optimizer
-from forebay.plans import Fate, Plan, Selection, Streaming, Treatment
+from forebay.plans import Plan, Streaming
 from forebay.runtime.blocks import find_blocks
+from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.compare import adamw
 from tests.parity.models import Case
 from tests.parity.offloading import with_disk

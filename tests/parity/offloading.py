@@ -15,9 +15,10 @@ from forebay.arenas import DISK_BLOCK, DISK_BOUNCE
 from forebay.budgets import DiskBudget
 from forebay.layout import MOVED_LEAST, PAGE, align
 from forebay.memory import ALIGNMENT
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Op, Phase, Trace, Visit
+from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.models import CASES, Case
 from tests.parity.recomputing import AMPLE, plan_of
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import forebay
-from forebay.plans import Fate
 from forebay.runtime.blocks import find_blocks
+from forebay.treatments import Fate
 from tests.parity import test_chunked_loss as chunked
 from tests.parity.accumulating import assert_same_accumulation, loss_of, opened
 from tests.parity.models import CASES, Case

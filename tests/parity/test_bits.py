@@ -15,8 +15,9 @@ import forebay
 from forebay.compression import CODE_BITS, DEFAULT, GROUP, encoded_nbytes
 from forebay.errors import SessionClosed
 from forebay.memory import ALIGNMENT, Kind, Tier
-from forebay.plans import Fate, Plan, Treatment
+from forebay.plans import Plan
 from forebay.runtime.hooks import session_of
+from forebay.treatments import Fate, Treatment
 from tests.parity.bits import bits_plan, opened
 from tests.parity.models import Case
 from tests.parity.test_offload import counters

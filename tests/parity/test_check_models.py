@@ -12,11 +12,12 @@ from forebay.checking import check
 from forebay.errors import PlanInvalid
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
-from forebay.plans import Fate, Plan
+from forebay.plans import Plan
 from forebay.profiler.capture import capture
 from forebay.program import Verb
 from forebay.simulation import play
 from forebay.trace import Trace
+from forebay.treatments import Fate
 from tests.null.corruptions import drop_landing, drop_update, wrong_use
 from tests.null.strategies import HOMES, Case, plan_for, recomputable, roomy, roomy_machine
 from tests.parity import test_lowering_codes as codes

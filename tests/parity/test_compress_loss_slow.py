@@ -33,8 +33,9 @@ from forebay.planners.activations.items import items_of
 from forebay.planners.activations.menu import thresholds
 from forebay.planners.parts import Level, all_resident
 from forebay.planning import problem_of
-from forebay.plans import Plan, Selection
+from forebay.plans import Plan
 from forebay.trace import Phase, Trace
+from forebay.treatments import Selection
 from tests.null.strategies import roomy_machine
 from tests.parity.speeches import LEARNT, WORST, byte_llama, entropy, losses, speeches
 

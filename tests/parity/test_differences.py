@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from forebay.memory import Tier
-from forebay.plans import Fate, Placement, Plan, Selection, Streaming, Treatment, Update
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.testing.differences import PIECE, Differences, distance, same_bits
 from forebay.testing.promises import LOSSES_OF_BITS, ROUNDINGS, VECTORS, Course, Promise
+from forebay.treatments import Fate, Selection, Treatment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

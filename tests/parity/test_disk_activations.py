@@ -16,9 +16,10 @@ from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.layout import MOVED_LEAST, PAGE
 from forebay.memory import Kind, Tier
-from forebay.plans import Fate, Plan
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane
+from forebay.treatments import Fate
 from tests.parity.compare import assert_same_training
 from tests.parity.offloading import (
     SUBJECTS,

@@ -12,10 +12,11 @@ import forebay
 from forebay.budgets import DiskBudget
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.simulation import play
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.strategies import roomy_machine
 from tests.parity.observed import lowered
 from tests.parity.offloading import SUBJECTS, movable

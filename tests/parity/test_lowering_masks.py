@@ -12,11 +12,12 @@ import torch
 import forebay
 from forebay.checking import check
 from forebay.lowering import Liveness, device_bound, lower
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.program import Verb
 from forebay.simulation import play
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.null.strategies import roomy_machine
 from tests.parity.models import Case
 from tests.parity.observed import lowered

@@ -15,11 +15,12 @@ import forebay
 from forebay.checking import check
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
-from forebay.plans import Fate, Plan
+from forebay.plans import Plan
 from forebay.program import Program, Verb
 from forebay.simulation import play
 from forebay.timeline import Lane, Timeline
 from forebay.trace import Trace
+from forebay.treatments import Fate
 from tests.null.strategies import roomy_machine
 from tests.parity import offloading
 from tests.parity.models import Case

@@ -12,7 +12,8 @@ from torch import nn
 import forebay
 from forebay.compression import encoded_nbytes
 from forebay.layout import MOVED_LEAST
-from forebay.plans import Fate, Plan, Treatment
+from forebay.plans import Plan
+from forebay.treatments import Fate, Treatment
 from tests.parity.bits import bits_plan, opened
 from tests.parity.models import Case
 from tests.parity.offloading import movable, trace_of

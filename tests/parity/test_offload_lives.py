@@ -14,11 +14,12 @@ import forebay
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.errors import ModelError
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
 from forebay.runtime.stash import Stash
 from forebay.timeline import Event
+from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.compare import adamw, assert_same_training
 from tests.parity.models import CASES, Case
 from tests.parity.offloading import larger, movable, moving, trace_of

@@ -11,7 +11,7 @@ from forebay.arenas import DISK_BLOCK
 from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.memory import Kind, Tier
-from forebay.plans import Fate
+from forebay.treatments import Fate
 from forebay.units import MiB
 from tests.null.planning import machine
 from tests.parity.compare import assert_same_training

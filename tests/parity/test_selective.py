@@ -12,7 +12,7 @@ import forebay
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.errors import ModelError
-from forebay.plans import Fate
+from forebay.treatments import Fate
 from tests.parity.compare import adamw, assert_same_training
 from tests.parity.recomputing import AMPLE, DROPOUT, plan_of, recomputable
 from tests.parity.test_recompute import losses_and_gradients

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forebay
 from forebay.memory import Kind, Tier, TierUsage
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import session_of
+from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.compare import adamw
 from tests.parity.models import Case
 from tests.parity.recomputing import AMPLE, plan_of, recomputable

@@ -14,8 +14,8 @@ import forebay
 import forebay.device.cpu
 from forebay.errors import ForebayError, UsageError
 from forebay.optim import AdamW, Lion
-from forebay.plans import Fate, Treatment
 from forebay.testing import Course, Verdict, assert_same_training, train_both
+from forebay.treatments import Fate, Treatment
 from tests.parity.bits import bits_plan
 from tests.parity.models import CASES, Case
 

@@ -10,8 +10,9 @@ import torch
 
 from forebay.layout import MOVED_LEAST
 from forebay.memory import ALIGNMENT
-from forebay.plans import Fate, Plan, Selection, Treatment
+from forebay.plans import Plan
 from forebay.trace import Phase, Segment, Trace
+from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.models import CASES, Case
 from tests.parity.offloading import larger, trace_of
 from tests.parity.recomputing import DROPOUT, plan_of, recomputable

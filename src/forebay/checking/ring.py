@@ -8,8 +8,8 @@ from forebay.checking.step import Step
 from forebay.checking.treated import Treated
 from forebay.checking.words import fault
 from forebay.layout import PAGE
-from forebay.plans import Fate
 from forebay.program import Program, Verb
+from forebay.treatments import Fate
 
 __all__ = ["check_ring"]
 

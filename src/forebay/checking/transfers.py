@@ -12,8 +12,8 @@ from forebay.checking.step import Step
 from forebay.checking.treated import Way
 from forebay.checking.words import fault
 from forebay.layout import PAGE
-from forebay.plans import Fate
 from forebay.program import Action, Program, Verb
+from forebay.treatments import Fate
 
 __all__ = ["Transfers"]
 

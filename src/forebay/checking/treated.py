@@ -17,8 +17,9 @@ from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError, PlanInvalid
 from forebay.layout import MOVED_LEAST, PAGE
 from forebay.memory import ALIGNMENT
-from forebay.plans import Fate, Plan, Treatment
+from forebay.plans import Plan
 from forebay.trace import NO_SAVES, Phase
+from forebay.treatments import Fate, Treatment
 
 __all__ = ["NOTHING", "Treated", "Way", "check_room", "check_treatments", "treated_by"]
 

@@ -11,8 +11,8 @@ from forebay.lowering.columns import Column, Columns
 from forebay.lowering.index import TraceIndex
 from forebay.lowering.lives import Layout
 from forebay.memory import Kind
-from forebay.plans import Selection
 from forebay.trace import Trace
+from forebay.treatments import Selection
 
 __all__ = ["step_buffers"]
 

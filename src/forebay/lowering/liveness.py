@@ -20,9 +20,10 @@ from forebay.lowering.lives import Layout, Profile
 from forebay.lowering.stages import Stage, Stages
 from forebay.lowering.transit import Landings, Transit
 from forebay.memory import Kind
-from forebay.plans import Fate, Placement, Plan, Selection, Streaming
+from forebay.plans import Placement, Plan, Streaming
 from forebay.scheduling.activations import disk_nbytes, host_nbytes
 from forebay.trace import Trace
+from forebay.treatments import Fate, Selection
 
 __all__ = ["Liveness", "device_bound", "input_nbytes", "updating_nbytes"]
 

@@ -28,9 +28,9 @@ from forebay.lowering.arrangement import Arrangement, Run
 from forebay.lowering.columns import KINDS, Levels, Lives, column
 from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import Kind
-from forebay.plans import Fate, Selection, Treatment
 from forebay.scheduling.activations import described
 from forebay.trace import Phase
+from forebay.treatments import Fate, Selection, Treatment
 
 __all__ = ["Layout", "Move", "Profile"]
 

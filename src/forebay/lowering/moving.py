@@ -11,11 +11,12 @@ from forebay.lowering.index import NEVER
 from forebay.lowering.lives import Move
 from forebay.lowering.recorder import Recorded, Recorder
 from forebay.memory import Kind
-from forebay.plans import Fate, Streaming
+from forebay.plans import Streaming
 from forebay.program import Change, Verb
 from forebay.scheduling.activations import DiskRing, ReadAhead, Reloads, RingPlace, disk_nbytes
 from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
+from forebay.treatments import Fate
 
 __all__ = ["Moving"]
 

@@ -20,12 +20,13 @@ from forebay.planners.in_backward import passed
 from forebay.planners.known import Known
 from forebay.planners.parts import Draft, delays, omissions, recomputable, slot_options
 from forebay.planners.problem import Problem
-from forebay.plans import Fate, Plan, Streaming, Update
+from forebay.plans import Plan, Streaming, Update
 from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, Score, pace, play, summarise
 from forebay.states import state_changes
 from forebay.timeline import Timeline
 from forebay.trace import Block
+from forebay.treatments import Fate
 
 __all__ = ["Bench"]
 

@@ -22,10 +22,11 @@ from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, selected
 from forebay.planners.problem import Problem
 from forebay.planners.refusals import disk_too_small, host_too_small
-from forebay.plans import Fate, Placement, Streaming, Update
+from forebay.plans import Placement, Streaming, Update
 from forebay.remedies import Remedy
 from forebay.scheduling.activations import host_nbytes
 from forebay.states import BLOCK
+from forebay.treatments import Fate
 from forebay.units import format_bytes
 
 __all__ = [

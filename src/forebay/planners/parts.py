@@ -10,8 +10,9 @@ from functools import cached_property
 
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
-from forebay.plans import Placement, Plan, Selection, Streaming, Treatment, Update, updated
+from forebay.plans import Placement, Plan, Streaming, Update, updated
 from forebay.trace import Block, Model, Phase, Trace, Visit
+from forebay.treatments import Selection, Treatment
 
 __all__ = [
     "DEDICATED",

@@ -20,8 +20,9 @@ from forebay.planners.parts import KEPT, Draft, slot_options
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import candidates, second_copies
-from forebay.plans import Fate, Update
+from forebay.plans import Update
 from forebay.timeline import Lane
+from forebay.treatments import Fate
 from forebay.units import format_bytes, format_seconds
 
 __all__ = [

@@ -30,7 +30,7 @@ from forebay.planners.shapes import (
     usual_window,
     windows,
 )
-from forebay.plans import Fate
+from forebay.treatments import Fate
 
 __all__ = ["PLAIN", "TIE", "Search"]
 

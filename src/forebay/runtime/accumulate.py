@@ -28,7 +28,6 @@ from torch import nn
 
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs
 from forebay.errors import ModelError, UsageError
-from forebay.plans import Fate
 from forebay.runtime.cuts import Cutter, Segment
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
@@ -36,6 +35,7 @@ from forebay.runtime.hooks import Attachment
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass
 from forebay.runtime.turns import Turns
+from forebay.treatments import Fate
 
 __all__ = ["LossFunction", "accumulate_by_block", "accumulate_in_order", "gains"]
 

@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from forebay.device.ledger import take_off
-from forebay.plans import Fate, Treatment
 from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
 from forebay.scheduling.activations import described
+from forebay.treatments import Fate, Treatment
 
 __all__ = ["Offloading"]
 

@@ -9,14 +9,14 @@ import torch
 
 from forebay.compression import MASK_BITS
 from forebay.device.ledger import plain_tensors
-from forebay.plans import Treatment
+from forebay.treatments import Treatment
 
 __all__ = ["OpCounter", "roots_made", "roots_treated"]
 
 
 @final
 class OpCounter:
-    """Names ops by overload (``plans.Treatment.op``) and occurrence, from 0, since the last ``restart``.
+    """Names ops by overload (``treatments.Treatment.op``) and occurrence, from 0, since the last ``restart``.
 
     Views are counted like any other op: they have overloads of their own, so that they move no other op's number.
     """

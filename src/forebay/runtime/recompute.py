@@ -45,9 +45,9 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.device.base import Watch
 from forebay.errors import ModelError
-from forebay.plans import Treatment
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.selective import Choice, Mover, Record, Replay, not_the_same
+from forebay.treatments import Treatment
 
 __all__ = ["Recomputation"]
 

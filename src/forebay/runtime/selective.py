@@ -3,7 +3,7 @@
 A pair of dispatch modes around the two runs of the block's forward, in the manner of torch's selective checkpoint
 (``torch.utils.checkpoint.create_selective_checkpoint_contexts``), which knows ops by their overload and can only keep.
 
-named op     an op that the plan names, by overload and occurrence (``plans.Treatment``)
+named op     an op that the plan names, by overload and occurrence (``treatments.Treatment``)
 record       what the named ops of one forward made. It lives as long as the graph that may ask for it.
 content      what one named op made: tensors, kept on the device or treated by the stash (``stash.Stash``: moved, or
              as codes), and anything else, kept as it is. It is given out once; then the op is one that runs again.
@@ -38,9 +38,9 @@ from forebay.device.base import Watch
 from forebay.device.ledger import plain_tensors, take_off
 from forebay.errors import ModelError
 from forebay.memory import Kind
-from forebay.plans import Fate, Treatment
 from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
 from forebay.scheduling.activations import described
+from forebay.treatments import Fate, Treatment
 
 __all__ = ["Choice", "Mover", "Record", "Replay", "Ticket", "not_the_same"]
 

@@ -31,11 +31,12 @@ from forebay.device.lanes import dependency_failure
 from forebay.errors import ForebayError, SessionClosed
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
-from forebay.plans import Fate, Streaming, Treatment
+from forebay.plans import Streaming
 from forebay.runtime.codes import Coder, Form, decoded, is_codable
 from forebay.runtime.depots import Depot, Range
 from forebay.scheduling.activations import Reloads
 from forebay.scheduling.window import TransferWindow
+from forebay.treatments import Fate, Treatment
 
 __all__ = ["Stash", "Ticket"]
 

@@ -13,7 +13,7 @@ from forebay.device.base import Completion, Device
 from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, residual_offsets, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.optim.rules import UpdateRule
-from forebay.plans import Fate, Placement, Plan, Streaming, Update
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
 from forebay.runtime.cells import Cells, DeviceWay
 from forebay.runtime.deferred import Deferred
@@ -33,6 +33,7 @@ from forebay.tiers.handed import hand_over
 from forebay.tiers.kept import KeptFolder
 from forebay.tiers.shared import SharedArena
 from forebay.trace import Block, Model, Parameter
+from forebay.treatments import Fate
 
 __all__ = ["Ledgers", "Store"]
 

@@ -18,9 +18,10 @@ from forebay.planners.activations.literature.chained import links_of
 from forebay.planners.activations.literature.checkmate import programme_of, solved
 from forebay.planners.activations.literature.layers import Layer, layers_of
 from forebay.planners.parts import KEPT, all_resident
-from forebay.plans import Fate, Plan
+from forebay.plans import Plan
 from forebay.simulation import simulate
 from forebay.trace import Trace
+from forebay.treatments import Fate
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import block, problem
 from tests.null.tracing import Layer as Made

@@ -12,8 +12,9 @@ from forebay.planners import Bench, make_plan
 from forebay.planners.activations.swapping import swaps
 from forebay.planners.homes import at_home
 from forebay.planners.shapes import streamed_through, usual_window
-from forebay.plans import Fate, Plan, Update
+from forebay.plans import Plan, Update
 from forebay.simulation import simulate
+from forebay.treatments import Fate
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 LAYERS = 6

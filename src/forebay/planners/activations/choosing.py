@@ -26,7 +26,8 @@ from forebay.planners.parts import (
     streaming_through,
 )
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
-from forebay.plans import Fate, Placement, Treatment
+from forebay.plans import Placement
+from forebay.treatments import Fate, Treatment
 
 __all__ = ["all_moved", "drafted", "early", "leanest", "level_of", "narrow", "rounded", "seeds", "spread"]
 

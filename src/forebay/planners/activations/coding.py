@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from forebay.compression import CODE_DTYPES, Codes
 from forebay.layout import MOVED_LEAST
-from forebay.plans import Selection
 from forebay.simulation import Costs
 from forebay.trace import Segment, Tensor
+from forebay.treatments import Selection
 
 __all__ = ["Coded", "changes", "codable", "lossy"]
 

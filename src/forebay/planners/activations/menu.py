@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.planners.activations.items import INPUT, Item, Items
-from forebay.plans import Fate, Treatment
+from forebay.treatments import Fate, Treatment
 
 __all__ = ["AGAIN", "GRID", "KEEP", "MOST", "MOVE", "Option", "menu", "option", "thresholds"]
 

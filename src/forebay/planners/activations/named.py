@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from forebay.compression import Codes
 from forebay.layout import MOVED_LEAST
 from forebay.lowering.index import TraceIndex
-from forebay.plans import Fate, Selection
 from forebay.simulation.costs import Costs
 from forebay.trace import Phase
+from forebay.treatments import Fate, Selection
 
 __all__ = ["again_seconds", "moved_nbytes"]
 
