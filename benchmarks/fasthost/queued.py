@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -130,6 +131,9 @@ class QueuedDevice(Device):
 
     def free(self, buffer: torch.Tensor) -> None:
         self._host.free(buffer)
+
+    def translate_oom(self, what: str) -> AbstractContextManager[None]:
+        return self._host.translate_oom(what)
 
     def submit(
         self,

@@ -17,7 +17,7 @@ from forebay.errors import ConfigError, DoesNotFit, ModelError, OptimizerError, 
 from tests.parity.compare import adamw, assert_same_steps
 from tests.parity.models import CASES
 from tests.parity.recomputing import AMPLE
-from tests.parity.test_several import DTYPE, QUICK, least, prepared
+from tests.parity.test_several_train import DTYPE, QUICK, least, prepared
 
 Pairs = list[tuple[nn.Module, torch.optim.Optimizer]]
 
