@@ -1,4 +1,4 @@
-"""The tests and cases that need a card, on a machine lent for minutes at a time.
+"""The tests and cases that need a card, in calls of minutes.
 
     scripts/gpu --out FOLDER --budget-seconds 540 --wheels DIR --revision "$(git rev-parse HEAD)"
 

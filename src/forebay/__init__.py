@@ -70,7 +70,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Budget": "forebay.plans",
+    "Budget": "forebay.budgets",
     "ForebayError": "forebay.errors",
     "Machine": "forebay.machine",
     "Plan": "forebay.plans",

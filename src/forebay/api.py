@@ -250,8 +250,10 @@ def plan(
 ) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    It says what it needs of every tier (bytes) and for a step (seconds). The others are
-    those of ``prepare``. Raises ``DoesNotFit`` when no plan meets the budget, ``ConfigError`` for an unknown policy.
+    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches`` and ``update``
+    are those of ``prepare``; ``crash_safe``: what is at home on disk has two places. Raises ``DoesNotFit`` when no plan
+    meets the budget (``CannotServe`` for a policy that is not for this model or machine), ``ConfigError`` for an
+    unknown policy.
     """
     problem = problem_of(trace, machine, budget, compress, update, 2 if crash_safe else 1)
     room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))

@@ -70,7 +70,7 @@ def test_pieces_share_no_byte_and_stay_inside_their_chunk(
 
 @given(BLOCKS, NAMES)
 def test_a_master_is_kept_for_what_is_trained_in_16_bits(made: Block, names: tuple[str, ...]) -> None:
-    narrow = any(p.trainable and p.dtype != "float32" for p in made.parameters)
+    narrow = any(p.trainable and ITEMSIZE[p.dtype] == 2 for p in made.parameters)
     assert state_layout(made, names, 1024).streams == ((MASTER, *names) if narrow else names)
     assert any(needs_master(p) for p in made.parameters) is narrow
 

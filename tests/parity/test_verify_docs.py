@@ -1,4 +1,4 @@
-"""docs/verify.md and docs/export.md do what they say."""
+"""docs/verify.md and docs/export.md do what they say, and the commands of all pages are known."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for na
 PROGRAM = re.compile(r"<!-- run by tests/parity/test_verify_docs\.py -->\n```python\n(.*?)^```$", re.M | re.S)
 COMMANDS = [
     line.removeprefix("$ ")
-    for page in PAGES.values()
-    for body in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S)
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for body in re.findall(r"^```console\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
     for line in body.splitlines()
+    if line.startswith("$ forebay ")
 ]
 
 

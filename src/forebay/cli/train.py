@@ -206,7 +206,7 @@ def _prepared_to_save(
         if crash_safe is None:
             raise
         prepared = _prepared(config, engine, view, model, batch, device, plan, None)
-        view.note(f"saves copy what is on disk, which has no room for two places: {refusal}")
+        view.note(f"saves copy what is on disk, which cannot have two places: {refusal}")
     return prepared
 
 
