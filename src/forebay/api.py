@@ -117,9 +117,9 @@ def prepare(
         if plan is None:
             asked = budget, policy, opened, compress, micro_batches, update, 1 if crash_safe is None else 2
             plan = _Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
-            plan = with_tiles(plan, model, batch, torch.device(opened.name))
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
+        plan = with_tiles(plan, model, batch, torch.device(opened.name))
         if crash_safe is not None:
             expect_two_places(plan)
             kept = keep_in(crash_safe, budget.disk)

@@ -14,6 +14,7 @@ __all__ = [
     "DEFAULT",
     "ITEMSIZE",
     "NO_LOGITS",
+    "ROUNDED_OTHERWISE",
     "TOKENS",
     "VOCABULARY",
     "Cut",

@@ -38,6 +38,7 @@ from forebay.reporting.several import SeveralReport
 from forebay.runtime.alternate import alternate_loops
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session
+from forebay.tiling import with_tiles
 from forebay.units import format_seconds
 
 __all__ = ["alternate", "prepare_several", "report_several"]
@@ -185,7 +186,8 @@ def _opened(found: Sequence[_Found], plans: Sequence[Plan], whole: CpuDevice, bu
     try:
         for one, plan in zip(found, plans, strict=True):
             device = CpuDevice(plan.budget.device, of=whole)
-            given = one.model, one.optimizer, one.bound, one.rule, plan, device
+            said = with_tiles(plan, one.model, one.batch, torch.device(device.name))
+            given = one.model, one.optimizer, one.bound, one.rule, said, device
             prepared.append(open_session(*given, owns_device=True, within=ledgers))
     except BaseException:
         for model, _ in prepared:

@@ -18,7 +18,7 @@ from forebay.runtime.tiles import Tiled, TiledEmbedding, TiledLinear, is_exact
 from forebay.runtime.wholes import Whole, wholes_of
 from forebay.units import format_bytes, parse_bytes
 
-__all__ = ["noted_tiles", "notes_of", "tile", "with_tiles"]
+__all__ = ["ROUNDED_OTHERWISE", "noted_tiles", "notes_of", "tile", "with_tiles"]
 
 MOST_TOKENS = 128
 """Tokens with which products are tried at most."""
@@ -109,8 +109,9 @@ def noted_tiles(names: tuple[str, ...], most: int) -> str:
 
 
 def with_tiles(plan: Plan, model: nn.Module, batch: Any, device: torch.device | None) -> Plan:
-    """``plan`` with what is to be said of the tiles of ``model``. They are tried with as many tokens as ``batch`` has
-    on ``device``, where the run will be; without a batch, or on another machine (None), nobody knows."""
+    """``plan`` with what is to be said of the tiles of ``model`` and is not said in it yet. They are tried with as many
+    tokens as ``batch`` has on ``device``, where the run will be; without a batch, or on another machine (None), nobody
+    knows."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Tiled)]
     if not layers:
         return plan
@@ -124,11 +125,12 @@ def with_tiles(plan: Plan, model: nn.Module, batch: Any, device: torch.device | 
             tried[key] = device is not None and batch is not None and _is_exact(*key, batch, device)
         if not tried[key]:
             changes.append(f"{name} is computed in tiles: {ROUNDED_OTHERWISE}")
+    reasons = [f"{name}: {_words(layer)}" for name, layer in layers]
     return replace(
         plan,
-        reasons=(*plan.reasons, *(f"{name}: {_words(layer)}" for name, layer in layers)),
-        notes=(*plan.notes, *notes_of(model)),
-        changes_numbers=(*plan.changes_numbers, *changes),
+        reasons=tuple(dict.fromkeys((*plan.reasons, *reasons))),
+        notes=tuple(dict.fromkeys((*plan.notes, *notes_of(model)))),
+        changes_numbers=tuple(dict.fromkeys((*plan.changes_numbers, *changes))),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from forebay import loss, tiling
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.testing.differences import PIECE, Differences, distance, same_bits
@@ -78,8 +79,12 @@ def test_what_a_plan_promises() -> None:
     )
     for bits, share in LOSSES_OF_BITS.items():
         assert Promise.of(lossy(bits), CPU, torch.float32, course) == Promise(0.0, None, None, None, share, None)
-    pieces = plan(loss_piece=1, changes_numbers=("pieces",))
-    assert Promise.of(pieces, CPU, torch.float32, course) == Promise(8 * 2.0**-23, None, None, None, None, None)
+    for words in (loss.ROUNDED_OTHERWISE, f"head is computed in tiles: {tiling.ROUNDED_OTHERWISE}"):
+        parts = plan(loss_piece=1, changes_numbers=(words,))
+        assert Promise.of(parts, CPU, torch.float32, course) == Promise(8 * 2.0**-23, None, None, None, None, None)
+    # Pieces that give the bits of the whole: what else changes numbers is no reason to look away.
+    few = plan(loss_piece=1, changes_numbers=("optimizer states in 8 bits",))
+    assert Promise.of(few, CPU, torch.float32, course) == Promise.of(plan(), CPU, torch.float32, course)
 
 
 def test_a_plan_that_sends_a_part_of_gradients_promises_the_gradients() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,9 +261,23 @@ def test_a_plan_says_that_numbers_may_be_others(monkeypatch: pytest.MonkeyPatch)
     model, _ = forebay.prepare(
         model, adamw(list(model.parameters())), bigram_batch(0), device_memory="64MiB", device="cpu"
     )
-    changes = forebay.report(model).plan.changes_numbers
+    said = forebay.report(model).plan
     forebay.close(model)
-    assert len(changes) == 1 and changes[0].startswith("head is computed in tiles")
+    assert len(said.changes_numbers) == 1 and said.changes_numbers[0].startswith("head is computed in tiles")
+    # So does one that is given, once, and one of a model that shares the device.
+    silent = replace(said, changes_numbers=(), reasons=(), notes=())
+    for given in (silent, said):
+        again, _ = forebay.prepare(
+            model, adamw(list(model.parameters())), bigram_batch(0), device_memory="64MiB", device="cpu", plan=given
+        )
+        assert forebay.report(again).plan.changes_numbers == said.changes_numbers
+        forebay.close(again)
+    asked = [(one, adamw(list(one.parameters())), bigram_batch(0)) for one in (model, Bigram())]
+    (beside, _), (other, _) = forebay.prepare_several(asked, device_memory="64MiB", device="cpu")
+    assert forebay.report(beside).plan.changes_numbers == said.changes_numbers
+    assert forebay.report(other).plan.changes_numbers == ()
+    forebay.close(beside)
+    forebay.close(other)
 
 
 def test_a_copy_of_a_tiled_layer_is_a_layer_of_its_own() -> None:

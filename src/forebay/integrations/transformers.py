@@ -131,9 +131,11 @@ class ForebayMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """What ``forebay.save`` writes: bit for bit, streamed, and nothing that is unpickled."""
         path, step = Path(output_dir) / FOLDER, self.state.global_step
-        api.save(self._trained, self._prepared_optimizer(), path, step=step, scheduler=self.lr_scheduler)
-        # Nobody writes there again, but somebody may read it, or remove it for a newer one.
-        prepared_session(self._trained).unlock(path)
+        try:
+            api.save(self._trained, self._prepared_optimizer(), path, step=step, scheduler=self.lr_scheduler)
+        finally:
+            # Nobody writes there again, but somebody may read it, or remove it for a newer one.
+            prepared_session(self._trained).unlock(path)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -144,8 +146,10 @@ class ForebayMixin(_Base):
                 f"{checkpoint} holds no optimizer states of forebay; resume from a checkpoint that this trainer wrote "
                 f"with save_only_model off"
             )
-        api.resume(self._trained, self._prepared_optimizer(), path, scheduler=self.lr_scheduler)
-        prepared_session(self._trained).unlock(path)
+        try:
+            api.resume(self._trained, self._prepared_optimizer(), path, scheduler=self.lr_scheduler)
+        finally:
+            prepared_session(self._trained).unlock(path)
 
     @property
     def _trained(self) -> nn.Module:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from forebay import loss, tiling
 from forebay.plans import Plan
 
 __all__ = ["Course", "Promise"]
@@ -82,7 +83,8 @@ class Promise:
             # The forward is exact; backward reads other numbers than it made.
             losses = LOSSES_OF_BITS[min(lossy)]
             return cls(gradients=None, roundings=None, updates=None, losses=losses, outcome=None)
-        if plan.loss_piece and plan.changes_numbers:
+        if any(said.endswith((loss.ROUNDED_OTHERWISE, tiling.ROUNDED_OTHERWISE)) for said in plan.changes_numbers):
+            # Products of parts: already the forward is rounded otherwise.
             return cls(LAST_PLACES * torch.finfo(dtype).eps, None, None, None, None, None)
         # Updates and norms of what is at home elsewhere may be another kernel's: a run goes its own way from there.
         rounded = 0.0 if _rounds_alike(device) else ROUNDINGS * torch.finfo(dtype).eps
