@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -343,20 +344,19 @@ def close(model: nn.Module) -> None:
     """Ends forebay's work on a model: waits, takes the hooks off, frees threads, arenas and files.
 
     The parameters become ordinary tensors on the host (resident ones stay on the device). A model that is not
-    prepared is left as it is. When a transfer or an update had failed, everything is freed all the same and its error
-    is raised; parameters that cannot be read any more are NaN.
+    prepared is left as it is. When a transfer, an update or a checkpoint in the background had failed, everything is
+    freed all the same and its error is raised; parameters that cannot be read any more are NaN.
     """
     attachment = session_of(model)
     if attachment is None:
         return
-    try:
-        attachment.session.synchronize()
-        attachment.session.store.come_home()
-    finally:
-        try:
-            attachment.detach()
-        finally:
-            attachment.session.close()
+    session = attachment.session
+    # From the last one to the first, each whatever those before it raised.
+    with ExitStack() as closing:
+        closing.callback(session.close)
+        closing.callback(attachment.detach)
+        closing.callback(session.store.come_home)
+        session.synchronize()
 
 
 def load(model: nn.Module, folder: str) -> None:

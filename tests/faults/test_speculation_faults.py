@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import shutil
 import threading
 import weakref
 from dataclasses import replace
@@ -16,10 +17,11 @@ import torch
 import forebay
 from forebay.arenas import arenas, arenas_of
 from forebay.checking import check
-from forebay.errors import ConfigError, DiskFull, ForebayError, PlanInvalid
+from forebay.errors import ConfigError, DiskFull, ForebayError, PlanInvalid, StorageError
 from forebay.memory import Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from forebay.runtime.hooks import prepared_session
 from forebay.runtime.updates import Updater
 from forebay.timeline import Lane
 from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
@@ -180,6 +182,27 @@ def test_second_copies_go_when_the_session_does(steps: int, tmp_path: Path) -> N
     gc.collect()
     nbytes = sum(p.nbytes for p in run.model.parameters())
     assert mapped() - before < 1.5 * nbytes
+    assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), run.reference.parameters(), strict=True))
+    run.close()
+
+
+def test_nothing_is_handed_out_of_second_copies_where_the_last_checkpoint_has_failed(
+    gate: threading.Event, tmp_path: Path
+) -> None:
+    """It is told when everything else has happened."""
+    run = Trained(speculating("host", tmp_path), tmp_path)
+    blocks = prepared_session(run.model).store.blocks
+    first = {name: state.parameters.read().data_ptr() for name, state in blocks.items()}
+    run.steps(1)
+    assert run.counter("committed") == len(first) == 4
+    gate.clear()
+    run.device.submit(Lane.DISK_WRITE, gate.wait)
+    forebay.save(run.model, run.optimizer, tmp_path / "kept", step=1, background=True)
+    shutil.rmtree(tmp_path / "kept")
+    gate.set()
+    with pytest.raises(StorageError, match="it was moved or removed"):
+        forebay.close(run.model)
+    assert {n: min(p.data_ptr() for p in run.model.get_submodule(n).parameters()) for n in first} == first
     assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), run.reference.parameters(), strict=True))
     run.close()
 

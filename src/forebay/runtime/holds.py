@@ -51,9 +51,11 @@ class Alternate:
     @property
     def hold(self) -> Hold:
         """Who has the current copy, when no checkpoint is on its way any more."""
-        coming, self._coming = self._coming, None
-        if coming is not None and coming.stands():
-            self._hold = Hold.KEPT
+        if self._coming is not None:
+            if self._coming.stands():
+                self._hold = Hold.KEPT
+            # Only now: where the wait was interrupted, the checkpoint is still on its way.
+            self._coming = None
         return self._hold
 
     def keep(self, coming: Outcome) -> None:

@@ -338,9 +338,14 @@ class Session:
 
     def finish_saving(self) -> None:
         """Waits until the last checkpoint stands that is made in the background; raises what went wrong with it."""
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.expect_done()
+        saving = self.saving
+        if saving is None:
+            return
+        with self.device.turn.given_away():
+            saving.stands()
+        # Only now: where the wait was interrupted, the checkpoint is still on its way.
+        self.saving = None
+        saving.expect_done()
 
     def lock(self, folder: Path) -> None:
         """Keeps ``folder`` for this session until it is closed. Raises ``StorageError`` where another one has it."""

@@ -370,7 +370,8 @@ class Store:
             state.settle()
 
     def come_home(self) -> None:
-        """Before the end, when all jobs are done: parameters on the host leave the arena of second copies."""
+        """Before the end: when all jobs are done, parameters on the host leave the arena of second copies."""
+        self._device.synchronize()
         for state in self.blocks.values():
             if home_tier(state.placement) is Tier.HOST:
                 state.come_home()

@@ -1,0 +1,95 @@
+"""Ctrl-C while somebody waits for a checkpoint made in the background: it goes on, and nobody writes over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+import pytest
+
+import forebay
+from forebay.checkpoint.ending import Ending
+from forebay.device.base import Completion
+from forebay.device.lanes import LaneCompletion, dependency_failure
+from tests.faults.crashing import Counted
+from tests.faults.test_checkpoint_in_place import Reader, Trained, operations, reader, trained
+
+__all__ = ["reader", "trained"]
+
+
+@final
+class Interrupted(LaneCompletion):
+    """A job of which the first wait is interrupted, as Ctrl-C does it, whichever wait that is."""
+
+    def __init__(self, job: Completion) -> None:
+        self._job = job
+        self._interrupts = [KeyboardInterrupt()]
+
+    def wait(self) -> Any:
+        self._interrupt()
+        return self._job.wait()
+
+    def failure(self) -> BaseException | None:
+        self._interrupt()
+        return dependency_failure(self._job)
+
+    def done(self) -> bool:
+        return self._job.done()
+
+    def _interrupt(self) -> None:
+        if self._interrupts:
+            raise self._interrupts.pop()
+
+
+def save_late(trained: Trained) -> None:
+    """Saves step 2 in the background; the checkpoint stands after a while, and the first wait for it is interrupted."""
+
+    def late(counted: Counted, operation: str) -> None:
+        time.sleep(0.1)
+
+    trained.save(0)
+    renamed = operations(trained).index("replace")
+    trained.step()
+    trained.save(2, Counted(renamed, late), background=True)
+    ending = trained.session.saving
+    assert isinstance(ending, Ending) and ending.coming is not None
+    ending.coming = Interrupted(ending.coming)
+
+
+def test_a_step_that_is_interrupted_while_it_waits_for_a_checkpoint_leaves_it_alone(
+    reader: Reader, trained: Trained
+) -> None:
+    trained.step()
+    save_late(trained)
+    content = trained.content()
+    with pytest.raises(KeyboardInterrupt):
+        trained.step()
+    trained.optimizer.zero_grad()
+    trained.step()
+    trained.step()
+    forebay.synchronize(trained.model)
+    reader.expect(trained.kept, 2, content)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda trained: trained.save(3, background=True),
+        lambda trained: forebay.synchronize(trained.model),
+        lambda trained: forebay.resume(trained.model, trained.optimizer, trained.kept),
+    ],
+    ids=["save", "synchronize", "resume"],
+)
+def test_a_wait_for_a_checkpoint_that_is_interrupted_is_waited_again(
+    reader: Reader, trained: Trained, wait: Callable[[Trained], object]
+) -> None:
+    trained.step()
+    save_late(trained)
+    content = trained.content()
+    with pytest.raises(KeyboardInterrupt):
+        wait(trained)
+    # It is on its way still: neither its number nor its folder is the next one's.
+    trained.save(3, background=True)
+    forebay.synchronize(trained.model)
+    reader.expect(trained.kept, 3, content)
