@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from forebay.cli.pressure import HostPressure, PressurePolicy
 from forebay.cli.progress import StepResult, View
 from forebay.cli.train import TrainResult, train
 from forebay.config import TrainConfig, make_config
+from forebay.device.base import Delays
+from forebay.device.cpu import CpuDevice
 from forebay.errors import (
     ConfigError,
     DeviceOutOfMemory,
@@ -34,6 +37,8 @@ from forebay.errors import (
 from forebay.memory import Ledger
 from forebay.runtime.hooks import prepared_session
 from forebay.tiers.host import HostMemory
+from forebay.tiers.io import SystemIo
+from forebay.timeline import Lane
 from forebay.units import KiB, MiB
 
 TEXT = "".join(f"{i} green bottles hanging on the wall, and if one should fall\n" for i in range(200))
@@ -300,6 +305,15 @@ def test_a_plan_that_falls_short_is_made_again(text: Path, tmp_path: Path, whole
     assert spoilt.prepared[-1]["device_memory"] == spoilt.prepared[0]["device_memory"]
 
 
+def test_the_plan_that_is_made_again_is_one_for_tiles(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(MODEL | {"hidden_size": 128}))
+    tiled = {**TIGHT, "device_memory": "5MiB", "steps": 2, "tile": "64KiB"}
+    whole, view = go(settings(text, None, **tiled), no_number()), Telling()
+    found = go(settings(text, tmp_path / "run", **tiled), Hungry(64 * KiB, *range(2, 99)), view)
+    assert view.said("in tiles: lm_head") or view.said("in tiles: model.embed_tokens")
+    assert view.said("is taken again under a plan that leaves") and found.losses == whole.losses
+
+
 @pytest.mark.slow
 def test_nothing_is_lost_where_no_plan_will_do(text: Path, tmp_path: Path, whole: TrainResult) -> None:
     view = Telling()
@@ -313,6 +327,81 @@ def test_nothing_is_lost_where_no_plan_will_do(text: Path, tmp_path: Path, whole
 def test_without_a_folder_a_run_under_way_is_not_begun_anew(text: Path) -> None:
     with pytest.raises(DeviceOutOfMemory, match="or raise device_memory"):
         go(settings(text, None, **TIGHT), Hungry(64 * KiB, 2))
+
+
+# A disk that is full, and saves that fail
+
+
+def on_disk(text: Path, run: Path, **more: object) -> TrainConfig:
+    """A run with its states on disk, in a folder on the disk of what it saves."""
+    disk = text.parent / "disk"
+    disk.mkdir(exist_ok=True)
+    return settings(text, run, **{"policy": "zero-infinity", "disk": f"{disk}:64MiB", "save_every": 1, **more})
+
+
+def test_a_disk_without_room_for_two_places_has_one(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}
+    (tmp_path / "model.json").write_text(json.dumps(MODEL | large))
+    roomy: Any = Spoilt(no_number())
+    train(on_disk(text, tmp_path / "roomy", steps=1, host_memory="13MiB"), roomy, Telling())
+    (first,) = roomy.prepared
+    assert first["crash_safe"] is not None and first["plan"].disk > 0
+    free = first["plan"].disk - 1
+    monkeypatch.setattr(SystemIo, "free_bytes", lambda io, path: free)
+    view, narrow = Telling(), Spoilt(no_number())
+    engine: Any = narrow
+    train(on_disk(text, tmp_path / "narrow", steps=1, host_memory="13MiB"), engine, view)
+    assert [options["crash_safe"] for options in narrow.prepared] == [None]
+    assert view.said("saves copy what is on disk, which has no room for two places: the disk tier needs ")
+    assert view.said("step 1 is saved")
+
+
+def test_states_that_are_updated_where_they_lie_are_copied(text: Path, tmp_path: Path) -> None:
+    view = Telling()
+    go(on_disk(text, tmp_path / "run", steps=1, policy="smart-infinity"), no_number(), view)
+    assert "saves copy what is on disk: smart-infinity updates states where they lie" in view.notes
+
+
+@final
+class Losing:
+    """forebay's interface, on a device whose checkpoints are on their way for a while; the folder of the one of
+    ``step`` is removed meanwhile."""
+
+    class _Slow(Delays):
+        def seconds(self, lane: Lane, what: str) -> float:
+            return 0.02 if what == "checkpoint" else 0.0
+
+    def __init__(self, step: int, spoil: Spoil) -> None:
+        self._step = step
+        self._spoilt = Spoilt(spoil)
+        self.device = CpuDevice(16 * MiB, delays=self._Slow())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(api, name)
+
+    def prepare(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        return self._spoilt.prepare(model, *arguments, **{**options, "device": self.device})
+
+    def save(self, model: nn.Module, optimizer: Any, folder: Path, **options: Any) -> int:
+        nbytes = api.save(model, optimizer, folder, **options)
+        if options["step"] == self._step and options["background"]:
+            shutil.rmtree(folder / f"generation-{self._step:08d}")
+        return nbytes
+
+
+def test_a_save_that_failed_in_the_background_is_made_again(text: Path, tmp_path: Path) -> None:
+    whole = go(settings(text, None), no_number())
+    losing, view = Losing(3, no_number(4)), Telling()
+    engine: Any = losing
+    with pytest.raises(NotFinite, match="the loss is nan at step 4"):
+        train(settings(text, tmp_path / "run", save_every=1), engine, view)
+    losing.device.close()
+    assert view.said("step 3 is being saved") and view.said("step 3 was not saved in the background: ")
+    assert view.said("step 3 is saved: ")
+    rest = go(settings(text, tmp_path / "run"), no_number(), view, resume=True)
+    assert view.said("goes on behind step 3") and rest.losses == whole.losses
 
 
 # A host that is full

@@ -176,6 +176,7 @@ def test_what_cannot_go_on_is_named(text: Path, tmp_path: Path) -> None:
         ((*go_on, "--seed", 3), 2, "--seed: the run in"),
         ((*go_on, "--dtype", "bfloat16"), 2, "--dtype: the run in"),
         ((*go_on, "--clip-norm", 1.0), 2, "was begun with None, not 1.0"),
+        ((*go_on, "--tile", "64KiB"), 2, "--tile: the run in"),
         ((*go_on, "--data", tmp_path / "other.txt"), 2, "is not the one of"),
         ((*go_on, "--steps", 1), 2, "has taken 2 already"),
         ((*go_on, "--save-every", 0), 2, "--save-every"),

@@ -27,7 +27,8 @@ __all__ = ["Keeper", "shares_a_disk"]
 class Keeper:
     """Saves a run in ``folder`` after every ``every`` steps (None: only when it is asked to).
 
-    ``saved`` is the step whose checkpoint stands; None while there is none.
+    ``saved`` is the last step whose checkpoint is known to stand; None while there is none. One that is saved in the
+    background is not, until somebody has waited for it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Keeper:
         self._model, self._optimizer, self._scheduler = trained
         self._every = every
         self.saved: int | None = None
+        self._coming: int | None = None
         self._in_place = 0
 
     def announce(self, size: CheckpointSize, device: str, *, first: bool) -> None:
@@ -81,8 +83,9 @@ class Keeper:
             self.save(step, losses, background=step < last)
 
     def save_early(self, step: int, losses: IO[str]) -> None:
-        """Saves the run behind ``step``, where nobody had foreseen it. Raises ``NotFinite`` where a parameter is
-        infinite or NaN: the checkpoint before stands then."""
+        """Saves the run behind ``step``, where nobody had foreseen it; what went wrong with a save under way is shown.
+        Raises ``NotFinite`` where a parameter is infinite or NaN: the checkpoint before stands then."""
+        self._settle()
         if step == self.saved:
             return
         odd = self._spoilt()
@@ -102,6 +105,18 @@ class Keeper:
             return False
         return True
 
+    def _settle(self) -> None:
+        """Waits until the save under way stands. Where it fails the one before does, and what went wrong is shown."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        try:
+            self._engine.synchronize(self._model)
+        except ForebayError as error:
+            self._view.note(f"step {coming} was not saved in the background: {error}")
+        else:
+            self.saved = coming
+
     def _spoilt(self) -> str | None:
         """The first parameter with an element that is infinite or NaN."""
         values = self._engine.parameters(self._model)
@@ -109,13 +124,14 @@ class Keeper:
 
     def save(self, step: int, losses: IO[str], *, background: bool = False) -> None:
         """Saves the run after ``step``, if that is not done; ``losses`` goes to the disk before. ``background``: not
-        to wait until it stands."""
-        if step == self.saved:
+        to wait until it stands. Raises what went wrong with the save before, if that was made so."""
+        if step in (self.saved, self._coming):
             return
         since = time.perf_counter()
         # The checkpoint says that so many steps were taken: what they lost must not be missing then.
         losses.flush()
         os.fsync(losses.fileno())
+        coming, self._coming = self._coming, None
         nbytes = self._engine.save(
             self._model,
             self._optimizer,
@@ -125,7 +141,9 @@ class Keeper:
             extra=None,
             background=background,
         )
-        self.saved = step
+        # It has waited for the one before, which stands then.
+        stood = self.saved if coming is None else coming
+        self.saved, self._coming = (stood, step) if background else (step, None)
         took = format_seconds(time.perf_counter() - since)
         self._view.note(f"step {step} is {'being saved' if background else 'saved'}: {format_bytes(nbytes)} in {took}")
 

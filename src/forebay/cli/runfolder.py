@@ -32,7 +32,7 @@ __all__ = ["RunFolder", "RunStart", "begun_with"]
 
 _RUN, _LOSSES = "run.json", "losses.jsonl"
 
-_NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_norm", "optimizer", "compress")
+_NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_norm", "optimizer", "compress", "tile")
 """The settings that decide the numbers, beside the text: a run goes on with those that it was begun with."""
 
 

@@ -16,7 +16,15 @@ from forebay.cli.progress import View
 from forebay.cli.record import jsonable
 from forebay.cli.runfolder import RunFolder
 from forebay.cli.running import Trained, run_loop
-from forebay.errors import CannotServe, ConfigError, DeviceOutOfMemory, DoesNotFit, ModelError, NoRoomTogether
+from forebay.errors import (
+    CannotServe,
+    ConfigError,
+    DeviceOutOfMemory,
+    DiskFull,
+    DoesNotFit,
+    ModelError,
+    NoRoomTogether,
+)
 from forebay.memory import Tier
 from forebay.units import format_bytes, format_count, format_seconds
 
@@ -95,10 +103,10 @@ class _Overrun(DeviceOutOfMemory):
 def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -> Plan:
     """The plan for ``config`` with ``spare`` bytes less of the device. Raises ``DoesNotFit`` where there is none."""
     from forebay.data.tokenizers import find_tokenizer
-    from forebay.recipes.causal_lm import build, find
+    from forebay.recipes.causal_lm import find
 
     source, device = find(config.model), _device(config.device)
-    model = build(source, config.dtype)
+    model, _ = _built(config, source)
     batch = {n: t.to(device) for n, t in _windows(config, find_tokenizer(source.folder)).batch(0).items()}
     tighter = config.model_copy(update={"device_memory": max(1, config.device_memory - spare)})
     model, _, _ = _prepared(tighter, engine, view, model, batch, device, None, None)
@@ -112,16 +120,15 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     import torch
 
     from forebay.data.tokenizers import find_tokenizer
-    from forebay.recipes.causal_lm import build, find
-    from forebay.tiling import noted_tiles, tile
+    from forebay.recipes.causal_lm import find
 
     source = find(config.model)
     tokenizer = find_tokenizer(source.folder)
     windows = _windows(config, tokenizer)
     device = _device(config.device)
-    model = build(source, config.dtype)
-    if config.tile is not None:
-        view.note(noted_tiles(tile(model, config.tile), config.tile))
+    model, tiles = _built(config, source)
+    if tiles is not None:
+        view.note(tiles)
     _check_model(config, model, windows, tokenizer)
     warmup = warmup_of(config.steps)
     if folder is not None:
@@ -154,6 +161,15 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
         engine.close(model)
     skipped = record.skipped if config.nonfinite == "skip" else None
     return TrainResult(report, tuple(record.losses), config.run, skipped)
+
+
+def _built(config: TrainConfig, source: ModelSource) -> tuple[nn.Module, str | None]:
+    """The model of ``source`` as the run trains it, and what is said of its tiles (None: nobody asked for any)."""
+    from forebay.recipes.causal_lm import build
+    from forebay.tiling import noted_tiles, tile
+
+    model = build(source, config.dtype)
+    return model, None if config.tile is None else noted_tiles(tile(model, config.tile), config.tile)
 
 
 def _keeper(config: TrainConfig, engine: Engine, view: View, folder: RunFolder, trained: Trained) -> Keeper:
@@ -202,12 +218,21 @@ def _prepared_to_save(
     crash_safe = None if plan is not None else _crash_safe(config, folder)
     try:
         return _prepared(config, engine, view, model, batch, device, plan, crash_safe)
-    except DoesNotFit as refusal:
+    except (DoesNotFit, DiskFull) as refusal:
         if crash_safe is None:
             raise
-        prepared = _prepared(config, engine, view, model, batch, device, plan, None)
-        view.note(f"saves copy what is on disk, which cannot have two places: {refusal}")
+        why = _one_place(config, refusal)
+    # Not before: what was raised holds on to what the first try had opened.
+    prepared = _prepared(config, engine, view, model, batch, device, plan, None)
+    view.note(f"saves copy what is on disk{why}")
     return prepared
+
+
+def _one_place(config: TrainConfig, refusal: DoesNotFit | DiskFull) -> str:
+    """Why what is on disk has one place only: behind the words that saves copy it."""
+    if isinstance(refusal, CannotServe):  # it serves without: what stood in its way are the two places
+        return f": {config.policy} updates states where they lie"
+    return f", which has no room for two places: {refusal}"
 
 
 def _prepared(
