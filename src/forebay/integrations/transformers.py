@@ -130,9 +130,9 @@ class ForebayMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """What ``forebay.save`` writes: bit for bit, streamed, and nothing that is unpickled."""
-        path, step = Path(output_dir) / FOLDER, self.state.global_step
+        path, step, optimizer = Path(output_dir) / FOLDER, self.state.global_step, self._prepared_optimizer()
         try:
-            api.save(self._trained, self._prepared_optimizer(), path, step=step, scheduler=self.lr_scheduler)
+            api.save(self._trained, optimizer, path, step=step, scheduler=self.lr_scheduler)
         finally:
             # Nobody writes there again, but somebody may read it, or remove it for a newer one.
             prepared_session(self._trained).unlock(path)
@@ -146,8 +146,9 @@ class ForebayMixin(_Base):
                 f"{checkpoint} holds no optimizer states of forebay; resume from a checkpoint that this trainer wrote "
                 f"with save_only_model off"
             )
+        optimizer = self._prepared_optimizer()
         try:
-            api.resume(self._trained, self._prepared_optimizer(), path, scheduler=self.lr_scheduler)
+            api.resume(self._trained, optimizer, path, scheduler=self.lr_scheduler)
         finally:
             prepared_session(self._trained).unlock(path)
 
