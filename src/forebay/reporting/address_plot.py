@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from forebay.errors import StorageError
 from forebay.recording import Replay
-from forebay.reporting.plot import COLOURS, DOTS_PER_INCH, expect_plottable
+from forebay.reporting.plot import COLOURS, expect_plottable, write_figure
 from forebay.units import MiB
 
 if TYPE_CHECKING:
@@ -24,11 +23,7 @@ def plot_addresses(title: str, replays: Sequence[Replay], path: Path) -> None:
     """Writes the picture to ``path``. Raises ``ConfigError`` for a file that is none of a picture, and where matplotlib
     is missing, ``StorageError`` where it cannot be written."""
     expect_plottable(path)
-    figure = address_figure(title, replays)
-    try:
-        figure.savefig(path, dpi=DOTS_PER_INCH, bbox_inches="tight")
-    except OSError as error:
-        raise StorageError(f"cannot write the plot to {path}: {error.strerror or error}") from None
+    write_figure(address_figure(title, replays), path)
 
 
 def address_figure(title: str, replays: Sequence[Replay]) -> Any:

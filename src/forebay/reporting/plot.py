@@ -14,7 +14,7 @@ from forebay.units import GiB, MiB
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["SUFFIXES", "expect_plottable", "figure_of", "plot"]
+__all__ = ["SUFFIXES", "expect_plottable", "figure_of", "plot", "write_figure"]
 
 SUFFIXES: Final = (".png", ".svg")
 """Of the files that a plot is written to."""
@@ -50,7 +50,11 @@ def plot(title: str, candidates: Sequence[Candidate], path: Path) -> None:
     """Writes the plot of ``candidates`` to ``path``. Raises ``ConfigError`` as ``expect_plottable`` does, and
     ``StorageError`` where the file cannot be written."""
     expect_plottable(path)
-    figure = figure_of(title, candidates)
+    write_figure(figure_of(title, candidates), path)
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib to ``path``. Raises ``StorageError`` where the file cannot be written."""
     try:
         figure.savefig(path, dpi=DOTS_PER_INCH, bbox_inches="tight")
     except OSError as error:

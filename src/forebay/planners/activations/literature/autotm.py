@@ -16,14 +16,14 @@ relaxations with what it has found.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from forebay.planners.activations.items import Item
-from forebay.planners.activations.literature.branching import Found, Programme, branch_and_bound
+from forebay.planners.activations.literature.branching import THRESHOLDS, Found, Programme, affordable, branch_and_bound
 from forebay.planners.activations.literature.chained import links_of
 from forebay.planners.activations.literature.chaining import Link
 from forebay.planners.activations.literature.layers import Choice, Layer, all_moved
@@ -35,17 +35,6 @@ from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
 __all__ = ["autotm"]
-
-VARIABLES: Final = 3_000
-"""Relaxations times variables that one search may take ..."""
-
-LEAST: Final = 20
-"""... but so many relaxations in any case."""
-
-THRESHOLDS: Final = (0.5, 0.25, 0.1, 1e-6)
-"""From which value on a tensor moves, the first with which it fits."""
-
-SLACK: Final = 1e-6
 
 
 def autotm(problem: Problem, bench: Bench | None = None) -> Plan:
@@ -63,14 +52,12 @@ def _decide(room: Room) -> Answer | None:
         return None if found is None else (_choice(room.layers, found.x), found)
 
     variables = sum(len(_movable(layer)) for layer in room.layers)
-    nodes = max(LEAST, VARIABLES // max(1, variables))
-    best = searched(room, solve, sum(layer.items.held for layer in room.layers), nodes)
+    best = searched(room, solve, sum(layer.items.held for layer in room.layers), affordable(variables))
     if best is None:
         return None
     choice, found = best
-    proof = "the optimum" if not found.gap else f"at most {found.gap:.1%} more seconds exposed than the optimum"
     moved = sum(len(option.treatments) for option in choice.values())
-    return Answer(room.level(choice), (f"{moved} tensors move: {proof} of the integer programme",))
+    return Answer(room.level(choice), (f"{moved} tensors move: {found.proof('exposed')}",))
 
 
 def solved(layers: Sequence[Layer], links: Sequence[Link], allowed: float, rate: float, nodes: int) -> Found | None:
@@ -147,7 +134,7 @@ def _rounded(
             out -= wait
             own = programme.whole + number
             candidate[[own, own + count, own + 2 * count]] = np.array([out, back, wait]) / unit
-        if (programme.upper @ candidate <= programme.most + SLACK).all():
+        if programme.allows(candidate):
             return candidate
     return None
 

@@ -12,17 +12,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-__all__ = ["Found", "Programme", "branch_and_bound"]
+__all__ = ["THRESHOLDS", "Found", "Programme", "affordable", "branch_and_bound"]
 
 WHOLE = 1e-6
 """A value so near to a whole number is one."""
+
+VARIABLES: Final = 3_000
+"""Relaxations times variables that one search may take ..."""
+
+LEAST: Final = 20
+"""... but so many relaxations in any case."""
+
+THRESHOLDS: Final = (0.5, 0.25, 0.1, 1e-6)
+"""From which value on a variable is rounded up, the first with which the programme allows it; Checkmate has only the
+first of them."""
+
+SLACK: Final = 1e-6
+"""Bytes by which rounding in the solver may be over."""
 
 SAME = 1e-9
 """Share of a value by which another has to be better to be better."""
@@ -39,6 +52,10 @@ class Programme:
     highest: NDArray[Any]
     whole: int
 
+    def allows(self, x: NDArray[Any]) -> bool:
+        """Whether ``x`` is within the limits of every row."""
+        return bool((self.upper @ x <= self.most + SLACK).all())
+
 
 @dataclass(frozen=True)
 class Found:
@@ -52,6 +69,16 @@ class Found:
     def gap(self) -> float:
         """How much less another might have, as a share of ``value``; 0: proven."""
         return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
+
+    def proof(self, what: str) -> str:
+        """In words, how near to the optimum it is; ``what`` the value counts."""
+        near = "the optimum" if not self.gap else f"at most {self.gap:.1%} more seconds {what} than the optimum"
+        return f"{near} of the integer programme"
+
+
+def affordable(variables: int) -> int:
+    """Relaxations that a search over so many variables may take."""
+    return max(LEAST, VARIABLES // max(1, variables))
 
 
 def branch_and_bound(

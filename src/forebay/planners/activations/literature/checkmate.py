@@ -18,14 +18,14 @@ the best found and how far from the optimum it can be at most. O(2^n) in ops; a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from forebay.planners.activations.items import Item
-from forebay.planners.activations.literature.branching import Found, Programme, branch_and_bound
+from forebay.planners.activations.literature.branching import THRESHOLDS, Found, Programme, affordable, branch_and_bound
 from forebay.planners.activations.literature.layers import Choice, Layer, all_again, reruns
 from forebay.planners.activations.literature.placing import Answer, Room, placed, searched
 from forebay.planners.activations.menu import AGAIN, KEEP, Option
@@ -35,18 +35,6 @@ from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
 __all__ = ["checkmate", "programme_of", "rounded", "solved"]
-
-VARIABLES: Final = 3_000
-"""Relaxations times variables that one search may take ..."""
-
-LEAST: Final = 20
-"""... but so many relaxations in any case."""
-
-THRESHOLDS: Final = (0.5, 0.25, 0.1, 1e-6)
-"""From which value on an op runs again, the first with which it fits: the paper has the first of them alone."""
-
-SLACK: Final = 1e-6
-"""Bytes by which rounding in the solver may be over."""
 
 
 def checkmate(problem: Problem, bench: Bench | None = None) -> Plan:
@@ -63,14 +51,12 @@ def _decide(room: Room) -> Answer | None:
         return None if found is None else (_choice(room.layers, found.x), found)
 
     variables = sum(1 + len(_rerun(layer)) for layer in room.layers)
-    nodes = max(LEAST, VARIABLES // max(1, variables))
-    best = searched(room, solve, sum(layer.items.held for layer in room.layers), nodes)
+    best = searched(room, solve, sum(layer.items.held for layer in room.layers), affordable(variables))
     if best is None:
         return None
     choice, found = best
-    proof = "the optimum" if not found.gap else f"at most {found.gap:.1%} more seconds made again than the optimum"
     again = sum(map(reruns, choice.values()))
-    return Answer(room.level(choice), (f"ops of {again} blocks run again: {proof} of the integer programme",))
+    return Answer(room.level(choice), (f"ops of {again} blocks run again: {found.proof('made again')}",))
 
 
 def solved(layers: Sequence[Layer], allowed: float, nodes: int) -> Found | None:
@@ -139,7 +125,7 @@ def rounded(programme: Programme, layers: Sequence[Layer], x: NDArray[Any]) -> N
             elif count:
                 candidate[start] = 0.0
             start += count
-        if (programme.upper @ candidate <= programme.most + SLACK).all():
+        if programme.allows(candidate):
             return candidate
     return None
 
