@@ -20,6 +20,7 @@ from forebay.errors import DiskFull, ForebayError, StorageError
 from forebay.runtime.hooks import prepared_session
 from tests.faults.crashing import Counted, Crash, crash, fail
 from tests.faults.trained import AMPLE
+from tests.parity.content import content, expect_same
 
 WIDTH = 24
 
@@ -52,11 +53,8 @@ class Trained:
         generations = Generations(folder, SystemFiles())
         return resume_checkpoint(self.session, self.model, self.optimizer, generations, None).step
 
-    def content(self) -> list[torch.Tensor]:
-        """Everything that a checkpoint has to bring back, copied."""
-        states = [value for entry in self.optimizer.state_dict()["state"].values() for value in entry.values()]
-        kept = [*forebay.parameters(self.model).values(), *self.model.buffers(), *states]
-        return [tensor.clone() for tensor in kept]
+    def content(self) -> dict[str, torch.Tensor]:
+        return content(self.model, self.optimizer)
 
 
 class Saves:
@@ -65,7 +63,7 @@ class Saves:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.source, self.reader = Trained(0), Trained(1)
-        self.contents: dict[int, list[torch.Tensor]] = {}
+        self.contents: dict[int, dict[str, torch.Tensor]] = {}
         folder.mkdir()
         self.source.step()
         self.contents[1] = self.source.content()
@@ -83,9 +81,7 @@ class Saves:
         """Resumes from ``folder``: that of one of ``steps`` stands there, every bit of it."""
         step = self.reader.resume(folder)
         assert step in steps
-        found = self.reader.content()
-        assert len(found) == len(self.contents[step])
-        assert all(torch.equal(a, b) for a, b in zip(found, self.contents[step], strict=True))
+        expect_same(self.contents[step], self.reader.content())
         return step
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from forebay.plans import Plan, Update
 from forebay.runtime.hooks import prepared_session
 from tests.faults.crashing import Counted, Crash, crash, fail
 from tests.faults.trained import AMPLE, adamw, disk_plan, network, step
+from tests.parity.content import content, expect_same
 
 
 class Trained:
@@ -45,7 +46,7 @@ class Trained:
         )
         self.session = prepared_session(self.model)
 
-    def step(self) -> list[torch.Tensor]:
+    def step(self) -> dict[str, torch.Tensor]:
         step(self.model, self.optimizer)
         return self.content()
 
@@ -60,9 +61,8 @@ class Trained:
         self.save(number, files, background=background)
         forebay.synchronize(self.model)
 
-    def content(self) -> list[torch.Tensor]:
-        states = [value for entry in self.optimizer.state_dict()["state"].values() for value in entry.values()]
-        return [tensor.clone() for tensor in (*forebay.parameters(self.model).values(), *states)]
+    def content(self) -> dict[str, torch.Tensor]:
+        return content(self.model, self.optimizer)
 
     def close(self) -> None:
         forebay.close(self.model)
@@ -78,19 +78,18 @@ class Reader:
             model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu"
         )
 
-    def found(self, kept: Path) -> tuple[int, list[torch.Tensor]]:
+    def found(self, kept: Path) -> tuple[int, dict[str, torch.Tensor]]:
         shutil.rmtree(self._where, ignore_errors=True)
         shutil.copytree(kept, self._where)
         session = prepared_session(self.model)
         generations = Generations(self._where, SystemFiles())
         number = resume_checkpoint(session, self.model, self.optimizer, generations, None).step
-        states = [value for entry in self.optimizer.state_dict()["state"].values() for value in entry.values()]
-        return number, [tensor.clone() for tensor in (*forebay.parameters(self.model).values(), *states)]
+        return number, content(self.model, self.optimizer)
 
-    def expect(self, kept: Path, number: int, content: list[torch.Tensor]) -> None:
+    def expect(self, kept: Path, number: int, wanted: dict[str, torch.Tensor]) -> None:
         there, found = self.found(kept)
         assert there == number
-        assert all(torch.equal(a, b) for a, b in zip(found, content, strict=True))
+        expect_same(wanted, found)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +151,7 @@ def test_a_crash_at_every_kind_of_operation_leaves_what_stood_or_what_was_to_sta
         trained.close()
         trained = Trained(disk, kept, trained.plan)
         assert forebay.resume(trained.model, trained.optimizer, kept).step == stands[0]
-        assert all(torch.equal(a, b) for a, b in zip(trained.content(), stands[1], strict=True))
+        expect_same(stands[1], trained.content())
     trained.close()
 
 
@@ -219,9 +218,9 @@ def flip(path: Path, place: int) -> None:
 
 def test_damage_is_told_and_nothing_has_changed(trained: Trained, reader: Reader, tmp_path: Path) -> None:
     trained.step()
-    content = trained.step()
+    trained.step()
     trained.save(2)
-    reader.expect(trained.kept, 2, content)
+    reader.expect(trained.kept, 2, trained.content())
     copy = tmp_path / "damaged"
 
     def refused(words: str) -> None:
@@ -229,8 +228,7 @@ def test_damage_is_told_and_nothing_has_changed(trained: Trained, reader: Reader
         with pytest.raises(ForebayError, match=words) as told:
             resume_checkpoint(session, reader.model, reader.optimizer, generations, None)
         assert "\n" not in str(told.value)
-        values = list(forebay.parameters(reader.model).values())
-        assert all(torch.equal(a, b) for a, b in zip(values, content, strict=False))
+        expect_same(trained.content(), content(reader.model, reader.optimizer))
         shutil.rmtree(copy)
 
     def begin() -> dict[str, Path]:

@@ -14,6 +14,7 @@ from forebay.device.cuda import CudaDevice
 from forebay.device.delays import RandomDelays
 from forebay.memory import Kind
 from forebay.timeline import Lane
+from tests.parity.content import states_of
 from tests.parity.device_updating import on_device
 from tests.parity.models import CASES, Case
 from tests.parity.test_delays import NARROW
@@ -42,8 +43,7 @@ def left(case: Case, dtype: torch.dtype, delays: Delays | None, **prepare: Any) 
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     seen = {f"parameter {n}": p.cpu().clone() for n, p in forebay.parameters(model).items()}
-    for i, states in optimizer.state_dict()["state"].items():
-        seen |= {f"{n} of {i}": s.cpu().clone() for n, s in states.items()}
+    seen |= states_of(optimizer)
     peak = device.usage().peak
     forebay.close(model)
     assert device.ledger.live == 0

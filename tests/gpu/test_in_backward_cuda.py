@@ -13,6 +13,7 @@ from forebay.device.cuda import CudaDevice
 from forebay.device.delays import RandomDelays
 from forebay.plans import Plan
 from tests.null.updating import at_home
+from tests.parity.content import states_of
 from tests.parity.in_backward import in_backward
 from tests.parity.models import CASES, Case
 from tests.parity.test_delays import NARROW
@@ -39,8 +40,7 @@ def left(case: Case, plan: Plan, folder: str | None, delays: Delays | None) -> d
         optimizer.step()
         optimizer.zero_grad()
     seen = {f"parameter {n}": p.cpu().clone() for n, p in forebay.parameters(model).items()}
-    for i, states in optimizer.state_dict()["state"].items():
-        seen |= {f"{n} of {i}": s.cpu().clone() for n, s in states.items()}
+    seen |= states_of(optimizer)
     forebay.close(model)
     assert device.ledger.live == 0
     device.close()

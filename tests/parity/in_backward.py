@@ -12,6 +12,7 @@ from forebay.device.base import Delays
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from tests.null.updating import at_home, updating
+from tests.parity.content import states_of
 from tests.parity.models import Case
 from tests.parity.speculating import Run, speculating
 from tests.parity.test_delays import STATES
@@ -53,8 +54,6 @@ def left_by(
         left = {f"loss {step}": stepped(run, step) for step in range(steps)}
         left |= {f"parameter {n}": p for n, p in forebay.parameters(run.model).items()}
         left |= {f"value {n}": p.clone() for n, p in run.model.state_dict().items()}
-        for i, states in run.optimizer.state_dict()["state"].items():
-            left |= {f"{n} of {i}": s.clone() for n, s in states.items()}
-        return left
+        return left | states_of(run.optimizer)
     finally:
         run.close()

@@ -15,6 +15,7 @@ from forebay.arenas import arenas_of
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
+from tests.parity.content import content
 from tests.parity.models import Case
 from tests.parity.test_streaming import everything_on_disk
 
@@ -77,11 +78,7 @@ class InPlace:
         return forebay.resume(self.model, self.optimizer, self.kept).step
 
     def content(self) -> dict[str, torch.Tensor]:
-        found = {f"parameter {n}": v.clone() for n, v in forebay.parameters(self.model).items()}
-        found |= {f"buffer {n}": v.clone() for n, v in self.model.named_buffers()}
-        for number, entry in self.optimizer.state_dict()["state"].items():
-            found |= {f"{state} {number}": value.clone() for state, value in entry.items()}
-        return found
+        return content(self.model, self.optimizer)
 
     def written(self) -> int:
         """Bytes that the disk tier has written."""

@@ -16,6 +16,7 @@ from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Model
 from tests.null.updating import updating
+from tests.parity.content import states_of
 from tests.parity.models import Case, WithLoss, images
 from tests.parity.test_delays import AMPLE, STATES, Narrow, tiered
 
@@ -95,9 +96,7 @@ class Run:
         seen = {f"parameter {n}": p for n, p in forebay.parameters(self.model).items()}
         seen |= {f"value {n}": p.clone() for n, p in self.model.state_dict().items()}
         seen |= {f"gradient {n}": g for n, g in forebay.gradients(self.model).items()}
-        for i, states in self.optimizer.state_dict()["state"].items():
-            seen |= {f"{n} of {i}": s.clone() for n, s in states.items()}
-        return seen
+        return seen | states_of(self.optimizer)
 
     def close(self) -> None:
         forebay.close(self.model)

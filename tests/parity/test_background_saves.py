@@ -21,6 +21,7 @@ from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane
 from forebay.units import MiB
+from tests.parity.content import content, expect_same
 from tests.parity.in_place import MOMENTS, InPlace, adamw, states_on_disk
 from tests.parity.models import CASES, Case
 
@@ -69,11 +70,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, number:
     optimizer.zero_grad()
 
 
-def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    states = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
-    return [tensor.clone() for tensor in (*forebay.parameters(model).values(), *model.buffers(), *states)]
-
-
 @pytest.mark.parametrize(
     ("name", "make"), [("llama", stream), ("convnet", stream), ("llama", ahead), ("llama", in_backward)]
 )
@@ -105,9 +101,7 @@ def test_a_checkpoint_is_what_was_there_although_steps_go_on(name: str, make: An
     model, optimizer = forebay.prepare(model, adamw(model), policy="stream", device_memory=AMPLE, device="cpu")
     for number in range(STEPS):
         assert forebay.resume(model, optimizer, tmp_path / str(number)).step == number
-        found = content(model, optimizer)
-        assert len(found) == len(wanted[number])
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted[number], strict=True)), number
+        expect_same(wanted[number], content(model, optimizer))
     forebay.close(model)
 
 
@@ -127,7 +121,7 @@ def test_whoever_writes_waits_for_a_checkpoint_that_is_on_its_way(tmp_path: Path
     optimizer.load_state_dict(state)
     # And a resume first lets the one before end.
     assert forebay.resume(model, optimizer, tmp_path / "one").step == 1
-    assert all(torch.equal(a, b) for a, b in zip(content(model, optimizer), before, strict=True))
+    expect_same(before, content(model, optimizer))
     forebay.close(model)
     device.close()
 
@@ -152,7 +146,7 @@ def test_a_checkpoint_that_fails_on_its_way_is_told_and_training_goes_on(tmp_pat
     other, its = forebay.prepare(other, adamw(other), policy="stream", device_memory=AMPLE, device="cpu")
     shutil.copytree(folder, tmp_path / "copy")
     assert forebay.resume(other, its, tmp_path / "copy").step == 1
-    assert all(torch.equal(a, b) for a, b in zip(content(other, its), before, strict=True))
+    expect_same(before, content(other, its))
     forebay.close(other)
     forebay.save(model, optimizer, folder, step=3)
     forebay.close(model)
@@ -171,6 +165,5 @@ def test_parameters_in_memory_are_copied_beside_states_that_stay(tmp_path: Path)
     never.steps(range(3))
     wanted = never.content()
     assert never.resume() == 2
-    found = never.content()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    expect_same(wanted, never.content())
     never.close()

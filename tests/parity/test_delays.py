@@ -25,6 +25,7 @@ from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane
 from tests.parity.compare import adamw, assert_same_training
+from tests.parity.content import states_of
 from tests.parity.models import CASES, Case, WithLoss, images
 
 AMPLE = 64 * 2**20
@@ -114,8 +115,7 @@ def train(case: Case, dtype: torch.dtype, delays: Delays | None, **prepare: Any)
                 optimizer.zero_grad(set_to_none=step % 2 == 1)
         rest = {f"gradient of {name}": g for name, g in forebay.gradients(model).items()}
         rest |= {f"parameter {name}": p for name, p in forebay.parameters(model).items()}
-        for i, states in optimizer.state_dict()["state"].items():
-            rest |= {f"{name} of parameter {i}": state for name, state in states.items()}
+        rest |= states_of(optimizer)
         forebay.close(model)
         return Outcome(tuple(losses), rest)
     finally:

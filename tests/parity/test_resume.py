@@ -29,6 +29,7 @@ from forebay.errors import ConfigError, UsageError
 from forebay.optim import AdamW
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import prepared_session
+from tests.parity.content import content, expect_same
 from tests.parity.models import CASES, Case
 from tests.parity.test_streaming import everything_on_disk
 
@@ -70,12 +71,7 @@ class Run:
             self.optimizer.zero_grad()
 
     def content(self) -> dict[str, torch.Tensor]:
-        """Parameters, buffers and states, copied."""
-        found = {f"parameter {n}": v.clone() for n, v in forebay.parameters(self.model).items()}
-        found |= {f"buffer {n}": v.clone() for n, v in self.model.named_buffers()}
-        for number, entry in self.optimizer.state_dict()["state"].items():
-            found |= {f"{state} {number}": value.clone() for state, value in entry.items()}
-        return found
+        return content(self.model, self.optimizer)
 
     def close(self) -> None:
         forebay.close(self.model)
@@ -85,12 +81,6 @@ def everything_on_disk_for(model: nn.Module, make: Make, disk: str) -> Any:
     if make is not adamw:
         pytest.skip("the plan on disk is made for two moments in fp32")
     return everything_on_disk(model, disk)
-
-
-def expect_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 def disturb() -> None:

@@ -16,9 +16,10 @@ from forebay.checkpoint.generations import MANIFEST
 from forebay.memory import Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from tests.parity.content import expect_same
 from tests.parity.in_place import InPlace, states_on_disk, two_places
 from tests.parity.models import CASES
-from tests.parity.test_resume import Run, expect_same
+from tests.parity.test_resume import Run
 
 HALF = 3
 

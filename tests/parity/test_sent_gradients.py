@@ -18,6 +18,7 @@ from forebay.errors import ConfigError, OptimizerError
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.runtime.blocks import find_blocks
+from tests.parity.content import content
 
 WIDTH, DENSITY, STEPS = 40, 0.2, 4
 STATES = ("exp_avg", "exp_avg_sq")
@@ -74,10 +75,7 @@ class Trained:
         return losses
 
     def everything(self) -> dict[str, torch.Tensor]:
-        found = {f"parameter {n}": p.clone() for n, p in forebay.parameters(self.model).items()}
-        for i, states in self.optimizer.state_dict()["state"].items():
-            found |= {f"{n} of {i}": s.clone() for n, s in states.items()}
-        return found
+        return content(self.model, self.optimizer)
 
     def close(self) -> None:
         forebay.close(self.model)
