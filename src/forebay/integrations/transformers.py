@@ -13,14 +13,11 @@ them, and beside them what ``forebay.save`` writes, in the place of the optimize
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -33,6 +30,7 @@ from forebay.exporting import replace_weights
 from forebay.loss import Loss
 from forebay.optim.streamed import StreamedOptimizer
 from forebay.recipes.tasks import is_transformers
+from forebay.runtime.generators import as_drawn_before
 from forebay.runtime.hooks import is_prepared, prepared_session
 from forebay.units import format_bytes, format_seconds
 
@@ -94,7 +92,7 @@ class ForebayMixin(_Base):
         if is_prepared(self._trained):
             return made
         memory = self._memory
-        with self.accelerator.autocast(), _as_drawn_before():
+        with self.accelerator.autocast(), as_drawn_before():
             example = self._example()
             _, self.optimizer = api.prepare(
                 self._trained,
@@ -186,18 +184,6 @@ class ForebayMixin(_Base):
 @final
 class ForebayTrainer(ForebayMixin, Trainer):
     """The ``Trainer`` of transformers with a memory plan: ``memory=Memory("24GiB")`` is all that is new."""
-
-
-@contextmanager
-def _as_drawn_before() -> Iterator[None]:
-    """Leaves the random number generators of the host as they are: the example is data that training draws again."""
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_state)
 
 
 def _expect_served(trainer: Trainer) -> None:

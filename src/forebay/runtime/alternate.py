@@ -11,16 +11,15 @@ random numbers (torch's, NumPy's and Python's) it finds as the caller left them,
 from __future__ import annotations
 
 import contextvars
-import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, final
+from typing import Generic, TypeVar, final
 
-import numpy as np
 import torch
 
 from forebay.device.compiling import as_written
 from forebay.device.turn import Part
+from forebay.runtime.generators import Generators
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.measure import Phase
 from forebay.runtime.turns import Settings
@@ -79,7 +78,7 @@ class _Loop(Part, Generic[Result]):
         context, settings = contextvars.copy_context(), Settings(attachment.session.torch_device)
         self._attachment = attachment
         self._function = function
-        self._generators = _Generators()
+        self._generators = Generators()
         self.result: list[Result] = []
         self.error: BaseException | None = None
         self.ended = threading.Event()
@@ -116,23 +115,3 @@ class _Loop(Part, Generic[Result]):
             if session.phase is Phase.FORWARD:
                 self._attachment.abandon()  # an interrupt that calls no hooks; the scopes are this thread's
             session.watch.uninstall()
-
-
-@final
-class _Generators:
-    """The states of the generators of random numbers that models and loops use without naming them."""
-
-    def __init__(self) -> None:
-        self.keep()
-
-    def keep(self) -> None:
-        """Keeps what they are now. Nothing is drawn."""
-        self._torch = torch.get_rng_state()
-        self._numpy: Any = np.random.get_state()
-        self._python = random.getstate()
-
-    def put_back(self) -> None:
-        """Makes them what they were."""
-        torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
