@@ -97,6 +97,7 @@ class Ledger:
         self._total = 0
         self._peak = 0
         self._at_peak: dict[Kind, int] = dict(self._live)
+        self._high = 0
 
     @property
     def live(self) -> int:
@@ -123,6 +124,8 @@ class Ledger:
                 self.within.charge(kind, nbytes, what)
             self._live[kind] += nbytes
             self._total = total
+            if total > self._high:
+                self._high = total
             if total > self._peak:
                 self._peak = total
                 self._at_peak = dict(self._live)
@@ -157,6 +160,12 @@ class Ledger:
         """A frozen account of this moment."""
         with self._lock:
             return TierUsage(self.tier, self.limit, self._total, self._peak, self._at_peak)
+
+    def level(self) -> tuple[dict[Kind, int], int]:
+        """Bytes live now by kind, and the most that were live at a time since the last call."""
+        with self._lock:
+            high, self._high = self._high, self._total
+            return {kind: nbytes for kind, nbytes in self._live.items() if nbytes}, high
 
     def reset_peak(self) -> None:
         """Starts a new measurement: the peak becomes what is live now."""

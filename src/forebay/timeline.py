@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from operator import itemgetter
 
-from forebay.memory import TierUsage
+from forebay.memory import Kind, Tier, TierUsage
 
-__all__ = ["CROSSING", "Event", "Lane", "Timeline", "covered", "merge_busy"]
+__all__ = ["CROSSING", "Event", "Lane", "Level", "Timeline", "covered", "merge_busy"]
 
 
 class Lane(StrEnum):
@@ -45,14 +46,37 @@ class Event:
     what: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a tier holds at ``time`` (seconds on the device's clock): ``live`` bytes by kind. ``high`` are the most
+    bytes that it held since the level before."""
+
+    time: float
+    tier: Tier
+    live: Mapping[Kind, int]
+    high: int
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """Events in order of their start, the accounts of every tier, and the seconds of each step."""
+    """Events in order of their start, the accounts of every tier, and the seconds of each step.
+
+    ``levels`` are the bytes of tiers over time, in order, of some of the time: what is simulated has those of the
+    device from beginning to end, what runs those of the last step that the byte ledger saw. ``step_starts`` are the
+    times at which the steps began; empty where each begins when the one before has ended, the first at 0.
+    """
 
     events: tuple[Event, ...]
     tiers: tuple[TierUsage, ...]
     step_seconds: tuple[float, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
+    levels: tuple[Level, ...] = ()
+    step_starts: tuple[float, ...] = ()
+
+    def steps(self) -> tuple[tuple[float, float], ...]:
+        """Start and end of every step in seconds on the device's clock."""
+        starts = self.step_starts or accumulate(self.step_seconds, initial=0.0)
+        return tuple((start, start + seconds) for start, seconds in zip(starts, self.step_seconds, strict=False))
 
     def busy(self) -> dict[Lane, float]:
         """Seconds during which each lane had something to do (overlapping events counted once)."""

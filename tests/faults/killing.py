@@ -48,6 +48,8 @@ COMMAND |= {"policy": "stream", "device_memory": "4MiB"}
 class Saying(View):
     """Says when a run goes on, and when it is saved."""
 
+    is_terminal = False
+
     def __init__(self, said: Callable[[str], None]) -> None:
         self._said = said
         self.console: Any = self

@@ -54,6 +54,8 @@ Spoil = Callable[[int, Any], None]
 class Telling(View):
     """Keeps what it is told."""
 
+    is_terminal = False
+
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.console: Any = self

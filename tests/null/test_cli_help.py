@@ -74,6 +74,8 @@ VERIFY_FLAGS = {
     "--json",
 }
 
+REPORT_FLAGS = {"--out", "--plot", "--trace", "--json"}
+
 EXPORT_FLAGS = {"--to", "--format", "--dtype", "--json"}
 
 LAYOUT_FLAGS = {"--capacity", "--layout", "--seconds", "--out", "--json"}
@@ -114,6 +116,7 @@ PLAN_FLAGS = {
         ("plan", "--help"),
         ("compare", "--help"),
         ("verify", "--help"),
+        ("report", "--help"),
         ("export", "--help"),
         ("layout", "--help"),
         ("fragmentation", "--help"),
@@ -151,6 +154,15 @@ def test_the_flags_of_verify_are_these() -> None:
     assert flags_of("verify") == VERIFY_FLAGS
     settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "tile"}
     assert {"--" + name.replace("_", "-") for name in settings} | {"--json"} == VERIFY_FLAGS
+
+
+def test_the_flags_of_report_are_these() -> None:
+    assert flags_of("report") == REPORT_FLAGS
+
+
+def test_every_verb_prints_json_for_who_asks() -> None:
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [verb for verb in verbs if "--json" not in flags_of(verb)] == []
 
 
 def test_the_flags_of_export_are_these() -> None:

@@ -46,6 +46,19 @@ def test_an_account_does_not_change_afterwards() -> None:
     assert (before.live, before.peak, before.at_peak[Kind.STATE]) == (5, 5, 5)
 
 
+def test_a_level_knows_the_most_since_the_one_before() -> None:
+    ledger = Ledger(Tier.DEVICE)
+    ledger.charge(Kind.PARAMETER, 60)
+    ledger.charge(Kind.ACTIVATION, 40)
+    ledger.discharge(Kind.ACTIVATION, 40)
+    assert ledger.level() == ({Kind.PARAMETER: 60}, 100)
+    assert ledger.level() == ({Kind.PARAMETER: 60}, 60)
+    ledger.charge(Kind.GRADIENT, 5)
+    ledger.discharge(Kind.PARAMETER, 60)
+    assert ledger.level() == ({Kind.GRADIENT: 5}, 65)
+    assert ledger.usage().peak == 100  # that of the run is another matter
+
+
 def test_without_a_limit_nothing_is_refused() -> None:
     ledger = Ledger(Tier.HOST)
     ledger.charge(Kind.STATE, 2**60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -48,10 +49,16 @@ def test_a_budget_below_what_is_simulated_is_refused(case: Case) -> None:
 @given(case=cases())
 def test_a_step_ends_with_what_it_began_with(case: Case) -> None:
     program = lower(case.trace, case.plan)
-    usage = play(program, case.trace, case.machine).tiers[0]
+    timeline = play(program, case.trace, case.machine, levels=True)
+    usage = timeline.tiers[0]
     standing = sum(program.standing.get(Tier.DEVICE, {}).values())
     assert standing <= usage.live <= standing + case.trace.held_nbytes
     assert sum(usage.at_peak.values()) == usage.peak
+    # What the device holds over time ends there too, and was never more than the peak, which it comes to.
+    assert sum(timeline.levels[-1].live.values()) == usage.live
+    assert max(level.high for level in timeline.levels) == usage.peak
+    assert all(sum(level.live.values()) <= level.high for level in timeline.levels)
+    assert all(one.time < other.time for one, other in pairwise(timeline.levels))
 
 
 @given(case=cases())

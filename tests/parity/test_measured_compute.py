@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import forebay
+from forebay.memory import Kind, Tier
 from forebay.runtime.measure import SHORTEST
 from forebay.timeline import Event, Lane
 from tests.parity.compare import adamw
@@ -75,3 +76,32 @@ def test_a_block_that_the_model_checkpoints_itself_is_part_of_backward() -> None
     """As in a trace, where what runs in backward is of that phase."""
     seen = visits(compute_events([], resident=False, name="checkpointed"))
     assert seen == [f"forward {n}" for n in LAYERS] + [f"backward {n}" for n in reversed(LAYERS)]
+
+
+def test_the_bytes_of_every_tier_are_noted_as_compute_goes_on() -> None:
+    case = CASES["llama"]
+    model = case.model(torch.float32)
+    plan = plan_for(case, torch.float32, LAYERS[1:3], resident=False, slots=2)
+    model, optimizer = forebay.prepare(
+        model, adamw(list(model.parameters())), plan=plan, device_memory=AMPLE, device="cpu"
+    )
+    for step in range(4):
+        model(**case.inputs(step, torch.float32))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    timeline = forebay.report(model).timeline
+    forebay.close(model)
+    # Of four steps the first two are seen, and the second of these is kept.
+    start, end = timeline.steps()[1]
+    assert all(start <= level.time <= end for level in timeline.levels)
+    assert len(timeline.step_starts) == len(timeline.step_seconds) == 4
+    for usage in timeline.tiers:
+        levels = [level for level in timeline.levels if level.tier is usage.tier]
+        assert all(sum(level.live.values()) <= level.high <= usage.peak for level in levels)
+        assert max(level.high for level in levels) == usage.peak, usage
+    device = [level for level in timeline.levels if level.tier is Tier.DEVICE]
+    assert len(device) > 2 * len(LAYERS)
+    # It fills in forward and is empty again but for the slots in the end.
+    assert sum(device[0].live.values()) <= plan.device
+    assert device[-1].live.keys() <= {Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.TEMPORARY}
+    assert max(level.live.get(Kind.ACTIVATION, 0) for level in device) > 0

@@ -136,7 +136,8 @@ def test_a_signal_finishes_the_step_and_saves(text: Path, tmp_path: Path) -> Non
     stopped = run_in_process(text, tmp_path / "run", Interrupts(2, signal.SIGINT))
     assert len(stopped.losses) == 2
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"run.json", "losses.jsonl", "checkpoint", "lock"}  # no model of a run that is not over
+    kept = {"run.json", "plan.json", "losses.jsonl", "report.json", "checkpoint", "lock"}
+    assert names == kept  # no model of a run that is not over
     # Lines of steps that were not saved are dropped: here of those that a killed process took.
     with (tmp_path / "run" / "losses.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 9.0, "lr": 0.0}\n{"step": 4, "lo')

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, capture_step, chosen_machine, disk_budget, with_ops
 from forebay.collector import collector_paused
-from forebay.errors import ConfigError, DoesNotFit, UnitError
+from forebay.errors import ConfigError, DoesNotFit, StorageError, UnitError
 from forebay.reporting.comparison import LINKS, Candidate, Measured
 from forebay.units import format_bytes, parse_bytes
 
@@ -19,7 +20,20 @@ if TYPE_CHECKING:
     from forebay.plans import Plan, UpdateTime
     from forebay.trace import Trace
 
-__all__ = ["Comparison", "Run", "Shares", "compare", "compare_policies", "parse_budgets", "parse_policies"]
+__all__ = [
+    "Comparison",
+    "Run",
+    "Shares",
+    "compare",
+    "compare_policies",
+    "draw",
+    "expect_picture",
+    "parse_budgets",
+    "parse_policies",
+]
+
+PAGE = ".html"
+"""A picture that is a page."""
 
 STEP = 0.1
 """Between one share of what everything takes and the next."""
@@ -214,3 +228,29 @@ def _candidate(
         exact=not plan.changes_numbers,
     )
     return candidate, plan
+
+
+def expect_picture(path: Path) -> None:
+    """Raises ``ConfigError`` for a file that no picture of a comparison can be written to."""
+    if path.suffix.lower() != PAGE:
+        from forebay.reporting.plot import expect_plottable
+
+        expect_plottable(path, more=(PAGE,))
+    elif not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")
+
+
+def draw(found: Comparison, path: Path) -> None:
+    """Writes the picture of ``found`` to ``path``: a page, or what matplotlib draws. Raises ``StorageError`` where it
+    cannot be written."""
+    if path.suffix.lower() != PAGE:
+        from forebay.reporting.plot import plot
+
+        plot(found.title, found.candidates, path)
+        return
+    from forebay.reporting.compare_page import render_comparison
+
+    try:
+        path.write_text(render_comparison(found.title, found.candidates, found.notes), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write the plot to {path}: {error.strerror or error}") from None

@@ -30,6 +30,7 @@ from forebay.cli.flags import (
     one_disk,
 )
 from forebay.cli.messages import EXIT_NO, errors_as_messages
+from forebay.cli.pictures import report
 from forebay.cli.verbs import export, verify
 from forebay.errors import UsageError
 from forebay.recipes import settings_of
@@ -260,7 +261,10 @@ def compare(
         bool, typer.Option("--measure", help="Also run each policy that fits for a few steps, on this machine.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw step time over device budget, a .png or .svg file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw step time over device budget (.png, .svg) or over device peak (.html)."
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -296,16 +300,14 @@ def _compare(
     from rich.console import Console
 
     from forebay.cli.compare import compare as make_comparison
-    from forebay.cli.compare import parse_budgets, parse_policies
+    from forebay.cli.compare import draw, expect_picture, parse_budgets, parse_policies
     from forebay.cli.plan import make_settings
     from forebay.cli.progress import choose_view
     from forebay.reporting.comparison import comparison_tables
-    from forebay.reporting.plot import expect_plottable
-    from forebay.reporting.plot import plot as draw
 
     settings = make_settings(settings_of(flags["model"]), flags)
     if plot is not None:
-        expect_plottable(plot)  # before minutes of planning
+        expect_picture(plot)  # before minutes of planning
     tell = choose_view(Console(stderr=True)).note
     asked = parse_policies(policies)
     found = make_comparison(settings, parse_budgets(budgets), policies=asked, measure=measure, tell=tell)
@@ -314,7 +316,7 @@ def _compare(
     else:
         Console().print(comparison_tables(found.title, found.candidates, found.notes))
     if plot is not None:
-        draw(found.title, found.candidates, plot)  # last: a file that cannot be written takes no figure with it
+        draw(found, plot)  # last: a file that cannot be written takes no figure with it
     return any(candidate.served for candidate in found.candidates)
 
 
@@ -362,6 +364,7 @@ def _split_files(files: list[Path]) -> tuple[Path | None, list[Path]]:
 
 
 app.command()(verify)
+app.command()(report)
 app.command()(export)
 app.command()(layout)
 app.command()(fragmentation)

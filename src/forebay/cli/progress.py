@@ -6,14 +6,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import fill
 from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forebay.units import format_bytes, format_count, format_seconds
 
 __all__ = ["LiveProgress", "PlainProgress", "StepResult", "View", "choose_view"]
+
+BULLET = "  - "
+"""Begins a sentence of a list."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,12 @@ class View(ABC):
 
     @final
     def note(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """A line that stays. A terminal has the sentences of a list wrapped at words; all else, commands above all, is
+        left whole, so that it can be copied."""
+        lines = text.splitlines()
+        if self.console.is_terminal:
+            lines = [_wrapped(line, self.console.width) if line.startswith(BULLET) else line for line in lines]
+        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     @abstractmethod
     def start(self, steps: int, device_peak: Callable[[], int | None]) -> None:
@@ -98,9 +106,8 @@ class LiveProgress(View):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._progress = Progress(
-            TextColumn("training"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            TextColumn("{task.completed}/{task.total}"),  # a MofNCompleteColumn is cut short where the line is full
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]} tokens/s"),
             TextColumn("device {task.fields[peak]}"),
@@ -135,6 +142,11 @@ class LiveProgress(View):
 def choose_view(console: Console) -> View:
     """A bar for a terminal, lines for a file or a pipe."""
     return LiveProgress(console) if console.is_terminal else PlainProgress(console)
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = " " * len(BULLET)
+    return fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _peak(nbytes: int | None) -> str:

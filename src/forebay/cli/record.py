@@ -10,6 +10,7 @@ from typing import IO, final
 
 from forebay.cli.progress import StepResult
 from forebay.errors import ConfigError, StorageError
+from forebay.reporting.losses import StepLine
 
 __all__ = ["Record", "jsonable"]
 
@@ -22,6 +23,7 @@ class Record:
         self.losses: list[float] = []
         self.skipped = 0
         self.file = file
+        self._elapsed = 0.0
 
     @classmethod
     def opened(cls, path: Path, step: int) -> Record:
@@ -43,11 +45,10 @@ class Record:
         """A step is done."""
         self.losses.append(result.loss)
         self.skipped += bool(result.skipped)
+        seconds, self._elapsed = result.elapsed - self._elapsed, result.elapsed
         if self.file is not None:
-            said = {"step": result.number, "loss": jsonable(result.loss), "lr": result.lr}
-            if result.skipped:
-                said["skipped"] = True
-            self.file.write(json.dumps(said) + "\n")
+            line = StepLine(result.number, jsonable(result.loss), result.lr, seconds, bool(result.skipped))
+            self.file.write(line.to_json() + "\n")
             self.file.flush()
 
     def _read(self, path: Path, step: int) -> int:
@@ -55,20 +56,19 @@ class Record:
         end = 0
         with path.open("rb") as file:
             for number in range(1, step + 1):
-                line = file.readline()
-                end += len(line)
+                text = file.readline()
+                end += len(text)
                 try:
-                    said = json.loads(line)
-                    if said["step"] != number or not line.endswith(b"\n"):
-                        raise ValueError(line)
-                    loss = said["loss"]
-                    self.losses.append(math.nan if loss is None else float(loss))
-                    self.skipped += said.get("skipped") is True
+                    line = StepLine.of(json.loads(text))
+                    if line.step != number or not text.endswith(b"\n"):
+                        raise ValueError(text)
                 except (ValueError, KeyError, TypeError):
                     raise ConfigError(
                         f"{path} does not have the loss of step {number} in line {number}, and step {step} is saved; "
                         f"put the file back as it was"
                     ) from None
+                self.losses.append(line.number)
+                self.skipped += line.skipped
         return end
 
     def __enter__(self) -> Record:

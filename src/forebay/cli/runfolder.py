@@ -1,9 +1,11 @@
 """The folder of one run.
 
 run.json         what decides the numbers: the settings that the run was begun with, and its text
+plan.json        the plan that it runs under
 losses.jsonl     a line for each step
+report.json      what the last process has measured, with the events of its last steps; written however it ends
 checkpoint/      where the run goes on (``forebay.save``)
-plan.json, report.json, config.json, model*.safetensors and the tokenizer: what a whole run leaves
+config.json, model*.safetensors and the tokenizer: what a whole run leaves
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from forebay.cli.record import Record
 from forebay.config import TrainConfig
 from forebay.errors import ConfigError, StorageError
 from forebay.records import dump, load
+from forebay.reporting.losses import LOSSES
 from forebay.tiers.lock import LOCK, FolderLock
 
 if TYPE_CHECKING:
@@ -26,11 +29,12 @@ if TYPE_CHECKING:
 
     from forebay.cli.engine import Engine
     from forebay.data.tokenizers import Tokenizer
+    from forebay.plans import Plan
     from forebay.reporting.run import RunReport
 
-__all__ = ["RunFolder", "RunStart", "begun_with"]
+__all__ = ["PLAN", "REPORT", "RunFolder", "RunStart", "begun_with"]
 
-_RUN, _LOSSES = "run.json", "losses.jsonl"
+_RUN, PLAN, REPORT = "run.json", "plan.json", "report.json"
 
 _NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_norm", "optimizer", "compress", "tile")
 """The settings that decide the numbers, beside the text: a run goes on with those that it was begun with."""
@@ -133,7 +137,7 @@ class RunFolder:
         """
         asked = RunStart(_portable(config), warmup, tokens, text_crc32)
         if self._start is None:
-            self._write(asked)
+            self._write(_RUN, dump(asked))
             return warmup
         begun = self._start
         for name in _NUMBERS:
@@ -150,28 +154,40 @@ class RunFolder:
             )
         return begun.warmup
 
-    def _write(self, start: RunStart) -> None:
-        fresh = self.path / f"{_RUN}.new"
+    def promise(self, plan: Plan) -> None:
+        """Writes the plan that the run is about to begin under. Raises ``StorageError``."""
+        try:
+            # What a process before has measured was under another plan, maybe.
+            (self.path / REPORT).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"--run {self.path}: cannot remove {REPORT}: {error.strerror}") from None
+        self._write(PLAN, plan.to_json())
+
+    def keep(self, report: RunReport) -> None:
+        """Writes what was measured, however the run has ended. Raises ``StorageError``."""
+        self._write(REPORT, report.for_keeping().to_json())
+
+    def _write(self, name: str, text: str) -> None:
+        """A file as a whole, or as it was."""
+        fresh = self.path / f"{name}.new"
         try:
             with fresh.open("wb") as file:
-                file.write(dump(start).encode() + b"\n")
+                file.write(text.encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(fresh, self.path / _RUN)
+            os.replace(fresh, self.path / name)
         except OSError as error:
-            raise StorageError(f"--run {self.path}: cannot write {_RUN}: {error.strerror}") from None
+            raise StorageError(f"--run {self.path}: cannot write {name}: {error.strerror}") from None
 
     def open_record(self, step: int) -> Record:
         """The losses of the first ``step`` steps, and the file that takes those that come. Raises what
         ``Record.opened`` raises."""
-        return Record.opened(self.path / _LOSSES, step)
+        return Record.opened(self.path / LOSSES, step)
 
-    def finish(self, report: RunReport, model: nn.Module, engine: Engine, tokenizer: Tokenizer) -> None:
-        """Writes plan and report, and the model as ``from_pretrained`` reads it."""
+    def finish(self, model: nn.Module, engine: Engine, tokenizer: Tokenizer) -> None:
+        """Writes the model as ``from_pretrained`` reads it."""
         from forebay.checkpoint.export import export_model
 
-        (self.path / "plan.json").write_text(report.plan.to_json() + "\n", encoding="utf-8")
-        (self.path / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
         tokenizer.save(self.path)
         export_model(model, engine.parameters(model), self.path)
 

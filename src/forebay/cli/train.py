@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from forebay.errors import (
     DeviceOutOfMemory,
     DiskFull,
     DoesNotFit,
+    ForebayError,
     ModelError,
     NoRoomTogether,
 )
@@ -138,7 +139,7 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     batch = {name: tensor.to(device) for name, tensor in windows.batch(0).items()}
     model, optimizer, together = _prepared_to_save(config, engine, view, model, batch, device, plan, folder)
     try:
-        view.note(_promise(engine.report(model).plan, config.accumulate, together))
+        _announce(engine.report(model).plan, config, view, folder, together)
         trained = Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
         keeper = None if folder is None else _keeper(config, engine, view, folder, trained)
         taken = _resumed(config, engine, view, folder, trained)
@@ -149,18 +150,46 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
         elif keeper is not None:
             keeper.saved = taken
         accumulate = engine.accumulate if together > 1 else None
-        record = run_loop(config, engine, view, folder, keeper, trained, accumulate, taken or 0)
-        engine.synchronize(model)
+        with _accounted(config, engine, view, folder, model):
+            record = run_loop(config, engine, view, folder, keeper, trained, accumulate, taken or 0)
+            engine.synchronize(model)
         tokens = (len(record.losses) - (taken or 0)) * config.tokens_per_step
         report = replace(engine.report(model), tokens=tokens)
-        if folder is not None and len(record.losses) == config.steps:
-            folder.finish(report, model, engine, tokenizer)
+        if folder is not None:
+            folder.keep(report)
+            if len(record.losses) == config.steps:
+                folder.finish(model, engine, tokenizer)
     except DeviceOutOfMemory as error:
         raise _Overrun(error, engine.report(model), together) from error
     finally:
         engine.close(model)
     skipped = record.skipped if config.nonfinite == "skip" else None
     return TrainResult(report, tuple(record.losses), config.run, skipped)
+
+
+def _announce(plan: Plan, config: TrainConfig, view: View, folder: RunFolder | None, together: int) -> None:
+    """Says what the run is about to begin under, and has ``folder`` keep it."""
+    view.note(_promise(plan, config.accumulate, together))
+    if folder is not None:
+        folder.promise(plan)
+
+
+@contextmanager
+def _accounted(
+    config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, model: nn.Module
+) -> Iterator[None]:
+    """Has ``folder`` keep what was measured where the run ends with an error. What stands in the way of that is shown:
+    what ended the run is what the user has to hear of."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            try:
+                report = engine.report(model)
+                folder.keep(replace(report, tokens=report.steps * config.tokens_per_step))
+            except ForebayError as error:
+                view.note(str(error))
+        raise
 
 
 def _built(config: TrainConfig, source: ModelSource) -> tuple[nn.Module, str | None]:

@@ -143,6 +143,11 @@ class Device(ABC):
         """The device tier's account: exact peak since ``reset_peak``."""
 
     @abstractmethod
+    def level(self) -> tuple[dict[Kind, int], int]:
+        """Bytes of the device tier that are live now by kind, and the most that were live at a time since the last
+        call, as far as the device can see that."""
+
+    @abstractmethod
     def reset_peak(self) -> None:
         """Starts a new measurement of the peak."""
 

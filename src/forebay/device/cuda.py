@@ -298,6 +298,13 @@ class CudaDevice(Device):
         live = torch.cuda.memory_allocated(self._index)
         return TierUsage(Tier.DEVICE, placed.limit, live, peak, MappingProxyType(kinds))
 
+    def level(self) -> tuple[dict[Kind, int], int]:
+        """What the allocator holds now; its peak since the last call nobody knows, without losing that of the run."""
+        placed, high = self.ledger.level()
+        held = torch.cuda.memory_allocated(self._index)
+        placed[Kind.TEMPORARY] = placed.get(Kind.TEMPORARY, 0) + max(0, held - sum(placed.values()))
+        return placed, max(high, held)
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._index)
         self.ledger.reset_peak()

@@ -192,6 +192,9 @@ class FakeDevice(Device):
     def usage(self) -> TierUsage:
         return self.ledger.usage()
 
+    def level(self) -> tuple[dict[Kind, int], int]:
+        return self.ledger.level()
+
     def reset_peak(self) -> None:
         self.ledger.reset_peak()
 

@@ -34,10 +34,11 @@ LINES: Final = 16
 """Policies in a column of the legend, which is as high as the plot."""
 
 
-def expect_plottable(path: Path) -> None:
-    """Raises ``ConfigError`` for a file that a plot cannot be written to, and where matplotlib is missing."""
+def expect_plottable(path: Path, more: Sequence[str] = ()) -> None:
+    """Raises ``ConfigError`` for a file that a plot cannot be written to, and where matplotlib is missing. ``more`` are
+    the names of what else would do."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: a plot is a {' or '.join(SUFFIXES)} file; give it such a name")
+        raise ConfigError(f"--plot {path}: a plot is a {' or '.join((*SUFFIXES, *more))} file; give it such a name")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")
     try:

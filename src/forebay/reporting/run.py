@@ -10,6 +10,7 @@ from typing import Any
 from forebay.errors import ConfigError
 from forebay.memory import Tier, TierUsage
 from forebay.plans import Plan
+from forebay.reporting.steps import for_keeping
 from forebay.timeline import Lane, Timeline
 
 __all__ = ["RUN_SCHEMA", "RunReport"]
@@ -59,10 +60,18 @@ class RunReport:
             return median(self.timeline.step_seconds)
         return self.elapsed / self.steps if self.steps else None
 
+    @property
+    def seen_seconds(self) -> float:
+        """Seconds of ``elapsed`` that the events cover: those of the first steps of a long run are forgotten."""
+        steps, events = self.timeline.steps(), self.timeline.events
+        if not steps or not events or events[0].start <= steps[0][1]:
+            return self.elapsed
+        return max(0.0, self.elapsed - (events[0].start - steps[0][0]))
+
     def busy_shares(self) -> dict[Lane, float]:
-        """Share of ``elapsed`` during which each lane had something to do, 0 to 1."""
-        busy = self.timeline.busy()
-        return {lane: busy[lane] / self.elapsed if self.elapsed > 0 else 0.0 for lane in Lane}
+        """Share of ``seen_seconds`` during which each lane had something to do, 0 to 1."""
+        busy, seconds = self.timeline.busy(), self.seen_seconds
+        return {lane: busy[lane] / seconds if seconds > 0 else 0.0 for lane in Lane}
 
     def usage(self, tier: Tier) -> TierUsage | None:
         """The account of ``tier``, or None if the run has none."""
@@ -105,6 +114,10 @@ class RunReport:
             "predicted": {"step_seconds": self.predicted_step_seconds, "peaks": _by_name(self.predicted_peaks())},
             "measured": {"step_seconds": self.step_seconds, "peaks": _by_name(self.measured_peaks())},
         }
+
+    def for_keeping(self) -> RunReport:
+        """The record as the folder of a run keeps it: of the events those of the last steps (``steps.KEPT_EVENTS``)."""
+        return replace(self, timeline=for_keeping(self.timeline))
 
     def to_json(self) -> str:
         """The whole record, events included, as one JSON object."""

@@ -82,7 +82,9 @@ def _memory(report: RunReport) -> Table:
 
 
 def _lanes(report: RunReport) -> Table:
-    table = figure_table("Lanes over the elapsed time", "lane", ("busy", "moved", "rate while busy"))
+    seen = report.seen_seconds
+    span = "the elapsed time" if seen == report.elapsed else f"the last {format_seconds(seen)}"
+    table = figure_table(f"Lanes over {span}", "lane", ("busy", "moved", "rate while busy"))
     shares, moved, busy = report.busy_shares(), report.timeline.moved(), report.timeline.busy()
     for lane in Lane:
         if busy[lane] <= 0 and moved[lane] == 0:

@@ -14,10 +14,13 @@ What that leaves out, and what stays approximate:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 from typing import final
 
 from forebay.device.base import Device
+from forebay.memory import Ledger
+from forebay.runtime.levels import Levels
 from forebay.timeline import Event, Lane
 from forebay.trace import Block
 
@@ -57,8 +60,10 @@ class Whereabouts:
 class Measurement:
     """The events of a session, the seconds of its steps, and what the compute lane is doing now."""
 
-    def __init__(self, device: Device, whereabouts: Whereabouts) -> None:
+    def __init__(self, device: Device, whereabouts: Whereabouts, beside: Sequence[Ledger] = ()) -> None:
         self._device = device
+        self.levels = Levels(device, beside)
+        """Bytes of the device and of the tiers of the ledgers ``beside``."""
         self._whereabouts = whereabouts
         self._events: deque[Event] = deque(maxlen=EVENT_LIMIT)
         self._verb = ""
@@ -69,6 +74,7 @@ class Measurement:
         self._first_step: float | None = None
         self._step: float | None = None
         self.step_seconds: list[float] = []
+        self.step_starts: list[float] = []
         self._passes = 0
         self._together = 1
         self.micro_batches = 1
@@ -168,16 +174,18 @@ class Measurement:
         else:
             what = self._verb
         self._device.record(Event(Lane.COMPUTE, self._start, max(self._start, end), 0, what))
+        self.levels.note(end)
 
     # Steps.
 
-    def begin_pass(self) -> None:
-        """A training forward begins, the first of its step or a later one."""
+    def begin_pass(self, *, seen: bool) -> None:
+        """A training forward begins, the first of its step or a later one; ``seen``: all that it makes is counted."""
         now = self._device.now()
         if self._first_step is None:
             self._first_step = now
         if self._step is None:
             self._step = now
+            self.levels.begin(now, seen=seen)
         self._passes += 1
 
     def passing_together(self, count: int) -> None:
@@ -187,7 +195,10 @@ class Measurement:
     def end_step(self) -> None:
         """The optimizer's step is done."""
         if self._step is not None:
-            self.step_seconds.append(self._device.now() - self._step)
+            now = self._device.now()
+            self.levels.end(now)
+            self.step_starts.append(self._step)
+            self.step_seconds.append(now - self._step)
             self._step = None
         self.micro_batches, self._passes = max(1, self._passes), 0
         # Passes that failed are counted in both, or in neither.

@@ -111,7 +111,8 @@ class Session:
         self._whereabouts = whereabouts
         self.torch_device = torch.device(resources.device.name)
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
-        self.measure = Measurement(self.device, whereabouts)
+        ledgers = resources.ledgers
+        self.measure = Measurement(self.device, whereabouts, (ledgers.host, ledgers.pinned, ledgers.disk))
         self.saved = SavedTensors(self.access, self.stash, self.watch, self.measure, self._unpacking)
         self._stand_ins = {
             spec.name: stand_in(spec, self.torch_device)
@@ -170,7 +171,7 @@ class Session:
         self._whereabouts.phase = Phase.FORWARD
         self.measure.begin(FORWARD)
         if training:
-            self.measure.begin_pass()
+            self.measure.begin_pass(seen=seen)
         return seen or self._handles_saved
 
     def _look(self) -> None:
@@ -375,7 +376,9 @@ class Session:
             "disk_written": self.store.disk_written,
         }
         used: tuple[TierUsage, ...] = tuple(t for t in tiers if t.peak or t.tier is not Tier.PINNED)
-        return Timeline(self.measure.collect(), used, tuple(self.measure.step_seconds), counters)
+        measure = self.measure
+        steps = tuple(measure.step_seconds), counters, measure.levels.collect(), tuple(measure.step_starts)
+        return Timeline(measure.collect(), used, *steps)
 
     @property
     def elapsed(self) -> float:

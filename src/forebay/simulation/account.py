@@ -26,11 +26,12 @@ class DeviceAccount:
     def __init__(self, standing: Mapping[Kind, int]) -> None:
         self._live = dict.fromkeys(Kind, 0)
         self._live.update(standing)
-        self._total = self._peak = sum(self._live.values())
+        self._total = self._peak = self._high = sum(self._live.values())
         self._at_peak = dict(self._live)
 
     def begin(self, action: Action) -> None:
         """Compute starts: until it ends, the device holds ``action.peak`` bytes more at most."""
+        self._high = max(self._high, self._total + action.peak)
         if self._total + action.peak > self._peak:
             self._peak = self._total + action.peak
             self._at_peak = self._with(action)
@@ -45,9 +46,15 @@ class DeviceAccount:
     def mark(self, running: Action | None) -> None:
         """All that ends at this instant has been applied; ``running`` is the compute that goes on."""
         total = self._total + (running.peak if running is not None else 0)
+        self._high = max(self._high, total)
         if total > self._peak:
             self._peak = total
             self._at_peak = dict(self._live) if running is None else self._with(running)
+
+    def level(self) -> tuple[dict[Kind, int], int]:
+        """Bytes live now by kind, and the most since the last call; what compute takes for a while counts in these."""
+        high, self._high = self._high, self._total
+        return {kind: nbytes for kind, nbytes in self._live.items() if nbytes}, high
 
     def usage(self) -> TierUsage:
         """The account of this moment."""

@@ -82,7 +82,7 @@ def simulate(
     for who simulates many plans. Raises what lowering the plan raises, ``PlanInvalid`` and ``ConfigError``.
     """
     program = lower(trace, plan, micro_batches=micro_batches)
-    return _played(program, trace, machine, plan, costs)
+    return _played(program, trace, machine, plan, costs, levels=True)
 
 
 def limits(trace: Trace, machine: Machine, plan: Plan, *, micro_batches: int = 1) -> dict[Lane, float]:
@@ -128,8 +128,11 @@ def summarise(timeline: Timeline, program: Program, costs: Costs) -> Forecast:
     )
 
 
-def _played(program: Program, trace: Trace, machine: Machine, plan: Plan, costs: Costs | None) -> Timeline:
-    timeline = play(program, trace, machine, costs=costs, settled=not plan.streaming.overlap_update)
+def _played(
+    program: Program, trace: Trace, machine: Machine, plan: Plan, costs: Costs | None, *, levels: bool = False
+) -> Timeline:
+    settled = not plan.streaming.overlap_update
+    timeline = play(program, trace, machine, costs=costs, settled=settled, levels=levels)
     budget = plan.budget
     allowed = {
         Tier.DEVICE: budget.device,

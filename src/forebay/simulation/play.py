@@ -15,14 +15,20 @@ from forebay.simulation.account import DeviceAccount, standing_usages, with_comp
 from forebay.simulation.clock import COMPUTE, Clock, Witness
 from forebay.simulation.costs import Costs
 from forebay.simulation.score import Score
-from forebay.timeline import Event, Lane, Timeline
+from forebay.timeline import Event, Lane, Level, Timeline
 from forebay.trace import Trace
 
 __all__ = ["pace", "play", "step_seconds_of"]
 
 
 def play(
-    program: Program, trace: Trace, machine: Machine, *, costs: Costs | None = None, settled: bool = False
+    program: Program,
+    trace: Trace,
+    machine: Machine,
+    *,
+    costs: Costs | None = None,
+    settled: bool = False,
+    levels: bool = False,
 ) -> Timeline:
     """What happens when ``machine`` runs ``program``, which was lowered from ``trace``.
 
@@ -30,7 +36,7 @@ def play(
     that the runtime measures: a step lasts from the end of the step before it (the first: from the start) to the
     end of the optimizer's step call, which waits for compute, and with ``settled`` (updates that do not overlap) for
     every update and every write to disk too. ``costs`` are those of the trace on the machine, if the caller has
-    them. The accounts of the tiers have no limit.
+    them. The accounts of the tiers have no limit. ``levels``: what the device holds over time is noted too.
 
     Raises ``PlanInvalid`` for an action that waits for one after it or runs on no lane, ``ConfigError`` for a disk
     that is not there.
@@ -39,7 +45,8 @@ def play(
     _refuse_unplayable(program)
     score = Score.of(program, costs, settled=settled)
     account = DeviceAccount(program.standing.get(Tier.DEVICE, {}))
-    clock = Clock(score, _Books(program, account))
+    books = _Books(program, account, levels=levels)
+    clock = Clock(score, books)
     clock.run()
     stalls = _stalls(score.queues[COMPUTE], clock)
     return Timeline(
@@ -47,6 +54,7 @@ def play(
         tiers=(account.usage(), *standing_usages(program)),
         step_seconds=step_seconds_of(score, clock.end),
         counters={"fetches": sum(a.verb is Verb.FETCH for a in program.actions), "stalls": len(stalls)},
+        levels=tuple(books.levels),
     )
 
 
@@ -75,8 +83,12 @@ def _refuse_unplayable(program: Program) -> None:
 class _Books(Witness):
     """The account of the device while a program is played."""
 
-    def __init__(self, program: Program, account: DeviceAccount) -> None:
+    def __init__(self, program: Program, account: DeviceAccount, *, levels: bool) -> None:
         self.account = account
+        self.levels: list[Level] = []
+        """What the device holds whenever it has changed, if that is to be noted."""
+        self._notes = levels
+        self._now = 0.0
         self._actions = program.actions
         self._with = with_compute(program.actions)
         bound = self._with
@@ -88,6 +100,7 @@ class _Books(Witness):
 
     def ended(self, index: int, end: list[float]) -> None:
         """Books the bytes of action ``index``, and those of transfers that only waited for it."""
+        self._now = end[index]
         if index not in self._bound:
             changes = self._actions[index].changes
             if changes:
@@ -110,6 +123,8 @@ class _Books(Witness):
         if self._booked:
             self.account.mark(self._actions[computing] if computing >= 0 else None)
             self._booked = False
+            if self._notes:
+                self.levels.append(Level(self._now, Tier.DEVICE, *self.account.level()))
 
 
 def _stalls(computed: Sequence[int], clock: Clock) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from forebay.cli.compare import Comparison, draw, expect_picture
 from forebay.cli.main import app
 from forebay.errors import ConfigError, StorageError
 from forebay.reporting.comparison import Candidate, Measured
@@ -75,6 +76,22 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "plot.png").mkdir()
     with pytest.raises(StorageError, match="cannot write the plot"):
         plot("a model here", FOUND, tmp_path / "plot.png")
+
+
+def test_a_page_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = Comparison("a model here", FOUND, ("rates are typical",))
+    expect_picture(tmp_path / "plot.html")
+    draw(found, tmp_path / "plot.html")
+    page = (tmp_path / "plot.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and "rates are typical" in page
+    with pytest.raises(ConfigError, match=r"a plot is a \.png or \.svg or \.html file"):
+        expect_picture(tmp_path / "plot.pdf")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        expect_picture(tmp_path / "missing" / "plot.html")
+    (tmp_path / "taken.html").mkdir()
+    with pytest.raises(StorageError, match="cannot write the plot"):
+        draw(found, tmp_path / "taken.html")
 
 
 def test_the_command_refuses_before_it_plans(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""``forebay report``: the folder of a run to a page, a picture and a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.runfolder import PLAN, REPORT, begun_with
+from forebay.errors import ConfigError, ForebayError, StorageError
+from forebay.plans import Plan
+from forebay.reporting.chrome_trace import chrome_trace
+from forebay.reporting.losses import LOSSES, read_losses
+from forebay.reporting.run import RunReport
+from forebay.reporting.run_page import RunPage, render
+
+if TYPE_CHECKING:
+    from forebay.timeline import Timeline
+    from forebay.trace import Trace
+
+__all__ = ["Written", "gather", "report"]
+
+PAGE = "report.html"
+
+SLACK = 0.005
+"""A step that is simulated again and differs by more from the plan's was simulated at other rates."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was shown and where it lies: the page, and the picture and the trace if they were asked for."""
+
+    shown: RunPage
+    page: Path
+    plot: Path | None = None
+    trace: Path | None = None
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints: sizes are bytes, times seconds, rates per second."""
+        shown = self.shown
+        figures = {} if shown.report is None else shown.report.to_json_dict()
+        return {
+            **figures,
+            "steps": len(shown.losses) or figures.get("steps", 0),
+            "loss": [line.loss for line in shown.losses],
+            "policy": shown.plan.planner,
+            "cautions": list(shown.cautions),
+            "notes": list(shown.notes),
+            "dtypes": [entry.to_json_dict() for entry in shown.dtypes],
+            "page": str(self.page),
+            "plot": None if self.plot is None else str(self.plot),
+            "trace": None if self.trace is None else str(self.trace),
+        }
+
+
+def report(source: Path, out: Path | None = None, plot: Path | None = None, trace: Path | None = None) -> Written:
+    """Writes the page of the run in ``source``, a folder of ``--run`` or a report as JSON, to ``out`` (None: beside
+    it); with ``plot`` a picture too, with ``trace`` a Chrome trace.
+
+    Raises ``ConfigError`` for what is no run and ``StorageError`` for files that cannot be read or written.
+    """
+    page = out or (source / PAGE if source.is_dir() else source.with_suffix(".html"))
+    for path, flag in ((page, "--out"), (trace, "--trace")):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no folder {path.absolute().parent}; make it first")
+    if plot is not None:
+        from forebay.reporting.plot import expect_plottable
+
+        expect_plottable(plot)
+    shown = gather(source)
+    _write(page, render(shown))
+    if trace is not None:
+        _write(trace, chrome_trace(_timelines(shown)))
+    if plot is not None:
+        from forebay.reporting.run_plot import plot_run
+
+        plot_run(shown, plot)
+    return Written(shown, page, plot, trace)
+
+
+def gather(source: Path) -> RunPage:
+    """What there is to show of the run in ``source``. Raises as ``report`` does."""
+    if not source.exists():
+        raise ConfigError(f"there is no {source}; give the folder of forebay train --run, or a report as JSON")
+    if not source.is_dir():
+        found = RunReport.from_json(_read(source))
+        return RunPage(source.stem, found.plan, found)
+    settings = begun_with(source)
+    if not settings or not (source / PLAN).exists():
+        raise ConfigError(f"{source} has no plan yet: the run in it ended before it had one; begin it again")
+    plan = Plan.from_json(_read(source / PLAN))
+    kept = RunReport.from_json(_read(source / REPORT)) if (source / REPORT).exists() else None
+    shown = RunPage(
+        title=f"{Path(str(settings['model'])).name}: {source.resolve().name}",
+        plan=plan,
+        report=kept,
+        losses=read_losses(source / LOSSES),
+        steps=settings.get("steps"),
+        tokens_per_step=settings["batch"] * settings["seq"] * settings["accumulate"],
+        settings=settings,
+    )
+    return _foretold(shown)
+
+
+def _foretold(shown: RunPage) -> RunPage:
+    """``shown`` with what the plan foretells and with what is known of the model, which is looked at again, without its
+    weights. Where that cannot be, the page says why and does without."""
+    try:
+        trace, timeline, micro_batches, notes = _simulated(shown)
+    except ForebayError as error:
+        return replace(shown, notes=(*shown.notes, f"what was predicted over a step is not shown: {error}"))
+    from forebay.reporting.dtypes import dtype_ledger
+
+    return replace(
+        shown,
+        forecast=timeline,
+        forecast_micro_batches=micro_batches,
+        blocks={block.name: block.nbytes for block in trace.model.blocks},
+        dtypes=dtype_ledger(trace, shown.plan),
+        notes=(*shown.notes, *notes),
+    )
+
+
+def _simulated(shown: RunPage) -> tuple[Trace, Timeline, int, tuple[str, ...]]:
+    """The step of the run, what happens under its plan on this machine, the micro-batches of that, and remarks."""
+    from forebay.checking import check
+    from forebay.simulation import simulate
+
+    trace, machine = _captured(shown.settings, shown.plan)
+    check(trace, machine, shown.plan)
+    micro_batches = 1 if shown.report is None or shown.report.together > 1 else shown.report.micro_batches
+    timeline = simulate(trace, machine, shown.plan, micro_batches=micro_batches)
+    predicted = shown.plan.seconds_of_step(micro_batches)
+    if not predicted or abs(timeline.step_seconds[-1] / predicted - 1) <= SLACK:
+        return trace, timeline, micro_batches, ()
+    words = "the step is drawn at the rates of this machine as they are known now; the run was planned at others"
+    return trace, timeline, micro_batches, (words,)
+
+
+def _captured(settings: Mapping[str, Any], plan: Plan) -> tuple[Trace, Any]:
+    """One micro-batch of the run, captured again, and this machine."""
+    from forebay.profiler.capture import capture
+    from forebay.profiler.here import this_machine
+    from forebay.recipes.tasks import sample
+    from forebay.tiling import tile
+
+    found = sample(settings["model"], batch=settings["batch"], seq=settings["seq"], dtype=settings["dtype"])
+    if settings.get("tile") is not None:
+        tile(found.model, settings["tile"])
+    machine, _ = this_machine(settings.get("device"), plan.budget.disk)
+    captured = capture(found.model, found.batch, settings["optimizer"], machine.device_kind, loss_piece=plan.loss_piece)
+    return captured.trace, machine
+
+
+def _timelines(shown: RunPage) -> dict[str, Timeline]:
+    found = {} if shown.forecast is None else {"predicted": shown.forecast}
+    return found if shown.report is None else {**found, "measured": shown.report.timeline}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
