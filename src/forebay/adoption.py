@@ -94,6 +94,11 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
     blocks = {b.name: b for b in bound.model.blocks}
     chosen = [(name, "recomputes", "recompute") for name in plan.recompute]
     chosen += [(name, "names ops of", "activations") for s in plan.activations for name in s.blocks]
+    unknown = min(set(plan.read_outside) - blocks.keys(), default=None)
+    if unknown is not None:
+        raise ConfigError(
+            f"the plan has a block {unknown!r} read outside, which the model does not have; make the plan again"
+        )
     for name, does, field in chosen:
         if name not in blocks:
             raise ConfigError(f"the plan {does} a block {name!r} that the model does not have; make the plan again")

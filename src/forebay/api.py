@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -37,7 +37,8 @@ from forebay.reporting.run import RunReport
 from forebay.runtime.accumulate import LossFunction, accumulate_by_block, accumulate_in_order, gains
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.contents import LazyTensors
-from forebay.runtime.hooks import is_prepared, prepared_session, session_of
+from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session, session_of
+from forebay.runtime.own_checkpointing import LEFT_TO_THE_PLAN, leave_to_plan
 from forebay.runtime.session import Session
 from forebay.runtime.wholes import Wholes
 from forebay.safekeeping import keep_in, resume, save
@@ -101,6 +102,8 @@ def prepare(
     where what is at home there has two places, of which no update writes the one that the last checkpoint has: ``save``
     to this folder copies none of it. It belongs to this model until ``close``.
 
+    Activation checkpointing that a model of transformers does by itself is left to a plan that knows the activations.
+
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
     """
@@ -112,6 +115,7 @@ def prepare(
     budget = Budget.of(device_memory, host_memory, disk)
     opened = open_device(device, budget.device)
     kept = None
+    switch_on = leave_to_plan(model) if plan is not None or batch is not None else None
     try:
         bound = find_blocks(model, blocks)
         expect_trainable(model, bound, optimizer, opened)
@@ -121,11 +125,23 @@ def prepare(
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
         plan = with_tiles(plan, model, batch, torch.device(opened.name))
+        if plan.read_outside:
+            bound = find_blocks(model, blocks, plan.read_outside)
         if crash_safe is not None:
             expect_two_places(plan)
             kept = keep_in(crash_safe, budget.disk)
-        return open_session(model, optimizer, bound, rule, plan, opened, owns_device=opened is not device, kept=kept)
+        if switch_on is not None and plan.fingerprint:
+            plan = replace(plan, reasons=(*plan.reasons, LEFT_TO_THE_PLAN))
+        elif switch_on is not None:
+            switch_on()  # nobody knows the activations: the model goes on as it was told
+        owns = opened is not device
+        prepared = open_session(model, optimizer, bound, rule, plan, opened, owns_device=owns, kept=kept)
+        if switch_on is not None:
+            attachment_of(model).at_end(switch_on)
+        return prepared
     except BaseException:
+        if switch_on is not None:
+            switch_on()
         if kept is not None:
             kept.lock.close()
         if opened is not device:
@@ -174,7 +190,7 @@ class _Asking:
         trace, unseen = self._captured(piece)
         machine, notes = (None, ()) if trace is None else this_machine(self.device.name, self.budget.disk)
         problem = Problem(
-            model=self.bound.model,
+            model=self.bound.model if trace is None else trace.model,
             footprint=unseen,
             budget=self.budget,
             host_limit=limits[Tier.HOST],

@@ -7,6 +7,7 @@
     │   ├── ModelError           a model, batch or device that cannot be prepared
     │   │   └── CaptureFailed    a model whose step cannot run under fake tensors
     │   ├── OptimizerError       an optimizer, or an option of one, that forebay does not run
+    │   ├── MissingLibrary       a library that is not installed, with the line that installs it
     │   └── PlanInvalid          a plan that would read what is not there, or do something twice or never
     ├── DoesNotFit               no plan keeps the promise that the budget asks for
     │   ├── CannotServe          a policy is not for this model or this machine, whatever the budget
@@ -45,6 +46,7 @@ __all__ = [
     "ForebayError",
     "GradientUsedUp",
     "HostOutOfMemory",
+    "MissingLibrary",
     "ModelError",
     "NoRoomTogether",
     "NotFinite",
@@ -84,6 +86,10 @@ class CaptureFailed(ModelError):
 
 class OptimizerError(UsageError):
     """An optimizer, or an option of one, that forebay does not run."""
+
+
+class MissingLibrary(UsageError, ImportError):
+    """A library that this needs is not installed."""
 
 
 class PlanInvalid(UsageError):

@@ -87,6 +87,13 @@ class Block:
         return outer if outer and inside and not self.held else None
 
     @cached_property
+    def is_read_outside(self) -> bool:
+        """Whether the model itself reads parameters of other modules, outside of their forward (a head's weight, for a
+        loss of its own): they are there from the beginning of its forward to the end."""
+        names = (name for p in self.parameters for name in (p.name, *p.aliases))
+        return "" in self.modules and all("." in name for name in names)
+
+    @cached_property
     def trainable_numel(self) -> int:
         """Number of elements that an optimizer updates."""
         return sum(p.numel for p in self.parameters if p.trainable)

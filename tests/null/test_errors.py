@@ -17,6 +17,7 @@ TREE = {
     "CaptureFailed": ("ModelError",),
     "PlanInvalid": ("UsageError",),
     "OptimizerError": ("UsageError",),
+    "MissingLibrary": ("UsageError", "ImportError"),
     "DoesNotFit": ("ForebayError",),
     "CannotServe": ("DoesNotFit",),
     "NoRoomTogether": ("DoesNotFit",),

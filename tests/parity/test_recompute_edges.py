@@ -260,3 +260,37 @@ def test_blocks_that_cannot_be_recomputed_are_refused(names: list[str], message:
     plan = plan_of(find_blocks(model).model, names, resident=True)
     with pytest.raises(ConfigError, match=message):
         forebay.prepare(model, adamw(list(model.parameters())), plan=plan, device_memory=AMPLE, device="cpu")
+
+
+class Scaled(nn.Module):
+    """Its backward reads a frozen parameter as it is, not by way of a view: a norm's weight under adapters, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.rand(32) + 0.5, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() * self.scale
+
+
+def test_a_frozen_parameter_of_a_recomputed_block_may_leave_before_backward_reads_it() -> None:
+    def losses(policy: str | None) -> list[float]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(Scaled() for _ in range(4)))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+        x = torch.randn(4, 32)
+        if policy is not None:
+            model, optimizer = forebay.prepare(model, optimizer, x, device_memory="128KiB", policy=policy)
+        found = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        forebay.close(model)
+        return found
+
+    assert losses("stream-recompute") == losses("recompute") == losses(None)

@@ -4,35 +4,49 @@
 
     trainer = ForebayTrainer(model, args, train_dataset=data, memory=Memory("24GiB", host_memory="96GiB"))
 
-For another trainer (TRL's, your own) put the mixin in front: ``class MyTrainer(ForebayMixin, SFTTrainer)``.
+For another trainer (TRL's, your own) put the mixin in front: ``class MyTrainer(ForebayMixin, DPOTrainer)``.
 
 What the Trainer does stays as it is: its loop, data, logging, evaluation, callbacks. The model is prepared where the
 Trainer makes its optimizer, with a plan for one micro-batch. Checkpoints hold the weights as ``from_pretrained`` reads
-them, and beside them what ``forebay.save`` writes, in the place of the optimizer's pickle.
+them, or the adapters alone, and beside them what ``forebay.save`` writes, in the place of the optimizer's pickle.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import Trainer
-from transformers.utils import logging
 
 from forebay import api
 from forebay.errors import ConfigError, ModelError
 from forebay.exporting import replace_weights
-from forebay.loss import Loss
+from forebay.integrations import missing
+from forebay.integrations.common import (
+    FOLDER,
+    Memory,
+    as_drawn_before,
+    figures,
+    in_words,
+    resume_in,
+    save_in,
+    stream_quantised,
+    warnings_of,
+)
 from forebay.optim.streamed import StreamedOptimizer
 from forebay.recipes.tasks import is_transformers
-from forebay.runtime.generators import as_drawn_before
-from forebay.runtime.hooks import is_prepared, prepared_session
-from forebay.units import format_bytes, format_seconds
+from forebay.runtime.hooks import is_prepared
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import Trainer
+    from transformers.utils import logging
+except ImportError as error:
+    raise missing("transformers", error) from error
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -41,29 +55,10 @@ else:
 
 __all__ = ["FOLDER", "ForebayMixin", "ForebayTrainer", "Memory"]
 
-FOLDER = "forebay"
-"""Of a checkpoint of the Trainer: the folder with what ``forebay.save`` wrote."""
-
 _CHECKPOINTING: Final = frozenset({"gradient_checkpointing", "activation_checkpointing"})
 """Names that one argument of the Trainer has had in its versions."""
 
 _log = logging.get_logger(__name__)
-
-
-@final
-@dataclass(frozen=True)
-class Memory:
-    """What ``forebay.prepare`` is asked for, in its words. ``example`` is a batch as the data collator makes it, the
-    largest that training will see; None: the first of the training data, which is right where all have one length."""
-
-    device_memory: int | str
-    host_memory: int | str | None = None
-    disk: str | None = None
-    policy: str = "auto"
-    loss: Loss = "auto"
-    compress: int = 0
-    blocks: tuple[str, ...] | None = None
-    example: Mapping[str, Any] | None = None
 
 
 class ForebayMixin(_Base):
@@ -91,21 +86,9 @@ class ForebayMixin(_Base):
         made = super().create_optimizer() if model is None else super().create_optimizer(model)
         if is_prepared(self._trained):
             return made
-        memory = self._memory
+        stream_quantised(self._trained)
         with self.accelerator.autocast(), as_drawn_before():
-            example = self._example()
-            _, self.optimizer = api.prepare(
-                self._trained,
-                made,
-                example,
-                device_memory=memory.device_memory,
-                host_memory=memory.host_memory,
-                disk=memory.disk,
-                policy=memory.policy,
-                loss=memory.loss,
-                compress=memory.compress,
-                blocks=memory.blocks,
-            )
+            self.optimizer = self._memory.prepare(self._trained, made, self._example(), self.args.device)
         _say(self._trained)
         return self.optimizer
 
@@ -117,6 +100,10 @@ class ForebayMixin(_Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes the weights a tensor at a time; what else belongs to the folder is the Trainer's own."""
+        if state_dict is None and is_prepared(self._trained) and _is_peft(self._trained):
+            from forebay.integrations.peft import adapter_state
+
+            state_dict = adapter_state(self._trained)  # type: ignore[arg-type]
         if state_dict is not None or not is_prepared(self._trained) or not is_transformers(self._trained):
             super()._save(output_dir, state_dict)
             return
@@ -128,27 +115,26 @@ class ForebayMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """What ``forebay.save`` writes: bit for bit, streamed, and nothing that is unpickled."""
-        path, step, optimizer = Path(output_dir) / FOLDER, self.state.global_step, self._prepared_optimizer()
-        try:
-            api.save(self._trained, optimizer, path, step=step, scheduler=self.lr_scheduler)
-        finally:
-            # Nobody writes there again, but somebody may read it, or remove it for a newer one.
-            prepared_session(self._trained).unlock(path)
+        if _is_peft(self._trained):
+            # The Trainer's own files: only adapters have states, and the frozen model is in no checkpoint of theirs.
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        path, optimizer = Path(output_dir) / FOLDER, self._prepared_optimizer()
+        save_in(path, self._trained, optimizer, self.state.global_step, self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        path = Path(checkpoint) / FOLDER
-        if not path.is_dir():
-            raise ConfigError(
-                f"{checkpoint} holds no optimizer states of forebay; resume from a checkpoint that this trainer wrote "
-                f"with save_only_model off"
-            )
-        optimizer = self._prepared_optimizer()
-        try:
-            api.resume(self._trained, optimizer, path, scheduler=self.lr_scheduler)
-        finally:
-            prepared_session(self._trained).unlock(path)
+        if _is_peft(self._trained):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        resume_in(Path(checkpoint) / FOLDER, self._trained, self._prepared_optimizer(), self.lr_scheduler)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """What the Trainer says when it is done has the figures of the run too, for all of its loggers."""
+        if "train_runtime" in logs and is_prepared(self._trained):
+            logs = {**logs, **figures(self._trained)}
+        super().log(logs, *args, **kwargs)
 
     @property
     def _trained(self) -> nn.Module:
@@ -163,8 +149,8 @@ class ForebayMixin(_Base):
             raise ModelError("the model is not prepared; train or evaluate first")
         return optimizer
 
-    def _example(self) -> dict[str, Any]:
-        """What the model's forward will be called with, as ``compute_loss`` calls it."""
+    def _example(self) -> Any:
+        """What the model's forward will be called with: as ``compute_loss`` calls it, whatever trainer's that is."""
         batch = self._memory.example
         if batch is None:
             if self.train_dataset is None:
@@ -172,18 +158,50 @@ class ForebayMixin(_Base):
                     "there is no training data to plan for; give Memory an example: a batch as the collator makes it"
                 )
             batch = next(iter(self.get_train_dataloader()))
-        example = dict(batch)
-        labelled = "labels" in example
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            example.pop("labels", None)
-        if self.model_accepts_loss_kwargs and labelled:
-            example["num_items_in_batch"] = (example["labels"] != -100).sum() if "labels" in example else None
-        return example
+        inputs: dict[str, Any] = dict(batch)
+        counted = (inputs["labels"] != -100).sum() if "labels" in inputs else None
+        try:
+            self.compute_loss(_Listener(self._trained), inputs, num_items_in_batch=counted)  # type: ignore[arg-type]
+        except _Called as call:
+            return call.keywords or call.arguments
+        raise ConfigError(
+            f"compute_loss of {type(self).__name__} does not call the model that it is given, so there is no step to "
+            f"plan for; call it there, or train with forebay.prepare in a loop of your own"
+        )
 
 
 @final
 class ForebayTrainer(ForebayMixin, Trainer):
     """The ``Trainer`` of transformers with a memory plan: ``memory=Memory("24GiB")`` is all that is new."""
+
+
+@final
+class _Called(Exception):
+    """The model was called. Ends ``compute_loss`` there."""
+
+    def __init__(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+        self.keywords = dict(keywords)
+
+
+@final
+class _Listener:
+    """Stands for a model that is about to be called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Called(args, kwargs)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    library = sys.modules.get("peft")
+    return library is not None and isinstance(model, library.PeftModel)
 
 
 def _expect_served(trainer: Trainer) -> None:
@@ -201,18 +219,15 @@ def _expect_served(trainer: Trainer) -> None:
     for is_asked, what, remedy in refused:
         if is_asked:
             raise ConfigError(f"the trainer's arguments ask for {what}, which forebay does not serve: {remedy}")
-    for name in _CHECKPOINTING.intersection(field.name for field in fields(args)):
-        if getattr(args, name):
-            _log.warning(f"{name} is left to forebay, whose plan says what is computed again")
-            setattr(args, name, False)
+    asked = [name for name in sorted(_CHECKPOINTING.intersection(f.name for f in fields(args))) if getattr(args, name)]
+    for name in asked:
+        setattr(args, name, False)
+    if asked:
+        _log.warning(f"{asked[-1]} is left to forebay, whose plan says what is computed again")
 
 
 def _say(model: nn.Module) -> None:
     plan = api.report(model).plan
-    seconds = (
-        "" if plan.step_seconds is None else f", about {format_seconds(plan.step_seconds)} a micro-batch and update"
-    )
-    peaks = ", ".join(f"{tier.value} {format_bytes(nbytes)}" for tier, nbytes in plan.peaks().items() if nbytes)
-    _log.info(f"forebay ({plan.planner}): {peaks}{seconds}")
-    for line in plan.changes_numbers:
+    _log.info(in_words(plan))
+    for line in warnings_of(plan):
         _log.warning(line)

@@ -197,6 +197,7 @@ class Bench:
             pinned=self.pinned(sizes),
             recompute=draft.recompute,
             activations=draft.activations,
+            read_outside=tuple(block.name for block in self.model.blocks if block.is_read_outside),
             fingerprint=self._fingerprint,
             reasons=reasons,
             changes_numbers=(

@@ -116,6 +116,10 @@ def capture(
 
     with collector_paused(), _one_thread():
         step, trace = run(Routing.BALANCED)
+        if step.recorder.read_outside:
+            # What such parameters are there for shows only when the step runs: now the root asks for them.
+            bound = find_blocks(model, blocks, step.recorder.read_outside)
+            step, trace = run(Routing.BALANCED)
         extremes: list[Trace] = []
         for routing in EXTREMES if step.recorder.values.asked else ():
             _, extreme = run(routing)
@@ -249,7 +253,7 @@ class _Step:
             for spec in block.parameters:
                 real = self._bound.parameters[spec.name]
                 made = state[spec.name] = self._fake(real).requires_grad_(real.requires_grad)
-                self.recorder.source(made, Kind.PARAMETER, spec.name)
+                self.recorder.parameter(made, spec.name, block)
                 if real.requires_grad:
                     made.register_post_accumulate_grad_hook(self.recorder.gradient)
         for name, buffer in self._model.named_buffers():

@@ -21,7 +21,7 @@ from forebay.profiler.routing import Routing
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
 from forebay.runtime.recompute import CACHES
-from forebay.trace import Phase
+from forebay.trace import Block, Phase
 
 __all__ = ["RawOp", "Recorder"]
 
@@ -65,6 +65,9 @@ class Recorder(TorchDispatchMode):
         # Modules whose forward is running, innermost last, each with its place.
         self._running: list[tuple[str, tuple[str, int]]] = []
         self._calls = 0
+        # Blocks whose parameters were read while none of the modules ran that ask for them.
+        self.read_outside: set[str] = set()
+        self._askers: dict[int, Block] = {}  # by the number of a parameter's root
         # By call: how many ops of the step had run when the last tensor was saved in it.
         self.saves: dict[int, int] = {}
         # By call: numbers of the tensors that own the storages of its arguments.
@@ -159,6 +162,19 @@ class Recorder(TorchDispatchMode):
         """``tensor`` is a parameter, buffer or input."""
         self.roots.add(tensor, source=kind, name=name)
 
+    def parameter(self, tensor: torch.Tensor, name: str, block: Block) -> None:
+        """``tensor`` is the parameter ``name`` of ``block``."""
+        root = self.roots.add(tensor, source=Kind.PARAMETER, name=name)
+        if not block.held:
+            self._askers[root.number] = block
+
+    def _follow_reads(self, numbers: tuple[int, ...]) -> None:
+        """Notes the blocks whose parameters a forward reads where they are not asked for."""
+        for number in numbers:
+            block = self._askers.get(self.roots.made[number].root.number)
+            if block is not None and not any(name in block.modules for name, _ in self._running):
+                self.read_outside.add(block.name)
+
     def gradient(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` is complete; it is noted and taken off."""
         made = parameter.grad
@@ -222,6 +238,8 @@ class Recorder(TorchDispatchMode):
             return result
         made = tuple(dict.fromkeys([self._output(t, lifted or is_view(func)) for t in outputs]))
         self.values.follow(outputs)
+        if self.phase is Phase.FORWARD:
+            self._follow_reads(numbers)
         work = self.works.add(func, args, kwargs, result)
         self.ops.append(RawOp(work, numbers, made, *self._noted_place(), self.phase))
         return result

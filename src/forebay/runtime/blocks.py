@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from forebay.device.compiling import refuse_compiled_root
 from forebay.errors import ModelError
@@ -31,16 +32,21 @@ class BoundModel:
     modules: dict[str, nn.Module]
 
 
-def find_blocks(root: nn.Module, override: Sequence[str] | None = None) -> BoundModel:
+def find_blocks(
+    root: nn.Module, override: Sequence[str] | None = None, read_outside: Collection[str] = ()
+) -> BoundModel:
     """The blocks of ``root``.
 
     Every child of a repeated ``ModuleList`` or ``Sequential`` is a block, and so is every tile of a weight; so is every
     module named in ``override``, where given, instead of those. Modules outside of them are merged with their
     neighbours up to a balanced size. A tied parameter belongs to the block of its first owner, and every owner's
-    forward asks for that block. Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that
-    cannot move, and for a root that was compiled in place.
+    forward asks for that block; for the blocks named in ``read_outside`` the root's does too.
+
+    Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, and for a root
+    that was compiled in place.
     """
     refuse_compiled_root(root)
+    _refuse_holding(root)
     parameters = dict(root.named_parameters())
     names = _names(root)
     for name, parameter in parameters.items():
@@ -71,13 +77,42 @@ def find_blocks(root: nn.Module, override: Sequence[str] | None = None) -> Bound
     blocks = []
     for start, members in groups:
         specs, nbytes = _lay_out([(p, parameters[p]) for p in members], names)
-        held = any(_encloses(owner, other, owners) for owner in asked[start] for other, _ in groups if other != start)
-        blocks.append(Block(start, specs, tuple(asked[start]), nbytes, held and start not in starts))
+        askers = asked[start]
+        held = any(_encloses(owner, other, owners) for owner in askers for other, _ in groups if other != start)
+        held = held and start not in starts
+        if start in read_outside:
+            held, askers = True, [*askers, ""]
+        blocks.append(Block(start, specs, tuple(dict.fromkeys(askers)), nbytes, held))
     buffers = sum(b.nbytes for b in {id(b): b for b in root.buffers()}.values())
     return BoundModel(Model(tuple(blocks), buffers), parameters, modules)
 
 
+def _refuse_holding(root: nn.Module) -> None:
+    """Raises ``ModelError`` for layers that hang their weight on autograd's nodes themselves, where no hook sees it."""
+    for name, module in root.named_modules():
+        quantised = (type(p) for p in module._parameters.values() if p is not None and type(p) is not nn.Parameter)
+        if not _is_of("bitsandbytes", type(module)) or not any(_is_of("bitsandbytes", kind) for kind in quantised):
+            continue
+        what = type(module).__name__
+        remedy = "call forebay.integrations.bitsandbytes.stream(model) before prepare()"
+        if "4" not in what:
+            remedy = "load the model in 4 bits (load_in_4bit), which forebay serves"
+        raise ModelError(
+            f"{name} is a {what} of bitsandbytes, which keeps its weight from forward to backward; {remedy}"
+        )
+
+
+def _is_of(library: str, kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == library
+
+
 def _refuse_immovable(name: str, parameter: nn.Parameter) -> None:
+    value: object = parameter.data
+    if is_traceable_wrapper_subclass(value):
+        raise ModelError(
+            f"parameter {name} is a {type(value).__name__}, which is several tensors in one; forebay moves "
+            f"plain ones: quantise with bitsandbytes in 4 bits, or not at all"
+        )
     if parameter.layout is not torch.strided or not _is_dense(parameter):
         raise ModelError(f"parameter {name} is sparse or overlaps itself; make it dense (parameter.contiguous())")
     if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -132,7 +132,7 @@ class Recomputation:
             for i, tensor in zip(places, unpacked, strict=True):
                 filled[i] = tensor
             args, kwargs = _rewound(tree_unflatten(filled, spec))
-            with self._replaying(module, Replay(record)):
+            with self._replaying(module, Replay(record)), _as_they_are_now():
                 self._around(choice.block, lambda: _call(module, args, kwargs))
 
         checkpoint: Region = _checkpoint_without_reentrant_generator(
@@ -182,6 +182,19 @@ def _explained(block: str, record: Record) -> Iterator[None]:
             raise ModelError(not_the_same(block, _first_line(error))) from error
 
     with saved_tensors_hooks(noted, explained):
+        yield
+
+
+@contextmanager
+def _as_they_are_now() -> Iterator[None]:
+    """The saved-tensor hooks of a recomputation. They keep a frozen parameter as the object that it is, and that points
+    elsewhere when its block is hidden, before backward reads it: so they are given its present tensor."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def present(tensor: torch.Tensor) -> Any:
+        return pack(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
+
+    with saved_tensors_hooks(present, unpack):
         yield
 
 

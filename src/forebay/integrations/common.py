@@ -1,0 +1,162 @@
+"""What the integrations have in common: what is asked of a plan, an example of a batch, the figures of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from forebay import api
+from forebay.errors import ConfigError
+from forebay.loss import Loss
+from forebay.memory import Tier
+from forebay.plans import Plan
+from forebay.runtime import generators
+from forebay.runtime.hooks import prepared_session
+from forebay.units import format_bytes, format_seconds
+
+__all__ = [
+    "FOLDER",
+    "Memory",
+    "as_drawn_before",
+    "figures",
+    "in_words",
+    "resume_in",
+    "save_in",
+    "stream_quantised",
+    "warnings_of",
+]
+
+FOLDER: Final = "forebay"
+"""Of a framework's checkpoint: the folder with what ``forebay.save`` wrote."""
+
+
+@final
+@dataclass(frozen=True)
+class Memory:
+    """What ``forebay.prepare`` is asked for, in its words. ``example`` is what the model is called with for the largest
+    batch that training will see; None: the first of the training data, which is right where all have one length."""
+
+    device_memory: int | str
+    host_memory: int | str | None = None
+    disk: str | None = None
+    policy: str = "auto"
+    loss: Loss = "auto"
+    compress: int = 0
+    blocks: tuple[str, ...] | None = None
+    example: Any = None
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, device: torch.device | None = None
+    ) -> torch.optim.Optimizer:
+        """Puts a plan for ``batch`` under ``model``; returns the optimizer to use. Raises what ``forebay.prepare``
+        raises."""
+        return api.prepare(
+            model,
+            optimizer,
+            batch,
+            device_memory=self.device_memory,
+            host_memory=self.host_memory,
+            disk=self.disk,
+            policy=self.policy,
+            loss=self.loss,
+            compress=self.compress,
+            blocks=self.blocks,
+            device=device,
+        )[1]
+
+
+@contextmanager
+def as_drawn_before(*loaders: object) -> Iterator[None]:
+    """Leaves the random number generators of the host, and those of ``loaders`` of data, as they are: the example is
+    data that training draws again."""
+    own = [(generator, generator.get_state()) for loader in loaders for generator in _generators(loader)]
+    try:
+        with generators.as_drawn_before():
+            yield
+    finally:
+        for generator, state in own:
+            generator.set_state(state)
+
+
+def _generators(loader: object) -> Iterator[torch.Generator]:
+    """Those that a data loader and its samplers have of their own."""
+    if not isinstance(loader, DataLoader):
+        return
+    inner = vars(loader.batch_sampler).get("sampler") if isinstance(loader.batch_sampler, Sampler) else None
+    for holder in (loader, loader.sampler, inner):
+        generator = None if holder is None else vars(holder).get("generator")
+        if isinstance(generator, torch.Generator):
+            yield generator
+
+
+def save_in(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, scheduler: Any = None) -> None:
+    """``forebay.save`` into ``path``, which is left to others at once: nobody writes there again, but somebody may read
+    it, or remove it for a newer one."""
+    try:
+        api.save(model, optimizer, path, step=step, scheduler=scheduler)
+    finally:
+        prepared_session(model).unlock(path)
+
+
+def resume_in(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> int:
+    """``forebay.resume`` from ``path``; returns the optimizer steps so far. Raises ``ConfigError`` where nobody has
+    called ``save_in``."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path.parent} holds no optimizer states of forebay; resume from a checkpoint that was written with it, "
+            f"optimizer states included"
+        )
+    try:
+        return api.resume(model, optimizer, path, scheduler=scheduler).step
+    finally:
+        prepared_session(model).unlock(path)
+
+
+def in_words(plan: Plan) -> str:
+    """``plan`` in one line, for a log."""
+    seconds = plan.step_seconds
+    pace = "" if seconds is None else f", about {format_seconds(seconds)} a micro-batch and update"
+    peaks = ", ".join(f"{tier.value} {format_bytes(nbytes)}" for tier, nbytes in plan.peaks().items() if nbytes)
+    return f"forebay ({plan.planner}): {peaks}{pace}"
+
+
+def warnings_of(plan: Plan) -> tuple[str, ...]:
+    """What to know of ``plan`` before it runs: what changes numbers, and, where that is so, that nobody knows the
+    activations."""
+    blind = () if plan.fingerprint else plan.reasons
+    return (*plan.changes_numbers, *blind)
+
+
+def figures(model: nn.Module) -> Mapping[str, float]:
+    """What was predicted for the run of a prepared model and what was measured so far, by names that any logger takes:
+    seconds of a step, and peaks of every tier in bytes. What is not known is left out.
+
+    Raises ``UsageError`` for a model that is not prepared.
+    """
+    record = api.report(model)
+    found: dict[str, float | None] = {
+        "forebay_predicted_step_seconds": record.predicted_step_seconds,
+        "forebay_step_seconds": record.step_seconds,
+    }
+    predicted, measured = record.predicted_peaks(), record.measured_peaks()
+    for tier in Tier:
+        if predicted[tier] or measured[tier]:
+            found[f"forebay_predicted_{tier.value}_bytes"] = predicted[tier]
+            found[f"forebay_{tier.value}_bytes"] = measured[tier]
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def stream_quantised(model: nn.Module) -> None:
+    """Has layers of bitsandbytes let go of their weights, where there are any (``bitsandbytes.stream``)."""
+    if "bitsandbytes" in sys.modules:
+        from forebay.integrations.bitsandbytes import stream
+
+        stream(model)

@@ -1,0 +1,34 @@
+"""Activation checkpointing that a model of transformers was told to do by itself (``gradient_checkpointing_enable``).
+
+A plan says what runs again, block by block and op by op. Under a plan that knows the activations the model leaves that
+to it: the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from torch import nn
+
+__all__ = ["LEFT_TO_THE_PLAN", "leave_to_plan"]
+
+LEFT_TO_THE_PLAN = "the model's own activation checkpointing is off: the plan says what runs again"
+
+
+def leave_to_plan(model: nn.Module) -> Callable[[], None] | None:
+    """Switches it off in all of ``model``. Returns what switches it on again where it was on, None where it was not."""
+    library = sys.modules.get("transformers")
+    if library is None:
+        return None
+    own = [m for m in model.modules() if isinstance(m, library.PreTrainedModel)]
+    found = {m for whole in own for m in whole.modules() if vars(m).get("gradient_checkpointing") is True}
+    if not found:
+        return None
+
+    def switch(on: bool) -> None:
+        for module in found:
+            module.gradient_checkpointing = on
+
+    switch(False)
+    return lambda: switch(True)

@@ -1,0 +1,91 @@
+"""What the integrations have in common: imports stay lazy, a library that is missing is named with its install line."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import forebay
+from forebay.errors import ConfigError, MissingLibrary, ModelError
+from forebay.integrations.common import as_drawn_before, figures, in_words, resume_in, warnings_of
+
+MISSING = {
+    "transformers": ("transformers", "transformers"),
+    "accelerate": ("accelerate", "transformers"),
+    "lightning": ("lightning.pytorch", "lightning"),
+    "peft": ("peft", "peft"),
+    "trl": ("trl.trainer.sft_trainer", "trl"),
+    "bitsandbytes": ("bitsandbytes.nn.modules", "qlora"),
+}
+"""Module of forebay, what it cannot import, the extra that brings it."""
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_library_that_is_missing_is_named_with_its_install_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, extra = MISSING[name]
+    if name == "trl":
+        pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"forebay.integrations.{name}", raising=False)
+    with pytest.raises(MissingLibrary, match=rf"pip install 'forebay\[{extra}\]'") as refused:
+        importlib.import_module(f"forebay.integrations.{name}")
+    assert isinstance(refused.value, ImportError) and library.split(".")[0] in str(refused.value)
+
+
+def test_forebay_imports_none_of_them() -> None:
+    libraries = "{'accelerate', 'bitsandbytes', 'datasets', 'lightning', 'peft', 'torch', 'transformers', 'trl'}"
+    program = f"import sys, forebay, forebay.integrations; print(sorted({libraries} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_an_example_draws_nothing() -> None:
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(list(range(8)), batch_size=2, shuffle=True, generator=generator)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state()
+    with as_drawn_before(loader, None):
+        next(iter(loader))
+        drawn = random.random(), np.random.rand(), torch.rand(1)
+    assert all(drawn) and random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2]) and torch.equal(generator.get_state(), before[3])
+
+
+def test_figures_and_words_of_a_run(tmp_path: object) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(forebay.errors.UsageError, match="not prepared"):
+        figures(model)
+    forebay.prepare(model, optimizer, device_memory="1MiB", policy="stream")
+    plan = forebay.report(model).plan
+    assert "forebay (stream): device" in in_words(plan)
+    # Without a batch nobody knows the activations: that is said.
+    assert any("activations are not known" in line for line in warnings_of(plan))
+    before = figures(model)
+    assert before["forebay_predicted_device_bytes"] == plan.device and "forebay_step_seconds" not in before
+    forebay.close(model)
+
+
+def test_a_folder_that_nobody_saved_in_is_refused(tmp_path: object) -> None:
+    from pathlib import Path
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="holds no optimizer states of forebay"):
+        resume_in(Path(str(tmp_path)) / "forebay", model, torch.optim.SGD(model.parameters()))
+
+
+def test_parameters_that_are_several_tensors_in_one_are_refused() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.zeros(4, 4)), requires_grad=False)
+    model.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ModelError, match="weight is a TwoTensor, which is several tensors in one"):
+        forebay.prepare(model, torch.optim.SGD([model.extra], lr=0.1), torch.zeros(1, 4), device_memory="1MiB")
