@@ -10,6 +10,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from benchmarks.papers.devices import (
+    harmony_pipeline,
+    mobius_mapping,
+    mobius_speed,
+    mpress_imbalance,
+    mpress_size,
+    ppaware_speed,
+    tmo_speed,
+)
 from benchmarks.papers.record import Point, Row
 from benchmarks.papers.shapes import Gpt, best, largest, point, traced, with_disk, with_host
 from forebay.budgets import Budget
@@ -259,6 +268,13 @@ CLAIMS: Final[Mapping[str, Callable[[], Row]]] = MappingProxyType(
         "patrickstar": patrickstar,
         "stronghold-size": stronghold_size,
         "stronghold-window": stronghold_window,
+        "harmony-pipeline": harmony_pipeline,
+        "mobius-mapping": mobius_mapping,
+        "mobius-speed": mobius_speed,
+        "tmo-speed": tmo_speed,
+        "mpress-imbalance": mpress_imbalance,
+        "mpress-size": mpress_size,
+        "ppaware-speed": ppaware_speed,
         "lohan-disks": lohan_disks,
         "lohan-size": lohan_size,
     }

@@ -29,6 +29,8 @@ class Lane(StrEnum):
     STORAGE_UPDATE = "storage_update"  # of states on disk, by whoever is beside them
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
+    PEER_OUT = "peer_out"  # to other devices, past the host; one device alone has none
+    PEER_IN = "peer_in"
 
 
 CROSSING = (Lane.H2D, Lane.D2H, Lane.DISK_READ, Lane.DISK_WRITE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.case import BenchmarkError
 from benchmarks.host import Code, Hardware
-from benchmarks.papers import shapes
+from benchmarks.papers import devices, shapes
 from benchmarks.papers.claims import CLAIMS, EIGHT_WIDE, FOUR_WIDE, THREE_WIDE, TWO_WIDE
 from benchmarks.papers.record import ARCHIVE, Comparison, Point, Row
 from benchmarks.papers.run import compare, in_words
@@ -77,6 +78,18 @@ def test_a_small_model_is_planned() -> None:
     assert one.fits and one.teraflops > 0 and 0 < one.device < CARD.device_capacity
     # 16 bytes a parameter and no less: two of it and of its gradient, fp32 master and moments.
     assert one.host >= 16 * one.parameters * 0.99 and one.disk == 0
+
+
+def test_policies_over_several_devices_are_set_beside_each_other() -> None:
+    pytest.importorskip("transformers")
+    shape = Gpt(4, HEAD)
+    asked = devices.bench(shape, 1, CARD, "2:25GB")
+    gain, points = devices.pair(shape, asked, ("dapple", "dapple-recompute"))
+    assert gain > 1 and [one.policy for one in points] == ["dapple", "dapple-recompute"]
+    assert all(one.batch == 2 * devices.EACH and one.flops == shape.flops(one.batch) and one.device for one in points)
+    small = devices.bench(shape, 1, replace(CARD, device_capacity=1 << 20), "2")
+    gain, points = devices.pair(shape, small, ("mobius", "harmony"))
+    assert gain == 0 and not any(one.fits for one in points)
 
 
 def test_table(tmp_path: Path) -> None:

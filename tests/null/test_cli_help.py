@@ -101,6 +101,7 @@ PLAN_FLAGS = {
     "--compress",
     "--update",
     "--tile",
+    "--devices",
     "--out",
     "--json",
 }
@@ -152,7 +153,7 @@ def test_the_flags_of_plan_are_these() -> None:
 
 def test_the_flags_of_verify_are_these() -> None:
     assert flags_of("verify") == VERIFY_FLAGS
-    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "tile"}
+    settings = {*PlanSettings.model_fields, *Extent.model_fields} - {"model", "machine", "tile", "devices"}
     assert {"--" + name.replace("_", "-") for name in settings} | {"--json"} == VERIFY_FLAGS
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "ClipNorm",
     "DeviceKind",
     "DeviceMemory",
+    "Devices",
     "DiskPath",
     "Dtype",
     "HostMemory",
@@ -35,6 +36,12 @@ Dtype = Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloa
 Optimizer = Annotated[str | None, typer.Option(help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.")]
 DeviceKind = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")]
 DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|N+N[:RATE]", help="Several devices, by root complex, with links of RATE between them: simulated."
+    ),
+]
 HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host budget, like 96GiB.")]
 DiskPath = Annotated[
     list[str] | None,

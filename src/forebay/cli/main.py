@@ -17,6 +17,7 @@ from forebay.cli.flags import (
     ClipNorm,
     DeviceKind,
     DeviceMemory,
+    Devices,
     DiskPath,
     Dtype,
     HostMemory,
@@ -190,6 +191,7 @@ def plan(
     compress: Bits = None,
     update: UpdateIn = None,
     tile: TileSize = None,
+    devices: Devices = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan there, as JSON.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -211,6 +213,7 @@ def plan(
             "compress": compress,
             "update": update,
             "tile": tile,
+            "devices": devices,
         }
         if not _plan(flags, out, json):
             raise typer.Exit(EXIT_NO)
@@ -222,11 +225,15 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
 
     from rich.console import Console
 
+    from forebay.cli.devices import print_plan
     from forebay.cli.plan import make_settings, write_plan
     from forebay.cli.plan import plan as make_report
     from forebay.reporting.plan import plan_table
 
-    report = make_report(make_settings(settings_of(flags["model"]), flags))
+    settings = make_settings(settings_of(flags["model"]), flags)
+    if settings.devices is not None:
+        return print_plan(settings, out, as_json=as_json)
+    report = make_report(settings)
     if out is not None and report.fits:
         write_plan(report, out)
     if as_json:
@@ -257,6 +264,7 @@ def compare(
     disk: DiskPath = None,
     machine: MachineName = None,
     update: UpdateIn = None,
+    devices: Devices = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run each policy that fits for a few steps, on this machine.")
     ] = False,
@@ -281,6 +289,7 @@ def compare(
             "disk": one_disk(disk),
             "machine": machine,
             "update": update,
+            "devices": devices,
         }
         if not _compare(flags, budgets, policies, measure, plot, json):
             raise typer.Exit(EXIT_NO)
@@ -301,11 +310,14 @@ def _compare(
 
     from forebay.cli.compare import compare as make_comparison
     from forebay.cli.compare import draw, expect_picture, parse_budgets, parse_policies
+    from forebay.cli.devices import print_comparison
     from forebay.cli.plan import make_settings
     from forebay.cli.progress import choose_view
     from forebay.reporting.comparison import comparison_tables
 
     settings = make_settings(settings_of(flags["model"]), flags)
+    if settings.devices is not None:
+        return print_comparison(settings, budgets, policies, as_json=as_json, measure=measure, plot=plot)
     if plot is not None:
         expect_picture(plot)  # before minutes of planning
     tell = choose_view(Console(stderr=True)).note

@@ -61,6 +61,7 @@ class PlanSettings(BaseModel):
     accumulate: int = Field(default=1, ge=1)
     update: UpdateTime = "step"
     tile: Size | None = None
+    devices: str | None = None
 
     @field_validator("machine")
     @classmethod
@@ -162,7 +163,10 @@ def _answer(
 def expect_policy(name: str) -> None:
     """Raises ``ConfigError`` where there is no policy ``name``."""
     from forebay.planners import PLANNERS
+    from forebay.planners.parallel import ON_DEVICES
 
+    if name in ON_DEVICES and name not in PLANNERS:
+        raise ConfigError(f"--policy: {name} is for several devices; say how many with --devices, as --devices 2")
     if name not in PLANNERS:
         raise ConfigError(f"--policy: there is no {name!r}; policies are {', '.join(sorted(PLANNERS))}")
 

@@ -13,6 +13,7 @@ device_updates     which of them run on the device though their blocks are at ho
 in_backward        which of them use gradients up in backward, where a user allows it
 auto, policies     the planners themselves
 states             published policies for parameters, gradients and optimizer states
+parallel           published policies over several devices: simulated, and so not among the planners of plans
 refusals           what was too small and what would fit
 alternatives       the best plans of another kind
 """

@@ -4,7 +4,8 @@
 ``costs`` says how long one thing takes alone, ``score`` what a clock reads of a program, ``sharing`` how much slower a
 thing is beside others, ``forecast`` sums a timeline up for people and planners, ``together`` says what a step takes
 whose micro-batches pass the model together, and ``several`` what steps take on several devices of one host, or of
-several models on one device.
+several models on one device. ``schedule`` writes down what devices do that share one model: ``stages`` of it that are
+swapped (``swapping``), or that stay (``pipeline``).
 """
 
 from forebay.simulation.costs import Costs

@@ -8,7 +8,7 @@ faster than its launch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from forebay.machine import Disk, Machine
 from forebay.program import Action, Outline, Verb
 from forebay.states import form_of, is_wide, plain_name, update_kind
 from forebay.timeline import Lane
-from forebay.trace import Parameter, Tensor, Trace, Work
+from forebay.trace import Block, Parameter, Tensor, Trace, Work
 
 __all__ = ["ADD_TRAFFIC", "APART", "VIEW_SHARE", "Cost", "Costs", "Source", "coding_signature", "is_copy_beside"]
 
@@ -139,6 +139,15 @@ class Costs:
     def measured_share(self) -> float:
         """Share of the trace's op seconds, 0 to 1, that was measured and not worked out from rates."""
         return self._measured.total / self._seconds.total if self._seconds.total else 0.0
+
+    def touched(self, block: Block) -> int:
+        """Bytes that an update of ``block`` touches on the host: states, gradients and parameters."""
+        streams = _streams((block,), self.trace.state_names)
+        return sum(touched_nbytes(names, p.numel, p.nbytes) for names, p in streams)
+
+    def states(self, block: Block) -> int:
+        """Bytes of the optimizer states of ``block``, master included."""
+        return sum(states_nbytes(names, p.numel) for names, p in _streams((block,), self.trace.state_names))
 
     def work(self, index: int) -> Cost:
         """The cost of ``trace.works[index]``."""
@@ -281,15 +290,15 @@ def _update_rate(trace: Trace, machine: Machine) -> float:
     return machine.update_rate * own * elements / _touched(trace, moments)
 
 
-def _streams(trace: Trace, states: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Parameter]]:
+def _streams(blocks: Iterable[Block], states: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Parameter]]:
     """Every parameter that is trained, with the streams that an update keeps for it."""
-    for parameter in (p for block in trace.model.blocks for p in block.parameters if p.trainable):
+    for parameter in (p for block in blocks for p in block.parameters if p.trainable):
         yield ((MASTER, *states) if needs_master(parameter) else states), parameter
 
 
 def _touched(trace: Trace, states: tuple[str, ...]) -> int:
     """Bytes that a step touches in its updates, with an optimizer that keeps ``states``."""
-    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(trace, states))
+    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(trace.model.blocks, states))
 
 
 def _storage_rate(trace: Trace, machine: Machine, update_rate: float) -> float:
@@ -306,7 +315,7 @@ def _storage_rate(trace: Trace, machine: Machine, update_rate: float) -> float:
 def _states_share(trace: Trace) -> float:
     """``Costs.states_share``; 0 where nothing is trained."""
     touched = _touched(trace, trace.state_names)
-    kept = sum(states_nbytes(streams, p.numel) for streams, p in _streams(trace, trace.state_names))
+    kept = sum(states_nbytes(streams, p.numel) for streams, p in _streams(trace.model.blocks, trace.state_names))
     return kept / touched if touched else 0.0
 
 

@@ -19,7 +19,7 @@ Several devices, one model (``side_by_side``)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import final
@@ -34,21 +34,38 @@ from forebay.simulation.score import Score
 from forebay.simulation.sharing import LANES
 from forebay.timeline import Lane
 
-__all__ = ["Rules", "SeveralForecast", "alternating", "run_together", "side_by_side"]
+__all__ = [
+    "HOST_LANES",
+    "PLACES",
+    "Act",
+    "Rules",
+    "SeveralForecast",
+    "alternating",
+    "play_together",
+    "run_together",
+    "side_by_side",
+]
 
 HOST_LANES = frozenset({Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE, Lane.STORAGE_UPDATE})
 LINKS = frozenset({Lane.H2D, Lane.D2H})
 _H2D, _D2H, _UPDATE = map(LANES.index, (Lane.H2D, Lane.D2H, Lane.UPDATE))
 
+PLACES = (*LANES, Lane.PEER_OUT, Lane.PEER_IN)
+"""The lanes of one device among several: those of a device alone, and its links to the others, which share nothing."""
+
+Act = tuple[int, int]
+"""An action: its program, and its number there."""
+
 
 @dataclass(frozen=True)
 class SeveralForecast:
     """``seconds`` until the last of all programs is done; ``steps`` are those of every step, by program. ``busy`` are
-    seconds in which anything ran on a lane, whosever, by lane."""
+    seconds in which anything ran on a lane, whosever, by lane, and ``moved`` the bytes of all that did."""
 
     seconds: float
     steps: tuple[tuple[float, ...], ...]
     busy: dict[Lane, float]
+    moved: dict[Lane, int]
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
@@ -60,11 +77,13 @@ class SeveralForecast:
 class Rules:
     """Which lanes the programs ``share``; bytes/s of the ``channel`` that h2d lanes of several devices have together,
     and d2h lanes too (None: as many as they can take); whether a step is ``synchronised``: updated when all have
-    computed it. Raises ``ConfigError`` for a channel of nothing."""
+    computed it. ``roots``: by program, the root complex that its links end on, where there are several (none: one for
+    all); each has a channel of its own. Raises ``ConfigError`` for a channel of nothing."""
 
     share: frozenset[Lane]
     channel: float | None = None
     synchronised: bool = False
+    roots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.channel is not None and self.channel <= 0:
@@ -84,15 +103,29 @@ def alternating(
     return run_together(programs, costs, settled, Rules(frozenset(LANES)))
 
 
-def side_by_side(plans: Sequence[Plan], costs: Costs, steps: int, *, channel: float, in_turns: bool) -> SeveralForecast:
-    """``steps`` steps of one model on as many devices as there are plans for it, each with a batch of its own.
-    ``channel`` are the bytes/s of all their copies in one direction together. Raises what ``alternating`` raises."""
+def side_by_side(
+    plans: Sequence[Plan],
+    costs: Costs,
+    steps: int,
+    *,
+    channel: float,
+    in_turns: bool,
+    roots: tuple[int, ...] = (),
+    micro_batches: int = 1,
+) -> SeveralForecast:
+    """``steps`` steps of one model on as many devices as there are plans for it, each with ``micro_batches`` of its
+    own.
+    ``channel`` are the bytes/s of all their copies in one direction together, or of those of the devices that are on
+    one of ``roots`` (by device; none: there is one). Raises what ``alternating`` raises, and ``ConfigError`` for turns
+    on several root complexes."""
+    if in_turns and len(set(roots)) > 1:
+        raise ConfigError("devices take turns on one root complex, not on several")
     if any(plan.updated(Update.BACKWARD) for plan in plans):
         raise ConfigError("gradients that are used up in backward cannot be exchanged; plan with update='step'")
-    programs = [lower(costs.trace, plan, steps=steps) for plan in plans]
+    programs = [lower(costs.trace, plan, steps=steps, micro_batches=micro_batches) for plan in plans]
     settled = [not plan.streaming.overlap_update for plan in plans]
     share = HOST_LANES | LINKS if in_turns else HOST_LANES
-    return run_together(programs, [costs] * len(plans), settled, Rules(share, channel, synchronised=True))
+    return run_together(programs, [costs] * len(plans), settled, Rules(share, channel, synchronised=True, roots=roots))
 
 
 def run_together(
@@ -103,13 +136,21 @@ def run_together(
     if len({c.machine.name for c in costs}) > 1 or not programs:
         raise ConfigError("programs that run together are one or more, on one machine")
     scores = [Score.of(program, own, settled=s) for program, own, s in zip(programs, costs, settled, strict=True)]
-    clock = _Clock(programs, scores, rules)
+    return play_together(programs, scores, rules, {})
+
+
+def play_together(
+    programs: Sequence[Program], scores: Sequence[Score], rules: Rules, across: Mapping[Act, Sequence[Act]]
+) -> SeveralForecast:
+    """The same of programs that have their scores. ``across``: what an action waits for in other programs."""
+    clock = _Clock(programs, scores, rules, across)
     clock.run()
     steps = tuple(step_seconds_of(score, end) for score, end in zip(scores, clock.end, strict=True))
     return SeveralForecast(
         seconds=max(sum(own) for own in steps),
         steps=steps,
-        busy={lane: clock.busy[place] for place, lane in enumerate(LANES)},
+        busy={lane: clock.busy[place] for place, lane in enumerate(PLACES)},
+        moved={lane: sum(a.nbytes for p in programs for a in p.actions if a.lane is lane) for lane in PLACES},
     )
 
 
@@ -128,16 +169,28 @@ class _Place:
     served: dict[int, int] = field(default_factory=dict)
     next_since: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def owner(self) -> int | None:
+        """The program that it works for."""
+        return None if self.running is None else self.running[0]
+
 
 @final
 class _Clock:
     """``end`` are the seconds at which each program's actions have ended, ``busy`` those of each lane."""
 
-    def __init__(self, programs: Sequence[Program], scores: Sequence[Score], rules: Rules) -> None:
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        scores: Sequence[Score],
+        rules: Rules,
+        across: Mapping[Act, Sequence[Act]],
+    ) -> None:
         self._programs = programs
         self._rules = rules
+        self._across = across
         self.end = [[inf] * len(program.actions) for program in programs]
-        self.busy = [0.0] * len(LANES)
+        self.busy = [0.0] * len(PLACES)
         self._sharing = scores[0].sharing
         self._scores = scores
         self._places = self._made_places()
@@ -152,7 +205,7 @@ class _Clock:
 
     def _made_places(self) -> list[_Place]:
         places = []
-        for number, lane in enumerate(LANES):
+        for number, lane in enumerate(PLACES):
             queues = {
                 owner: [i for i, action in enumerate(program.actions) if action.lane is lane][::-1]
                 for owner, program in enumerate(self._programs)
@@ -205,6 +258,8 @@ class _Clock:
         """Since when the next action of a program waits for nothing; infinite while it does."""
         action, ends = self._programs[owner].actions[index], self.end[owner]
         since = max((ends[earlier] for earlier in action.after), default=0.0)
+        for other, earlier in self._across.get((owner, index), ()):
+            since = max(since, self.end[other][earlier])
         if self._rules.synchronised and _changes_parameters(action):
             since = max(since, inf if self._left.get(action.step) else self._freed.get(action.step, 0.0))
         return since
@@ -223,19 +278,27 @@ class _Clock:
 
     def _reshare(self, running: Sequence[_Place], now: float) -> None:
         """Gives everything that runs the share that it has from ``now`` on, and so another end."""
-        rates = [0.0] * len(LANES)
+        rates = [0.0] * len(PLACES)
+        ends: dict[tuple[int, int], float] = {}  # of what ends on a root complex, by lane
         for place in running:
-            rates[place.lane] += self._rate(place)
+            rate, end = self._rate(place), (place.lane, self._root(place))
+            rates[place.lane] += rate
+            ends[end] = ends.get(end, 0.0) + rate
+        busy = _busy_by_owner(running)
         for place in running:
-            busy = self._busy_beside(place, running)
-            shares = self._sharing.crowded(busy, rates[_H2D], rates[_D2H], rates[_UPDATE])
-            share = shares[place.lane]
+            shares = self._sharing.crowded(busy[place.owner], rates[_H2D], rates[_D2H], rates[_UPDATE])
+            share = shares[place.lane] if place.lane < len(LANES) else 1.0
             if place.lane in (_H2D, _D2H) and self._rules.channel is not None:
                 # Equal shares of the channel: nobody gets more of it than there is.
-                share = min(share, self._rules.channel / rates[place.lane]) if rates[place.lane] else share
+                asked = ends[place.lane, self._root(place)]
+                share = min(share, self._rules.channel / asked) if asked else share
             if share != place.share:
                 place.finish = now + (place.finish - now) * place.share / share
                 place.share = share
+
+    def _root(self, place: _Place) -> int:
+        """The root complex of what a place does."""
+        return self._rules.roots[place.running[0]] if self._rules.roots and place.running is not None else 0
 
     def _rate(self, place: _Place) -> float:
         """Bytes/s of what a place does, alone."""
@@ -244,15 +307,15 @@ class _Clock:
         owner, index = place.running
         return self._scores[owner].rates[index]
 
-    def _busy_beside(self, place: _Place, running: Sequence[_Place]) -> int:
-        """The lanes that run on the device of ``place``, or on what it shares; of a place that is shared by all, those
-        of the program that it works for."""
-        owner = None if place.running is None else place.running[0]
-        busy = 0
-        for other in running:
-            if len(other.queues) > 1 or (other.running is not None and other.running[0] == owner):
-                busy |= 1 << other.lane
-        return busy
+
+def _busy_by_owner(running: Sequence[_Place]) -> dict[int | None, int]:
+    """By program, the lanes that run on its device, or on what all share."""
+    shared, own = 0, dict[int | None, int]()
+    for place in running:
+        bit = 1 << place.lane if place.lane < len(LANES) else 0
+        shared |= bit if len(place.queues) > 1 else 0
+        own[place.owner] = own.get(place.owner, 0) | bit
+    return {owner: busy | shared for owner, busy in own.items()}
 
 
 def _changes_parameters(action: Action) -> bool:

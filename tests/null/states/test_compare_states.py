@@ -149,4 +149,13 @@ def test_the_flags_of_compare_are_these() -> None:
     command = typer.main.get_command(app).commands["compare"]  # type: ignore[attr-defined]
     flags = {name for parameter in command.params for name in parameter.opts if name.startswith("--")} - {"--help"}
     asked_for = {"--batch", "--seq", "--dtype", "--optimizer", "--host-memory", "--disk", "--machine"}
-    assert flags == asked_for | {"--policies", "--budgets", "--accumulate", "--update", "--measure", "--plot", "--json"}
+    assert flags == asked_for | {
+        "--policies",
+        "--budgets",
+        "--accumulate",
+        "--update",
+        "--devices",
+        "--measure",
+        "--plot",
+        "--json",
+    }

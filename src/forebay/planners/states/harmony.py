@@ -9,7 +9,8 @@ one is swapped in, forward and backward, so that its weights cross the link once
 input is kept; the rest is made again in backward. A scheduler searches packs and micro-batches with an estimate of the
 step's time.
 
-Ours departs in five things. One device: tasks are not bound late to one of several, and several are not simulated. A
+Ours departs in five things. One device: tasks are not bound late to one of several, which are simulated
+(``planners.parallel.wrapped``). A
 pack is a block; the search is over the slots, over whether the inputs stay on the device or move to the host, and over
 the updates, with the simulator's time for all micro-batches. How many they are is not searched for: the user says it
 (``micro_batches=``), and gives them to ``forebay.accumulate``. The update runs on the host, as in the paper's variant

@@ -8,7 +8,8 @@ the host, the rest is made again in backward, and gradients leave to the host, w
 stage has is decided by an integer programme over the time of a step, and stages are mapped to GPUs such that those that
 share a root complex do not swap at the same time (cross mapping).
 
-Ours departs in five things. One device: there is nothing to map, and several are not simulated. All micro-batches pass
+Ours departs in five things. One device: there is nothing to map; several are simulated (``planners.parallel.wrapped``).
+All micro-batches pass
 a block, not a stage of several, before the next one computes, so the programme is over the room alone: how many layers
 are on the device, all but one of them prefetched: two, four, eight or sixteen, as far as they fit with all
 micro-batches; each is simulated and the fastest taken. What goes between stages stays on the device where that is

@@ -8,7 +8,8 @@ first mechanism); or a coordinator hands the channel to one GPU after the other 
 that knows nothing of the others are 38 to 32 % on average where 1.33 to 2 times the memory is needed.
 
 forebay prepares a model on one device, and a plan is for one: what is here are plans for several, which the simulator
-plays side by side (``simulation.side_by_side``, ``in_turns`` for the second mechanism). Parameters stay on the devices.
+plays side by side (``simulation.side_by_side``, ``in_turns`` for the second mechanism; ``planners.parallel`` takes the
+faster one). Parameters stay on the devices.
 A block swaps all that it saves or nothing; the fewest blocks do with which the device has room, and device d of n takes
 those that are d / n of the way from each to the next: disjoint where no more than an n-th of the blocks swaps. The
 exchange of gradients is not priced.
@@ -38,7 +39,7 @@ def tmo(problem: Problem, bench: Bench | None = None) -> Plan:
     raise cannot_serve(
         NAME,
         "orders the transfers of several devices over the channel that they share, and a plan is for one device; what "
-        "several come to says forebay.simulation.side_by_side",
+        "several come to is simulated with --devices",
         "offload-all, lohan or auto",
     )
 

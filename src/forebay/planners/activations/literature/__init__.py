@@ -13,6 +13,8 @@ pofo           which blocks run again and which move, by dynamic programming
 rockmate       a menu for every block, and the best of it by dynamic programming
 checkmate      which ops run again, by integer programming
 autotm         which tensors move, by integer programming
+mpress         what lies idle is swapped, the rest runs again: one stage of a pipeline
+ppaware        what hides is offloaded, the cheapest runs again: one stage of a pipeline
 
 layers, graph  what they see of a model: its blocks, their ops, who reads what
 placing        where parameters are, and from a decision to a plan or a refusal
@@ -37,7 +39,9 @@ from forebay.planners.activations.literature.autotm import autotm
 from forebay.planners.activations.literature.capuchin import capuchin
 from forebay.planners.activations.literature.checkmate import checkmate
 from forebay.planners.activations.literature.flashneuron import flashneuron
+from forebay.planners.activations.literature.mpress import mpress
 from forebay.planners.activations.literature.pofo import pofo
+from forebay.planners.activations.literature.ppaware import ppaware
 from forebay.planners.activations.literature.rockmate import rockmate
 from forebay.planners.activations.literature.rotor import rotor
 from forebay.planners.activations.literature.selective import selective
@@ -66,9 +70,11 @@ LITERATURE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxy
         "selective": selective,
         "rockmate": rockmate,
         "str": str_,
+        "mpress": mpress,
         "distflashattn": distflashattn,
         "te": te,
         "loongtrain": loongtrain,
+        "ppaware": ppaware,
     }
 )
 """By the name that ``policy`` takes, in the order of publication."""
