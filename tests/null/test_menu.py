@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -168,6 +169,16 @@ def test_what_a_block_may_keep_or_move() -> None:
     kept = {(i.op, i.occurrence): (i.held, i.moved) for i in layer_items().kept}
     assert kept == {("linear", 0): (2 * WIDE, 2 * WIDE), ("sum", 0): (64, 0)}
     assert layer_items().kept_held == 3 * WIDE
+
+
+def test_what_an_op_in_place_returns_is_held_once() -> None:
+    """As it is captured from a model: what mul_ returns is c, the same tensor."""
+    trace = traced()
+    forward, named = trace.segments[trace.visits[1].segment], TraceIndex(trace).named(1)
+    c = forward.ops[2].outputs
+    ops = (*forward.ops[:3], replace(forward.ops[3], outputs=c), *forward.ops[4:])
+    items = items_of(Costs(trace, machine()), replace(forward, ops=ops), named, recomputes=True)
+    assert items.kept_held == 3 * WIDE
 
 
 def test_what_a_block_may_run_again() -> None:

@@ -130,11 +130,10 @@ class _Maker:
         self._saved = sum(t.nbytes for r, t in enumerate(segment.tensors) if t.saved and t.root == r)
         self._dropped = {root for op in segment.ops for root in op.dropped if root >= 0}
         self.names = {index: name for name, index in named.items()}
-        # Each once: what is written in place is made by one op and put out by several.
-        nameless = {r for index in range(len(segment.ops)) if index not in self.names for r in self._roots(index)}
-        self.nameless = sum(
-            segment.tensors[r].nbytes for r in nameless if segment.tensors[r].saved and r in self._dropped
-        )
+        # Each once: an op that writes in place returns what another has made.
+        others = {r for index in range(len(segment.ops)) if index not in self.names for r in self._roots(index)}
+        others -= {r for index in self.names for r in self._roots(index)}
+        self.nameless = sum(segment.tensors[r].nbytes for r in others & self._dropped if segment.tensors[r].saved)
 
     def seconds(self, work: int) -> float:
         """Seconds to run an op again."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from forebay.planners.activations.items import INPUT, Item, Items
 from forebay.treatments import Fate, Treatment
 
-__all__ = ["AGAIN", "GRID", "KEEP", "MOST", "MOVE", "Option", "menu", "option", "thresholds"]
+__all__ = ["AGAIN", "GRID", "KEEP", "MOST", "MOVE", "Option", "menu", "option", "thinned", "thresholds", "undominated"]
 
 MOST = 400
 """Points of a frontier that are kept as they are."""
@@ -78,7 +78,7 @@ def menu(items: Items) -> tuple[Option, ...]:
     options += thresholds(items)
     options.sort(key=lambda o: (*o.axes, len(o.treatments)))
     points = np.array([o.axes for o in options], dtype=float)
-    return tuple(options[i] for i in _undominated(points))
+    return tuple(options[i] for i in undominated(points))
 
 
 def thresholds(items: Items) -> tuple[Option, ...]:
@@ -144,14 +144,14 @@ def _frontier(items: Sequence[Item]) -> list[list[int]]:
         costs = _costs(item)
         points = np.concatenate([points + np.array(costs[code]) for code in possible])
         codes = np.concatenate([np.c_[codes, np.full(len(codes), code, dtype=np.int8)] for code in possible])
-        chosen = _undominated(points)
+        chosen = undominated(points)
         if len(chosen) > MOST:
-            chosen = chosen[_thinned(points[chosen])]
+            chosen = chosen[thinned(points[chosen])]
         points, codes = points[chosen], codes[chosen]
     return [[int(code) for code in row] for row in codes]
 
 
-def _undominated(points: NDArray[Any]) -> NDArray[Any]:
+def undominated(points: NDArray[Any]) -> NDArray[Any]:
     """The places of the points that no other one beats or equals, in order of the first axis.
 
     Whoever dominates a point stands before it when they are sorted by the first axis; of equal ones the first stays. So
@@ -175,7 +175,7 @@ def _undominated(points: NDArray[Any]) -> NDArray[Any]:
     return np.array(chosen, dtype=np.intp)
 
 
-def _thinned(points: NDArray[Any]) -> NDArray[Any]:
+def thinned(points: NDArray[Any]) -> NDArray[Any]:
     """The places of one point, the fastest, in each cell of the grid."""
     spans = np.maximum(points[:, :2].max(axis=0), 1e-300)
     cells = np.ceil(points[:, :2] / spans * GRID).astype(int)

@@ -11,8 +11,11 @@ str_           the same choice made anew after each one
 rotor          which blocks run again, by dynamic programming
 pofo           which blocks run again and which move, by dynamic programming
 rockmate       a menu for every block, and the best of it by dynamic programming
+joins          the same where several chains of blocks meet
 checkmate      which ops run again, by integer programming
+moccasin       the same by constraint programming
 autotm         which tensors move, by integer programming
+swapadvisor    which tensors move, by a genetic search
 mpress         what lies idle is swapped, the rest runs again: one stage of a pipeline
 ppaware        what hides is offloaded, the cheapest runs again: one stage of a pipeline
 
@@ -39,6 +42,8 @@ from forebay.planners.activations.literature.autotm import autotm
 from forebay.planners.activations.literature.capuchin import capuchin
 from forebay.planners.activations.literature.checkmate import checkmate
 from forebay.planners.activations.literature.flashneuron import flashneuron
+from forebay.planners.activations.literature.joins import joins
+from forebay.planners.activations.literature.moccasin import moccasin
 from forebay.planners.activations.literature.mpress import mpress
 from forebay.planners.activations.literature.pofo import pofo
 from forebay.planners.activations.literature.ppaware import ppaware
@@ -47,6 +52,7 @@ from forebay.planners.activations.literature.rotor import rotor
 from forebay.planners.activations.literature.selective import selective
 from forebay.planners.activations.literature.str_ import str_
 from forebay.planners.activations.literature.superneurons import superneurons
+from forebay.planners.activations.literature.swapadvisor import swapadvisor
 from forebay.planners.activations.literature.te import te
 from forebay.planners.activations.literature.vdnn import vdnn_all, vdnn_conv, vdnn_dyn
 from forebay.planners.bench import Bench
@@ -65,10 +71,13 @@ LITERATURE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxy
         "capuchin": capuchin,
         "checkmate": checkmate,
         "autotm": autotm,
+        "swapadvisor": swapadvisor,
+        "joins": joins,
         "flashneuron": flashneuron,
         "pofo": pofo,
         "selective": selective,
         "rockmate": rockmate,
+        "moccasin": moccasin,
         "str": str_,
         "mpress": mpress,
         "distflashattn": distflashattn,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-__all__ = ["THRESHOLDS", "Found", "Programme", "affordable", "branch_and_bound"]
+__all__ = ["SAME", "THRESHOLDS", "Found", "Programme", "affordable", "branch_and_bound"]
 
 WHOLE = 1e-6
 """A value so near to a whole number is one."""

@@ -6,18 +6,21 @@ stage t - 1 to t. Least ``sum of c(i) R[t, i]`` with ``R[t, j] <= R[t, i] + S[t,
 <= R[t - 1, i] + S[t - 1, i]`` and the memory of every stage within the budget (equations 1a to 1f and 8); two-phase
 rounding of the relaxation where the programme takes too long (section 5.1): S at 0.5, then the best R for it.
 
-Ours departs in three things, all because of what a plan can say. There are two stages for a block's ops, its forward
-and its backward: an op runs in the first, and in the second if it is not kept, so that with ``again(b)`` for a block
-that runs again ``R[b, i] = again(b) - S[b, i] >= 0`` is all that is left to decide; it runs again whether or not one
-that is kept is the only one to read it, and so the edges are always kept. Memory is counted at the beginning of each
-block's backward, with all that the block has made again; what is there beside is the bench's to say, and the programme
-is solved again for less room where its own account was short. And the search stops after a number of relaxations, with
-the best found and how far from the optimum it can be at most. O(2^n) in ops; a relaxation has one variable an op.
+Ours departs in four things, the first two because of what a plan can say. There are two stages for a block's ops, its
+forward and its backward: an op runs in the first, and in the second if it is not kept, so that with ``again(b)`` for a
+block that runs again ``R[b, i] = again(b) - S[b, i] >= 0`` is all that is left to decide; it runs again whether or not
+one that is kept is the only one to read it, and so the edges are always kept. Memory is counted at the beginning of
+each block's backward, with all that the block has made again; what is there beside is the bench's to say, and the
+programme is solved again for less room where its own account was short. The relaxation is a poor bound: an answer and
+a better bound come from a dynamic programme over slots of memory (``slots``). Where the two do not meet, the search
+goes on for a number of relaxations, with the best found and how far from the optimum it can be at most. O(2^n) in ops;
+a relaxation has one variable an op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -25,32 +28,42 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from forebay.planners.activations.items import Item
-from forebay.planners.activations.literature.branching import THRESHOLDS, Found, Programme, affordable, branch_and_bound
+from forebay.planners.activations.literature.branching import (
+    SAME,
+    THRESHOLDS,
+    Found,
+    Programme,
+    affordable,
+    branch_and_bound,
+)
 from forebay.planners.activations.literature.layers import Choice, Layer, all_again, reruns
 from forebay.planners.activations.literature.placing import Answer, Room, placed, searched
+from forebay.planners.activations.literature.slots import Ways, all_ways, over_slots
 from forebay.planners.activations.menu import AGAIN, KEEP, Option
 from forebay.planners.bench import Bench
 from forebay.planners.parts import KEPT
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
-__all__ = ["checkmate", "programme_of", "rounded", "solved"]
+__all__ = ["checkmate", "choice_of", "everything", "programme_of", "rerun", "rounded", "solved"]
 
 
 def checkmate(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    return placed(bench or Bench(problem), "checkmate", "the ops of every block", _decide, _everything)
+    return placed(bench or Bench(problem), "checkmate", "the ops of every block", _decide, everything)
 
 
 def _decide(room: Room) -> Answer | None:
     if room.fits(KEPT):
         return Answer(KEPT)
 
-    def solve(allowed: int, nodes: int) -> tuple[Choice, Found] | None:
-        found = solved(room.layers, allowed, nodes)
-        return None if found is None else (_choice(room.layers, found.x), found)
+    ways = all_ways(room.layers)
 
-    variables = sum(1 + len(_rerun(layer)) for layer in room.layers)
+    def solve(allowed: int, nodes: int) -> tuple[Choice, Found] | None:
+        found = solved(room.layers, allowed, nodes, ways)
+        return None if found is None else (choice_of(room.layers, found.x), found)
+
+    variables = sum(1 + len(rerun(layer)) for layer in room.layers)
     best = searched(room, solve, sum(layer.items.held for layer in room.layers), affordable(variables))
     if best is None:
         return None
@@ -59,11 +72,29 @@ def _decide(room: Room) -> Answer | None:
     return Answer(room.level(choice), (f"ops of {again} blocks run again: {found.proof('made again')}",))
 
 
-def solved(layers: Sequence[Layer], allowed: float, nodes: int) -> Found | None:
-    """The least seconds that run again with ``allowed`` bytes for activations, found in at most ``nodes`` relaxations;
-    None if nothing fits, or nothing was found."""
+def solved(layers: Sequence[Layer], allowed: float, nodes: int, ways: Sequence[Ways] | None = None) -> Found | None:
+    """The least seconds that run again with ``allowed`` bytes for activations, found over slots of memory, and where
+    that does not prove it in at most ``nodes`` relaxations (1: nothing is proven of what slots have found); None if
+    nothing fits, or nothing was found. ``ways`` are those of ``layers`` (``slots.all_ways``) where they are known."""
     programme = programme_of(layers, allowed)
-    return branch_and_bound(programme, lambda x: rounded(programme, layers, x), nodes)
+    slotted = over_slots(all_ways(layers) if ways is None else ways, allowed, bounded=nodes > 1)
+    if slotted.bound == inf:
+        return None
+    found = None
+    if slotted.x is not None:
+        value = float(programme.target @ slotted.x)
+        # Sums of the same seconds in another order differ in their last digits.
+        if value <= slotted.bound * (1 + SAME):
+            return Found(slotted.x, value, value)
+        found = Found(slotted.x, value, slotted.bound)
+        if nodes <= 1:
+            return found
+    branched = branch_and_bound(programme, lambda x: rounded(programme, layers, x), nodes)
+    both = [one for one in (found, branched) if one is not None]
+    if not both:
+        return None
+    best = min(both, key=lambda one: one.value)
+    return Found(best.x, best.value, min(best.value, max(slotted.bound, *(one.bound for one in both))))
 
 
 def programme_of(layers: Sequence[Layer], allowed: float) -> Programme:
@@ -99,15 +130,15 @@ def _columns(layer: Layer) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     items = layer.items
     if items.again is None:
         return np.zeros(0), np.zeros(0), np.zeros(0)
-    rerun = _rerun(layer)
+    again = rerun(layer)
     all_kept = sum(item.held for item in items.again)
-    held = [all_kept - items.held, *(-item.held for item in rerun)]
-    workspace = [items.kept_held, *(item.saved for item in rerun)]
-    seconds = [items.again_seconds, *(item.seconds for item in rerun)]
+    held = [all_kept - items.held, *(-item.held for item in again)]
+    workspace = [items.kept_held, *(item.saved for item in again)]
+    seconds = [items.again_seconds, *(item.seconds for item in again)]
     return np.array(held, float), np.array(workspace, float), np.array(seconds)
 
 
-def _rerun(layer: Layer) -> list[Item]:
+def rerun(layer: Layer) -> list[Item]:
     """The ops of a block that may run again, where it does."""
     return [item for item in layer.items.again or () if item.reruns]
 
@@ -119,7 +150,7 @@ def rounded(programme: Programme, layers: Sequence[Layer], x: NDArray[Any]) -> N
         candidate = (x >= threshold).astype(float)
         start = 0
         for layer in layers:
-            count = 1 + len(_rerun(layer)) if layer.may_rerun else 0
+            count = 1 + len(rerun(layer)) if layer.may_rerun else 0
             if count and candidate[start + 1 : start + count].any():
                 candidate[start] = 1.0
             elif count:
@@ -130,14 +161,15 @@ def rounded(programme: Programme, layers: Sequence[Layer], x: NDArray[Any]) -> N
     return None
 
 
-def _choice(layers: Sequence[Layer], x: NDArray[Any]) -> Choice:
+def choice_of(layers: Sequence[Layer], x: NDArray[Any]) -> Choice:
+    """What becomes of the blocks by variables as in ``programme_of``."""
     choice: dict[str, Option] = {}
     start = 0
     for layer in layers:
         if layer.may_rerun:
-            rerun = _rerun(layer)
-            values = x[start : start + 1 + len(rerun)]
-            names = {(item.op, item.occurrence) for item, value in zip(rerun, values[1:], strict=True) if value > 0.5}
+            again = rerun(layer)
+            values = x[start : start + 1 + len(again)]
+            names = {(item.op, item.occurrence) for item, value in zip(again, values[1:], strict=True) if value > 0.5}
             choice[layer.name] = _option(layer, names) if values[0] > 0.5 else layer.kept()
             start += len(values)
     return choice
@@ -147,5 +179,6 @@ def _option(layer: Layer, names: set[tuple[str, int]]) -> Option:
     return layer.worth_it(layer.again(lambda item: AGAIN if (item.op, item.occurrence) in names else KEEP))
 
 
-def _everything(layers: tuple[Layer, ...]) -> Choice:
+def everything(layers: tuple[Layer, ...]) -> Choice:
+    """All that may run again does."""
     return {layer.name: all_again(layer) for layer in layers if layer.may_rerun}

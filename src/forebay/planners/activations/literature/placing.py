@@ -24,10 +24,10 @@ from forebay.planners.bench import Bench
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.refusals import device_too_small
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
-from forebay.planners.states.drafting import expect_trace, finished, with_homes
+from forebay.planners.states.drafting import cannot_serve, expect_trace, finished, with_homes
 from forebay.plans import Plan
 
-__all__ = ["Answer", "Room", "always", "chosen", "placed", "searched", "within"]
+__all__ = ["Answer", "Room", "always", "chosen", "placed", "searched", "seconds_of", "within"]
 
 TRIES = 8
 """How often a method is asked, with more or less room by its own account ..."""
@@ -111,9 +111,12 @@ def placed(
 ) -> Plan:
     """The plan of ``policy``, which ``asks`` for something that only a batch tells. ``leanest`` is what it can do that
     needs the least of the device. ``then``: what is done to the draft before homes are found. Raises ``DoesNotFit``,
-    and ``ConfigError`` without a batch."""
+    ``CannotServe`` where there is no block to decide about, and ``ConfigError`` without a batch."""
     expect_trace(bench, policy, asks)
     layers = layers_of(bench)
+    if not layers:
+        why = "decides about blocks that are one module each and run once in a step, and this model has none"
+        raise cannot_serve(policy, why, "auto or keep")
     last = level_with(bench, leanest(layers))
     rooms = tuple(_rooms(bench, layers, last))
     found = []
@@ -150,6 +153,11 @@ def _wider(room: Room, answer: Answer) -> Iterator[Level]:
         if wide.window > level.window and room.fits(wide):
             yield wide
             break
+
+
+def seconds_of(room: Room, answer: Answer) -> float:
+    """Seconds of a simulated step with ``answer``, as much under way as there is room for."""
+    return room.seconds(next(_wider(room, answer), answer.level))
 
 
 def _rooms(bench: Bench, layers: Sequence[Layer], last: Level) -> Iterator[Room]:

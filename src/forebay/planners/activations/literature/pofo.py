@@ -5,10 +5,11 @@ NeurIPS 2021. Offloading takes no computation and the link; making again takes c
 programme over the chain, whose state has the free memory and how far the link is behind, finds the best of both, with
 rotor's schedules as the inner operations. At low bandwidth it is much better than either alone.
 
-Ours departs in two things. A segment is one block (``rotor``), so that the choices of a block are four: all is kept;
-all that can move is offloaded; it runs again from its input, which is held; or which is offloaded. And memory and
-backlog are not rounded to slots but for long chains, in which states that are near to each other are taken for one
-(``chaining``).
+Ours departs in three things. A segment is one block (``rotor``), so that the choices of a block are four: all is kept;
+all that can move is offloaded; it runs again from its input, which is held; or which is offloaded. Memory and backlog
+are not rounded to slots but for long chains, in which states that are near to each other are taken for one
+(``chaining``). And how much may be under way is bounded at run time, of which the programme knows nothing: the best
+chain that moves nothing, ``rotor``'s, is simulated beside the best of all, and the faster is taken.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from functools import partial
 from forebay.planners.activations.items import INPUT, Item
 from forebay.planners.activations.literature.chained import chained
 from forebay.planners.activations.literature.layers import Choice, Layer, all_again, all_moved
-from forebay.planners.activations.literature.placing import placed
+from forebay.planners.activations.literature.placing import Answer, Room, placed, seconds_of
+from forebay.planners.activations.literature.rotor import whole_blocks
 from forebay.planners.activations.menu import AGAIN, MOVE, Option
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
@@ -29,8 +31,12 @@ __all__ = ["pofo"]
 
 def pofo(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    decide = partial(chained, options_of=_options)
-    return placed(bench or Bench(problem), "pofo", "what a block saves and how long it takes", decide, _least)
+    return placed(bench or Bench(problem), "pofo", "what a block saves and how long it takes", _decide, _least)
+
+
+def _decide(room: Room) -> Answer | None:
+    ways = (chained(room, options_of) for options_of in (_options, whole_blocks))
+    return min((answer for answer in ways if answer is not None), key=partial(seconds_of, room), default=None)
 
 
 def _options(layer: Layer) -> tuple[Option, ...]:

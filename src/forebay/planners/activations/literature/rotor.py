@@ -23,16 +23,17 @@ from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
-__all__ = ["rotor"]
+__all__ = ["rotor", "whole_blocks"]
 
 
 def rotor(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    decide = partial(chained, options_of=_options)
+    decide = partial(chained, options_of=whole_blocks)
     return placed(bench or Bench(problem), "rotor", "what a block saves and how long it takes", decide, _everything)
 
 
-def _options(layer: Layer) -> tuple[Option, ...]:
+def whole_blocks(layer: Layer) -> tuple[Option, ...]:
+    """All of it is kept, or it runs again from its input."""
     return (layer.kept(), all_again(layer)) if layer.may_rerun else (layer.kept(),)
 
 
