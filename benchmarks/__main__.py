@@ -4,6 +4,7 @@ scripts/bench list
 scripts/bench run resident-cpu streamed-cpu
 scripts/bench predict
 scripts/bench planning 12 100
+scripts/bench solving 12 100 --policies rotor rockmate
 scripts/bench policies --models gpt2-xl --machines t4 rtx-4090
 scripts/bench papers
 scripts/bench layout hard large
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "run": _run,
             "predict": _predict,
             "planning": _planning,
+            "solving": _solving,
             "policies": _policies,
             "papers": _papers,
             "layout": _layout,
@@ -85,12 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("models", nargs="*", metavar="MODEL", help="default: the whole zoo")
     planning = commands.add_parser("planning", help="how long it takes to plan models of many layers")
     planning.add_argument("layers", nargs="*", type=int, metavar="LAYERS", help="default: 12, 32 and 100")
+    solving = commands.add_parser("solving", help="how long each planner for activations takes")
+    solving.add_argument("layers", nargs="*", type=int, metavar="LAYERS", help="default: 12, 32 and 100")
+    solving.add_argument("--policies", nargs="+", default=(), metavar="POLICY", help="default: all for activations")
     policies = commands.add_parser("policies", help="hold auto against published policies, simulated")
     policies.add_argument("--models", nargs="+", default=(), metavar="MODEL", help="default: all five")
     policies.add_argument("--machines", nargs="+", default=(), metavar="MACHINE", help="default: all eight")
     policies.add_argument("--shares", nargs="+", type=float, metavar="SHARE", help="of the device; default: .25 .5 1")
     papers = commands.add_parser("papers", help="hold policies against what their papers say, simulated")
-    papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers/claims.py")
+    papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers")
     layout = commands.add_parser("layout", help="how low layouts of addresses are, and how long they take")
     layout.add_argument("topics", nargs="*", metavar="TOPIC", help="default: hard, large and traces")
     activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
@@ -146,6 +151,16 @@ def _planning(options: argparse.Namespace) -> None:
     from benchmarks.planning import compare
 
     compare(options.layers, say=lambda line: print(line, flush=True))
+
+
+def _solving(options: argparse.Namespace) -> None:
+    from benchmarks.solving.record import ARCHIVE
+    from benchmarks.solving.run import compare
+
+    named = ["--policies", *options.policies] if options.policies else []
+    command = " ".join(["scripts/bench solving", *map(str, options.layers), *named])
+    comparison = compare(options.layers, options.policies, command, say=lambda line: print(line, flush=True))
+    print(f"kept as {ARCHIVE.save(comparison).name}")
 
 
 def _policies(options: argparse.Namespace) -> None:
@@ -235,6 +250,7 @@ def _table(options: argparse.Namespace) -> None:
     from benchmarks.policies import table as policies
     from benchmarks.prediction import table as predictions
     from benchmarks.result import load_all
+    from benchmarks.solving import table as solving
     from benchmarks.table import write
     from benchmarks.updates import table as updates
 
@@ -242,6 +258,7 @@ def _table(options: argparse.Namespace) -> None:
     predictions.write()
     policies.write()
     papers.write()
+    solving.write()
     activations.write()
     updates.write()
     host.write()

@@ -23,7 +23,7 @@ from forebay.planning import problem_of
 from forebay.trace import Trace
 from forebay.units import GiB, TiB
 
-__all__ = ["LAYERS", "Planned", "compare", "planned", "traced"]
+__all__ = ["HOST", "LAYERS", "MOST_LAYERS", "Planned", "compare", "planned", "traced"]
 
 LAYERS = (12, 32, 100)
 MOST_LAYERS = 1000

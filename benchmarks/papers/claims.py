@@ -1,4 +1,5 @@
-"""The claims: what a paper says, what our policy of the same name comes to on the paper's machine, and why they differ.
+"""The claims of papers on parameters and states: what each says, what our policy of the same name comes to on the
+paper's machine, and why they differ. All claims, with those on ``activations``.
 
 Only the abstracts of the papers, a post of DeepSpeed and PatrickStar's own list of models were at hand for the figures;
 batches are of 1,024 tokens a sequence and ours where a paper's was not known.
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from benchmarks.papers.activations import ACTIVATIONS
 from benchmarks.papers.devices import (
     harmony_pipeline,
     mobius_mapping,
@@ -277,6 +279,7 @@ CLAIMS: Final[Mapping[str, Callable[[], Row]]] = MappingProxyType(
         "ppaware-speed": ppaware_speed,
         "lohan-disks": lohan_disks,
         "lohan-size": lohan_size,
+        **ACTIVATIONS,
     }
 )
 """By name, in the order of the table."""

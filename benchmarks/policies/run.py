@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -116,6 +117,9 @@ def instances(
             bench = Bench(problem) if bench is None else bench.with_limits(problem)
             with collector_paused():
                 yield _instance(model, batch, bench, share)
+        # All that is known for one machine refers to itself: gigabytes, which nobody would collect for long.
+        bench = None
+        gc.collect()
 
 
 def _whole_disk(machine: Machine) -> DiskBudget | None:

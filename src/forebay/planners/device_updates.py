@@ -29,7 +29,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, on_host
 from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
-from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, alike, fits
+from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alike, fits
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace
@@ -85,7 +85,7 @@ def fastest_there(bench: Bench, drafts: Sequence[Draft], may_take: Callable[[Dra
     for draft in dict.fromkeys(drafts[:1] if bench.is_long else drafts):
         more = there(bench, draft)
         if more != draft:  # what is left to the host may run ahead of its step
-            few = ahead(bench, more, few=True)
+            few = ahead(bench, more, rungs=FEW_RUNGS)
             more = ahead(bench, more) if bench.seconds(few) < bench.seconds(best) * (1 + NEAR) else few
         if more != draft and bench.seconds(more) < bench.seconds(best) * (1 - MORE_GAIN) and may_take(more):
             best = more

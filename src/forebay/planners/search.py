@@ -56,6 +56,9 @@ SEEDED_FIRST = 0.25
 
 USUAL = Filling()
 
+FEWER_PARTS = 8
+"""Of all blocks, one part in so many less stays at a time, though all could."""
+
 FIRST_HALVING = 8
 """The search between levels begins with steps of one part in this many of the blocks."""
 
@@ -91,13 +94,13 @@ class Search:
             return self.best
         # Everything fits as it is: in plain PyTorch too.
         if self.bench.seconds(plain) > self.bench.bound * (1 + PLAIN):
+            self._fewer_stay()
             self._explore(single_blocks)
         return plain if self.bench.seconds(plain) <= self._fastest * (1 + PLAIN) else self.best
 
     def _explore(self, single_blocks: bool) -> None:
         """Whatever is tried beside what fits as a whole."""
-        if not self.bench.is_long:
-            self._plainest()
+        self._plainest()
         for seeds in self._seeds[-1:] if self.bench.is_long else self._seeds:
             for seed in seeds:
                 self.consider(seed)
@@ -107,8 +110,8 @@ class Search:
                 # A draft of many moves may have more actions than seeds are allowed: what is over is not the others'.
                 last = seeds is self._seeds[-1]
                 self._began = self.bench.within(*self._began, SEEDED if last else SEEDED_FIRST)
-        if self._over:
-            return  # what else there is to try would be drafted and not simulated
+        if self._over or (self.bench.is_long and self.best is not None and self.bench.spent(*self._began, SEEDED)):
+            return  # what else there is to try would be drafted and not simulated; of long steps nothing is near enough
         levels = self._useful_levels()
         for level in levels:
             self._shapes(level)
@@ -169,6 +172,17 @@ class Search:
                 levels.add(enough)
         return sorted(levels, key=lambda level: len(level.recompute))
 
+    def _fewer_stay(self) -> None:
+        """Fewer and fewer blocks stay, though all could, as long as the step gains by it: an update on the device takes
+        time of compute, one on the host runs beside it where links and host are fast. Nobody else thinks of that: to
+        the programme every byte of the device is worth something."""
+        blocks = len(self.bench.model.blocks)
+        for part in range(FEWER_PARTS - 1, -1, -1):
+            before, most = self._fastest, blocks * part // FEWER_PARTS
+            self._through(options(self.bench)[0], usual_window(self.bench), KEPT, Filling(most=most))
+            if self._fastest >= before:
+                return
+
     def _plainest(self) -> None:
         """The shapes with the fewest blocks recomputed that fit. They cost little to simulate, and what the programme
         proposes has to be faster: its drafts may have so many moves that a few of them are all that there is time for.
@@ -176,7 +190,10 @@ class Search:
         for level in self._useful_levels():
             self._shapes(level)
             if self.best is not None:
-                return
+                break
+        if self.bench.is_long and self.best is not None and self.best.recompute != self.bench.recomputable:
+            # A few simulations are all that there is time for, and those of drafts in which nothing moves are short.
+            self._shapes(Level(self.bench.recomputable))
 
     def _shapes(self, level: Level) -> None:
         """The most slots that fit with ``level`` recomputed, and all the room that is left to blocks that stay. Fewer

@@ -18,14 +18,18 @@ from forebay.planners.parts import (
     all_resident,
     all_streamed,
     keep_order,
+    slot_options,
     slots_for,
     streaming_through,
 )
-from forebay.plans import Placement
+from forebay.plans import Placement, Streaming
+from forebay.trace import Block
 
 __all__ = [
     "Filling",
+    "Home",
     "anything_fits",
+    "around",
     "fewest_recomputed",
     "filled",
     "least_device",
@@ -36,6 +40,9 @@ __all__ = [
     "wide",
     "windows",
 ]
+
+Home = tuple[Tier, Tier, Tier]
+"""Where parameters, gradients and states of a block are at home."""
 
 PARTS = 4
 """Recomputation is tried for none, all, and this many parts of the blocks."""
@@ -74,6 +81,16 @@ def streamed_through(bench: Bench, slots: tuple[int, ...], window: int, level: L
     fit. Whether the rest fits is for the caller to ask.
     """
     return wide(bench, all_streamed(bench.model, streaming_through(bench.problem, slots, 0), level), window)
+
+
+def around(bench: Bench, staying: Sequence[Block], home: Home, slots: int, level: Level) -> Draft:
+    """``staying`` at ``home``; all other blocks stream through ``slots`` slots of the repeated size and one for what is
+    larger (``slots`` 0: the least that is enough), with no window for gradients."""
+    draft = all_streamed(bench.model, Streaming(), level)
+    for block in staying:
+        draft = draft.placed(block.name, DEDICATED if block.held and home == HOSTED else home)
+    choices = slot_options(bench.streamed(draft), max(1, slots))
+    return replace(draft, streaming=streaming_through(bench.problem, choices[0 if slots else -1], 0))
 
 
 def wide(bench: Bench, draft: Draft, window: int) -> Draft:

@@ -17,18 +17,31 @@ end and takes none away, so that no plan is slower for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from math import ceil
 
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import more_on_disk
-from forebay.planners.parts import Draft
+from forebay.planners.parts import KEPT, RESIDENT, Draft, Level, repeated_size
+from forebay.planners.shapes import around, fewest_recomputed, usual_window, wide
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.timeline import Lane
 
-__all__ = ["GAIN", "MORE_GAIN", "ahead", "alike", "candidates", "fastest_ahead", "fits", "second_copies", "unhindered"]
+__all__ = [
+    "FEW_RUNGS",
+    "GAIN",
+    "MORE_GAIN",
+    "ahead",
+    "alike",
+    "candidates",
+    "fastest_ahead",
+    "fits",
+    "second_copies",
+    "unhindered",
+]
 
 GAIN = 0.01
 """Second copies that save less than this share of a step are not worth their bytes."""
@@ -57,14 +70,17 @@ OTHERS = 3
 PROMISING = 6
 """Drafts of which it is asked what they take if no update is in their way."""
 
+LARGE_SLOTS = (3, 2)
+"""Slots for what streams where only what has a size of its own stays."""
+
 SPENT = 0.5
 """Of what a search may simulate, so much may go to those."""
 
 
-def ahead(bench: Bench, draft: Draft, *, few: bool = False) -> Draft:
-    """``draft`` with the updates ahead of their step that make it faster; without a trace, as it is. ``few``: of fewer
-    numbers of them than else."""
-    few = few or bench.is_long
+def ahead(bench: Bench, draft: Draft, *, rungs: int | None = None) -> Draft:
+    """``draft`` with the updates ahead of their step that make it faster; without a trace, as it is. ``rungs``: of so
+    many numbers of them, sought from the middle (None: more and more of them; of a long step few, from the middle)."""
+    rungs = FEW_RUNGS if rungs is None and bench.is_long else rungs
     able = candidates(bench, draft)
     enough = bench.seconds(draft) * (1 - GAIN) if able else 0.0
     if not able or bench.at_least(draft) > enough or (not bench.is_long and unhindered(bench, draft) > enough):
@@ -73,8 +89,8 @@ def ahead(bench: Bench, draft: Draft, *, few: bool = False) -> Draft:
     # Where the host has no room for the second copies of some, those of others may still go to disk.
     on_disk = tuple(b for b in able if homes[b].parameters is Tier.DISK and homes[b].states is Tier.DISK)
     found = [draft]
-    if able != on_disk and few:
-        found.append(_from_the_middle(bench, draft, list(_choices(bench, draft, able, FEW_RUNGS))))
+    if able != on_disk and rungs is not None:
+        found.append(_from_the_middle(bench, draft, list(_choices(bench, draft, able, rungs)), rungs))
     elif able != on_disk:
         found.append(_climbed(bench, draft, _choices(bench, draft, able, RUNGS)))
     found += _choices(bench, draft, on_disk, DISK_RUNGS)
@@ -94,10 +110,10 @@ def _without_updates(action: Outline) -> float:
     return 0.0 if of_updates else 1.0
 
 
-def _from_the_middle(bench: Bench, draft: Draft, choices: Sequence[Draft]) -> Draft:
-    """The one of ``choices`` that is worth it, sought from the middle of the rungs on: where half of the blocks are too
-    few, a quarter is too."""
-    start = min(FEW_RUNGS // 2, len(choices)) - 1
+def _from_the_middle(bench: Bench, draft: Draft, choices: Sequence[Draft], rungs: int) -> Draft:
+    """The one of ``choices`` that is worth it, sought from the middle of the ``rungs`` on: where half of the blocks are
+    too few, a quarter is too."""
+    start = min(rungs // 2, len(choices)) - 1
     best = _climbed(bench, draft, choices[max(0, start) :])
     for fewer in reversed(choices[: max(0, start)]):
         if best not in (draft, choices[start]):
@@ -128,24 +144,51 @@ def _climbed(bench: Bench, draft: Draft, choices: Iterable[Draft]) -> Draft:
 
 def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Draft:
     """``ahead`` of the fastest draft, ``best``, or of another one that ``may_take`` accepts and that gains more: with
-    more on disk, where a second copy takes no host memory, or nearly as fast as ``best``."""
+    more on disk, where a second copy takes no host memory; nearly as fast as ``best``; or with next to nothing that
+    stays, of which simulations are spent in any case."""
     chosen = ahead(bench, best)
     if bench.is_long:
-        return chosen
-    began = bench.simulated, bench.actions
+        return _fastest_of_still(bench, best, chosen)
     tried = [best]
-    for other in chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS)):
-        if bench.spent(*began, SPENT):
-            break
-        enough = bench.seconds(chosen) * (1 - MORE_GAIN)
-        if bench.at_least(other) >= enough or not fits(bench, other):
-            continue
-        if not any(alike(bench, other, one, unhindered) for one in tried):
-            tried.append(other)
-            more = ahead(bench, other, few=True)
-            if bench.seconds(more) < enough and may_take(more):
-                chosen = more
+    others = chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS))
+    for drafts, rungs in ((others, FEW_RUNGS), (_lean(bench), RUNGS)):
+        began = bench.simulated, bench.actions
+        for other in drafts:
+            if bench.spent(*began, SPENT):
+                break
+            enough = bench.seconds(chosen) * (1 - MORE_GAIN)
+            if bench.at_least(other) >= enough or not fits(bench, other) or unhindered(bench, other) >= enough:
+                continue
+            if not any(alike(bench, other, one, unhindered) for one in tried):
+                tried.append(other)
+                more = ahead(bench, other, rungs=rungs)
+                if bench.seconds(more) < enough and may_take(more):
+                    chosen = more
     return chosen
+
+
+def _lean(bench: Bench) -> Iterator[Draft]:
+    """Nothing stays but blocks of a size of their own (an embedding, a head), and the fewest blocks run again: where
+    updates are out of the way, a block that stays gains next to nothing, and one that need not run again gains all of
+    its computation."""
+    blocks = [block for block in bench.model.blocks if not block.held]
+    repeated = repeated_size(blocks) if blocks else 0
+    large = [block for block in blocks if block.nbytes > repeated]
+    for slots in LARGE_SLOTS:
+        make = partial(around, bench, large, RESIDENT, slots)
+        level = fewest_recomputed(bench, make, (KEPT, Level(bench.recomputable)))
+        if level is not None:
+            yield wide(bench, make(level), usual_window(bench))
+
+
+def _fastest_of_still(bench: Bench, best: Draft, chosen: Draft) -> Draft:
+    """``chosen``, or ``ahead`` of the fastest draft in which no activation moves, where ``best`` is another: its link
+    has time for gradients to land early, and its program is short, so that this is the one there is time for."""
+    still = next((draft for draft in bench.fastest(bench.simulated) if not draft.activations), best)
+    enough = bench.seconds(chosen) * (1 - MORE_GAIN)
+    if still == best or not fits(bench, still) or unhindered(bench, still) >= enough:
+        return chosen
+    return min(chosen, ahead(bench, still), key=bench.seconds)
 
 
 def alike(bench: Bench, one: Draft, other: Draft, least: Callable[[Bench, Draft], float]) -> bool:

@@ -20,23 +20,27 @@ from forebay.planners.parts import (
     RESIDENT,
     Draft,
     Level,
-    all_streamed,
     fewer_slots,
-    slot_options,
-    streaming_through,
 )
 from forebay.planners.reasons import bought_by_speculation, kept, recomputed, unknown_activations
 from forebay.planners.refusals import device_too_small, with_remedies
-from forebay.planners.shapes import Filling, fewest_recomputed, filled, options, streamed_through, usual_window
-from forebay.plans import Placement, Plan, Streaming
+from forebay.planners.shapes import (
+    Filling,
+    Home,
+    around,
+    fewest_recomputed,
+    filled,
+    options,
+    streamed_through,
+    usual_window,
+)
+from forebay.plans import Placement, Plan
 from forebay.remedies import Remedy
 from forebay.trace import Block
 from forebay.units import format_apart, format_bytes
 
 __all__ = [
-    "Home",
     "all_stays",
-    "around",
     "as_much_stays",
     "cannot_serve",
     "expect_trace",
@@ -49,9 +53,6 @@ __all__ = [
     "streamed",
     "with_homes",
 ]
-
-Home = tuple[Tier, Tier, Tier]
-"""Where parameters, gradients and states of a block are at home."""
 
 
 def expect_trace(bench: Bench, policy: str, asks: str) -> None:
@@ -91,16 +92,6 @@ def streamed(bench: Bench) -> Draft:
         raise refused(bench, device_too_small(bench, draft), draft)
     drafts = (streamed_through(bench, slots, usual_window(bench), level) for slots in (*choices, least))
     return next(draft for draft in drafts if bench.fits_device(draft))
-
-
-def around(bench: Bench, staying: Sequence[Block], home: Home, slots: int, level: Level) -> Draft:
-    """``staying`` at ``home``; all other blocks stream through ``slots`` slots of the repeated size and one for what is
-    larger (``slots`` 0: the least that is enough), with no window for gradients."""
-    draft = all_streamed(bench.model, Streaming(), level)
-    for block in staying:
-        draft = draft.placed(block.name, DEDICATED if block.held and home == HOSTED else home)
-    choices = slot_options(bench.streamed(draft), max(1, slots))
-    return replace(draft, streaming=streaming_through(bench.problem, choices[0 if slots else -1], 0))
 
 
 def as_much_stays(bench: Bench, staying: Sequence[Block], slots: int) -> tuple[Home, Level] | None:

@@ -31,9 +31,8 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import HOSTED, Draft, slot_options, streaming_through
 from forebay.planners.problem import Problem
-from forebay.planners.shapes import usual_window, wide
+from forebay.planners.shapes import around, usual_window, wide
 from forebay.planners.states.drafting import (
-    around,
     as_much_stays,
     cannot_serve,
     finished,

@@ -29,11 +29,9 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import HOSTED, Draft, Level, repeated_size
 from forebay.planners.problem import Problem
-from forebay.planners.shapes import wide
+from forebay.planners.shapes import Home, around, wide
 from forebay.planners.speculation import ahead
 from forebay.planners.states.drafting import (
-    Home,
-    around,
     as_much_stays,
     expect_trace,
     finished,

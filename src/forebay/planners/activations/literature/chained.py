@@ -25,7 +25,8 @@ def chained(room: Room, options_of: Callable[[Layer], Sequence[Option]]) -> Answ
         if id(layer.group) not in by_group:
             by_group[id(layer.group)] = options_of(layer)
     options = [by_group[id(layer.group)] for layer in room.layers]
-    steps = [[step_of(option) for option in able] for able in options]
+    step_by_group = {group: [step_of(option) for option in able] for group, able in by_group.items()}
+    steps = [step_by_group[id(layer.group)] for layer in room.layers]
     links = links_of(room.bench, room.layers)
     rate = room.bench.costs.machine.d2h.curve.best
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import final
 
 from forebay.memory import Tier
@@ -27,7 +28,7 @@ from forebay.planners.shapes import Filling, filled, options, streamed_through, 
 from forebay.planners.states.drafting import cannot_serve, expect_trace, finished, with_homes
 from forebay.plans import Plan
 
-__all__ = ["Answer", "Room", "always", "chosen", "placed", "searched", "seconds_of", "within"]
+__all__ = ["Answer", "Room", "always", "chosen", "placed", "searched", "widest", "within"]
 
 TRIES = 8
 """How often a method is asked, with more or less room by its own account ..."""
@@ -97,6 +98,9 @@ class Room:
         return self._make(narrow(level))
 
 
+_Ways = tuple[Draft, Iterator[Draft], tuple[str, ...]]
+"""The first draft in a room, those that are tried where the checker refuses it, and why in words."""
+
 Decide = Callable[[Room], Answer | None]
 """A policy: what it does with a room, None where nothing that it can do fits."""
 
@@ -119,20 +123,30 @@ def placed(
         raise cannot_serve(policy, why, "auto or keep")
     last = level_with(bench, leanest(layers))
     rooms = tuple(_rooms(bench, layers, last))
-    found = []
+    found: list[_Ways] = []
     for room in rooms:
         answer = decide(room) if room.fits(narrow(last)) or room.fits(KEPT) else None
-        for level in _as_narrow_as_need_be(room, answer, last):
-            draft = room.draft(level)
-            draft = with_homes(bench, then(draft) if then else draft)
-            if proven(bench, draft):
-                found.append((draft, answer.said if answer else ()))
-                break
-        if found and not room.goes_on:
-            draft, said = min(found, key=lambda pair: bench.seconds(pair[0])) if len(found) > 1 else found[0]
-            return finished(bench, policy, draft, *said)
+        ways = _drafts(bench, room, _as_narrow_as_need_be(room, answer, last), then)
+        found += [(first, ways, answer.said if answer else ()) for first in islice(ways, 1)]
+        if room.goes_on:
+            continue
+        # The faster room first: a proof takes longer than a simulation, and one is enough.
+        for first, more, said in sorted(found, key=lambda way: bench.seconds(way[0])) if len(found) > 1 else found:
+            draft = next((one for one in chain((first,), more) if proven(bench, one)), None)
+            if draft is not None:
+                return finished(bench, policy, draft, *said)
+        found = []
     least = min((room.least(last) for room in rooms), key=bench.device)
     raise refused(bench, device_too_small(bench, least), least)
+
+
+def _drafts(
+    bench: Bench, room: Room, levels: Iterator[Level], then: Callable[[Draft], Draft] | None
+) -> Iterator[Draft]:
+    """A draft with homes for each of ``levels``, when it is asked for."""
+    for level in levels:
+        draft = room.draft(level)
+        yield with_homes(bench, then(draft) if then else draft)
 
 
 def _as_narrow_as_need_be(room: Room, answer: Answer | None, last: Level) -> Iterator[Level]:
@@ -145,6 +159,11 @@ def _as_narrow_as_need_be(room: Room, answer: Answer | None, last: Level) -> Ite
             yield level
 
 
+def widest(room: Room, answer: Answer) -> Level:
+    """What was decided, with as much under way as there is room for."""
+    return next(_wider(room, answer), answer.level)
+
+
 def _wider(room: Room, answer: Answer) -> Iterator[Level]:
     """The widest window that fits and is wider than what the answer has."""
     level = answer.level
@@ -153,11 +172,6 @@ def _wider(room: Room, answer: Answer) -> Iterator[Level]:
         if wide.window > level.window and room.fits(wide):
             yield wide
             break
-
-
-def seconds_of(room: Room, answer: Answer) -> float:
-    """Seconds of a simulated step with ``answer``, as much under way as there is room for."""
-    return room.seconds(next(_wider(room, answer), answer.level))
 
 
 def _rooms(bench: Bench, layers: Sequence[Layer], last: Level) -> Iterator[Room]:

@@ -6,20 +6,17 @@ programme over the chain, whose state has the free memory and how far the link i
 rotor's schedules as the inner operations. At low bandwidth it is much better than either alone.
 
 Ours departs in three things. A segment is one block (``rotor``), so that the choices of a block are four: all is kept;
-all that can move is offloaded; it runs again from its input, which is held; or which is offloaded. Memory and backlog
-are not rounded to slots but for long chains, in which states that are near to each other are taken for one
-(``chaining``). And how much may be under way is bounded at run time, of which the programme knows nothing: the best
-chain that moves nothing, ``rotor``'s, is simulated beside the best of all, and the faster is taken.
+all that can move is offloaded; it runs again from its input, which is held; or which is offloaded. And memory and
+backlog are not rounded to slots but for long chains, in which states that are near to each other are taken for one
+(``chaining``). And the answer is held against the best that moves nothing, by their simulated steps.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 from forebay.planners.activations.items import INPUT, Item
 from forebay.planners.activations.literature.chained import chained
 from forebay.planners.activations.literature.layers import Choice, Layer, all_again, all_moved
-from forebay.planners.activations.literature.placing import Answer, Room, placed, seconds_of
+from forebay.planners.activations.literature.placing import Answer, Room, placed, widest
 from forebay.planners.activations.literature.rotor import whole_blocks
 from forebay.planners.activations.menu import AGAIN, MOVE, Option
 from forebay.planners.bench import Bench
@@ -35,8 +32,13 @@ def pofo(problem: Problem, bench: Bench | None = None) -> Plan:
 
 
 def _decide(room: Room) -> Answer | None:
-    ways = (chained(room, options_of) for options_of in (_options, whole_blocks))
-    return min((answer for answer in ways if answer is not None), key=partial(seconds_of, room), default=None)
+    """The best of all choices; or of those that move nothing, where the step is shorter: what waits for the link is
+    more than the account above counts, now and then."""
+    both = [chained(room, able) for able in (_options, whole_blocks)]
+    found = [answer for answer in both if answer is not None]
+    if len({answer.level for answer in found}) < 2:
+        return found[0] if found else None
+    return min(found, key=lambda answer: room.seconds(widest(room, answer)))
 
 
 def _options(layer: Layer) -> tuple[Option, ...]:

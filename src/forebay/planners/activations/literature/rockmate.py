@@ -46,4 +46,6 @@ def _options(layer: Layer) -> tuple[Option, ...]:
 
 
 def _least(layers: tuple[Layer, ...]) -> Choice:
-    return {layer.name: min(_options(layer), key=lambda o: (o.held + o.workspace, o.held)) for layer in layers}
+    # What blocks hold adds up over the chain, what one of them makes again is there once.
+    count = len(layers)
+    return {layer.name: min(_options(layer), key=lambda o: (count * o.held + o.workspace, o.held)) for layer in layers}
