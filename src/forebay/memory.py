@@ -15,7 +15,7 @@ from types import MappingProxyType
 from forebay.errors import BudgetExceeded, DeviceOutOfMemory, DiskFull, HostOutOfMemory
 from forebay.units import format_bytes
 
-__all__ = ["ALIGNMENT", "Kind", "Ledger", "Tier", "TierUsage"]
+__all__ = ["ALIGNMENT", "ArenaUsage", "Kind", "Ledger", "Tier", "TierUsage"]
 
 
 ALIGNMENT = 64
@@ -57,6 +57,21 @@ class TierUsage:
     def __post_init__(self) -> None:
         # A copy of its own, which no ledger changes later, and a dict, which JSON writers know.
         object.__setattr__(self, "at_peak", dict(self.at_peak))
+
+
+@dataclass(frozen=True)
+class ArenaUsage:
+    """One piece of memory of a tier that was taken from the machine once, and out of which others get theirs.
+
+    ``nbytes`` are those that the ledger counts, ``reserved`` what the machine gave for them (whole pages), and ``used``
+    the most that were somebody's at a time: neither padding nor a hole.
+    """
+
+    tier: Tier
+    what: str
+    nbytes: int
+    reserved: int
+    used: int
 
 
 _OUT_OF_MEMORY: Mapping[Tier, type[BudgetExceeded]] = MappingProxyType(

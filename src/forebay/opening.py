@@ -20,9 +20,10 @@ from forebay.runtime.blocks import BoundModel
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.head import ChunkedHead, Recognised, recognise
 from forebay.runtime.hooks import Attachment
+from forebay.runtime.host_arenas import Ledgers
 from forebay.runtime.session import Resources, Session, Whereabouts
 from forebay.runtime.stash import Stash
-from forebay.runtime.store import Ledgers, Store
+from forebay.runtime.store import Store
 from forebay.scheduling.slots import SlotPool
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
 from forebay.tiers.host import available_host_memory, free_in
@@ -111,11 +112,11 @@ def open_session(
     try:
         # As early as can be: it has a second or two to get ready while parameters go home.
         store.employ(rule)
-        pool = _slot_pool(device, store, bound, plan)
+        pool = _slot_pool(store, bound, plan)
     except BaseException:
         store.close()
         raise
-    for buffer in (*store.resident_buffers, *(slot.buffer for slot in pool.slots)):
+    for buffer in (*store.standing.regions, *(slot.buffer for slot in pool.slots)):
         watch.adopt(buffer.untyped_storage())
     stash = Stash(device, watch, torch.device(device.name), store.depots, plan.streaming)
     resources = Resources(device, watch, ledgers, store, pool, stash, Team(cores()), owns_device=owns_device)
@@ -144,12 +145,12 @@ def _head_for(plan: Plan, model: nn.Module) -> Recognised | None:
     return found
 
 
-def _slot_pool(device: Device, store: Store, bound: BoundModel, plan: Plan) -> SlotPool:
+def _slot_pool(store: Store, bound: BoundModel, plan: Plan) -> SlotPool:
     sizes = {b.name: b.nbytes for b in bound.model.blocks}
     dedicated = [p.block for p in plan.placements if p.parameters is Tier.DEVICE and not p.resident]
     streaming = plan.streaming
     return SlotPool(
-        device,
+        store.standing,
         store,
         {name: n for name, n in sizes.items() if not store.blocks[name].placement.resident},
         streaming.slots,

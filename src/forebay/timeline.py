@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import accumulate
 from operator import itemgetter
 
-from forebay.memory import Kind, Tier, TierUsage
+from forebay.memory import ArenaUsage, Kind, Tier, TierUsage
 
 __all__ = ["CROSSING", "Event", "Lane", "Level", "Timeline", "covered", "merge_busy"]
 
@@ -65,7 +65,8 @@ class Timeline:
 
     ``levels`` are the bytes of tiers over time, in order, of some of the time: what is simulated has those of the
     device from beginning to end, what runs those of the last step that the byte ledger saw. ``step_starts`` are the
-    times at which the steps began; empty where each begins when the one before has ended, the first at 0.
+    times at which the steps began; empty where each begins when the one before has ended, the first at 0. ``arenas``
+    are the pieces of memory that were taken once (none where they were not measured).
     """
 
     events: tuple[Event, ...]
@@ -74,6 +75,7 @@ class Timeline:
     counters: Mapping[str, int] = field(default_factory=dict)
     levels: tuple[Level, ...] = ()
     step_starts: tuple[float, ...] = ()
+    arenas: tuple[ArenaUsage, ...] = ()
 
     def steps(self) -> tuple[tuple[float, float], ...]:
         """Start and end of every step in seconds on the device's clock."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forebay.errors import HostOutOfMemory, SessionClosed, UsageError
-from forebay.memory import Kind, Ledger, Tier
+from forebay.memory import ArenaUsage, Kind, Ledger, Tier
 from forebay.tiers.arena import CudaPinner, HostArena, NoPinner, Pinner
 from forebay.units import MiB
 
@@ -270,3 +270,13 @@ def test_cuda_pins_and_recovers_from_a_refusal(host: Ledger, pinned: Ledger) -> 
         assert torch.equal(arena.memory.to(device, non_blocking=True).cpu(), arena.memory)
     with HostArena(ODD, Kind.STATE, ledger=host, pinned_ledger=pinned, pinner=pinner, what="moments") as arena:
         assert arena.pinned  # the first registration is gone, whatever address this one got
+
+
+def test_the_account_of_an_arena(host: Ledger) -> None:
+    arena = HostArena(ODD, Kind.STATE, ledger=host, what="states")
+    arena.carve(100)
+    arena.carve(100)  # from the next multiple of 64 on: what lies between the two is nobody's
+    pages = -(-ODD // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert arena.usage() == ArenaUsage(Tier.HOST, "states", ODD, pages, 200)
+    arena.close()
+    assert arena.usage(7) == ArenaUsage(Tier.HOST, "states", ODD, pages, 7)

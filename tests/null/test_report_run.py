@@ -12,7 +12,7 @@ from rich.console import Console
 
 from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
-from forebay.memory import Kind, Tier, TierUsage
+from forebay.memory import ArenaUsage, Kind, Tier, TierUsage
 from forebay.plans import Accumulation, Placement, Plan, Streaming
 from forebay.reporting.run import RunReport
 from forebay.reporting.table import closing_table
@@ -95,6 +95,8 @@ def test_json_dict_has_the_fixed_keys() -> None:
         "measured": {
             "step_seconds": 2.0,
             "peaks": {"device": 48 * MiB, "host": 200 * MiB, "pinned": 10 * MiB, "disk": 390 * MiB},
+            "reserved": {"device": 48 * MiB, "host": 200 * MiB, "pinned": 10 * MiB, "disk": 390 * MiB},
+            "in_use": {"device": 48 * MiB, "host": 200 * MiB, "pinned": 10 * MiB, "disk": 390 * MiB},
         },
     }
 
@@ -217,3 +219,26 @@ def test_table_leaves_out_a_tier_that_is_not_there() -> None:
     shown = show(RunReport(replace(PLAN, disk=0), Timeline(EVENTS, (*no_disk, absent)), 1.0, 1))
     assert row(shown, "kind") == "kind device host pinned"
     assert "disk " not in shown
+
+
+def test_what_was_taken_from_the_machine_and_what_was_in_use() -> None:
+    assert "Taken from the machine" not in show(REPORT)  # nobody measured it
+    arenas = (
+        ArenaUsage(Tier.DEVICE, "slots", 16 * MiB, 16 * MiB, 16 * MiB),
+        ArenaUsage(Tier.HOST, "activations", 40 * MiB, 40 * MiB, 20 * MiB),
+        ArenaUsage(Tier.HOST, "gradients", 10 * MiB - 4, 10 * MiB, 10 * MiB - 4),
+    )
+    report = replace(REPORT, timeline=replace(REPORT.timeline, arenas=arenas))
+    # What a page is longer than its arena was taken beside the peak; half of the activations' arena was nobody's.
+    assert report.reserved()[Tier.HOST] == 200 * MiB + 4
+    assert report.in_use()[Tier.HOST] == 180 * MiB
+    assert report.gaps()[Tier.HOST] == pytest.approx((200 * MiB + 4) / (180 * MiB) - 1, rel=1e-12)
+    assert report.gaps()[Tier.DEVICE] == 0
+    shown = show(report)
+    assert "device 48.0 MiB 48.0 MiB 0.00%" in " ".join(shown.split())
+    assert "host 200.0 MiB 180.0 MiB 11.11%" in " ".join(shown.split())
+    assert "activations (host): 40.0 MiB, of which 20.0 MiB were in use at most" in " ".join(shown.split())
+    assert "gradients (host)" not in shown
+    told = report.to_json_dict()["measured"]
+    assert (told["reserved"]["host"], told["in_use"]["host"]) == (200 * MiB + 4, 180 * MiB)
+    assert RunReport.from_json(report.to_json()) == report

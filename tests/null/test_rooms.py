@@ -25,6 +25,7 @@ WITHOUT_TORCH = (
     "forebay.plans",
     "forebay.records",
     "forebay.arenas",
+    "forebay.slabs",
     "forebay.config",
     "forebay.machine",
     "forebay.program",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from forebay.errors import ConfigError
-from forebay.memory import Tier, TierUsage
+from forebay.memory import ArenaUsage, Tier, TierUsage
 from forebay.plans import Plan
 from forebay.reporting.steps import for_keeping
 from forebay.timeline import Lane, Timeline
@@ -87,6 +87,26 @@ class RunReport:
         usages = {tier: self.usage(tier) for tier in Tier}
         return {tier: usage.peak if usage is not None else 0 for tier, usage in usages.items()}
 
+    def reserved(self) -> dict[Tier, int]:
+        """Bytes of every tier that were taken from the machine at its peak: what its ledger counted, and what the
+        machine gave beside for the pieces of memory that are taken once."""
+        return self._with_arenas(lambda arena: arena.reserved - arena.nbytes)
+
+    def in_use(self) -> dict[Tier, int]:
+        """Of these bytes those that were somebody's: neither padding nor a hole."""
+        return self._with_arenas(lambda arena: arena.used - arena.nbytes)
+
+    def gaps(self) -> dict[Tier, float]:
+        """By how much ``reserved`` is more than ``in_use``, as a share of that, for every tier that was used."""
+        reserved, used = self.reserved(), self.in_use()
+        return {tier: reserved[tier] / used[tier] - 1 for tier in Tier if used[tier]}
+
+    def _with_arenas(self, beside: Callable[[ArenaUsage], int]) -> dict[Tier, int]:
+        found = self.measured_peaks()
+        for arena in self.timeline.arenas:
+            found[arena.tier] += beside(arena)
+        return found
+
     def predicted_peaks(self) -> dict[Tier, int]:
         """Peak of every tier in bytes as the plan promises it."""
         return self.plan.peaks(self.together)
@@ -112,7 +132,12 @@ class RunReport:
             "steps": self.steps,
             "tokens_per_second": self.tokens_per_second,
             "predicted": {"step_seconds": self.predicted_step_seconds, "peaks": _by_name(self.predicted_peaks())},
-            "measured": {"step_seconds": self.step_seconds, "peaks": _by_name(self.measured_peaks())},
+            "measured": {
+                "step_seconds": self.step_seconds,
+                "peaks": _by_name(self.measured_peaks()),
+                "reserved": _by_name(self.reserved()),
+                "in_use": _by_name(self.in_use()),
+            },
         }
 
     def for_keeping(self) -> RunReport:

@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from forebay.memory import Tier
+from forebay.memory import ArenaUsage, Tier
 from forebay.reporting.terminal import NONE, bullets, figure_table, kinds_at_peak, rate_while_busy, size
 from forebay.timeline import Lane
-from forebay.units import format_bytes, format_count, format_seconds
+from forebay.units import format_apart, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,12 +21,20 @@ if TYPE_CHECKING:
 
 __all__ = ["closing_table"]
 
+LOOSE = 0.01
+"""From this share of unused bytes on an arena is named in the report."""
+
 
 def closing_table(report: RunReport, losses: Sequence[float] = (), skipped: int = 0) -> Group:
     """Everything a user wants to know after a run: speed, loss, what was predicted beside what was measured, memory by
     tier and kind, lanes, the plan's reasons. ``skipped`` steps had no update."""
     return Group(
-        *_headline(report, losses, skipped), *_comparison(report), _memory(report), _lanes(report), *_plan(report)
+        *_headline(report, losses, skipped),
+        *_comparison(report),
+        _memory(report),
+        *_arenas(report),
+        _lanes(report),
+        *_plan(report),
     )
 
 
@@ -79,6 +87,25 @@ def _about_the_step(report: RunReport) -> Sequence[str]:
 def _memory(report: RunReport) -> Table:
     usages = [usage for usage in report.timeline.tiers if usage.peak > 0 or usage.limit != 0]
     return kinds_at_peak("Bytes at each tier's peak", usages)
+
+
+def _arenas(report: RunReport) -> list[RenderableType]:
+    """What was taken from the machine and what of it was somebody's, for the tiers of which pieces were taken once."""
+    taken_once = {arena.tier for arena in report.timeline.arenas}
+    reserved, used, gaps = report.reserved(), report.in_use(), report.gaps()
+    tiers = [tier for tier in Tier if tier in taken_once and tier in gaps]
+    if not tiers:
+        return []
+    table = figure_table("Taken from the machine", "tier", ("reserved", "in use", "more"))
+    for tier in tiers:
+        table.add_row(tier.value, size(reserved[tier]), size(used[tier]), f"{gaps[tier]:.2%}")
+    loose = [arena for arena in report.timeline.arenas if arena.used * (1 + LOOSE) < arena.nbytes]
+    return [table, *bullets([_loose(arena) for arena in loose])]
+
+
+def _loose(arena: ArenaUsage) -> str:
+    room, used = format_apart(arena.nbytes, arena.used)
+    return f"{arena.what} ({arena.tier.value}): {room}, of which {used} were in use at most"
 
 
 def _lanes(report: RunReport) -> Table:

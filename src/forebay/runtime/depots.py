@@ -67,6 +67,11 @@ class Depot(ABC):
     def taken(self) -> int:
         """Bytes that are in use."""
 
+    @property
+    @abstractmethod
+    def most(self) -> int:
+        """The most bytes that were in use at a time."""
+
     @abstractmethod
     def send(self, origin: torch.Tensor, what: str) -> Range | None:
         """Queues the way here of ``origin``, which compute was asked to make; the job holds it for as long as it reads
@@ -96,6 +101,10 @@ class DepotRow(Depot):
     @property
     def taken(self) -> int:
         return sum(depot.taken for depot in self._depots)
+
+    @property
+    def most(self) -> int:
+        return sum(depot.most for depot in self._depots)
 
     def send(self, origin: torch.Tensor, what: str) -> Range | None:
         first = self._depots[self.place :]
@@ -130,6 +139,10 @@ class HostDepot(Depot):
     @property
     def taken(self) -> int:
         return self.ranges.taken
+
+    @property
+    def most(self) -> int:
+        return self.ranges.most
 
     def send(self, origin: torch.Tensor, what: str) -> Range | None:
         nbytes = origin.numel()
@@ -204,6 +217,10 @@ class DiskDepot(Depot):
     @property
     def taken(self) -> int:
         return self.ranges.taken
+
+    @property
+    def most(self) -> int:
+        return self.ranges.most
 
     def send(self, origin: torch.Tensor, what: str) -> Range | None:
         nbytes, file = origin.numel(), self._file

@@ -14,14 +14,14 @@ What that leaves out, and what stays approximate:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import final
 
 from forebay.device.base import Device
-from forebay.memory import Ledger
+from forebay.memory import ArenaUsage, Ledger, TierUsage
 from forebay.runtime.levels import Levels
-from forebay.timeline import Event, Lane
+from forebay.timeline import Event, Lane, Timeline
 from forebay.trace import Block
 
 __all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "Measurement", "Phase", "Whereabouts"]
@@ -219,6 +219,20 @@ class Measurement:
         """Every event so far, in the order of their start within each step."""
         self._gather()
         return tuple(self._events)
+
+    def timeline(
+        self, tiers: tuple[TierUsage, ...], counters: Mapping[str, int], arenas: tuple[ArenaUsage, ...]
+    ) -> Timeline:
+        """What was measured so far, with the accounts of others."""
+        return Timeline(
+            self.collect(),
+            tiers,
+            tuple(self.step_seconds),
+            counters,
+            self.levels.collect(),
+            tuple(self.step_starts),
+            arenas,
+        )
 
     def _gather(self) -> None:
         self._events.extend(self._device.drain_events())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import final
 
 import torch
 
 from forebay.arenas import home_nbytes, home_tier
 from forebay.device.base import Device
-from forebay.memory import Kind, Tier
+from forebay.memory import Tier
 from forebay.plans import Placement, Update
 from forebay.runtime.blockstate import BlockCopy
 from forebay.runtime.holds import Alternate
 from forebay.runtime.homes import DiskHome, Home, MemoryHome, StorageHome
+from forebay.runtime.standing import Standing
 from forebay.scheduling.staging import StagingRing
+from forebay.slabs import RESIDENT, STATES
 from forebay.tiers.arena import HostArena
 from forebay.tiers.diskfile import TierFile
 from forebay.trace import Block
@@ -24,21 +26,21 @@ __all__ = ["Places"]
 
 @final
 class Places:
-    """Hands out ranges of what a store has opened, each once: of ``files`` by name, of new buffers that ``on_device``
-    makes, of the arenas that are named where they are asked for. What is on disk passes through ``slots`` (parameters)
+    """Hands out ranges of what a store has opened, each once: of ``files`` by name, of the slabs that stand on the
+    device, of the arenas that are named where they are asked for. What is on disk passes through ``slots`` (parameters)
     or ``chunks`` (states), states that are updated there through ``cells``."""
 
     def __init__(
         self,
         device: Device,
-        on_device: Callable[[int, Kind, str], torch.Tensor],
+        standing: Standing,
         files: Mapping[str, TierFile],
         slots: StagingRing,
         chunks: StagingRing,
         cells: StagingRing,
     ) -> None:
         self._device = device
-        self._on_device = on_device
+        self._standing = standing
         self._files = files
         self._ends = dict.fromkeys(files, 0)
         self._slots = slots
@@ -49,7 +51,7 @@ class Places:
         """A home for the parameters of ``block``; on the host in ``arena``."""
         tier = home_tier(placement)
         if tier is Tier.DEVICE:
-            buffer = self._on_device(block.nbytes, Kind.PARAMETER, f"block {block.name}")
+            buffer = self._standing.region(RESIDENT, block.nbytes, f"block {block.name}")
             return MemoryHome(self._device, buffer, block.name)
         if tier is Tier.HOST and arena is not None:
             return MemoryHome(self._device, arena.carve(block.nbytes), block.name)
@@ -59,7 +61,7 @@ class Places:
         """A home for the ``nbytes`` of optimizer state of ``block``; on the host in ``arena``."""
         what = f"states of {block.name}"
         if placement.states is Tier.DEVICE:
-            buffer = self._on_device(nbytes, Kind.STATE, f"states of block {block.name}")
+            buffer = self._standing.region(STATES, nbytes, f"states of block {block.name}")
             return MemoryHome(self._device, buffer.zero_(), what)
         if placement.states is Tier.DISK and nbytes:
             if placement.update is Update.STORAGE:

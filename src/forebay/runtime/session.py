@@ -21,11 +21,12 @@ from forebay.runtime.contents import Contents
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.holds import Outcome
+from forebay.runtime.host_arenas import Ledgers
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
-from forebay.runtime.store import Ledgers, Store
+from forebay.runtime.store import Store
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
 from forebay.scheduling.slots import SlotPool
@@ -376,9 +377,7 @@ class Session:
             "disk_written": self.store.disk_written,
         }
         used: tuple[TierUsage, ...] = tuple(t for t in tiers if t.peak or t.tier is not Tier.PINNED)
-        measure = self.measure
-        steps = tuple(measure.step_seconds), counters, measure.levels.collect(), tuple(measure.step_starts)
-        return Timeline(measure.collect(), used, *steps)
+        return self.measure.timeline(used, counters, self.store.arenas)
 
     @property
     def elapsed(self) -> float:

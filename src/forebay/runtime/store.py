@@ -11,7 +11,7 @@ import torch
 from forebay.arenas import UPDATE_RING, Arenas, arenas_of, home_tier
 from forebay.device.base import Completion, Device
 from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, residual_offsets, state_layout
-from forebay.memory import Kind, Ledger, Tier
+from forebay.memory import ArenaUsage, Kind, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
@@ -21,12 +21,15 @@ from forebay.runtime.depots import Depot, DepotRow, DiskDepot, HostDepot
 from forebay.runtime.filing import Filing
 from forebay.runtime.gradients import GradientBuffer, Landing
 from forebay.runtime.homes import StorageHome
+from forebay.runtime.host_arenas import HostArenas, Ledgers
 from forebay.runtime.places import Places
 from forebay.runtime.sparse import residuals_in
+from forebay.runtime.standing import Standing
 from forebay.runtime.storage_side import StorageSide, Territory
 from forebay.runtime.tensors import alone, elements, shaped
 from forebay.scheduling.gradients import GradientSlots
 from forebay.scheduling.staging import StagingRing
+from forebay.slabs import WINDOW, device_slabs
 from forebay.tiers.arena import HostArena, NoPinner, Pinner
 from forebay.tiers.diskfile import TierFile
 from forebay.tiers.handed import hand_over
@@ -35,17 +38,7 @@ from forebay.tiers.shared import SharedArena
 from forebay.trace import Block, Model, Parameter
 from forebay.treatments import Fate
 
-__all__ = ["Ledgers", "Store"]
-
-
-@final
-class Ledgers:
-    """The accounts of the tiers beside the device."""
-
-    def __init__(self, host: Ledger, pinned: Ledger, disk: Ledger) -> None:
-        self.host = host
-        self.pinned = pinned
-        self.disk = disk
+__all__ = ["Store"]
 
 
 @final
@@ -65,15 +58,13 @@ class Store:
     ) -> None:
         self._device = device
         self._ledgers = ledgers
-        self._pinner = pinner or NoPinner()
-        self._device_buffers: list[torch.Tensor] = []
+        self._arenas = HostArenas(ledgers, pinner or NoPinner())
         self._stack = contextlib.ExitStack()
         self._filing: Filing | None = None
         self.kept = kept
         # The model's buffers stay on the device for as long as the session lives.
         device.ledger.charge(Kind.BUFFER, model.buffer_nbytes, "the model's buffers")
         self._stack.callback(device.ledger.discharge, Kind.BUFFER, model.buffer_nbytes)
-        self.notes: list[str] = []
         self.blocks: dict[str, BlockState] = {}
         self.workspace = self._staging = torch.empty(0, dtype=torch.uint8)
         # Where activations go that leave the device, by fate.
@@ -84,6 +75,7 @@ class Store:
         self.beside: StorageSide | None = None
         self._territory: Territory | None = None
         self.sizes = arenas_of(model, plan, state_names)
+        self.standing = Standing(device, device_slabs(model, plan, state_names))
         # Whatever was opened before a failure is closed again: a refused plan leaves no file and no pinned page.
         with contextlib.ExitStack() as opened:
             opened.callback(self.close)
@@ -111,13 +103,15 @@ class Store:
         self.landing = Landing(self._device, streaming.gradient_window, self._staging, norms_ahead=ahead)
         if activations is not None:
             self.depots[Fate.OFFLOAD] = HostDepot(self._device, activations.memory)
+            self._arenas.given_to(activations, [self.depots[Fate.OFFLOAD]])
+        self.standing.open()
         if sizes.update_cell:
-            window = self._on_device(sizes.device_updates, Kind.STAGING, "the window of updates on the device")
+            window = self.standing.region(WINDOW, sizes.device_updates, WINDOW)
             self.cells = Cells(DeviceWay(self._device), window, sizes.update_cell, sizes.update_widening)
         shared = self._open_shared(sizes)
         # No update is under way while states are looked at from here: the cells are idle then.
         cells = StagingRing([] if shared is None else [shared.memory[: sizes.storage_cell]])
-        places = Places(self._device, self._on_device, files, slot_ring, chunk_ring, cells)
+        places = Places(self._device, self.standing, files, slot_ring, chunk_ring, cells)
         passed = [] if host_gradients is None or not plan.updated(Update.BACKWARD) else streaming.gradient_slots
         slots = GradientSlots([host_gradients.carve(n) for n in passed] if host_gradients is not None else [])
         for placement in plan.placements:
@@ -198,25 +192,7 @@ class Store:
     def _arena(
         self, nbytes: int, kind: Kind, what: str, stack: contextlib.ExitStack | None = None, *, pinned: bool
     ) -> HostArena | None:
-        if nbytes == 0:
-            return None
-        arena = HostArena(
-            nbytes,
-            kind,
-            ledger=self._ledgers.host,
-            pinned_ledger=self._ledgers.pinned if pinned else None,
-            pinner=self._pinner if pinned else None,
-            what=what,
-        )
-        (stack or self._stack).enter_context(arena)
-        if arena.note:
-            self.notes.append(arena.note)
-        return arena
-
-    def _on_device(self, nbytes: int, kind: Kind, what: str) -> torch.Tensor:
-        buffer: torch.Tensor = self._device.allocate(nbytes, kind, what)
-        self._device_buffers.append(buffer)
-        return buffer
+        return self._arenas.open(nbytes, kind, what, stack or self._stack, pinned=pinned)
 
     def _gradients(
         self, block: Block, placement: Placement, arena: HostArena | None, unsent: HostArena | None
@@ -241,9 +217,14 @@ class Store:
         return buffers, streamed
 
     @property
-    def resident_buffers(self) -> Sequence[torch.Tensor]:
-        """Device buffers of resident blocks: parameters and states."""
-        return self._device_buffers
+    def notes(self) -> Sequence[str]:
+        """Which arenas are not page-locked although they would like to be, and why."""
+        return self._arenas.notes
+
+    @property
+    def arenas(self) -> tuple[ArenaUsage, ...]:
+        """The account of every piece of memory that was taken once, on the device and on the host."""
+        return (*self.standing.usages(), *self._arenas.usages())
 
     @property
     def disk_written(self) -> int:
@@ -279,6 +260,7 @@ class Store:
                 # One each: what a micro-batch moves fills it to the byte, in whatever order they take turns.
                 parts = [arena.memory[i : i + sizes.host_activations] for i in range(0, nbytes, sizes.host_activations)]
                 made[Fate.OFFLOAD] = [HostDepot(self._device, part) for part in parts]
+                self._arenas.given_to(arena, made[Fate.OFFLOAD])
         tier = None if self._filing is None else self._filing.tier
         if Fate.DISK in self.depots and tier is not None:
             what = "transfer staging of further micro-batches"
@@ -378,8 +360,7 @@ class Store:
 
     def close(self) -> None:
         """Frees arenas, files and device buffers. The caller has waited for all transfers."""
-        while self._device_buffers:
-            self._device.free(self._device_buffers.pop())
+        self.standing.close()
         for state in self.blocks.values():
             if state.streamed is not None:
                 state.streamed.deferred.drop()  # it holds the state that holds it

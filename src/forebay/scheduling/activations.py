@@ -117,11 +117,10 @@ class Ranges:
         # Free ranges by offset, (offset, length), none next to another; and what was taken, by offset.
         self._free: list[tuple[int, int]] = [(0, capacity)] if capacity else []
         self._taken: dict[int, int] = {}
-
-    @property
-    def taken(self) -> int:
+        self.taken = 0
         """Bytes that are taken."""
-        return sum(self._taken.values())
+        self.most = 0
+        """The most bytes that were taken at a time."""
 
     def take(self, nbytes: int) -> int | None:
         """The offset of ``nbytes``, rounded up to the alignment; None if there is no such room."""
@@ -133,6 +132,8 @@ class Ranges:
                 rest = [(offset + needed, length - needed)] if length > needed else []
                 self._free[place : place + 1] = rest
                 self._taken[offset] = needed
+                self.taken += needed
+                self.most = max(self.most, self.taken)
                 return offset
         return None
 
@@ -141,6 +142,7 @@ class Ranges:
         length = self._taken.pop(offset, None)
         if length is None:
             raise ConfigError(f"no range at {offset} is taken")
+        self.taken -= length
         place = bisect_left(self._free, (offset, 0))
         if place < len(self._free) and self._free[place][0] == offset + length:
             length += self._free.pop(place)[1]

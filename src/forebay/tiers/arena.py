@@ -22,7 +22,7 @@ from typing import Any, Final, cast, final
 import torch
 
 from forebay.errors import HostOutOfMemory, SessionClosed, UsageError
-from forebay.memory import ALIGNMENT, Kind, Ledger
+from forebay.memory import ALIGNMENT, ArenaUsage, Kind, Ledger, Tier
 from forebay.tiers.host import available_host_memory
 from forebay.tiers.pages import map_pages
 from forebay.units import format_bytes
@@ -149,7 +149,7 @@ class HostArena:
         except BaseException:
             ledger.discharge(kind, nbytes)
             raise
-        self._carved = 0
+        self._carved = self._handed = 0
         # Runs once: at close, or when an arena that nobody closed is collected, so that neither the budget nor the
         # driver's table of pinned pages keeps an entry for memory that is gone. It does not run at exit, where
         # transfers may still use the pages and the kernel frees everything anyway.
@@ -201,7 +201,14 @@ class HostArena:
             )
         piece = self.view(start, nbytes)
         self._carved = start + nbytes
+        self._handed += nbytes
         return piece
+
+    def usage(self, used: int | None = None) -> ArenaUsage:
+        """The account of this arena. ``used`` (bytes) where somebody else knows how much of it was in use; else all
+        that was carved. May be asked after ``close`` too."""
+        there = self._handed if used is None else used
+        return ArenaUsage(Tier.HOST, self.what, self.nbytes, _pages(self.nbytes), there)
 
     def close(self) -> None:
         """Unpins, and takes the bytes off the ledgers; a second call does nothing.

@@ -4,10 +4,11 @@ best-fit    placed one after the other in several orders, the lowest layout is t
 periodic    best fit, its order improved by local search (Imanishi and Xu, ISMM 2024)
 roam        what lives long first, then each stretch of time by itself (Shu et al. 2023; its layout half)
 exact       depth-first search over canonical layouts (Moffitt, ASPLOS 2023)
-arena       all of that in turns, until nothing is left to gain or the time is over: the default
+arena       all of that and a beam search (``beams``) in turns, until nothing is left to gain or the time is over: the
+            default
 
-Each is asked part by part: what shares no time can be laid out apart. The compiled functions are compiled at their
-first call, which takes some seconds once, and kept on disk (``kernels.jit``).
+Each is asked part by part: what shares no time can be laid out apart. The compiled functions are compiled ahead of
+the time that a search has (``ahead``), which takes some seconds once, and kept on disk (``kernels.jit``).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 
 from forebay.buffers import Addresses, Buffer, BufferSet
 from forebay.errors import ConfigError
+from forebay.planners.layout.ahead import compile_greedy
 from forebay.planners.layout.aim import Aim, Deadline, Found, Planner
-from forebay.planners.layout.arena import arena, exact
+from forebay.planners.layout.arena import arena, exact, periodic
 from forebay.planners.layout.greedy import best_fit
-from forebay.planners.layout.periodic import periodic
 from forebay.planners.layout.roam import roam
 from forebay.planners.layout.table import Table, parts_of
 
@@ -54,6 +55,7 @@ def lay_out(given: BufferSet, layout: str = "arena", seconds: float | None = Non
         raise ConfigError(f"there is no layout {layout!r}; layouts are {', '.join(sorted(LAYOUTS))}")
     if seconds is not None and not 0 < seconds < float("inf"):
         raise ConfigError(f"a layout is searched for some seconds, more than 0, got {seconds}")
+    compile_greedy()  # ahead of the time that there is
     capacity, bound = given.capacity, given.lower_bound
     polish = POLISH * (1 + len(given.buffers) / MANY)
     usual = SECONDS if capacity is None else SECONDS_TO_FIT

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
@@ -32,6 +33,16 @@ class Deadline:
         """Whether the seconds are gone."""
         return time.perf_counter() >= self._end
 
+    @property
+    def left(self) -> float:
+        """Seconds that there are still, 0 where it is over."""
+        return max(0.0, self._end - time.perf_counter())
+
+    def put_off(self, seconds: float) -> None:
+        """So many seconds were spent on something else: they do not count."""
+        self._start += seconds
+        self._end += seconds
+
 
 @dataclass(frozen=True)
 class Aim:
@@ -42,6 +53,18 @@ class Aim:
     capacity: int | None
     polish: Deadline
     deadline: Deadline
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What is done in the body takes nothing of the time that there is."""
+        start = time.perf_counter()
+        yield
+        for deadline in (self.polish, self.deadline):
+            deadline.put_off(time.perf_counter() - start)
+
+    def within(self, seconds: float) -> Aim:
+        """The same with so many seconds from now on, and no more than there are."""
+        return replace(self, deadline=Deadline(min(seconds, self.deadline.left)))
 
     def fits(self, height: int) -> bool:
         """Whether a layout of so many bytes is good enough in the end."""

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.kernels.jit import compiled, part
+from forebay.planners.layout.table import Column, Lives
 
 __all__ = ["BEST", "FIRST", "fit", "stack"]
 
@@ -23,15 +23,7 @@ def _aligned(address: int, alignment: int) -> int:
 
 
 @compiled
-def fit(
-    order: NDArray[np.int64],
-    lower: NDArray[np.int64],
-    upper: NDArray[np.int64],
-    size: NDArray[np.int64],
-    alignment: NDArray[np.int64],
-    best: bool,
-    offsets: NDArray[np.int64],
-) -> int:
+def fit(order: Column, lives: Lives, best: bool, offsets: Column) -> int:
     """Places the buffers of ``order`` and writes their addresses into ``offsets``. Returns the height (bytes).
 
     Best fit by lists as in Pisarchyk and Lee, "Efficient memory management for deep neural net inference" (2020),
@@ -42,11 +34,11 @@ def fit(
     height = 0
     for placed in range(count):
         row = order[placed]
-        start, end, nbytes, step = lower[row], upper[row], size[row], alignment[row]
+        start, end, nbytes, step = lives.lower[row], lives.upper[row], lives.size[row], lives.alignment[row]
         top, found, least = 0, -1, np.int64(1 << 62)
         for index in range(placed):
             other = there[index]
-            if lower[other] >= end or start >= upper[other]:
+            if lives.lower[other] >= end or start >= lives.upper[other]:
                 continue
             address = offsets[other]
             here = _aligned(top, step)
@@ -55,7 +47,7 @@ def fit(
                 found, least = here, room - nbytes
                 if not best or least == 0:
                     break
-            top = max(top, address + size[other])
+            top = max(top, address + lives.size[other])
         if found < 0:
             found = _aligned(top, step)
         offsets[row] = found
@@ -69,14 +61,7 @@ def fit(
 
 
 @compiled
-def stack(
-    rank: NDArray[np.int64],
-    lower: NDArray[np.int64],
-    upper: NDArray[np.int64],
-    size: NDArray[np.int64],
-    alignment: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-) -> int:
+def stack(rank: Column, lives: Lives, offsets: Column) -> int:
     """Places all buffers, lowest place first and of equal places the one of the least ``rank``, and writes their
     addresses into ``offsets``. Returns the height (bytes)."""
     count = len(rank)
@@ -91,12 +76,12 @@ def stack(
         row = waiting[place]
         for index in range(place, left - 1):
             waiting[index] = waiting[index + 1]
-        start, end = lower[row], upper[row]
+        start, end = lives.lower[row], lives.upper[row]
         offsets[row] = lowest[row]
-        top = lowest[row] + size[row]
+        top = lowest[row] + lives.size[row]
         height = max(height, top)
         for index in range(left - 1):
             other = waiting[index]
-            if lower[other] < end and start < upper[other] and lowest[other] < top:
-                lowest[other] = _aligned(top, alignment[other])
+            if lives.lower[other] < end and start < lives.upper[other] and lowest[other] < top:
+                lowest[other] = _aligned(top, lives.alignment[other])
     return height

@@ -17,7 +17,7 @@ __all__ = ["best_fit", "fitted", "portfolio"]
 def fitted(table: Table, order: Column, by: str, best: bool = BEST) -> Found:
     """The buffers placed in ``order``, each where it fits best, or first."""
     offsets = empty(table)
-    height = fit(order, table.lower, table.upper, table.size, table.alignment, best, offsets)
+    height = fit(order, table.lives, best, offsets)
     return Found(offsets, int(height), by)
 
 
@@ -26,7 +26,7 @@ def stacked(table: Table, order: Column, by: str) -> Found:
     rank = np.empty(len(table), np.int64)
     rank[order] = np.arange(len(table))
     offsets = empty(table)
-    return Found(offsets, int(stack(rank, table.lower, table.upper, table.size, table.alignment, offsets)), by)
+    return Found(offsets, int(stack(rank, table.lives, offsets)), by)
 
 
 def best_fit(table: Table, aim: Aim) -> Found:

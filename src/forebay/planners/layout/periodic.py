@@ -13,17 +13,14 @@ from typing import final
 
 import numpy as np
 
-from forebay.planners.layout.aim import Aim, Found, lower_of
+from forebay.planners.layout.aim import Found
+from forebay.planners.layout.draws import sown
 from forebay.planners.layout.fits import BEST
 from forebay.planners.layout.greedy import fitted
-from forebay.planners.layout.orders import order_by
 from forebay.planners.layout.shaking import HISTORY, shake
 from forebay.planners.layout.table import Column, Table
 
-__all__ = ["Shaker", "periodic"]
-
-SEED = 0x9E3779B97F4A7C15
-"""Where the pseudo-random numbers begin: the same search for the same buffers, on every machine."""
+__all__ = ["Shaker"]
 
 STALE = 3000
 """Rounds without anything better after which the search begins again from the best order, by other numbers."""
@@ -39,7 +36,7 @@ class Shaker:
     def __init__(self, table: Table, order: Column, target: int) -> None:
         self._table, self._target = table, target
         self._order, self._from = order.copy(), order
-        self._state = np.array([SEED], np.uint64)
+        self._state = sown()
         self.rounds = max(1, WORK // (len(table) ** 2 + 1))
         self._stale = 0
         self._restart()
@@ -51,10 +48,7 @@ class Shaker:
         height = int(
             shake(
                 self._order,
-                table.lower,
-                table.upper,
-                table.size,
-                table.alignment,
+                table.lives,
                 BEST,
                 self._target,
                 self.rounds,
@@ -77,15 +71,3 @@ class Shaker:
         self._offsets, self._height = made.offsets, made.height
         over = np.maximum(0, self._offsets + self._table.size - self._target)
         self._history = np.full(HISTORY, int(over.sum()), np.int64)
-
-
-def periodic(table: Table, aim: Aim) -> Found:
-    """Best fit by area, improved until the aim is met."""
-    order = order_by(table, "area")
-    found = fitted(table, order, "best fit by area")
-    if aim.met(found.height):
-        return found
-    search = Shaker(table, order, aim.target(found.height))
-    while not aim.met(lower_of(found, search.best).height):
-        search.advance()
-    return lower_of(found, search.best)

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.kernels.jit import compiled, part
+from forebay.planners.layout.draws import draw
 from forebay.planners.layout.fits import fit
+from forebay.planners.layout.table import Column, Lives
 
 __all__ = ["HISTORY", "shake"]
 
@@ -18,20 +20,7 @@ hill-climbing heuristic", EJOR 2017)."""
 
 
 @part
-def _draw(state: NDArray[np.uint64]) -> Any:
-    """The next of a sequence of pseudo-random numbers (xorshift64), the same on every machine: 0 to 2^32 - 1."""
-    value = state[0]
-    value ^= value << np.uint64(13)
-    value ^= value >> np.uint64(7)
-    value ^= value << np.uint64(17)
-    state[0] = value
-    return np.int64(value >> np.uint64(32))
-
-
-@part
-def _excess(
-    size: NDArray[np.int64], offsets: NDArray[np.int64], target: int, above: NDArray[np.int64]
-) -> tuple[int, int]:
+def _excess(size: Column, offsets: Column, target: int, above: Column) -> tuple[int, int]:
     """How many buffers end above the target, and by how many bytes in all; their rows go into ``above``."""
     count, total = 0, 0
     for row in range(len(size)):
@@ -45,17 +34,14 @@ def _excess(
 
 @compiled
 def shake(
-    order: NDArray[np.int64],
-    lower: NDArray[np.int64],
-    upper: NDArray[np.int64],
-    size: NDArray[np.int64],
-    alignment: NDArray[np.int64],
+    order: Column,
+    lives: Lives,
     best: bool,
     target: int,
     rounds: int,
     state: NDArray[np.uint64],
-    history: NDArray[np.int64],
-    offsets: NDArray[np.int64],
+    history: Column,
+    offsets: Column,
 ) -> Any:
     """Improves ``order``, in place, for at most ``rounds`` rounds or until all buffers end at ``target`` or below.
 
@@ -67,27 +53,27 @@ def shake(
     count = len(order)
     height: Any = np.int64(0)
     for row in range(count):
-        height = max(height, offsets[row] + size[row])
+        height = max(height, offsets[row] + lives.size[row])
     above, trial, places = np.empty(count, np.int64), np.empty(count, np.int64), offsets.copy()
     tried = offsets.copy()
-    many, current = _excess(size, places, target, above)
+    many, current = _excess(lives.size, places, target, above)
     for turn in range(rounds):
         if many == 0:
             break
-        row = above[_draw(state) % many]
-        if _draw(state) % 4 == 0:  # something else, so that not always the same few move
-            row = order[_draw(state) % count]
+        row = above[draw(state) % many]
+        if draw(state) % 4 == 0:  # something else, so that not always the same few move
+            row = order[draw(state) % count]
         at = 0
         while order[at] != row:
             at += 1
-        to = _draw(state) % (at + 1) if at else _draw(state) % count
+        to = draw(state) % (at + 1) if at else draw(state) % count
         trial[:] = order
         step = 1 if to > at else -1
         for index in range(at, to, step):
             trial[index] = trial[index + step]
         trial[to] = row
-        reached = fit(trial, lower, upper, size, alignment, best, tried)
-        _, cost = _excess(size, tried, target, above)
+        reached = fit(trial, lives, best, tried)
+        _, cost = _excess(lives.size, tried, target, above)
         kept = turn % len(history)
         if cost <= current or cost <= history[kept]:
             order[:] = trial
@@ -97,5 +83,5 @@ def shake(
                 height = reached
                 offsets[:] = tried
         history[kept] = min(history[kept], current)
-        many, _ = _excess(size, places, target, above)
+        many, _ = _excess(lives.size, places, target, above)
     return height

@@ -11,16 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.buffers import Buffer
 
-__all__ = ["Column", "Table", "parts_of"]
+__all__ = ["Column", "Lives", "Table", "parts_of"]
 
 Column = NDArray[np.int64]
+
+
+class Lives(NamedTuple):
+    """What compiled code reads of buffers: from when and up to when each is live, its bytes, and of what its address is
+    to be a multiple."""
+
+    lower: Column
+    upper: Column
+    size: Column
+    alignment: Column
 
 
 @final
@@ -56,6 +66,11 @@ class Table:
         return Table(
             self.number[chosen], self.lower[chosen], self.upper[chosen], self.size[chosen], self.alignment[chosen]
         )
+
+    @property
+    def lives(self) -> Lives:
+        """The columns that compiled code reads."""
+        return Lives(self.lower, self.upper, self.size, self.alignment)
 
     @property
     def length(self) -> Column:

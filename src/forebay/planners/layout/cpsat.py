@@ -1,0 +1,55 @@
+"""Layouts by OR-Tools' CP-SAT, where that is installed (``pip install 'forebay[cpsat]'``). No torch.
+
+Addresses are integers, lives are given, and no two rectangles overlap: the model that minimalloc's paper compares with
+(Moffitt, ASPLOS 2023, section 6). What a solver brings that the searches here do not have is learning from conflicts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from math import gcd
+
+import numpy as np
+
+from forebay.planners.layout.canonical import Outcome
+from forebay.planners.layout.table import Column, Table
+
+__all__ = ["cpsat_is_there", "solve"]
+
+SEED = 1
+"""Where its pseudo-random numbers begin."""
+
+
+def cpsat_is_there() -> bool:
+    """Whether OR-Tools is installed; loads nothing of it."""
+    return importlib.util.find_spec("ortools") is not None
+
+
+def solve(table: Table, capacity: int, seconds: float) -> tuple[Outcome, Column]:
+    """Addresses for ``table`` within ``capacity`` bytes, after ``seconds`` at most: ``FOUND`` with them, ``NONE`` where
+    there are none, ``PAUSED`` where the time was over. On one thread, as all searches here."""
+    from ortools.sat.python import cp_model
+
+    unit = gcd(*table.size.tolist())
+    # Where addresses need only be multiples of what divides all sizes, no others are needed: the same in small numbers.
+    coarse = not np.any(unit % table.alignment)
+    steps = np.full(len(table), unit) if coarse else table.alignment
+    unit = unit if coarse else gcd(unit, *table.alignment.tolist())
+    model = cp_model.CpModel()
+    lives, places, addresses = [], [], []
+    rows = zip(table.lower.tolist(), table.upper.tolist(), table.size.tolist(), steps.tolist(), strict=True)
+    for number, (lower, upper, size, step) in enumerate(rows):
+        at = model.new_int_var(0, (capacity - size) // step, f"steps {number}")
+        lives.append(model.new_fixed_size_interval_var(lower, upper - lower, f"life {number}"))
+        places.append(model.new_fixed_size_interval_var(at * (step // unit), size // unit, f"place {number}"))
+        addresses.append(at)
+    model.add_no_overlap_2d(lives, places)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = SEED
+    solver.parameters.max_time_in_seconds = seconds
+    status = solver.solve(model)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        found = [solver.value(at) for at in addresses]
+        return Outcome.FOUND, np.array(found, np.int64) * steps
+    return (Outcome.NONE if status == cp_model.INFEASIBLE else Outcome.PAUSED), np.zeros(len(table), np.int64)

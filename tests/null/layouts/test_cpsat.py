@@ -1,0 +1,42 @@
+"""CP-SAT as a fallback: what it finds is a layout, what it refutes has none, and without it everything works."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.layout.instances import Kind, instance
+from forebay.buffers import Addresses, Buffer, BufferSet
+from forebay.checking.addresses import check_addresses
+from forebay.planners.layout import lay_out
+from forebay.planners.layout.canonical import Outcome
+from forebay.planners.layout.cpsat import solve
+from forebay.planners.layout.table import Table
+from tests.null.layouts.making import buffer_tuples, least_height
+
+pytest.importorskip("ortools")
+
+
+@settings(max_examples=8, deadline=None)
+@given(buffers=buffer_tuples(5, alignments=(1, 1, 4)), more=st.integers(-1, 2))
+def test_it_finds_the_least_height_and_nothing_below(buffers: tuple[Buffer, ...], more: int) -> None:
+    table = Table.of(buffers)
+    if not len(table):
+        return
+    rows = tuple(buffers[number] for number in table.number)
+    least = least_height(rows)
+    capacity = max(least + more, int(table.size.max()))
+    outcome, offsets = solve(table, capacity, 60)
+    assert outcome is (Outcome.FOUND if capacity >= least else Outcome.NONE)
+    if outcome is Outcome.FOUND:
+        found = Addresses(BufferSet(rows, capacity), tuple(offsets.tolist()), "", False, 0.0)
+        check_addresses(found)
+        assert found.feasible
+
+
+def test_what_the_searches_do_not_find_it_finds() -> None:
+    given = instance(0, Kind(count=160))
+    found = lay_out(given, seconds=60)
+    check_addresses(found)
+    assert found.feasible
