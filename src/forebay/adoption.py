@@ -18,7 +18,7 @@ from forebay.states import is_wide
 from forebay.trace import fingerprint_of
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["adopt_plan", "expect_two_places"]
+__all__ = ["adopt_plan", "expect_served"]
 
 
 def adopt_plan(
@@ -79,13 +79,20 @@ def adopt_plan(
     return replace(plan, budget=budget)
 
 
-def expect_two_places(plan: Plan) -> None:
-    """Raises ``ConfigError`` for a plan that has something on disk, where an update would write over a checkpoint."""
-    on_disk = [p.block for p in plan.placements if Tier.DISK in (p.parameters, p.states)]
-    if on_disk and plan.streaming.disk_copies == 1:
+def expect_served(plan: Plan, *, two_places: bool, checksums: bool) -> None:
+    """Raises ``ConfigError`` for a plan that has something on disk but one place for it, where an update would write
+    over a checkpoint, or no memory for checksums of it."""
+    on_disk = next((p.block for p in plan.placements if Tier.DISK in (p.parameters, p.states)), None)
+    if on_disk is None:
+        return
+    if two_places and plan.streaming.disk_copies == 1:
         raise ConfigError(
-            f"the plan has one place on disk for block {on_disk[0]}, and crash_safe needs two; make the plan with "
+            f"the plan has one place on disk for block {on_disk}, and crash_safe needs two; make the plan with "
             f"crash_safe, or leave it out: forebay.save copies then"
+        )
+    if checksums and not plan.streaming.checksums:
+        raise ConfigError(
+            "the plan has no room for checksums of what is on disk; make the plan with checksums, or leave it out"
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from forebay.adoption import adopt_plan, expect_two_places
+from forebay.adoption import adopt_plan, expect_served
 from forebay.budgets import Budget, Size
 from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
@@ -38,7 +38,7 @@ from forebay.runtime.accumulate import LossFunction, accumulate_by_block, accumu
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.contents import LazyTensors
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session, session_of
-from forebay.runtime.own_checkpointing import LEFT_TO_THE_PLAN, leave_to_plan
+from forebay.runtime.own_checkpointing import leave_to_plan, left_to
 from forebay.runtime.session import Session
 from forebay.runtime.wholes import Wholes
 from forebay.safekeeping import keep_in, resume, save
@@ -85,6 +85,7 @@ def prepare(
     micro_batches: int = 1,
     update: UpdateTime = "step",
     crash_safe: str | os.PathLike[str] | None = None,
+    checksums: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts a memory plan under ``model`` and ``optimizer``; the training loop stays as it is.
 
@@ -100,7 +101,9 @@ def prepare(
     "backward" lets blocks be updated in backward, as soon as their gradients are on the host, and these be used up: a
     step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a folder on the disk of ``disk``
     where what is at home there has two places, of which no update writes the one that the last checkpoint has: ``save``
-    to this folder copies none of it. It belongs to this model until ``close``.
+    to this folder copies none of it. It belongs to this model until ``close``. ``checksums``: what is read of
+    parameters and states on disk is held against checksums of what was written (``StorageError`` where it is not that,
+    before anything is computed with it).
 
     Activation checkpointing that a model of transformers does by itself is left to a plan that knows the activations.
 
@@ -113,40 +116,36 @@ def prepare(
         )
     rule = read_optimizer(optimizer)
     budget = Budget.of(device_memory, host_memory, disk)
-    opened = open_device(device, budget.device)
-    kept = None
-    switch_on = leave_to_plan(model) if plan is not None or batch is not None else None
-    try:
+    with ExitStack() as undo:  # what has been begun, where something is refused
+        opened = open_device(device, budget.device)
+        if opened is not device:
+            undo.callback(opened.close)
+        switch_on = leave_to_plan(model) if plan is not None or batch is not None else None
+        if switch_on is not None:
+            undo.callback(switch_on)
         bound = find_blocks(model, blocks)
         expect_trainable(model, bound, optimizer, opened)
+        kept = None if crash_safe is None else keep_in(crash_safe, budget.disk)
+        if kept is not None:
+            undo.callback(kept.lock.close)
+        returning = 0 if kept is None else kept.before
         if plan is None:
-            asked = budget, policy, opened, compress, micro_batches, update, 1 if crash_safe is None else 2
+            places = 1 if kept is None else 2
+            asked = budget, policy, opened, compress, micro_batches, update, places, checksums, returning
             plan = _Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
         else:
-            plan = adopt_plan(plan, batch, bound, rule, budget, limits_of)
+            plan = adopt_plan(plan, batch, bound, rule, budget, partial(limits_of, returning=returning))
         plan = with_tiles(plan, model, batch, torch.device(opened.name))
+        expect_served(plan, two_places=kept is not None, checksums=checksums)
         if plan.read_outside:
             bound = find_blocks(model, blocks, plan.read_outside)
-        if crash_safe is not None:
-            expect_two_places(plan)
-            kept = keep_in(crash_safe, budget.disk)
-        if switch_on is not None and plan.fingerprint:
-            plan = replace(plan, reasons=(*plan.reasons, LEFT_TO_THE_PLAN))
-        elif switch_on is not None:
-            switch_on()  # nobody knows the activations: the model goes on as it was told
+        plan = plan if switch_on is None else left_to(plan, switch_on)
         owns = opened is not device
         prepared = open_session(model, optimizer, bound, rule, plan, opened, owns_device=owns, kept=kept)
         if switch_on is not None:
             attachment_of(model).at_end(switch_on)
+        undo.pop_all()
         return prepared
-    except BaseException:
-        if switch_on is not None:
-            switch_on()
-        if kept is not None:
-            kept.lock.close()
-        if opened is not device:
-            opened.close()
-        raise
 
 
 @final
@@ -166,6 +165,8 @@ class _Asking:
     micro_batches: int
     update: UpdateTime
     disk_copies: int
+    checksums: bool
+    returning: int
 
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
@@ -186,7 +187,7 @@ class _Asking:
             raise refusal.having(cut.of(refusal.alone)) from None
 
     def _made(self, piece: int) -> Plan:
-        limits = limits_of(self.budget)
+        limits = limits_of(self.budget, self.returning)
         trace, unseen = self._captured(piece)
         machine, notes = (None, ()) if trace is None else this_machine(self.device.name, self.budget.disk)
         problem = Problem(
@@ -203,6 +204,7 @@ class _Asking:
             compress=self.compress,
             update=self.update,
             disk_copies=self.disk_copies,
+            checksums=self.checksums,
         )
 
         def settled(plan: Plan, bench: Bench, many: int) -> Plan:
@@ -264,15 +266,16 @@ def plan(
     micro_batches: int = 1,
     update: UpdateTime = "step",
     crash_safe: bool = False,
+    checksums: bool = False,
 ) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches`` and ``update``
-    are those of ``prepare``; ``crash_safe``: what is at home on disk has two places. Raises ``DoesNotFit`` when no plan
-    meets the budget (``CannotServe`` for a policy that is not for this model or machine), ``ConfigError`` for an
-    unknown policy.
+    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``, ``update``
+    and ``checksums`` are those of ``prepare``; ``crash_safe``: what is at home on disk has two places. Raises
+    ``DoesNotFit`` when no plan meets the budget (``CannotServe`` for a policy that is not for this model or machine),
+    ``ConfigError`` for an unknown policy.
     """
-    problem = problem_of(trace, machine, budget, compress, update, 2 if crash_safe else 1)
+    problem = problem_of(trace, machine, budget, compress, update, 2 if crash_safe else 1, checksums)
     room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     return with_figures(trace, machine, room.plan, liveness=room.bench.liveness, micro_batches=micro_batches)
 

@@ -30,6 +30,7 @@ from forebay.units import MiB
 __all__ = [
     "DISK_BLOCK",
     "DISK_BOUNCE",
+    "DISK_SUM",
     "GRADIENT_STAGING",
     "UPDATE_CELLS",
     "UPDATE_RING",
@@ -57,6 +58,10 @@ DISK_BLOCK = 4 * MiB
 
 DISK_BOUNCE = 1
 """Buffers of ``DISK_BLOCK`` through which bytes pass whose address O_DIRECT does not take."""
+
+DISK_SUM = 8
+"""Bytes of the host for each page of parameters and states on disk, where what is read is held against checksums of
+what was written. Activations have none: no later step reads them."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Arenas:
     host_slots: int
     activation_ring: int
     disk_bounce: int
+    disk_sums: int
     disk_parameters: int
     disk_states: int
     disk_activations: int
@@ -110,7 +116,8 @@ class Arenas:
     def host_staging(self) -> int:
         """Bytes on the host through which other bytes pass."""
         to_device = self.gradient_staging + self.host_slots + self.activation_ring
-        return to_device + self.update_workspace + self.update_ring + self.storage_window + self.disk_bounce
+        updates = self.update_workspace + self.update_ring + self.storage_window
+        return to_device + updates + self.disk_bounce + self.disk_sums
 
     @property
     def host(self) -> int:
@@ -220,6 +227,7 @@ class Sizer:
         passing = [b for b, p in pairs if p.states is Tier.DISK and p.update is not Update.STORAGE]
         ring = UPDATE_RING * max((self._states[b.name].largest_chunk for b in passing), default=0)
         largest_gradient = max((self._largest[b.name] for b, _ in trained), default=0)
+        disk_parameters, disk_states = sum(home_nbytes(b) * copies for b, copies in on_disk), state_copies(Tier.DISK)
         return Arenas(
             device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
             device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
@@ -244,8 +252,9 @@ class Sizer:
             host_slots=sum(streaming.host_slots) if on_disk else 0,
             activation_ring=streaming.disk_window,
             disk_bounce=DISK_BLOCK * DISK_BOUNCE if writes else 0,
-            disk_parameters=sum(home_nbytes(b) * copies for b, copies in on_disk),
-            disk_states=state_copies(Tier.DISK),
+            disk_sums=DISK_SUM * ((disk_parameters + disk_states) // PAGE) if streaming.checksums else 0,
+            disk_parameters=disk_parameters,
+            disk_states=disk_states,
             disk_activations=streaming.disk_activations,
         )
 

@@ -59,6 +59,7 @@ class TrainConfig(BaseModel):
     nonfinite: NonFinite = "stop"
     run: Path | None = None
     save_every: int | None = Field(default=None, ge=1)
+    checksums: bool = False
 
     @field_validator("data", mode="before")
     @classmethod
@@ -106,7 +107,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that there is not, brackets without end
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}

@@ -28,7 +28,7 @@ Every message says what was needed, what was there and what to change. The comma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from typing import Any
@@ -60,8 +60,20 @@ __all__ = [
 ]
 
 
+LONGEST: Final = 2000
+"""Characters of a message: what a file is quoted with may be anything."""
+
+
 class ForebayError(Exception):
-    """Base of every error that forebay raises on purpose."""
+    """Base of every error that forebay raises on purpose. Its message is one line, whatever it quotes."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) > LONGEST:
+            text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"
+        if text.isprintable():
+            return text
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class UsageError(ForebayError):

@@ -34,8 +34,9 @@ from forebay.units import format_apart
 __all__ = ["expect_trainable", "ledgers_of", "limits_of", "open_session"]
 
 
-def limits_of(budget: Budget) -> dict[Tier, int]:
-    """Bytes of host and disk that may be used: the budget, and never more than the machine has free."""
+def limits_of(budget: Budget, returning: int = 0) -> dict[Tier, int]:
+    """Bytes of host and disk that may be used: the budget, and never more than the machine has free. ``returning`` are
+    those of the disk that will be free before they are needed."""
     free = available_host_memory().available
     if budget.host is not None and budget.host > free:
         asked, there = format_apart(budget.host, free)
@@ -49,13 +50,14 @@ def limits_of(budget: Budget) -> dict[Tier, int]:
     if budget.disk is not None:
         # Asked even where a size is given: a path that is not there is an error although nothing may go there.
         free_on_disk = free_in([share.path for share in budget.disk.folders])
-        on_disk = free_on_disk if budget.disk.nbytes is None else budget.disk.nbytes
+        on_disk = free_on_disk + returning if budget.disk.nbytes is None else budget.disk.nbytes
     return {Tier.HOST: free if budget.host is None else budget.host, Tier.DISK: on_disk}
 
 
-def ledgers_of(budget: Budget, within: Ledgers | None = None) -> Ledgers:
-    """Accounts of the tiers beside the device, as parts of those of ``within``. Raises what ``limits_of`` raises."""
-    limits = limits_of(budget)
+def ledgers_of(budget: Budget, within: Ledgers | None = None, returning: int = 0) -> Ledgers:
+    """Accounts of the tiers beside the device, as parts of those of ``within``. ``returning``: see ``limits_of``, whose
+    errors it raises."""
+    limits = limits_of(budget, returning)
     return Ledgers(
         Ledger(Tier.HOST, limits[Tier.HOST], within and within.host),
         Ledger(Tier.PINNED, budget.pinned, within and within.pinned),
@@ -103,7 +105,7 @@ def open_session(
     """``model`` and ``optimizer`` under ``plan``, on ``device``. What they take counts in the accounts of ``within``
     too. Raises what filling the tiers raises; the model is then as it was."""
     head = _head_for(plan, model)
-    ledgers = ledgers_of(plan.budget, within)
+    ledgers = ledgers_of(plan.budget, within, 0 if kept is None else kept.before)
     whereabouts = Whereabouts()
     on_cuda = torch.device(device.name).type == "cuda"
     pinner: Pinner = CudaPinner.of(torch.device(device.name)) if on_cuda else NoPinner()

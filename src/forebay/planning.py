@@ -49,9 +49,10 @@ def problem_of(
     compress: int = 0,
     update: UpdateTime = "step",
     disk_copies: int = 1,
+    checksums: bool = False,
 ) -> Problem:
     """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
-    ``compress``, ``update``, ``disk_copies``: see ``Problem``."""
+    ``compress``, ``update``, ``disk_copies``, ``checksums``: see ``Problem``."""
     on_disk = 0
     if budget.disk is not None and machine.disk is not None:
         on_disk = machine.disk.capacity if budget.disk.nbytes is None else budget.disk.nbytes
@@ -69,6 +70,7 @@ def problem_of(
         compress=compress,
         update=update,
         disk_copies=disk_copies,
+        checksums=checksums,
     )
 
 

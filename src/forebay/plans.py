@@ -118,6 +118,7 @@ class Streaming:
     and ``disk_window`` those of the ring on the host through which they pass, in either direction. What is on disk is
     read in the calls ``disk_reads`` and written in the calls ``disk_writes``. ``disk_copies`` 2: parameters and states
     at home on disk have two places there, so that an update does not write where the last checkpoint has them.
+    ``checksums``: what is read of them is held against checksums of what was written.
     ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
     the bytes on the device through which blocks pass that are updated there and not at home there (``Update.DEVICE``):
     as many chunks at a time as it holds, beside the gradients that one of them widens. ``gradient_slots`` are buffers
@@ -143,6 +144,7 @@ class Streaming:
     disk_reads: Calls = field(default_factory=Calls)
     disk_writes: Calls = field(default_factory=Calls)
     disk_copies: int = 1
+    checksums: bool = False
     update_chunk: int = 4 * 1024 * 1024
     update_window: int = 0
     overlap_update: bool = True

@@ -38,7 +38,7 @@ def _refuse_other_schema(cls: type[Any], text: str | bytes) -> None:
     own = next((f.default for f in fields(cls) if f.name == "schema"), None)
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     theirs = whole.get("schema") if isinstance(whole, dict) else None
     if isinstance(theirs, int) and own is not None and theirs != own:

@@ -97,7 +97,7 @@ def resume(
 
 def keep_in(folder: str | os.PathLike[str], disk: DiskBudget | None) -> KeptFolder:
     """Makes ``folder`` the one in which what a run has on disk outlives it, and locks it. What no checkpoint names is
-    removed.
+    removed, and the space given back of what it does not name in the files that it does.
 
     Raises ``ConfigError`` where it is not on the disk of ``disk``, or that is several, and ``StorageError`` where it
     cannot be used, or another process has it.
@@ -111,11 +111,13 @@ def keep_in(folder: str | os.PathLike[str], disk: DiskBudget | None) -> KeptFold
     _expect_on(path, disk)
     lock = FolderLock(path)
     try:
-        Generations(path, files).sweep()
+        generations = Generations(path, files)
+        generations.sweep()
+        before = generations.thin()
     except BaseException:
         lock.close()
         raise
-    return KeptFolder(path, lock)
+    return KeptFolder(path, lock, before)
 
 
 def _expect_on(path: Path, disk: DiskBudget | None) -> None:

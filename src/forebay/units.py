@@ -54,6 +54,9 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)")
 # What someone meant as a size, right or wrong: it is never silently taken for the end of a path.
 _LIKE_A_SIZE = re.compile(r"\s*(?:[+-]?[0-9.]+\s*[A-Za-z]*)?\s*")
 
+_BEYOND = 10**60
+"""More of anything than there is; less than a float can hold."""
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P")
 
@@ -166,7 +169,9 @@ def _three_digits(value: float) -> str:
 
 def _scale(value: float, base: int, units: Sequence[str]) -> str:
     """``value`` in the largest of ``units`` (powers of ``base``) that leaves at least 1.0 as printed."""
-    if not math.isfinite(value) or round(abs(value)) < base:
+    if not abs(value) < _BEYOND:  # nor NaN
+        return f"{value if isinstance(value, float) else math.inf:.0f} {units[0]}"
+    if round(abs(value)) < base:
         return f"{value:.0f} {units[0]}"
     power = 1
     # 0.05 below the next unit would print as "1024.0 KiB": what counts is the rounded figure.

@@ -127,7 +127,8 @@ def planned(draw: st.DrawFn) -> tuple[Model, tuple[Placement, ...], Streaming]:
     placements = tuple(Placement(b.name, *draw(HOMES)) for b in blocks)
     largest = max(home_nbytes(b) for b in blocks)
     slots = tuple([largest] * draw(st.integers(0, 3)))
-    streaming = Streaming(slots=slots, host_slots=(largest,), update_chunk=draw(st.integers(1024, 5000)))
+    chunk, summed = draw(st.integers(1024, 5000)), draw(st.booleans())
+    streaming = Streaming(slots=slots, host_slots=(largest,), update_chunk=chunk, checksums=summed)
     return Model(blocks), placements, streaming
 
 
@@ -172,6 +173,8 @@ def test_staging_holds_what_passes_through_it(
     on_disk = any(home_tier(p) is Tier.DISK for _, p in hosted)
     assert sizes.host_slots == (sum(streaming.host_slots) if on_disk else 0)
     assert sizes.disk_bounce == (DISK_BLOCK * DISK_BOUNCE if sizes.disk else 0)
+    summed = (sizes.disk_parameters + sizes.disk_states) // 4096 if streaming.checksums else 0
+    assert sizes.disk_sums == 8 * summed
 
 
 def test_a_plan_by_hand() -> None:

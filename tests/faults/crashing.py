@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, final
 
@@ -84,6 +84,12 @@ class Counted(Files):
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
         return self._count("read", lambda: self._system.read(fd, buffer, offset))
+
+    def empty(self, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+        self._count("empty", lambda: self._system.empty(path, ranges))
+
+    def taken(self, path: Path) -> int:
+        return self._system.taken(path)
 
     def sync(self, fd: int) -> None:
         self._count("sync", lambda: self._system.sync(fd))

@@ -210,6 +210,14 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "too deep": (set_in("extra", nested(900)), "manifest"),
     "no generators": (set_in("randomness", {}), "random number generators cannot be used"),
+    "a generator without words": (
+        set_in("randomness", "numpy", "words", ""),
+        "random number generators cannot be used",
+    ),
+    "a generator beyond its words": (
+        set_in("randomness", "numpy", "position", 10**6),
+        "random number generators cannot be used",
+    ),
     "a generator cut short": (set_in("randomness", "python", "words", "00"), "random number generators cannot be used"),
 }
 

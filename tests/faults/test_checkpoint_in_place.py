@@ -20,9 +20,10 @@ from forebay.checkpoint.files import Files, SystemFiles
 from forebay.checkpoint.generations import MANIFEST, Generations
 from forebay.checkpoint.resuming import resume_checkpoint
 from forebay.checkpoint.saving import save_checkpoint
-from forebay.errors import ConfigError, ForebayError, StorageError
+from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
 from forebay.plans import Plan, Update
 from forebay.runtime.hooks import prepared_session
+from forebay.tiers.io import SystemIo
 from tests.faults.crashing import Counted, Crash, crash, fail
 from tests.faults.trained import AMPLE, adamw, disk_plan, network, step
 from tests.parity.content import content, expect_same
@@ -245,7 +246,7 @@ def test_damage_is_told_and_nothing_has_changed(trained: Trained, reader: Reader
         refused("it was moved or removed")
     # What the checkpoint does not name may be anything: it is what the next step writes.
     states = begin()["states"]
-    place = states.stat().st_size // 8  # two of each block, one after the other
+    place = states.stat().st_size // 2  # all second places are behind all first ones
     assert homes["blocks"][0]["states"]["offset"] in (0, place)
     flip(states, place - homes["blocks"][0]["states"]["offset"])
     session = prepared_session(reader.model)
@@ -317,3 +318,61 @@ def test_folders_and_plans_that_cannot_be(tmp_path: Path) -> None:
         replace(plan, placements=tuple(p.updating(Update.AHEAD) for p in plan.placements))
     with pytest.raises(ConfigError, match="disk_copies must be 1 or 2"):
         replace(plan.streaming, disk_copies=3)
+
+
+def on_the_disk(kept: Path) -> int:
+    """Bytes that the files take that training has there."""
+    return sum(512 * path.stat().st_blocks for path in kept.glob("home-*"))
+
+
+def test_a_run_that_goes_on_takes_no_more_of_the_disk_than_the_one_before(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    first = Trained(disk, kept)
+    for number in range(3):
+        first.step()
+        first.save(number)
+    saved, most = first.content(), on_the_disk(kept)
+    first.close()
+    assert most >= first.plan.disk == on_the_disk(kept)
+    # There is room for one place of the two, and what the checkpoint does not name: nothing else.
+    room = first.plan.disk // 2
+    monkeypatch.setattr(SystemIo, "free_bytes", lambda io, path: room)
+    second = Trained(disk, kept, first.plan)
+    taken = [on_the_disk(kept)]
+    reader.expect(kept, 2, saved)  # what was given back nobody needs
+    forebay.resume(second.model, second.optimizer, kept)
+    expect_same(saved, second.content())
+    for number in range(3, 6):
+        after = second.step()
+        taken.append(on_the_disk(kept))
+        second.save(number)
+        taken.append(on_the_disk(kept))
+    assert max(taken) <= most
+    reader.expect(kept, 5, after)
+    second.close()
+    monkeypatch.setattr(SystemIo, "free_bytes", lambda io, path: room - 1)
+    with pytest.raises(DiskFull, match="the disk tier needs"):
+        Trained(disk, kept, first.plan)
+    reader.expect(kept, 5, after)
+
+
+def test_what_a_checkpoint_does_not_name_of_a_file(trained: Trained) -> None:
+    trained.step()
+    trained.save(1)
+    manifest = Generations(trained.kept, SystemFiles()).expect_current()
+    homes = manifest.homes
+    assert homes is not None and homes.states is not None
+    unnamed = homes.unnamed()[homes.states.name]
+    named = [(home.states.offset, home.states.nbytes) for home in homes.blocks if home.states is not None]
+    assert sum(nbytes for _, nbytes in (*unnamed, *named)) == homes.states.nbytes
+    assert 2 * sum(nbytes for _, nbytes in unnamed) == homes.states.nbytes
+    ends = sorted(offset + nbytes for offset, nbytes in (*unnamed, *named))
+    assert sorted(offset for offset, _ in (*unnamed, *named)) == [0, *ends[:-1]]
+    first, *others = homes.blocks
+    assert first.states is not None
+    # Checkpoints of before do not say how many bytes a home has: nothing of that file is given back.
+    before = replace(homes, blocks=(replace(first, states=replace(first.states, nbytes=0)), *others))
+    assert set(before.unnamed()) == {homes.parameters.name} if homes.parameters else set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import mmap
 import os
 import random
 import shutil
@@ -37,6 +38,9 @@ SAVED = 2
 
 TRANSFERS = ("preadv", "pwritev")
 
+FLIP = -(1 << 20)
+"""All bytes are moved, and one bit is another on the way."""
+
 FAULTS: dict[str, tuple[str, int]] = {
     "the disk refuses a read": ("preadv", -errno.EIO),
     "the disk refuses a write": ("pwritev", -errno.EIO),
@@ -50,6 +54,8 @@ FAULTS: dict[str, tuple[str, int]] = {
     "a short write": ("pwritev", 4096),
     "a read that stops anywhere": ("preadv", 100),
     "a write that stops anywhere": ("pwritev", 4097),
+    "a bit flips as it is read": ("preadv", FLIP),
+    "a bit flips as it is written": ("pwritev", FLIP),
 }
 """What happens in the place of one transfer: a negative error number, or the bytes after which it stops."""
 
@@ -96,10 +102,24 @@ class PointedIo(Io):
         if self.fault is None or self.fault[:2] != (name, number):
             return call(fd, buffer, offset)
         stop = self.fault[2]
+        if stop == FLIP:
+            return self._flipped(name, call, fd, buffer, offset)
         if stop < 0:
             raise OSError(-stop, os.strerror(-stop))
         # What was not asked for is not moved: whoever believes that it was reads, or leaves there, other bytes.
         return call(fd, buffer[:stop], offset) if stop else 0
+
+    def _flipped(
+        self, name: str, call: Callable[[int, memoryview, int], int], fd: int, buffer: memoryview, offset: int
+    ) -> int:
+        if name == "preadv":
+            done = call(fd, buffer, offset)
+            buffer[done // 2] ^= 4
+            return done
+        copy = memoryview(mmap.mmap(-1, len(buffer)))  # at an address that O_DIRECT takes
+        copy[:] = buffer
+        copy[len(copy) // 2] ^= 4
+        return call(fd, copy, offset)
 
 
 @dataclass
@@ -153,27 +173,35 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     assert all(torch.equal(found.values[name], value) for name, value in expected.values.items())
 
 
-@pytest.mark.parametrize("points", [6, pytest.param(60, marks=pytest.mark.slow)])
+# In the long run each of them at 50 points.
+@pytest.mark.parametrize(
+    "points", [7, pytest.param(50 * len(FAULTS), marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 def test_a_fault_of_the_disk_at_a_random_point(points: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
-    plan = disk_plan(disk)
+    plan = disk_plan(disk, checksums=True)
     threads, before = set(threading.enumerate()), descriptors()
     io = PointedIo()
     monkeypatch.setattr("forebay.tiers.stripes.SystemIo", lambda: io)
     expected = train(plan, disk, kept)
     assert expected.error is None
     calls = io.counts
-    draw, stopped = random.Random(points), 0
+    draw, stopped, unreached = random.Random(points), 0, 0
     kinds = [kind for _ in range(0, points, len(FAULTS)) for kind in draw.sample(list(FAULTS.values()), len(FAULTS))]
     for name, stop in kinds[:points]:
         shutil.rmtree(kept, ignore_errors=True)  # there is none where the fault came before
-        io = PointedIo((name, draw.randrange(calls[name]), stop))
+        number = draw.randrange(calls[name])
+        io = PointedIo((name, number, stop))
         found = train(plan, disk, kept)
         where = f"{io.fault} of {calls}"
         if found.error is None:
             assert_same(found, expected)
-            assert stop > 0, where  # a short transfer is taken up where it stopped
+            # A short transfer is taken up where it stopped; of what is written some is never read; and what is read
+            # ahead hangs on the time, so that a run may end before the call that was to fail.
+            never = io.counts[name] <= number
+            assert stop > 0 or (name, stop) == ("pwritev", FLIP) or never, where
+            unreached += never
         else:
             stopped += 1
             assert str(disk) in str(found.error), where
@@ -184,4 +212,4 @@ def test_a_fault_of_the_disk_at_a_random_point(points: int, tmp_path: Path, monk
         torch.ones(1, requires_grad=True).sum().backward()
         gc.collect()
         assert set(threading.enumerate()) == threads and descriptors() == before and not list(disk.iterdir()), where
-    assert 0 < stopped < points
+    assert 0 < stopped < points and unreached <= points // 20

@@ -14,6 +14,7 @@ from forebay.device.base import Completion
 from forebay.device.lanes import LaneCompletion, dependency_failure
 from tests.faults.crashing import Counted
 from tests.faults.test_checkpoint_in_place import Reader, Trained, operations, reader, trained
+from tests.parity.content import expect_same
 
 __all__ = ["reader", "trained"]
 
@@ -93,3 +94,36 @@ def test_a_wait_for_a_checkpoint_that_is_interrupted_is_waited_again(
     trained.save(3, background=True)
     forebay.synchronize(trained.model)
     reader.expect(trained.kept, 3, content)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_save_that_is_interrupted_as_it_asks_for_its_end(
+    reader: Reader, trained: Trained, monkeypatch: pytest.MonkeyPatch, queued: bool
+) -> None:
+    trained.step()
+    trained.save(0)
+    before = trained.content()
+    after = trained.step()
+    device = trained.session.device
+    submit = device.submit
+
+    def interrupted(*arguments: Any, **options: Any) -> Completion:
+        if options["what"] == "checkpoint":
+            if queued:
+                submit(*arguments, **options)
+            raise KeyboardInterrupt
+        return submit(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trained.save(1, background=True)
+    # Whichever of the two stands, nobody writes over it, and it does not change any more.
+    trained.step()
+    trained.step()
+    stands, content = reader.found(trained.kept)
+    assert stands == 0 or queued
+    expect_same((before, after)[stands], content)
+    trained.save(2, background=True)
+    forebay.synchronize(trained.model)
+    reader.expect(trained.kept, 2, trained.content())

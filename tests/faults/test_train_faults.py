@@ -1,115 +1,45 @@
-"""What befalls ``forebay train`` on the way: numbers that are none, a device that is too small, a host that is full."""
+"""What befalls ``forebay train`` on the way: numbers that are none, a device that is too small, saves that fail."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 pytest.importorskip("transformers")
 
-import forebay.cli.running
 from forebay import api
 from forebay.checkpoint.generations import MANIFEST
 from forebay.cli.loop import PATIENCE
-from forebay.cli.pressure import HostPressure, PressurePolicy
-from forebay.cli.progress import StepResult, View
 from forebay.cli.train import TrainResult, train
-from forebay.config import TrainConfig, make_config
+from forebay.config import TrainConfig
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
-from forebay.errors import (
-    ConfigError,
-    DeviceOutOfMemory,
-    ForebayError,
-    HostOutOfMemory,
-    NotFinite,
-)
-from forebay.memory import Ledger
-from forebay.runtime.hooks import prepared_session
-from forebay.tiers.host import HostMemory
+from forebay.errors import DeviceOutOfMemory, ForebayError, NotFinite
 from forebay.tiers.io import SystemIo
 from forebay.timeline import Lane
 from forebay.units import KiB, MiB
+from tests.faults.train_rig import (
+    MODEL,
+    STEPS,
+    Hungry,
+    Spoil,
+    Spoilt,
+    Telling,
+    go,
+    no_number,
+    settings,
+    text,
+    weights,
+)
 
-TEXT = "".join(f"{i} green bottles hanging on the wall, and if one should fall\n" for i in range(200))
-MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
-MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "attention_dropout": 0.1}
-STEPS = 5
-
-Spoil = Callable[[int, Any], None]
-"""What happens to the output of forward number so and so, counted from 1."""
-
-
-@final
-class Telling(View):
-    """Keeps what it is told."""
-
-    is_terminal = False
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.console: Any = self
-
-    def print(self, text: str, **options: object) -> None:
-        self.notes.append(text)
-
-    def start(self, steps: int, device_peak: Any) -> None:
-        pass
-
-    def step(self, result: StepResult) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def said(self, words: str) -> bool:
-        return any(words in note for note in self.notes)
-
-
-@final
-class Spoilt:
-    """forebay's interface over models whose forward is spoilt: ``forwards`` of them so far, over all preparations."""
-
-    def __init__(self, spoil: Spoil) -> None:
-        self._spoil = spoil
-        self.forwards = 0
-        self.prepared: list[Mapping[str, Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(api, name)
-
-    def prepare(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
-        made = api.prepare(model, *arguments, **options)
-        self.prepared.append({**options, "plan": api.report(model).plan})
-        if isinstance(self._spoil, Hungry):
-            self._spoil.ledger = prepared_session(model).device.ledger
-        # Inside of forebay's own hooks, as if the model did it itself.
-        model.get_submodule("model").register_forward_hook(self._after)
-        return made
-
-    def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self.forwards += 1
-        self._spoil(self.forwards, output)
-
-
-def no_number(*forwards: int) -> Spoil:
-    """The loss of these forwards is NaN."""
-
-    def spoil(number: int, output: Any) -> None:
-        if number in forwards:
-            output.last_hidden_state = output.last_hidden_state * math.nan
-
-    return spoil
+__all__ = ["text"]
 
 
 class _Overflow(torch.autograd.Function):
@@ -130,28 +60,6 @@ def overflow(*forwards: int) -> Spoil:
             output.last_hidden_state = _Overflow.apply(output.last_hidden_state)
 
     return spoil
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(TEXT)
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    return tmp_path / "text.txt"
-
-
-def settings(text: Path, run: Path | None, **more: object) -> TrainConfig:
-    base = {"model": str(text.parent / "model.json"), "data": str(text), "seq": 32, "batch": 2, "device": "cpu"}
-    base |= {"device_memory": "16MiB", "steps": STEPS, "lr": 0.01, "policy": "stream", "loss": "plain"}
-    return make_config(base, {} if run is None else {"run": str(run)}, more)
-
-
-def go(config: TrainConfig, spoil: Spoil, view: View | None = None, *, resume: bool = False) -> TrainResult:
-    engine: Any = Spoilt(spoil)
-    return train(config, engine, view or Telling(), resume=resume)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 # Numbers that are none
@@ -259,27 +167,6 @@ def test_updates_in_backward_are_not_taken_back(text: Path, tmp_path: Path) -> N
 
 
 # A device that is too small
-
-
-@final
-class Hungry:
-    """The backwards of these forwards have more on the device for a moment than their trace has said: at first ``over``
-    bytes more than there is room for, and from then on as many."""
-
-    def __init__(self, over: int, *forwards: int) -> None:
-        self._over = over
-        self._forwards = forwards
-        self._nbytes = 0
-        self.ledger: Ledger | None = None
-
-    def __call__(self, number: int, output: Any) -> None:
-        if number in self._forwards:
-            output.last_hidden_state.register_hook(self._eat)
-
-    def _eat(self, gradient: torch.Tensor) -> None:
-        if self.ledger is not None:
-            self._nbytes = self._nbytes or (self.ledger.headroom or 0) + self._over
-            torch.empty(self._nbytes, dtype=torch.uint8)
 
 
 # The ledger of the cpu rests from the third step on (``runtime/vigil.py``).
@@ -404,38 +291,3 @@ def test_a_save_that_failed_in_the_background_is_made_again(text: Path, tmp_path
     assert view.said("step 3 is saved: ")
     rest = go(settings(text, tmp_path / "run"), no_number(), view, resume=True)
     assert view.said("goes on behind step 3") and rest.losses == whole.losses
-
-
-# A host that is full
-
-
-def memory_of(*free: int) -> Callable[[], HostMemory]:
-    left = list(free)
-    return lambda: HostMemory(100 * MiB, left.pop(0) if len(left) > 1 else left[0], "cgroup limit /a/memory.max")
-
-
-def test_pressure_is_seen_once_and_not_asked_for_at_every_step() -> None:
-    clock = iter([0.0, 0.1, 1.0, 1.1, 2.0])
-    policy = PressurePolicy(share=0.5, least=10 * MiB, seconds=0.5)
-    pressure = HostPressure(policy, memory_of(60 * MiB, 40 * MiB, 90 * MiB), lambda: next(clock))
-    assert [pressure.is_near() for _ in range(5)] == [False, False, True, True, True]
-    error = pressure.error(7)
-    assert (error.needed, error.allowed) == (50 * MiB, 40 * MiB)
-    assert "40.0 MiB are left of 100.0 MiB (cgroup limit /a/memory.max)" in str(error)
-    for wrong in ({"share": 1.0}, {"least": -1}, {"seconds": -0.5}):
-        with pytest.raises(ConfigError, match="share is from 0"):
-            PressurePolicy(**wrong)
-
-
-def test_a_run_is_saved_before_the_host_is_full(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = go(settings(text, None), no_number())
-    policy = PressurePolicy(least=64 * MiB, seconds=0.0)
-    full = partial(HostPressure, policy, memory_of(80 * MiB, 80 * MiB, 60 * MiB))
-    with monkeypatch.context() as patch:
-        patch.setattr(forebay.cli.running, "HostPressure", full)
-        with pytest.raises(HostOutOfMemory, match="stopped behind step 3, before the kernel ends it; end other"):
-            go(settings(text, tmp_path / "run"), no_number())
-        # A run that cannot be saved goes on: it has nothing to lose by being killed.
-        assert go(settings(text, None), no_number()).losses == whole.losses
-    rest = go(settings(text, tmp_path / "run"), no_number(), resume=True)
-    assert rest.losses == whole.losses

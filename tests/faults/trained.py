@@ -35,7 +35,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def disk_plan(folder: Path, disk_copies: int = 1) -> Plan:
+def disk_plan(folder: Path, disk_copies: int = 1, checksums: bool = False) -> Plan:
     """Parameters and states of every block on disk; updates may be queued when ``step`` returns."""
     model = network()
     model, _ = forebay.prepare(model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu")
@@ -43,7 +43,7 @@ def disk_plan(folder: Path, disk_copies: int = 1) -> Plan:
     forebay.close(model)
     largest = align(made.streaming.slots[0], PAGE)
     streaming = replace(made.streaming, host_slots=(largest, largest), update_chunk=2048, overlap_update=True)
-    streaming = replace(streaming, disk_copies=disk_copies)
+    streaming = replace(streaming, disk_copies=disk_copies, checksums=checksums)
     homes = tuple(replace(p, parameters=Tier.DISK, states=Tier.DISK) for p in made.placements)
     sizes = arenas(find_blocks(model).model, homes, streaming, ("exp_avg", "exp_avg_sq"))
     budget = Budget(made.budget.device, disk=DiskBudget(str(folder), 64 * MiB))

@@ -285,6 +285,7 @@ def plans(draw: st.DrawFn, trace: Trace, disk: bool = True, recompute: bool = Tr
         disk_window=ring,
         update_chunk=draw(st.sampled_from([1024, 3000, 4_194_304])),
         overlap_update=draw(st.booleans()),
+        checksums=draw(st.booleans()),
     )
     return plan_for(trace, placements, streaming, tuple(sorted(again)), treated, roomy=draw(st.booleans()))
 

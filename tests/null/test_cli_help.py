@@ -48,6 +48,7 @@ TRAIN_FLAGS = {
     "--nonfinite",
     "--run",
     "--save-every",
+    "--checksums",
     "--resume",
     "--json",
 }

@@ -52,6 +52,12 @@ def test_the_drawing_shows_every_class_under_its_parent() -> None:
     assert drawn == depth
 
 
+def test_a_message_is_one_line_whatever_it_quotes() -> None:
+    assert str(errors.ConfigError("no block 'a\nb\x1b[2J\ud800'")) == "no block 'a\\nb\\x1b[2J\\ud800'"
+    long = str(errors.StorageError(f"begin{'x' * 10**6}end"))
+    assert long.startswith("begin") and long.endswith("end") and len(long) < errors.LONGEST
+
+
 def test_a_refusal_carries_its_bytes() -> None:
     refused = errors.DoesNotFit("too small", tier="device", needed=10, allowed=5)
     assert (str(refused), refused.tier, refused.needed, refused.allowed) == ("too small", "device", 10, 5)

@@ -68,6 +68,7 @@ PLANS = st.builds(
         update_chunk=st.integers(1024, 2**30),
         update_window=BYTES,
         overlap_update=st.booleans(),
+        checksums=st.booleans(),
         poison=st.booleans(),
     ),
     device=BYTES,

@@ -77,3 +77,23 @@ def test_a_disk_with_room_for_one_is_refused() -> None:
 def test_updates_where_states_lie_are_refused() -> None:
     with pytest.raises(CannotServe, match="crash_safe has updates write beside the last checkpoint"):
         make_plan(problem(ENOUGH, disk_copies=2), "smart-infinity")
+
+
+@pytest.mark.parametrize("policy", ["stream", "auto", "smart-infinity"])
+def test_checksums_take_eight_bytes_a_page_of_the_host(policy: str) -> None:
+    said = "what is read of it is held against checksums of what was written: 8 bytes of the host for each 4.0 KiB"
+    host = least_host(1)
+    asked = problem(host, disk_copies=1)
+    plan = make_plan(replace(asked, checksums=True), policy)
+    assert on_disk(plan) and plan.streaming.checksums
+    assert any(said in reason for reason in plan.reasons)
+    check(TRACE, ON, plan)
+    peaks = {usage.tier: usage.peak for usage in simulate(TRACE, ON, plan).tiers}
+    assert peaks[Tier.HOST] == plan.host <= host
+    without = make_plan(asked, policy)
+    assert not without.streaming.checksums and not any(said in reason for reason in without.reasons)
+    if policy == "smart-infinity":  # everything is on disk in both
+        assert plan.host == without.host + 8 * plan.disk // 4096
+    with pytest.raises((DoesNotFit, PlanInvalid), match="host"):
+        check(TRACE, ON, replace(plan, host=plan.host - 1))
+    assert make_plan(replace(problem(ENOUGH, disk_copies=1), checksums=True), "stream").streaming.checksums is False

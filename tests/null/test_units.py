@@ -140,6 +140,7 @@ def test_what_is_printed_reads_as_the_same_size_to_one_decimal(nbytes: int) -> N
         (1023 * GiB, "1023.0 GiB"),
         (2048 * TiB, "2.0 PiB"),
         (-3 * MiB, "-3.0 MiB"),
+        (10**400, "inf B"),
     ],
 )
 def test_format_bytes(nbytes: int, text: str) -> None:

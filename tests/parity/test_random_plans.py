@@ -68,6 +68,7 @@ def plans(draw: st.DrawFn, subject: Subject) -> Plan:
         gradient_window=draw(st.sampled_from([0, 1, 5_000, 40_000, 1_000_000])),
         update_chunk=draw(st.sampled_from([1024, 3000, 4_194_304])),
         overlap_update=draw(st.booleans()),
+        checksums=draw(st.booleans()),
         poison=True,
     )
     sizes = arenas(subject.model, placements, streaming, STATES)

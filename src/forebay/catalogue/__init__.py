@@ -97,7 +97,7 @@ def _hint(name: str) -> str:
 def _parse(content: bytes, where: str) -> Machine:
     try:
         given = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{where}: this is not whole JSON ({error}); write it again with forebay doctor --out"
         ) from None
@@ -118,7 +118,7 @@ def _parse(content: bytes, where: str) -> Machine:
                 f"{where}: {name} is no field of a machine" + (f"; did you mean {near[0]}?" if near else "")
             )
     for field, value in _numbers(given):
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value < math.inf:
             raise ConfigError(f"{where}: {field} must be a number of 0 or more, got {value}")
     try:
         return Machine.from_json(content)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, GRADIENT_STAGING, UPDATE_RING
+from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, DISK_SUM, GRADIENT_STAGING, UPDATE_RING
 from forebay.checking.cells import residual_nbytes, storage_window
 from forebay.checking.words import listed
 from forebay.errors import DoesNotFit, PlanInvalid
@@ -136,6 +136,8 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
         elif MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
             workspace = max((workspace, *(STATE_ITEMSIZE * c.elements for c in state[block.name].chunks)))
     pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
+    if plan.streaming.checksums:
+        host += DISK_SUM * (disk // PAGE)  # not of activations, which no later step reads
     disk += plan.streaming.disk_activations
     if any(p.parameters is Tier.DISK for _, p in pairs):
         pinned += sum(plan.streaming.host_slots)

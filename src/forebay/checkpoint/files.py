@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 from forebay.errors import DiskFull, ForebayError, StorageError
 from forebay.tiers.diskfile import NO_SPACE, errno_words
 from forebay.units import format_bytes
 
 __all__ = ["Files", "SystemFiles", "read_whole", "refused", "write_whole"]
+
+# Python's own have no modes. FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of linux/falloc.h.
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_PUNCH_HOLE: Final = 0x01 | 0x02
+_CANNOT: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Files(ABC):
@@ -62,6 +70,15 @@ class Files(ABC):
     @abstractmethod
     def remove(self, path: Path) -> None:
         """Removes a file, or a folder with all that is in it."""
+
+    @abstractmethod
+    def empty(self, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+        """Gives back the space of ``ranges`` (offset and bytes) of a file, which read as zeros then; nothing happens
+        where the file system cannot."""
+
+    @abstractmethod
+    def taken(self, path: Path) -> int:
+        """Bytes that a file takes on the disk."""
 
     @abstractmethod
     def names(self, path: Path) -> list[str]:
@@ -117,6 +134,18 @@ class SystemFiles(Files):
             shutil.rmtree(path)
         else:
             path.unlink()
+
+    def empty(self, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            for offset, nbytes in ranges:
+                if _fallocate(fd, _PUNCH_HOLE, offset, nbytes) and ctypes.get_errno() not in _CANNOT:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        finally:
+            os.close(fd)
+
+    def taken(self, path: Path) -> int:
+        return os.stat(path, follow_symlinks=False).st_blocks * 512
 
     def names(self, path: Path) -> list[str]:
         return sorted(os.listdir(path))

@@ -145,6 +145,23 @@ class Generations:
         except OSError as error:
             raise refused(self.files, "clear", self.folder, error) from error
 
+    def thin(self) -> int:
+        """Gives back the space of what the checkpoint that stands does not name, in the files where it names what
+        training had there: the other place of each block. Returns the bytes that they take then. Only for who has the
+        lock of the folder. What cannot be given back stays; raises as ``current``."""
+        current = self.current()
+        if current is None or current.homes is None:
+            return 0
+        with contextlib.suppress(OSError):  # of files that are not there a resume tells
+            self.files.sync_folder(self.folder)  # as where something is removed
+            for name, ranges in current.homes.unnamed().items():
+                self.files.empty(self.folder / name, ranges)
+        taken = 0
+        for name in current.homes.names:
+            with contextlib.suppress(OSError):
+                taken += self.files.taken(self.folder / name)
+        return taken
+
     def sync(self, name: str) -> None:
         """Returns when what was written to the file ``name`` is on the disk."""
         path = self.folder / name
@@ -159,9 +176,16 @@ class Generations:
 
     def _sweep(self, current: Manifest | None) -> None:
         kept = self.own if current is None else self.own | _homes(current) | {self.path_of(current.generation).name}
-        for name in self.files.names(self.folder):
-            if name not in kept and (name == _NEW_MANIFEST or name.startswith(HOME) or _GENERATION.fullmatch(name)):
-                self.files.remove(self.folder / name)
+        left = [
+            name
+            for name in self.files.names(self.folder)
+            if name not in kept and (name == _NEW_MANIFEST or name.startswith(HOME) or _GENERATION.fullmatch(name))
+        ]
+        if left:
+            # Whoever renamed the manifest may have ended before it was on the disk under its name.
+            self.files.sync_folder(self.folder)
+        for name in left:
+            self.files.remove(self.folder / name)
 
     def expect_current(self) -> Manifest:
         """``current``; raises ``ConfigError`` where there is none."""

@@ -12,7 +12,7 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -25,7 +25,8 @@ from forebay.layout import MASTER, PAGE, StateLayout, align, needs_master, state
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.homes import DiskHome
 from forebay.states import form_of
-from forebay.tiers.kept import KeptFile, KeptFolder, checksum
+from forebay.tiers.kept import KeptFile, KeptFolder
+from forebay.tiers.sums import checksum
 from forebay.trace import Block
 
 __all__ = ["HomesReader", "InPlace"]
@@ -105,8 +106,8 @@ def _noted(state: BlockState, parameters: int | None, states: int | None, tensor
     home = Home(
         state.block.name,
         tensors,
-        None if parameters is None else Stretch(parameters, ()),
-        None if states is None else Stretch(states, ()),
+        None if parameters is None else Stretch(parameters, (), state.current.parameters.nbytes),
+        None if states is None else Stretch(states, (), state.current.states.nbytes),
     )
     whole = ((0, state.current.parameters.nbytes),)
     return _Noted(home, whole, tuple((chunk.offset, chunk.nbytes) for chunk in state.layout.chunks if chunk.nbytes))
@@ -131,7 +132,7 @@ def _summed(stretch: Stretch | None, file: KeptFile | None, parts: Sequence[tupl
         known = file.checksum(stretch.offset + offset, nbytes)
         # Values that were loaded, and states that no step has written yet, are read.
         sums.append(_sum(file.read, stretch.offset + offset, nbytes) if known is None else known)
-    return Stretch(stretch.offset, tuple(sums))
+    return replace(stretch, checksums=tuple(sums))
 
 
 def _sum(read: Callable[[int, memoryview], None], offset: int, nbytes: int) -> int:

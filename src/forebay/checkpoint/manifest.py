@@ -49,11 +49,12 @@ class HomeFile:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Where in its file a home of a block begins, and the checksums of its chunks one after the other (the parameters
-    of a block are one)."""
+    """Where in its file a home of a block begins, the checksums of its chunks one after the other (the parameters of a
+    block are one), and its bytes (0: not known, as in checkpoints of before)."""
 
     offset: int
     checksums: tuple[int, ...]
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,24 @@ class Homes:
             raise ConfigError(f"a chunk of states has 1 element or more, not {self.update_chunk}")
         for home in self.blocks:
             for stretch, file in ((home.parameters, self.parameters), (home.states, self.states)):
-                if stretch is not None and (file is None or stretch.offset < 0):
+                if stretch is not None and (file is None or stretch.offset < 0 or stretch.nbytes < 0):
                     raise ConfigError(f"the home of block {home.block} is in no file")
+
+    def unnamed(self) -> dict[str, list[tuple[int, int]]]:
+        """What of each file is not named (offset and bytes); nothing of a file where that is not known."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for file, stretches in (
+            (self.parameters, [home.parameters for home in self.blocks]),
+            (self.states, [home.states for home in self.blocks]),
+        ):
+            there = sorted((s.offset, s.nbytes) for s in stretches if s is not None)
+            if file is None or not all(nbytes for _, nbytes in there):
+                continue
+            ends = [0, *(offset + nbytes for offset, nbytes in there)]
+            begins = [*(offset for offset, _ in there), file.nbytes]
+            gaps = zip(ends, begins, strict=True)
+            found[file.name] = [(end, begin - end) for end, begin in gaps if end < begin]
+        return found
 
     @property
     def names(self) -> frozenset[str]:

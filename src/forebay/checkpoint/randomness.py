@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from forebay.errors import StorageError
 from forebay.runtime.session import Session
 
 __all__ = ["capture", "restore"]
+
+_TWISTER: Final = 624
+"""Words of the state of a Mersenne twister."""
 
 
 def capture(session: Session) -> dict[str, Any]:
@@ -47,13 +50,16 @@ def restore(session: Session, saved: Mapping[str, Any]) -> None:
         packed = bytes.fromhex(python["words"])
         words = struct.unpack(f"<{len(packed) // 8}Q", packed)
         keys = np.frombuffer(bytes.fromhex(numpy["words"]), dtype="<u4")
+        # NumPy reads the word at the position, wherever that is.
+        if len(keys) != _TWISTER or not 0 <= numpy["position"] <= _TWISTER:
+            raise ValueError(f"NumPy's has {len(keys)} words and is at {numpy['position']}")
         random.setstate((python["version"], words, python["gauss"]))
         np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
         torch.set_rng_state(decode(saved["torch"]))
         if saved["device"] is not None and session.torch_device.type == "cuda":
             torch.cuda.set_rng_state(decode(saved["device"]), session.torch_device)
         session.stash.coder.state = None if saved["codes"] is None else decode(saved["codes"])
-    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, struct.error) as error:
         raise StorageError(f"the checkpoint's states of random number generators cannot be used: {error}") from None
 
 

@@ -87,7 +87,7 @@ def save_checkpoint(
             dependency_failure(job)  # none writes there any more
         generations.abandon(number)
         raise
-    ending = Ending(generations, manifest, old, homes, copies, session.store.kept)
+    ending = Ending(generations, manifest, old, homes, copies, jobs, session.store.kept)
     _finish(session, blocks, ending, jobs, background=background)
     return sum(copy.nbytes if background else copy.finished().nbytes for copy in copies)
 
@@ -98,17 +98,16 @@ def _finish(
     """Has a checkpoint end when all updates are at home, here or on the lane that writes them."""
     homes = (home for state in blocks.values() for home in (state.current.parameters, state.current.states))
     after = [*jobs, *(home.written for home in homes if home.written is not None)]
-    try:
-        if background:
-            # Behind the last write of its lane, so that it holds up none that it waits for.
-            ending.coming = session.device.submit(Lane.DISK_WRITE, ending.run, after=after, what="checkpoint")
-            session.saving = ending
-        else:
-            ending.run()
-    finally:
-        if ending.is_in_place:
-            for state in blocks.values():
-                state.keep(ending)
+    # Both before it can stand: an interrupt anywhere here leaves nobody who writes where a checkpoint may come to be.
+    if ending.is_in_place:
+        for state in blocks.values():
+            state.keep(ending)
+    if background:
+        session.saving = ending
+        # Behind the last write of its lane, so that it holds up none that it waits for.
+        ending.coming = session.device.submit(Lane.DISK_WRITE, ending.run, after=after, what="checkpoint")
+    else:
+        ending.run()
 
 
 def _in_place(session: Session, blocks: Mapping[str, BlockState], generations: Generations) -> InPlace:

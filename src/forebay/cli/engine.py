@@ -40,6 +40,7 @@ class Engine(Protocol):
         micro_batches: int,
         update: UpdateTime,
         crash_safe: Path | None,
+        checksums: bool,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Puts model and optimizer under a plan."""
 

@@ -99,6 +99,10 @@ def train(
     save_every: Annotated[
         int | None, typer.Option(metavar="STEPS", help="Save the run in its folder after every so many steps.")
     ] = None,
+    checksums: Annotated[
+        bool | None,
+        typer.Option("--checksums", help="Hold what is read from --disk against checksums of what was written."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder of --run, with its settings.")
     ] = False,
@@ -131,6 +135,7 @@ def train(
             "nonfinite": nonfinite,
             "run": run,
             "save_every": save_every,
+            "checksums": checksums,
         }
         _train(config_file, flags, json, resume=resume)
 

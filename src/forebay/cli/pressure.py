@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from forebay.errors import ConfigError, HostOutOfMemory
+from forebay.cli.shortage import HostPressed
+from forebay.errors import ConfigError
 from forebay.tiers.host import HostMemory, available_host_memory
-from forebay.units import MiB, format_bytes
+from forebay.units import MiB
 
 __all__ = ["HostPressure", "PressurePolicy"]
 
@@ -61,14 +62,8 @@ class HostPressure:
                 self._found = memory
         return self._found is not None
 
-    def error(self, step: int) -> HostOutOfMemory:
-        """What ends the run behind ``step``. ``is_near`` has said so before."""
+    def error(self, step: int, promised: int) -> HostPressed:
+        """What ends the run behind ``step``, whose plan has ``promised`` bytes of the host. ``is_near`` has said so
+        before."""
         found = self._found or self._read()
-        floor = self._policy.floor(found)
-        return HostOutOfMemory(
-            f"host memory: {format_bytes(found.available)} are left of {format_bytes(found.total)} "
-            f"({found.limit_source}), so the run was stopped behind step {step}, before the kernel ends it; end other "
-            f"programs, or lower --host-memory (and give a --disk)",
-            needed=floor,
-            allowed=found.available,
-        )
+        return HostPressed(found, self._policy.floor(found), promised, step)

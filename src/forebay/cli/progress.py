@@ -74,7 +74,7 @@ class PlainProgress(View):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._steps = 0
-        self._device_peak: Callable[[], int | None] = lambda: None
+        self._device_peak: Callable[[], int | None] = _nobody_knows
 
     def start(self, steps: int, device_peak: Callable[[], int | None]) -> None:
         self._steps, self._device_peak = steps, device_peak
@@ -93,7 +93,7 @@ class PlainProgress(View):
         )
 
     def stop(self) -> None:
-        pass
+        self._device_peak = _nobody_knows  # it holds the model, whose bytes the next plan may need
 
 
 @final
@@ -114,7 +114,7 @@ class LiveProgress(View):
             TimeRemainingColumn(),
             console=console,
         )
-        self._device_peak: Callable[[], int | None] = lambda: None
+        self._device_peak: Callable[[], int | None] = _nobody_knows
         self._peak = "-"
         self._asked = float("-inf")
 
@@ -137,6 +137,7 @@ class LiveProgress(View):
 
     def stop(self) -> None:
         self._progress.stop()
+        self._device_peak = _nobody_knows  # as above
 
 
 def choose_view(console: Console) -> View:
@@ -147,6 +148,10 @@ def choose_view(console: Console) -> View:
 def _wrapped(line: str, width: int) -> str:
     indent = " " * len(BULLET)
     return fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _nobody_knows() -> int | None:
+    return None
 
 
 def _peak(nbytes: int | None) -> str:

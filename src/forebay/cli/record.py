@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import TracebackType
@@ -59,10 +58,10 @@ class Record:
                 text = file.readline()
                 end += len(text)
                 try:
-                    line = StepLine.of(json.loads(text))
+                    line = StepLine.parsed(text)
                     if line.step != number or not text.endswith(b"\n"):
                         raise ValueError(text)
-                except (ValueError, KeyError, TypeError):
+                except ValueError:
                     raise ConfigError(
                         f"{path} does not have the loss of step {number} in line {number}, and step {step} is saved; "
                         f"put the file back as it was"

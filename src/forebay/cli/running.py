@@ -84,7 +84,8 @@ def run_loop(
             return record
         if stop.by is None:
             keeper.rescue(step, record.file)
-            raise pressure.error(step)
+            report = engine.report(trained.model)
+            raise pressure.error(step, report.plan.peaks(report.together)[Tier.HOST])
         keeper.save_early(step, record.file)
         view.note(f"stopped by {stop.by} behind step {step}; go on with: forebay train --run {config.run} --resume")
     return record

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import gc
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from forebay.cli.engine import Engine
-from forebay.cli.keeping import Keeper, shares_a_disk
+from forebay.cli.keeping import Keeper
 from forebay.cli.loop import make_scheduler, warmup_of
+from forebay.cli.preparing import Preparing, device_of
 from forebay.cli.progress import View
 from forebay.cli.record import jsonable
 from forebay.cli.runfolder import RunFolder
 from forebay.cli.running import Trained, run_loop
+from forebay.cli.shortage import HostPressed, Overrun
 from forebay.errors import (
-    CannotServe,
     ConfigError,
     DeviceOutOfMemory,
-    DiskFull,
     DoesNotFit,
     ForebayError,
-    ModelError,
-    NoRoomTogether,
+    HostOutOfMemory,
 )
 from forebay.memory import Tier
 from forebay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from forebay.config import OptimizerName, TrainConfig
+    from forebay.config import TrainConfig
     from forebay.data.text import Windows
     from forebay.data.tokenizers import Tokenizer
     from forebay.plans import Plan
     from forebay.recipes.causal_lm import ModelSource
     from forebay.reporting.run import RunReport
 
-__all__ = ["TrainResult", "optimizer_of", "train"]
+__all__ = ["TrainResult", "train"]
 
 
 @dataclass(frozen=True)
@@ -74,31 +73,39 @@ def train(config: TrainConfig, engine: Engine, view: View, *, resume: bool = Fal
         folder = None if config.run is None else stack.enter_context(RunFolder(config.run, resume=resume))
         try:
             return _train(config, engine, view, folder, None)
-        except _Overrun as overrun:
+        except Overrun as overrun:
             if overrun.steps and (folder is None or not folder.is_saved):
                 raise
-            spare, short = overrun.spare, str(overrun)
-        # Not before: what was raised holds on to what the step had on the device.
+            again = partial(_with_less_device, spare=overrun.spare, why=str(overrun))
+        except HostPressed as pressed:
+            if config.disk is None or folder is None or not folder.is_saved or pressed.within <= 0:
+                raise
+            again = partial(_with_less_host, within=pressed.within, found=pressed.found, stop=str(pressed))
+        # Not before: what was raised holds on to what the step had on the device, and to the model with its bytes.
+        gc.collect()
         if folder is not None:
             folder.reopen()
-        view.note(f"{short}. The step is taken again under a plan that leaves {format_bytes(spare)} of the device free")
-        return _train(config, engine, view, folder, _careful_plan(config, engine, view, spare))
+        return again(config, engine, view, folder)
 
 
-@final
-class _Overrun(DeviceOutOfMemory):
-    """A step took more device memory than its plan has promised, behind ``steps`` that this process has taken.
-    ``spare`` are the bytes that another plan should leave free."""
+def _with_less_device(
+    config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, *, spare: int, why: str
+) -> TrainResult:
+    """Takes the step again that a device had no room for, and those behind it."""
+    view.note(f"{why}. The step is taken again under a plan that leaves {format_bytes(spare)} of the device free")
+    return _train(config, engine, view, folder, _careful_plan(config, engine, view, spare))
 
-    LEAST = 0.05
-    """Of the budget: what a plan leaves free at the least that is made after one has fallen short."""
 
-    def __init__(self, error: DeviceOutOfMemory, report: RunReport, together: int) -> None:
-        super().__init__(str(error), needed=error.needed, allowed=error.allowed)
-        self.steps = report.steps
-        promised = report.plan.peaks(together)[Tier.DEVICE]
-        # Twice what is known to be missing: the step had not come to its end.
-        self.spare = max(2 * (error.needed - promised), int(self.LEAST * error.allowed))
+def _with_less_host(
+    config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, *, within: int, found: str, stop: str
+) -> TrainResult:
+    """Goes on from the checkpoint under a plan that takes ``within`` bytes of the host. Raises ``HostOutOfMemory``,
+    which says ``stop``, where there is none."""
+    view.note(f"{found}. The run goes on under a plan that takes {format_bytes(within)} of it and more of the disk")
+    try:
+        return _train(config.model_copy(update={"host_memory": within}), engine, view, folder, None)
+    except DoesNotFit as refusal:
+        raise HostOutOfMemory(f"{stop}. {refusal}", needed=refusal.needed, allowed=refusal.allowed) from None
 
 
 def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -> Plan:
@@ -106,11 +113,11 @@ def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -
     from forebay.data.tokenizers import find_tokenizer
     from forebay.recipes.causal_lm import find
 
-    source, device = find(config.model), _device(config.device)
+    source, device = find(config.model), device_of(config.device)
     model, _ = _built(config, source)
     batch = {n: t.to(device) for n, t in _windows(config, find_tokenizer(source.folder)).batch(0).items()}
     tighter = config.model_copy(update={"device_memory": max(1, config.device_memory - spare)})
-    model, _, _ = _prepared(tighter, engine, view, model, batch, device, None, None)
+    model, _, _ = Preparing(tighter, engine, view, model, batch, device).under(None)
     plan = engine.report(model).plan
     engine.close(model)
     return plan
@@ -126,7 +133,7 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     source = find(config.model)
     tokenizer = find_tokenizer(source.folder)
     windows = _windows(config, tokenizer)
-    device = _device(config.device)
+    device = device_of(config.device)
     model, tiles = _built(config, source)
     if tiles is not None:
         view.note(tiles)
@@ -137,7 +144,8 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     view.note(_opening(config, model, source, tokenizer, windows, folder))
 
     batch = {name: tensor.to(device) for name, tensor in windows.batch(0).items()}
-    model, optimizer, together = _prepared_to_save(config, engine, view, model, batch, device, plan, folder)
+    preparing = Preparing(config, engine, view, model, batch, device)
+    model, optimizer, together = preparing.to_save(plan, folder)
     try:
         _announce(engine.report(model).plan, config, view, folder, together)
         trained = Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
@@ -160,7 +168,7 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
             if len(record.losses) == config.steps:
                 folder.finish(model, engine, tokenizer)
     except DeviceOutOfMemory as error:
-        raise _Overrun(error, engine.report(model), together) from error
+        raise Overrun(error, engine.report(model), together) from error
     finally:
         engine.close(model)
     skipped = record.skipped if config.nonfinite == "skip" else None
@@ -225,107 +233,10 @@ def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder 
     return found.step
 
 
-def _crash_safe(config: TrainConfig, folder: RunFolder | None) -> Path | None:
-    """Where what is on disk is kept in two places, so that no save copies it; None where saves copy."""
-    if folder is None or config.save_every is None or config.disk is None:
-        return None
-    return folder.checkpoint if shares_a_disk(config.disk, folder.path) else None
-
-
-def _prepared_to_save(
-    config: TrainConfig,
-    engine: Engine,
-    view: View,
-    model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    device: str,
-    plan: Plan | None,
-    folder: RunFolder | None,
-) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """``_prepared``, so that saves copy nothing that is on disk, where there is room for that. Not under a ``plan``
-    that is given: the one before may have what was saved in place."""
-    crash_safe = None if plan is not None else _crash_safe(config, folder)
-    try:
-        return _prepared(config, engine, view, model, batch, device, plan, crash_safe)
-    except (DoesNotFit, DiskFull) as refusal:
-        if crash_safe is None:
-            raise
-        why = _one_place(config, refusal)
-    # Not before: what was raised holds on to what the first try had opened.
-    prepared = _prepared(config, engine, view, model, batch, device, plan, None)
-    view.note(f"saves copy what is on disk{why}")
-    return prepared
-
-
-def _one_place(config: TrainConfig, refusal: DoesNotFit | DiskFull) -> str:
-    """Why what is on disk has one place only: behind the words that saves copy it."""
-    if isinstance(refusal, CannotServe):  # it serves without: what stood in its way are the two places
-        return f": {config.policy} updates states where they lie"
-    return f", which has no room for two places: {refusal}"
-
-
-def _prepared(
-    config: TrainConfig,
-    engine: Engine,
-    view: View,
-    model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    device: str,
-    given: Plan | None,
-    crash_safe: Path | None,
-) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """Model and optimizer under a plan (the one that is ``given``, if one is), and how many micro-batches pass the
-    model together: all of a step, where a plan has room for them and foretells a faster step; else 1."""
-
-    def prepared(micro_batches: int, plan: Plan | None = given) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return engine.prepare(
-            model,
-            optimizer_of(config.optimizer, model.parameters(), config.lr),
-            batch,
-            device_memory=config.device_memory,
-            host_memory=config.host_memory,
-            disk=config.disk,
-            policy=config.policy,
-            loss=config.loss,
-            compress=config.compress,
-            plan=plan,
-            device=device,
-            micro_batches=micro_batches,
-            update=config.update,
-            crash_safe=crash_safe,
-        )
-
-    count = config.accumulate
-    try:
-        made = prepared(count)
-    except (DoesNotFit, ConfigError) as refusal:
-        if count == 1:
-            raise
-        try:
-            made = prepared(1, refusal.alone if isinstance(refusal, NoRoomTogether) else None)
-        except CannotServe:  # the policy is for several: what stood in its way is what the first refusal says
-            raise refusal from None
-        # If it was not the micro-batches, the same has been refused again.
-        view.note(f"the micro-batches of a step go one by one: {refusal}")
-        return *made, 1
-    plan = engine.report(made[0]).plan
-    seconds, one_by_one = plan.seconds_of_step(count, count), plan.seconds_of_step(count)
-    gains = seconds is not None and one_by_one is not None and seconds < one_by_one
-    return *made, count if gains else 1
-
-
 def _windows(config: TrainConfig, tokenizer: Tokenizer) -> Windows:
     from forebay.data.text import Windows, tokenize
 
     return Windows(tokenize(config.data, tokenizer), batch=config.batch, seq=config.seq, seed=config.seed)
-
-
-def _device(wanted: str | None) -> str:
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"--device cuda: torch {torch.__version__} finds no CUDA device here; use --device cpu")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_model(config: TrainConfig, model: nn.Module, windows: Windows, tokenizer: Tokenizer) -> None:
@@ -334,26 +245,6 @@ def _check_model(config: TrainConfig, model: nn.Module, windows: Windows, tokeni
     if longest is not None and config.seq > longest:
         raise ConfigError(f"--seq {config.seq} is longer than the {longest} positions of the model; lower --seq")
     windows.check_range(tokenizer.name, settings.get_text_config().vocab_size)
-
-
-def optimizer_of(
-    name: OptimizerName, parameters: Iterable[nn.Parameter], lr: float, **options: Any
-) -> torch.optim.Optimizer:
-    """The optimizer that ``--optimizer`` names, with ``options`` beside the learning rate."""
-    import torch
-
-    from forebay.optim import AdamW, Lion
-
-    makers: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "sgd": torch.optim.SGD,
-        "adamw-bf16": partial(AdamW, moments="bfloat16"),
-        "adamw-8bit": partial(AdamW, moments="8bit"),
-        "adamw-4bit": partial(AdamW, moments="4bit"),
-        "lion": Lion,
-    }
-    return makers[name](parameters, lr=lr, **options)
 
 
 def _fill(engine: Engine, model: nn.Module, source: ModelSource, seed: int) -> None:

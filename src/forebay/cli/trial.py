@@ -16,7 +16,7 @@ from torch import nn
 
 from forebay import api
 from forebay.budgets import Budget
-from forebay.cli.train import optimizer_of
+from forebay.cli.preparing import optimizer_of
 from forebay.errors import DoesNotFit, ForebayError
 from forebay.plans import Plan
 from forebay.profiler.batch import call_arguments, scalar_loss, with_values

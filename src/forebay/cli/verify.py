@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, disk_budget, expect_policy
+from forebay.cli.preparing import device_of, optimizer_of
 from forebay.errors import ConfigError, DoesNotFit, ModelError
 from forebay.reporting.verdict import Verdict
 from forebay.units import format_bytes, format_count
@@ -68,6 +69,8 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
     Raises a ``UsageError`` for what cannot be used, and ``DoesNotFit`` where there is no memory for both models, or no
     plan within the budgets.
     """
+    import torch
+
     from forebay import api
     from forebay.testing.comparing import Pair, compare
     from forebay.testing.plain import PlainOptimizer, with_memory
@@ -76,7 +79,7 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
     if asked.update == "backward" and (asked.accumulate > 1 or extent.clip_norm is not None):
         flag = "--accumulate" if asked.accumulate > 1 else "--clip-norm"
         raise ConfigError(f"--update: backward uses gradients up as they come; leave {flag} out, or take --update step")
-    place = _place(extent.device)
+    place = torch.device(device_of(extent.device))
     part = _part(asked, extent.layers, place.type)
     tell(part.words)
     mine = _Prepared(asked, extent, part, place)
@@ -99,14 +102,6 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
         plan.changes_numbers,
         (*mine.notes, f"plan by {plan.planner}: {', '.join(peaks)}"),
     )
-
-
-def _place(wanted: str | None) -> torch.device:
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"--device cuda: torch {torch.__version__} finds no CUDA device here; use --device cpu")
-    return torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 # How much of the model there is memory for
@@ -228,8 +223,6 @@ def _text_batches(asked: PlanSettings, extent: Extent, found: Sample, count: int
 
 
 def _optimizer(asked: PlanSettings, model: nn.Module) -> torch.optim.Optimizer:
-    from forebay.cli.train import optimizer_of
-
     return optimizer_of(asked.optimizer, model.parameters(), LEARNING_RATE)
 
 

@@ -121,6 +121,7 @@ def on_host(bench: Bench, draft: Draft) -> Draft:
         disk_reads=usual.disk_reads,
         disk_writes=usual.disk_writes,
         disk_copies=usual.disk_copies,
+        checksums=usual.checksums,
     )
     there = replace(draft, placements=placements, streaming=streaming)
     return _activations_on_disk(bench, there, (), ring=0) if streaming.disk_activations else there
@@ -238,9 +239,10 @@ def _parameters(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft
 
 
 def _suiting_the_disk(bench: Bench, streaming: Streaming) -> Streaming:
-    """``streaming`` with the calls that suit the disk of the machine, and as many copies there as are asked for."""
-    machine = bench.problem.machine
-    streaming = replace(streaming, disk_copies=bench.problem.disk_copies)
+    """``streaming`` with the calls that suit the disk of the machine, and the copies and checksums that are asked
+    for."""
+    asked, machine = bench.problem, bench.problem.machine
+    streaming = replace(streaming, disk_copies=asked.disk_copies, checksums=asked.checksums)
     if machine is None or machine.disk is None:
         return streaming
     return replace(streaming, disk_reads=machine.disk.reads, disk_writes=machine.disk.writes)

@@ -26,8 +26,8 @@ class Problem:
     states per element. ``overlap_update`` says whether host updates may run beside compute: not where both share the
     cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
     is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
-    ``update`` "backward": gradients may be used up while backward runs (``Update.BACKWARD``). ``disk_copies``: as in
-    ``Streaming``, for whatever a plan puts on disk.
+    ``update`` "backward": gradients may be used up while backward runs (``Update.BACKWARD``). ``disk_copies`` and
+    ``checksums``: as in ``Streaming``, for whatever a plan puts on disk.
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -45,6 +45,7 @@ class Problem:
     micro_batches: int = 1
     update: UpdateTime = "step"
     disk_copies: int = 1
+    checksums: bool = False
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):

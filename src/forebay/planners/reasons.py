@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from forebay.arenas import home_tier
+from forebay.arenas import DISK_SUM, home_tier
 from forebay.errors import DoesNotFit
+from forebay.layout import PAGE
 from forebay.memory import Tier
 from forebay.planners.activations.coding import lossy
 from forebay.planners.activations.named import again_seconds, moved_nbytes
@@ -72,6 +73,11 @@ def kept(draft: Draft) -> tuple[str, ...]:
             words.append(
                 "what is on disk has two places there: updates write beside the last checkpoint, no save copies it"
             )
+    if draft.streaming.checksums and (states or homes):
+        words.append(
+            f"what is read of it is held against checksums of what was written: {DISK_SUM} bytes of the host for each "
+            f"{format_bytes(PAGE)}"
+        )
     return tuple(words)
 
 

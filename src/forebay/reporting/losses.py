@@ -29,8 +29,15 @@ class StepLine:
     skipped: bool = False
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> StepLine:
-        """Out of what a line says. Raises ``ValueError``, ``KeyError`` or ``TypeError`` for what is no step."""
+    def parsed(cls, line: str | bytes) -> StepLine:
+        """Out of a line of the file. Raises ``ValueError`` for what is no step."""
+        try:
+            return cls._of(json.loads(line))
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"not the line of a step: {error!r}") from None
+
+    @classmethod
+    def _of(cls, said: Mapping[str, Any]) -> StepLine:
         loss, seconds = said["loss"], said.get("seconds")
         return cls(
             int(said["step"]),
@@ -71,7 +78,7 @@ def read_losses(path: Path) -> tuple[StepLine, ...]:
     whole, _, _ = text.rpartition("\n")
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            found.append(StepLine.of(json.loads(line)))
-        except (ValueError, KeyError, TypeError):
+            found.append(StepLine.parsed(line))
+        except ValueError:
             raise ConfigError(f"{path}: line {number} is not that of a step; put the file back as it was") from None
     return tuple(found)

@@ -36,17 +36,21 @@ class Filing:
         if kept is not None:
             # Behind the tier: a file is closed before its name goes.
             stack.callback(kept.close)
+        homes = sizes.disk_parameters + sizes.disk_states
+        # So much need not be free now: it is, when the second places are written.
+        returning = 0 if kept is None else min(kept.before, homes - kept.at_first(homes))
         tier = self.tier = stack.enter_context(
             DiskTier(
                 [Folder(share.path, share.nbytes) for share in plan.budget.disk.folders],
                 ledger=ledger,
-                needed=sizes.disk,
+                needed=sizes.disk - returning,
                 host_ledger=host,
                 # The bounce buffers are of the larger block, for which the plan has DISK_BLOCK.
                 policy=DiskPolicy(
                     reads=plan.streaming.disk_reads.at_most(DISK_BLOCK),
                     writes=plan.streaming.disk_writes.at_most(DISK_BLOCK),
                     bounce_buffers=DISK_BOUNCE,
+                    verified=plan.streaming.checksums,
                 ),
             )
         )
@@ -65,4 +69,5 @@ class Filing:
     def _home(self, tier: DiskTier, name: str, nbytes: int, kind: Kind) -> TierFile:
         if self._kept is None:
             return tier.create(name, nbytes, kind)
-        return self._kept.hold(name, tier.create(name, nbytes, kind, self._kept.path_of(name)))
+        made = tier.create(name, nbytes, kind, self._kept.path_of(name), self._kept.at_first(nbytes))
+        return self._kept.hold(name, made)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
-__all__ = ["LEFT_TO_THE_PLAN", "leave_to_plan"]
+from forebay.plans import Plan
+
+__all__ = ["LEFT_TO_THE_PLAN", "leave_to_plan", "left_to"]
 
 LEFT_TO_THE_PLAN = "the model's own activation checkpointing is off: the plan says what runs again"
 
@@ -32,3 +35,12 @@ def leave_to_plan(model: nn.Module) -> Callable[[], None] | None:
 
     switch(False)
     return lambda: switch(True)
+
+
+def left_to(plan: Plan, switch_on: Callable[[], None]) -> Plan:
+    """``plan`` for a model whose own checkpointing ``switch_on`` brings back: at once, where the plan does not know the
+    activations."""
+    if plan.fingerprint:
+        return replace(plan, reasons=(*plan.reasons, LEFT_TO_THE_PLAN))
+    switch_on()
+    return plan

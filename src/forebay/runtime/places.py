@@ -71,16 +71,20 @@ class Places:
             return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)
         return MemoryHome(self._device, arena.carve(nbytes), what)
 
-    def alternate(self, block: Block, placement: Placement, homes: BlockCopy) -> Alternate | None:
-        """The other place of what ``block`` has on disk, at ``homes``; None if that is nothing."""
-        parameters, states = homes.parameters, homes.states
-        if home_tier(placement) is Tier.DISK:
-            parameters = self.parameters(block, placement, None)
-        if placement.states is Tier.DISK and states.nbytes:
-            states = self.states(block, placement, states.nbytes, None)
+    def alternate(self, block: Block, homes: BlockCopy) -> Alternate | None:
+        """The other place of what ``block`` has on disk, at ``homes``; None if that is nothing. All other places are
+        behind all first ones."""
+        parameters = self._beside(homes.parameters, "parameters", self._slots, block.name)
+        states = self._beside(homes.states, "states", self._chunks, f"states of {block.name}")
         if parameters is homes.parameters and states is homes.states:
             return None
         return Alternate(BlockCopy(parameters, states))
+
+    def _beside(self, home: Home, file: str, ring: StagingRing, what: str) -> Home:
+        if not isinstance(home, DiskHome):
+            return home
+        there = self._files[file]
+        return DiskHome(self._device, there, there.nbytes // 2 + home.offset, home.nbytes, ring, what)
 
     def _on_disk(self, file: str, nbytes: int, ring: StagingRing, what: str) -> DiskHome:
         start = self._ends[file]

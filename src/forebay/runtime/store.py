@@ -131,9 +131,7 @@ class Store:
                 gradients = {p.name: GradientBuffer(p, None, self.landing) for p in block.parameters if p.trainable}
             else:
                 gradients, streamed = self._gradients(block, placement, host_gradients, unsent)
-            other = (
-                places.alternate(block, placement, BlockCopy(parameters, states)) if streaming.disk_copies > 1 else None
-            )
+            other = places.alternate(block, BlockCopy(parameters, states)) if streaming.disk_copies > 1 else None
             way = streamed if streams else None
             self.blocks[block.name] = BlockState(
                 block, placement, layout, parameters, states, gradients, spare, way, passing, other

@@ -13,19 +13,25 @@ import stat
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Final, final
+from typing import final
 
 from forebay.errors import ConfigError, DiskFull, StorageError
 from forebay.memory import Kind, Ledger
-from forebay.tiers.diskfile import NO_SPACE, Buffer, DiskFile, DiskPolicy, Meter, errno_words, storage_error
-from forebay.tiers.io import Io, SystemIo
+from forebay.tiers.diskfile import (
+    NO_SPACE,
+    Buffer,
+    DiskFile,
+    DiskPolicy,
+    Meter,
+    errno_words,
+    storage_error,
+)
+from forebay.tiers.io import Io, SystemIo, preallocate
 from forebay.tiers.pages import map_pages
+from forebay.tiers.sums import PageSums
 from forebay.units import format_bytes
 
 __all__ = ["Buffer", "DiskFile", "DiskFolder", "DiskPolicy"]
-
-# EINVAL: where a file system cannot preallocate, glibc writes a byte into every block instead, which O_DIRECT refuses.
-_CANNOT_PREALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 @final
@@ -34,8 +40,8 @@ class DiskFolder:
 
     Use it as a context manager or close it: the folder and the files are removed either way, also at the end of the
     interpreter. ``ledger`` (disk) counts the files' bytes; ``host_ledger`` counts ``policy.staging_nbytes`` as
-    ``Kind.STAGING``; with ``bounce_of``, another folder whose bounce buffers are used, there are none to count.
-    ``meter`` counts the bytes written.
+    ``Kind.STAGING`` (with ``bounce_of``, another folder whose bounce buffers are used, there are none to count), and
+    the checksums of files. ``meter`` counts the bytes written.
 
     Raises ``ConfigError`` for a path that is missing, not a folder or not writable, ``DiskFull`` when fewer than
     ``needed`` bytes are free, ``HostOutOfMemory`` from ``host_ledger``. Nothing is left behind then.
@@ -55,6 +61,7 @@ class DiskFolder:
         self.policy = policy or DiskPolicy()
         self.meter = Meter()
         self._ledger = ledger
+        self._host_ledger = host_ledger
         self._io = io or SystemIo()
         parent = Path(path)
         _check_parent(parent, needed, self._io)
@@ -81,10 +88,18 @@ class DiskFolder:
         """Whether every file that is open goes past the page cache."""
         return all(file.direct for file in self._files.values())
 
-    def create(self, name: str, nbytes: int, kind: Kind = Kind.STATE, stays: Path | None = None) -> DiskFile:
+    def create(
+        self,
+        name: str,
+        nbytes: int,
+        kind: Kind = Kind.STATE,
+        stays: Path | None = None,
+        at_first: int | None = None,
+    ) -> DiskFile:
         """A new file of ``nbytes`` rounded up to the alignment, charged to the ledger as ``kind`` until it is closed.
 
-        Its bytes go then, or with the process. With ``stays`` they are a file there, which its holder removes.
+        Its bytes go then, or with the process. With ``stays`` they are a file there, which its holder removes. The file
+        system sets all of them aside, or so many ``at_first``, and the others when the file is asked to ``reserve``.
         Bytes never written read as zero. Raises ``DiskFull``, and leaves nothing, when the budget or the file system
         has no room; ``StorageError`` for a bad name, a second file of the same name, and any other refusal.
         """
@@ -99,10 +114,18 @@ class DiskFolder:
             raise StorageError(f"the file {name} needs 1 byte or more, got {nbytes}")
         size = self.policy.padded(nbytes)
         self._ledger.charge(kind, size, name)
+        sums: PageSums | None = None
         try:
+            # Activations are read once, by the step that made them.
+            if self.policy.verified and kind is not Kind.ACTIVATION:
+                sums = PageSums(size, ledger=self._host_ledger)
             path = stays or self.path / name
-            fd, direct = _make_file(path, size, self.policy.direct, self._io, stays=stays is not None)
+            fd, direct = _make_file(
+                path, size, self.policy.direct, self._io, stays=stays is not None, at_first=at_first
+            )
         except BaseException:
+            if sums is not None:
+                sums.close()
             self._ledger.discharge(kind, size)
             raise
         file = DiskFile(
@@ -116,6 +139,7 @@ class DiskFolder:
             io=self._io,
             bounce=self._bounce,
             meter=self.meter,
+            sums=sums,
         )
         self._files[name] = file
         return file
@@ -181,12 +205,12 @@ def _make_folder(parent: Path, io: Io) -> Path:
     return folder
 
 
-def _make_file(path: Path, nbytes: int, direct: bool, io: Io, *, stays: bool) -> tuple[int, bool]:
+def _make_file(path: Path, nbytes: int, direct: bool, io: Io, *, stays: bool, at_first: int | None) -> tuple[int, bool]:
     """A new file of ``nbytes``; returns its descriptor and whether it is direct. Nothing is left if it fails."""
     try:
         fd, direct = _open(path, direct, io)
         try:
-            _preallocate(fd, nbytes, io)
+            preallocate(fd, nbytes, nbytes if at_first is None else at_first, io)
             # The descriptor is enough from here on. Without a name the kernel frees the space when the process ends,
             # however it ends; a killed run would otherwise leave all of it on the user's disk.
             if not stays:
@@ -209,15 +233,6 @@ def _open(path: Path, direct: bool, io: Io) -> tuple[int, bool]:
     # The file was made before the kernel noticed that its file system refuses O_DIRECT.
     path.unlink(missing_ok=True)
     return io.open_new(path, False), False
-
-
-def _preallocate(fd: int, nbytes: int, io: Io) -> None:
-    try:
-        io.allocate(fd, nbytes)
-    except OSError as error:
-        if error.errno not in _CANNOT_PREALLOCATE:
-            raise
-        os.ftruncate(fd, nbytes)
 
 
 def _remove_folder(path: Path, pid: int, host_ledger: Ledger | None, staging: int) -> None:

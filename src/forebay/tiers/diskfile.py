@@ -29,7 +29,8 @@ import torch
 from forebay.calls import Calls
 from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
 from forebay.memory import Kind, Ledger
-from forebay.tiers.io import Io
+from forebay.tiers.io import Io, preallocate
+from forebay.tiers.sums import SUMMED, PageSums
 from forebay.units import MiB, format_bytes
 
 __all__ = [
@@ -62,7 +63,8 @@ class DiskPolicy:
     ``reads`` and ``writes`` are the calls into which a transfer is cut, ``alignment`` what O_DIRECT wants of offsets,
     sizes and addresses, ``direct`` False keeps to the page cache. ``bounce_buffers``, each of the larger block, serve
     the callers whose own memory is not aligned; more callers than that at one time wait for each other. Of a file over
-    several folders, ``stripe`` bytes go to each in turn.
+    several folders, ``stripe`` bytes go to each in turn. ``verified``: what is read of parameters and states is held
+    against what was written; ``alignment`` is whole pages of ``SUMMED`` bytes then.
     """
 
     reads: Calls = field(default_factory=Calls)
@@ -71,6 +73,7 @@ class DiskPolicy:
     alignment: int = 4096
     direct: bool = True
     bounce_buffers: int = 2
+    verified: bool = False
 
     def __post_init__(self) -> None:
         if self.alignment < 512 or self.alignment & (self.alignment - 1) or self.alignment > mmap.PAGESIZE:
@@ -81,6 +84,8 @@ class DiskPolicy:
         for name, nbytes in (*sizes, ("stripe", self.stripe)):
             if nbytes <= 0 or nbytes % self.alignment:
                 raise ConfigError(f"{name} must be a multiple of the alignment {self.alignment}, got {nbytes}")
+        if self.verified and self.alignment % SUMMED:
+            raise ConfigError(f"what is verified is whole pages of {SUMMED} bytes, the alignment is {self.alignment}")
         if self.bounce_buffers < 1:
             raise ConfigError(f"bounce_buffers must be 1 or more, got {self.bounce_buffers}")
 
@@ -131,6 +136,10 @@ class TierFile(ABC):
         """Writes ``buffer`` to ``offset`` and after; blocks until the kernel has taken all of it."""
 
     @abstractmethod
+    def reserve(self) -> None:
+        """Has the file system set aside what it has not yet of the space. Raises ``DiskFull``, ``StorageError``."""
+
+    @abstractmethod
     def close(self) -> None:
         """Waits for the calls that are under way, gives the space back; a second call does nothing."""
 
@@ -141,8 +150,8 @@ class DiskFile(TierFile):
 
     ``nbytes`` is its size, a multiple of the alignment. ``direct`` says whether it goes past the page cache: it turns
     False for good at the first refusal by the file system. ``ledger`` counts ``nbytes`` as ``kind`` until the file is
-    closed or collected; ``meter`` the bytes that are written. Several threads may read and write at one time; that
-    they do not touch the same bytes is the caller's business.
+    closed or collected; ``meter`` the bytes that are written. ``sums`` are of what was written (None: nobody compares).
+    Several threads may read and write at one time; that they do not touch the same bytes is the caller's business.
     """
 
     def __init__(
@@ -158,12 +167,14 @@ class DiskFile(TierFile):
         io: Io,
         bounce: queue.SimpleQueue[mmap.mmap],
         meter: Meter,
+        sums: PageSums | None,
     ) -> None:
         self.path = path
         self.nbytes = nbytes
         self.direct = direct
         self.descriptor = fd
         self.policy = policy
+        self.sums = sums
         self._io = io
         self._bounce = bounce
         self._meter = meter
@@ -187,8 +198,8 @@ class DiskFile(TierFile):
     def read(self, offset: int, buffer: Buffer) -> None:
         """Fills ``buffer`` with the bytes from ``offset`` on; blocks until they are there.
 
-        Offset and size are multiples of the alignment. Raises ``StorageError`` for misuse, for an I/O error and at
-        an early end of the file; ``buffer`` is then partly filled.
+        Offset and size are multiples of the alignment. Raises ``StorageError`` for misuse, for an I/O error, at an
+        early end of the file and for bytes that are not those that were written; ``buffer`` is then partly filled.
         """
         self._transfer("read", offset, buffer)
 
@@ -200,6 +211,15 @@ class DiskFile(TierFile):
         """
         self._transfer("write", offset, buffer)
 
+    def reserve(self) -> None:
+        """Has the file system set aside what it has not yet of the space. Raises ``DiskFull``, ``StorageError``."""
+        with self._in_use():
+            try:
+                preallocate(self.descriptor, self.nbytes, self.nbytes, self._io)
+            except OSError as error:
+                action = f"reserve {format_bytes(self.nbytes)} of"
+                raise storage_error(self._io, action, self.path, error, self.nbytes) from error
+
     def close(self) -> None:
         """Waits for the calls that are under way, gives the space back; a second call does nothing."""
         with self._idle:
@@ -210,6 +230,8 @@ class DiskFile(TierFile):
             # used it would write into that file, so the last one has to be out first.
             self._idle.wait_for(lambda: self._transfers == 0)
         self._release()
+        if self.sums is not None:
+            self.sums.close()
 
     def __enter__(self) -> DiskFile:
         return self
@@ -223,10 +245,27 @@ class DiskFile(TierFile):
         view = bytes_of(buffer)
         self._check(verb, offset, view)
         with self._in_use():
-            position, block = 0, self.policy.calls(verb).block
-            while position < len(view):
-                piece = view[position : position + block]
-                position += self._piece(verb, offset + position, piece)
+            block = self.policy.calls(verb).block
+            for begin in range(0, len(view), block):
+                part = view[begin : begin + block]
+                if verb == "write" and self.sums is not None:
+                    # Before the kernel has the bytes: what changes them on their way there is found too.
+                    self.sums.note(offset + begin, part)
+                done = 0
+                while done < len(part):
+                    done += self._piece(verb, offset + begin + done, part[done:])
+                if verb == "read" and self.sums is not None:
+                    # Block by block: they are in the cache still.
+                    self._expect_whole(self.sums, offset + begin, part)
+
+    def _expect_whole(self, sums: PageSums, offset: int, part: memoryview) -> None:
+        damaged = sums.damaged(offset, part)
+        if damaged is not None:
+            raise StorageError(
+                f"{self.path}: the bytes at offset {damaged} are not those that were written there; the disk, or the "
+                f"memory on the way, has changed them, and nothing was trained on them. Check the disk, or name "
+                f"another, and go on from what was saved"
+            )
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

@@ -21,18 +21,26 @@ from forebay.tiers.diskfile import DiskFile, DiskPolicy, Meter, TierFile, Verb
 from forebay.tiers.io import SystemIo
 from forebay.tiers.pages import map_pages
 from forebay.tiers.stripes import StripedFile, Zone
+from forebay.tiers.sums import PageSums
 
 __all__ = ["HandedFile", "HandedPart", "hand_over", "taken_over"]
 
 
 @dataclass(frozen=True)
 class HandedPart:
-    """One file: its open ``descriptor``, its bytes, and whether it goes past the page cache."""
+    """One file: its open ``descriptor``, its bytes, whether it goes past the page cache, and the descriptor of its
+    ``sums`` (None: it has none)."""
 
     path: str
     descriptor: int
     nbytes: int
     direct: bool
+    sums: int | None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the other process has to be given."""
+        return (self.descriptor,) if self.sums is None else (self.descriptor, self.sums)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class HandedFile:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """What the other process has to be given."""
-        return tuple(part.descriptor for part in self.parts if part is not None)
+        return tuple(number for part in self.parts if part is not None for number in part.descriptors)
 
 
 def hand_over(file: TierFile) -> HandedFile:
@@ -82,6 +90,7 @@ def taken_over(handed: HandedFile, meter: Meter) -> Iterator[TierFile]:
             io=SystemIo(),
             bounce=bounce,
             meter=meter,
+            sums=None if part.sums is None else PageSums(part.nbytes, descriptor=part.sums),
         )
 
     parts = [None if part is None else opened(part) for part in handed.parts]
@@ -103,4 +112,5 @@ def taken_over(handed: HandedFile, meter: Meter) -> Iterator[TierFile]:
 
 
 def _part(file: DiskFile) -> HandedPart:
-    return HandedPart(str(file.path), file.descriptor, file.nbytes, file.direct)
+    sums = None if file.sums is None else file.sums.descriptor
+    return HandedPart(str(file.path), file.descriptor, file.nbytes, file.direct, sums)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 from forebay.tiers.host import available_disk
 
-__all__ = ["Io", "SystemIo"]
+__all__ = ["Io", "SystemIo", "preallocate"]
+
+# EINVAL: where a file system cannot preallocate, glibc writes a byte into every block instead, which O_DIRECT refuses.
+_CANNOT_PREALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class Io(ABC):
@@ -71,3 +75,15 @@ class SystemIo(Io):
 
     def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
         return os.pwritev(fd, [buffer], offset)
+
+
+def preallocate(fd: int, nbytes: int, at_first: int, io: Io) -> None:
+    """Gives a file ``nbytes``, and space for the first ``at_first`` of them. Raises ``OSError``."""
+    try:
+        io.allocate(fd, at_first)
+    except OSError as error:
+        if error.errno not in _CANNOT_PREALLOCATE:
+            raise
+        at_first = 0
+    if at_first < nbytes:
+        os.ftruncate(fd, nbytes)

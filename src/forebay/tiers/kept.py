@@ -4,9 +4,7 @@ All other files of the tier have no name, so that nothing is left of a run that 
 of the checkpoint: ``home-TOKEN-states`` say, the token drawn anew by each run. They go when the run that made them ends
 without a checkpoint that names them, and with the first checkpoint that names others.
 
-Every write notes the checksum of what it has written: the CRC-32 of the sums of its pages, as 64-bit words. A sum costs
-little more than the memory that it reads, and shows a flipped bit and a page that is not the one written; the CRC-32
-over the sums shows pages in the wrong place.
+Every write notes the checksum of what it has written: the CRC-32 of the sums of its pages (``sums``).
 """
 
 from __future__ import annotations
@@ -14,30 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import zlib
 from bisect import bisect_left, insort
 from enum import Enum, auto
 from pathlib import Path
 from typing import Final, final
 
-import numpy as np
-
 from forebay.tiers.diskfile import Buffer, TierFile, bytes_of
 from forebay.tiers.lock import FolderLock
+from forebay.tiers.sums import checksum
 
-__all__ = ["HOME", "KeptFile", "KeptFolder", "checksum"]
+__all__ = ["HOME", "KeptFile", "KeptFolder"]
 
 HOME: Final = "home-"
 """First part of the names of files that stay."""
-
-_WORDS: Final = 512
-"""64-bit words of a page."""
-
-
-def checksum(content: memoryview, before: int = 0) -> int:
-    """The checksum of whole pages; ``before`` is that of the pages that come before them."""
-    words = np.frombuffer(content, dtype=np.uint64).reshape(-1, _WORDS)
-    return zlib.crc32(words.sum(axis=1, dtype=np.uint64), before)
 
 
 @final
@@ -62,6 +49,9 @@ class KeptFile(TierFile):
         if view:
             insort(self._starts, offset)
             self._written[offset] = len(view), checksum(view)
+
+    def reserve(self) -> None:
+        self._file.reserve()
 
     def close(self) -> None:
         self._file.close()
@@ -96,11 +86,13 @@ class _Fate(Enum):
 
 @final
 class KeptFolder:
-    """The folder ``path`` of a checkpoint, held by ``lock``, as the place of one run's files that stay."""
+    """The folder ``path`` of a checkpoint, held by ``lock``, as the place of one run's files that stay. ``before`` are
+    the bytes there of another run's, which go with the first checkpoint of this one."""
 
-    def __init__(self, path: Path, lock: FolderLock) -> None:
+    def __init__(self, path: Path, lock: FolderLock, before: int = 0) -> None:
         self.path = path
         self.lock = lock
+        self.before = before
         self.files: dict[str, KeptFile] = {}
         self._token = secrets.token_hex(4)
         self._fate = _Fate.GO
@@ -118,6 +110,19 @@ class KeptFolder:
         """Takes the file of ``what``, which was made at ``path_of``."""
         made = self.files[what] = KeptFile(file, self.path_of(what))
         return made
+
+    def at_first(self, nbytes: int) -> int:
+        """Of a file of ``nbytes``, half of which are second places, how many need space from the beginning. No update
+        writes a second place before a checkpoint has the first, and then the files of the run before are gone."""
+        return nbytes // 2 if self.before else nbytes
+
+    def reserve(self) -> None:
+        """The files of the run before are gone: has space set aside for all of this one's, once. Raises ``DiskFull``,
+        ``StorageError``."""
+        if self.before:
+            for file in self.files.values():
+                file.reserve()
+            self.before = 0
 
     def stand(self) -> None:
         """A checkpoint that stands names the files."""

@@ -163,15 +163,22 @@ class DiskTier:
         """Bytes written to the files so far: what a disk wears by."""
         return sum(folder.meter.nbytes for folder in self._folders)
 
-    def create(self, name: str, nbytes: int, kind: Kind = Kind.STATE, stays: Path | None = None) -> TierFile:
+    def create(
+        self,
+        name: str,
+        nbytes: int,
+        kind: Kind = Kind.STATE,
+        stays: Path | None = None,
+        at_first: int | None = None,
+    ) -> TierFile:
         """A new file of ``nbytes`` rounded up to the alignment over all folders, as ``DiskFolder.create`` makes one in
-        one folder, whose errors it raises; nothing is left when one folder refuses its part. One that ``stays`` is on
-        the disk of the only folder there is."""
+        one folder, whose errors it raises; nothing is left when one folder refuses its part. One that ``stays``, or
+        has space ``at_first``, is on the disk of the only folder there is."""
         if stays is not None and len(self._folders) > 1:
             raise StorageError(f"{stays} cannot be spread over {len(self._folders)} folders")
         size = self.policy.padded(nbytes)
         if len(self._folders) == 1 and self.policy.reads.depth == self.policy.writes.depth == 1:
-            file: TierFile = self._folders[0].create(name, nbytes, kind, stays)
+            file: TierFile = self._folders[0].create(name, nbytes, kind, stays, at_first)
             self._room[0] -= size
             return file
         zones = lay_out(size, self._room, self.policy.stripe, self.policy.alignment)
@@ -182,7 +189,7 @@ class DiskTier:
         parts: list[DiskFile | None] = []
         with contextlib.ExitStack() as made:
             for folder, share in zip(self._folders, sizes, strict=True):
-                parts.append(made.enter_context(folder.create(name, share, kind, stays)) if share else None)
+                parts.append(made.enter_context(folder.create(name, share, kind, stays, at_first)) if share else None)
             made.pop_all()
         self._room = [room - share for room, share in zip(self._room, sizes, strict=True)]
         return StripedFile(parts, zones, self.policy, self._crews)
@@ -239,6 +246,12 @@ class StripedFile(TierFile):
     def write(self, offset: int, buffer: Buffer) -> None:
         """As ``DiskFile.write``; the error of the first folder that fails is raised when all calls have ended."""
         self._transfer("write", offset, buffer, DiskFile.write)
+
+    def reserve(self) -> None:
+        """As ``DiskFile.reserve``."""
+        for part in self.parts:
+            if part is not None:
+                part.reserve()
 
     def close(self) -> None:
         """Closes the parts."""
