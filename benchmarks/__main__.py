@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         topic = commands.add_parser(name, help=words)
         topic.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
         topic.add_argument("--quick", action="store_true", help="little of everything: whether it works")
-    commands.add_parser("table", help="write the tables into benchmarks/README.md")
+    commands.add_parser("table", help="write the tables into benchmarks/README.md, docs/policies.md and README.md")
     keep = commands.add_parser("keep", help="take the results of scripts/gpu in")
     keep.add_argument("file", type=Path)
     return parser
@@ -244,6 +244,7 @@ def _host(options: argparse.Namespace) -> None:
 
 
 def _table(options: argparse.Namespace) -> None:
+    from benchmarks import front
     from benchmarks.activations import table as activations
     from benchmarks.fasthost import table as host
     from benchmarks.papers import table as papers
@@ -262,6 +263,7 @@ def _table(options: argparse.Namespace) -> None:
     activations.write()
     updates.write()
     host.write()
+    front.write()
 
 
 def _keep(options: argparse.Namespace) -> None:

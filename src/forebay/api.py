@@ -281,25 +281,37 @@ def plan(
 
 
 def parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Full-precision copies of a prepared model's parameters on the host, by plain PyTorch name, read when asked."""
+    """Full-precision copies of a prepared model's parameters on the host, by plain PyTorch name, read when asked.
+
+    Each has the shape of its parameter, and is fp32 where that has a master. Raises ``UsageError`` for a model that is
+    not prepared.
+    """
     session = prepared_session(model)
     return Wholes(model, LazyTensors(list(session.parameters), session.contents.full_precision))
 
 
 def gradients(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Copies, on the host, of the gradients that there are now, by plain PyTorch name, read when asked."""
+    """Copies, on the host, of the gradients that there are now, by plain PyTorch name, read when asked.
+
+    Each has the shape and the dtype of its parameter. Raises ``UsageError`` for a model that is not prepared, and
+    ``GradientUsedUp`` when one is read that an update in backward has used.
+    """
     session = prepared_session(model)
     there = [name for name, parameter in session.parameters.items() if parameter.grad is not None]
     return Wholes(model, LazyTensors(there, session.contents.gradient))
 
 
 def synchronize(model: nn.Module) -> None:
-    """Waits for every update and transfer of a prepared model; raises the first error among them."""
+    """Waits for every update and transfer of a prepared model; raises the first error among them, and ``UsageError``
+    for a model that is not prepared."""
     prepared_session(model).synchronize()
 
 
 def report(model: nn.Module) -> RunReport:
-    """The plan of a prepared model and what was measured so far."""
+    """The plan of a prepared model and what was measured so far: bytes of each tier, seconds of each lane.
+
+    Raises ``UsageError`` for a model that is not prepared.
+    """
     session = prepared_session(model)
     return RunReport(
         plan=session.plan,
@@ -389,6 +401,7 @@ def load(model: nn.Module, folder: str) -> None:
 def initialize(model: nn.Module, seed: int = 0) -> None:
     """Gives a prepared model that was built on the meta device its random initial values, block by block.
 
-    A transformers model's own initialisation is used; other modules need ``reset_parameters``.
+    A transformers model's own initialisation is used; other modules need ``reset_parameters``. Raises ``UsageError``
+    for a model that is not prepared, and ``ModelError`` naming the first parameter that stays without a value.
     """
     fill_at_random(prepared_session(model), model, seed)

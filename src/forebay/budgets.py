@@ -15,7 +15,11 @@ Size = int | str
 
 @dataclass(frozen=True)
 class DiskShare:
-    """A folder of the disk tier and the bytes allowed in it (None: what its file system has free)."""
+    """A folder of the disk tier, ``path``, and the bytes allowed in it, ``nbytes`` (None: what its file system has
+    free).
+
+    Raises ``ConfigError`` for 0 bytes or less.
+    """
 
     path: str
     nbytes: int | None = None
@@ -33,6 +37,7 @@ class DiskBudget:
 
     ``path`` is the first folder and ``beside`` are the others, each of which should be a disk of its own: what is on
     disk is spread over all of them in stripes. ``nbytes`` less the bytes of the others is what ``path`` may hold.
+    Raises ``ConfigError`` for 0 bytes or less, a folder that is named twice, and sizes for some folders only.
     """
 
     path: str
@@ -69,7 +74,10 @@ class DiskBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes allowed per tier. ``host`` and ``pinned`` None: what the machine (or its cgroup) has."""
+    """Bytes allowed per tier: ``device``, ``host``, ``pinned`` (of the host, page-locked), ``disk`` (None: no disk).
+
+    ``host`` and ``pinned`` None: what the machine (or its cgroup) has. Raises ``ConfigError`` for 0 bytes or less.
+    """
 
     device: int
     host: int | None = None

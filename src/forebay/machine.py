@@ -50,7 +50,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a way between two tiers."""
+    """One direction of a way between two tiers: ``curve``, bytes/s over bytes, and ``latency``, seconds a transfer.
+
+    Raises ``ConfigError`` for a latency below 0.
+    """
 
     curve: Curve
     latency: float = 0.0
@@ -66,7 +69,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk tier: bytes free, and its two links. ``path`` is where it was measured ("" in the catalogue).
+    """The disk tier: bytes free (``capacity``), and its two links. ``path`` is where it was measured ("" in the
+    catalogue).
 
     The links are those of transfers in the calls ``reads`` and ``writes``, the ways in which this disk was found
     fastest. ``duplex`` is the share of its rate that each direction keeps while both are busy.
@@ -95,8 +99,9 @@ class Disk:
 class Machine:
     """One device with the host and the disk beside it.
 
-    ``source`` is ``measured`` or ``catalogue``, and ``sources`` says where the figures are from. ``device_kind`` is
-    ``cpu`` or ``cuda``.
+    ``name`` is for people. ``source`` is ``measured`` or ``catalogue``, and ``sources`` says where the figures are
+    from. ``device_kind`` is ``cpu`` or ``cuda``. ``device_capacity`` and ``host_capacity`` are bytes that a run may
+    have.
 
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the

@@ -46,7 +46,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class TierUsage:
-    """Bytes of one tier: the budget (None: no limit), live now, the peak, and what the peak was made of."""
+    """Bytes of one ``tier``: the budget (``limit``; None: there is none), ``live`` now, the ``peak``, and what the peak
+    was made of (``at_peak``)."""
 
     tier: Tier
     limit: int | None

@@ -198,8 +198,8 @@ class Streaming:
 @dataclass(frozen=True)
 class Accumulation:
     """Bytes that n micro-batches of ``forebay.accumulate`` take at most: ``device + (n - 1) * device_further``, and so
-    on the host and on disk. ``step_seconds`` is the predicted time of a step of ``micro_batches`` of them, as many as
-    the plan was asked to leave room for (None: for one)."""
+    on the host (``host_further``) and on disk (``disk_further``). ``step_seconds`` is the predicted time of a step of
+    ``micro_batches`` of them, as many as the plan was asked to leave room for (None: for one)."""
 
     device: int
     device_further: int
@@ -233,6 +233,9 @@ class Accumulation:
 @dataclass(frozen=True)
 class Plan:
     """Where everything lives, what that is predicted to need, and why.
+
+    ``planner`` made it within ``budget``; ``placements`` say where each block is at home, ``streaming`` how blocks pass
+    through the device.
 
     ``device``, ``host``, ``pinned`` and ``disk`` are predicted peaks in bytes. ``step_seconds`` is the predicted time
     of a step of one micro-batch, ``micro_batch_seconds`` what each further micro-batch of a step adds (None: not

@@ -1,6 +1,7 @@
 """What happened, or is predicted to happen, in a run: events on lanes, and bytes per tier.
 
 The simulator and the runtime emit the same ``Timeline``, so that a prediction error is a subtraction.
+Its ``tiers`` are the accounts, its ``counters`` say how often things happened.
 """
 
 from __future__ import annotations

@@ -41,7 +41,11 @@ NO_SAVES = -1
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: plain PyTorch name, shape and stride in elements, place in its block in bytes."""
+    """One parameter: plain PyTorch ``name``, ``shape`` and ``stride`` in elements, ``dtype`` without ``torch.``.
+
+    Its ``nbytes`` lie in the block's buffer from ``offset`` (bytes) on. ``trainable``: it requires grad. ``aliases``
+    are further names of the same parameter (tied weights).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -106,7 +110,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Model:
-    """The blocks of a model in order of their first module, and the bytes of its buffers."""
+    """The blocks of a model in order of their first module, and the bytes of its buffers (``buffer_nbytes``)."""
 
     blocks: tuple[Block, ...]
     buffer_nbytes: int = 0
@@ -123,8 +127,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Device bytes of one step beside parameters and states: the peak of activations, temporaries and gradients.
+    """Device bytes of one step beside parameters and states: the ``peak`` of activations, temporaries and gradients.
 
+    ``input_nbytes`` are the bytes of the batch, ``note`` says in words why nothing is known.
     ``measured`` says whether the figure comes from a run of the step under fake tensors (True) or is unknown and
     was set to 0 (False): then nothing but the blocks can be promised beforehand.
     """
@@ -147,8 +152,9 @@ class Tensor:
     """One tensor of a step.
 
     ``root`` is the reference of the tensor that owns the storage: itself, unless this is a view. ``nbytes`` are the
-    bytes of the storage for a root and the tensor's own for a view. ``saved`` says whether autograd keeps it (or a
-    view of it) from forward to backward. ``name`` is set for parameters, buffers and inputs.
+    bytes of the storage for a root and the tensor's own for a view. ``saved`` says whether autograd keeps it (or a view
+    of it) from forward to backward. ``name`` is set for parameters, buffers and inputs, ``kind`` says which of these it
+    is, or what else; ``dtype`` is without ``torch.``.
     """
 
     nbytes: int
@@ -164,7 +170,8 @@ class Work:
     """What running an op costs, whatever the machine; ops of the same ``signature`` cost the same.
 
     ``signature`` is the overload with shapes, strides and dtypes of what it is given. ``dtype`` is that of the
-    arithmetic. ``nbytes`` are the bytes that it reads and writes at least; a view has 0 of both.
+    arithmetic. ``flops`` are floating-point operations, a multiply-add two of them, ``nbytes`` the bytes that it reads
+    and writes at least; a view has 0 of both.
     """
 
     op: str
@@ -184,7 +191,8 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op. ``work`` is an index into ``Trace.works``; tensors are references (see ``Segment``).
+    """One op. ``work`` is an index into ``Trace.works``; tensors are references (see ``Segment``): it reads ``inputs``
+    and makes ``outputs``.
 
     What happens after the op and before the next one: ``dropped`` are roots whose last holder outside autograd's
     saved tensors went away, ``unsaved`` are roots that no saved tensor holds any longer. A root is in memory until it
@@ -234,11 +242,11 @@ class Segment:
 class Visit:
     """One run through a segment.
 
-    ``block`` is the streamed block whose module runs, "" outside of all. ``ports`` are the ids of the tensors from
-    outside. The segment's own tensors have the ids from ``first_tensor`` on, its ops the numbers from ``first_op``.
-    ``kept_until`` is, of a block's forward, the number of the op after which autograd has let go of the last tensor
-    that was saved in it (``NO_SAVES``: there is none): until then a recomputation keeps its arguments.
-    """
+    ``block`` is the streamed block whose module runs, "" outside of all, ``phase`` the half of the step. ``ports`` are
+    the ids of the tensors from outside. The segment's own tensors have the ids from ``first_tensor`` on, its ops the
+    numbers from ``first_op``. ``kept_until`` is, of a block's forward, the number of the op after which autograd has
+    let go of the last tensor that was saved in it (``NO_SAVES``: there is none): until then a recomputation keeps its
+    arguments."""
 
     segment: int
     block: str
@@ -260,10 +268,11 @@ class Trace:
     ``sources`` are the tensors that exist before the step: parameters in the order of ``model.blocks``, then buffers,
     then inputs; the id of a tensor is its place there, and those made in the step have the ids after them. A gradient
     is never dropped in a trace: where it goes is the plan's to say. ``device`` is ``cpu`` or ``cuda``: on ``cpu`` the
-    inputs are the host's and take nothing of the device. ``tokens``
-    are what the user counts: token ids, or samples where there are none. ``held_nbytes`` of the step's outputs are
-    still there while the next forward runs; ``unseen_nbytes`` may be taken by a loss outside the model, between
-    forward and backward.
+    inputs are the host's and take nothing of the device. ``tokens`` are what the user counts: token ids, or samples
+    where there are none. ``optimizer`` is its name and ``state_names`` those of its states. ``works``, ``segments`` and
+    ``visits`` are the ops: what each costs, how they follow in a block, which blocks are run when. ``notes`` say in
+    words what was assumed. ``held_nbytes`` of the step's outputs are still there while the next forward runs;
+    ``unseen_nbytes`` may be taken by a loss outside the model, between forward and backward.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory. Seconds and simulated

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forebay.cli.completion import among
 from forebay.cli.flags import AsJson
 from forebay.cli.messages import EXIT_NO, errors_as_messages
 
@@ -23,7 +24,14 @@ def layout(
     capacity: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes that there are; else as few as possible.")
     ] = None,
-    layout: Annotated[str, typer.Option(metavar="NAME", help="arena, best-fit, exact, periodic or roam.")] = "arena",
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="arena, best-fit, exact, periodic or roam.",
+            autocompletion=among("arena", "best-fit", "exact", "periodic", "roam"),
+        ),
+    ] = "arena",
     seconds: Annotated[
         float | None, typer.Option(help="How long to search; else 60 until it fits, 5 without a capacity.")
     ] = None,

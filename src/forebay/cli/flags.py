@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from forebay.cli.completion import among, machines, policies
 from forebay.units import parse_disks
 
 __all__ = [
@@ -32,9 +33,20 @@ __all__ = [
 ]
 
 Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
-Dtype = Annotated[str | None, typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).")]
-Optimizer = Annotated[str | None, typer.Option(help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.")]
-DeviceKind = Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Of parameters: float32 or bfloat16 (fp32 master).", autocompletion=among("float32", "bfloat16")),
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.",
+        autocompletion=among("adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion"),
+    ),
+]
+DeviceKind = Annotated[
+    str | None, typer.Option(help="cpu or cuda; cuda where there is one.", autocompletion=among("cpu", "cuda"))
+]
 DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Device budget, like 24GiB.")]
 Devices = Annotated[
     str | None,
@@ -51,20 +63,33 @@ DiskPath = Annotated[
     ),
 ]
 MachineName = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.")
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE", help="Of the catalogue, or written by doctor; else this one.", autocompletion=machines
+    ),
 ]
-Policy = Annotated[str | None, typer.Option(help="The planner.")]
+Policy = Annotated[str | None, typer.Option(help="The planner.", autocompletion=policies)]
 LossWay = Annotated[
-    str | None, typer.Option(help="plain, chunked (a language model's, in pieces), or auto: where it gains.")
+    str | None,
+    typer.Option(
+        help="plain, chunked (a language model's, in pieces), or auto: where it gains.",
+        autocompletion=among("auto", "plain", "chunked"),
+    ),
 ]
 Bits = Annotated[
     int | None,
-    typer.Option(metavar="BITS", help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers."),
+    typer.Option(
+        metavar="BITS",
+        help="Activations may be kept as 8, 4 or 2 bits, which changes the numbers.",
+        autocompletion=among("8", "4", "2"),
+    ),
 ]
 UpdateIn = Annotated[
     str | None,
     typer.Option(
-        metavar="step|backward", help="backward: blocks are updated as their gradients land, which uses these up."
+        metavar="step|backward",
+        help="backward: blocks are updated as their gradients land, which uses these up.",
+        autocompletion=among("step", "backward"),
     ),
 ]
 TileSize = Annotated[

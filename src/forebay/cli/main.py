@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from forebay.cli.addresses import fragmentation, layout
+from forebay.cli.completion import among, models, policy_lists
 from forebay.cli.flags import (
     Accumulate,
     AsJson,
@@ -42,7 +43,6 @@ app = typer.Typer(
     name="forebay",
     help="Train models that do not fit in device memory, with the numbers of plain PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -68,7 +68,10 @@ def train(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A recipe, a folder with config.json (and weights), or a config.json.")
+        str | None,
+        typer.Option(
+            help="A recipe, a folder with config.json (and weights), or a config.json.", autocompletion=models
+        ),
     ] = None,
     data: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text files (UTF-8) to train on.")] = None,
     batch: Batch = None,
@@ -91,7 +94,11 @@ def train(
     tile: TileSize = None,
     nonfinite: Annotated[
         str | None,
-        typer.Option(metavar="stop|skip", help="What to do with a step whose loss or gradients are inf or NaN."),
+        typer.Option(
+            metavar="stop|skip",
+            help="What to do with a step whose loss or gradients are inf or NaN.",
+            autocompletion=among("stop", "skip"),
+        ),
     ] = None,
     run: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep plan, report, losses and model; Ctrl-C saves there.")
@@ -180,6 +187,7 @@ def plan(
             metavar="MODEL",
             help="A recipe, a folder with config.json, a config.json, or package.module:function, called on the meta "
             "device, that returns (model, batch), or a model of transformers.",
+            autocompletion=models,
         ),
     ],
     batch: Batch = None,
@@ -250,9 +258,14 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
 
 @app.command()
 def compare(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for forebay plan.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for forebay plan.", autocompletion=models)],
     policies: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Policies, or all, states, activations: the published ones.")
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Policies, or all, states, activations: the published ones.",
+            autocompletion=policy_lists,
+        ),
     ] = None,
     budgets: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forebay.cli.completion import among, models
 from forebay.cli.flags import (
     Accumulate,
     AsJson,
@@ -32,7 +33,12 @@ __all__ = ["export", "verify"]
 
 
 def verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for forebay plan; with weights where it has some.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="As for forebay plan; with weights where it has some.", autocompletion=models
+        ),
+    ],
     data: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Text files (UTF-8) to train on; else made-up data.")
     ] = None,
@@ -116,10 +122,15 @@ def export(
     layout: Annotated[
         str | None,
         typer.Option(
-            "--format", help="huggingface (from_pretrained reads it), dcp (torch.distributed.checkpoint) or torch."
+            "--format",
+            help="huggingface (from_pretrained reads it), dcp (torch.distributed.checkpoint) or torch.",
+            autocompletion=among("huggingface", "dcp", "torch"),
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; else as it is kept.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16; else as it is kept.", autocompletion=among("float32", "bfloat16")),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write the model of a run as other programs read it, one tensor in memory at a time."""
