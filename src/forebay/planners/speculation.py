@@ -17,18 +17,21 @@ end and takes none away, so that no plan is slower for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import ceil
 
+from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.homes import more_on_disk
+from forebay.planners.homes import at_home, more_on_disk
 from forebay.planners.parts import KEPT, RESIDENT, Draft, Level, repeated_size
 from forebay.planners.shapes import around, fewest_recomputed, usual_window, wide
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.timeline import Lane
+from forebay.trace import Block
 
 __all__ = [
     "FEW_RUNGS",
@@ -168,17 +171,24 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) 
 
 
 def _lean(bench: Bench) -> Iterator[Draft]:
-    """Nothing stays but blocks of a size of their own (an embedding, a head), and the fewest blocks run again: where
-    updates are out of the way, a block that stays gains next to nothing, and one that need not run again gains all of
-    its computation."""
+    """Nothing stays but blocks of a size of their own (an embedding, a head), or nothing at all where there is no room
+    for these, and the fewest blocks run again: where updates are out of the way, a block that stays gains next to
+    nothing, and one that need not run again gains all of its computation."""
     blocks = [block for block in bench.model.blocks if not block.held]
     repeated = repeated_size(blocks) if blocks else 0
     large = [block for block in blocks if block.nbytes > repeated]
+    found = list(_around(bench, large))
+    yield from found or _around(bench, [])
+
+
+def _around(bench: Bench, staying: Sequence[Block]) -> Iterator[Draft]:
+    """All but ``staying`` streams, and the fewest blocks run again that need to."""
     for slots in LARGE_SLOTS:
-        make = partial(around, bench, large, RESIDENT, slots)
+        make = partial(around, bench, staying, RESIDENT, slots)
         level = fewest_recomputed(bench, make, (KEPT, Level(bench.recomputable)))
-        if level is not None:
-            yield wide(bench, make(level), usual_window(bench))
+        with suppress(DoesNotFit):
+            if level is not None:
+                yield at_home(bench, wide(bench, make(level), usual_window(bench)))
 
 
 def _fastest_of_still(bench: Bench, best: Draft, chosen: Draft) -> Draft:
