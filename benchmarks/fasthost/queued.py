@@ -181,6 +181,9 @@ class QueuedDevice(Device):
     def drain_events(self) -> list[Event]:
         return self._host.drain_events()
 
+    def level(self) -> tuple[dict[Kind, int], int]:
+        return self._host.level()
+
     def usage(self) -> TierUsage:
         return self._host.usage()
 

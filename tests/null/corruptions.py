@@ -131,7 +131,13 @@ def drop_detour(case: Case, program: Program) -> list[Spoiled]:
     """Activations that are not written to disk, or not read from there, or not made into codes, or not made of them."""
     name = Step(case.trace).name
     verbs = Verb.READ, Verb.WRITE, Verb.ENCODE, Verb.DECODE
-    return [(drop(program, i), frozenset((name(a.tensor),))) for i, a in _numbered(program, *verbs) if a.tensor >= 0]
+    made = []
+    for i, a in _numbered(program, *verbs):
+        if a.tensor >= 0:
+            # What stays as it is weighs on the computations behind it: one of them has more beside it than it says.
+            crowded = [c.what for j, c in _numbered(program, Verb.COMPUTE) if j > i]
+            made.append((drop(program, i), frozenset((name(a.tensor), *crowded))))
+    return made
 
 
 def shrink_slot(case: Case, program: Program) -> list[Spoiled]:

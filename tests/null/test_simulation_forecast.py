@@ -62,6 +62,8 @@ def test_the_last_step_is_the_one_that_counts() -> None:
         Lane.NORM: 0,
         Lane.DISK_READ: 0,
         Lane.DISK_WRITE: 0.5,
+        Lane.PEER_OUT: 0,
+        Lane.PEER_IN: 0,
     }
     assert made.binding is Lane.H2D
     assert made.moved[Lane.DISK_WRITE] == 50
