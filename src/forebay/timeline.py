@@ -6,7 +6,7 @@ Its ``tiers`` are the accounts, its ``counters`` say how often things happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from forebay.memory import ArenaUsage, Kind, Tier, TierUsage
 
-__all__ = ["CROSSING", "Event", "Lane", "Level", "Timeline", "covered", "merge_busy"]
+__all__ = ["CROSSING", "Event", "Lane", "Level", "Timeline", "busy_of", "covered", "merge_busy", "moved_of"]
 
 
 class Lane(StrEnum):
@@ -85,14 +85,24 @@ class Timeline:
 
     def busy(self) -> dict[Lane, float]:
         """Seconds during which each lane had something to do (overlapping events counted once)."""
-        return {lane: merge_busy(e for e in self.events if e.lane is lane) for lane in Lane}
+        return busy_of(self.events)
 
     def moved(self) -> dict[Lane, int]:
         """Bytes that each lane moved."""
-        total = dict.fromkeys(Lane, 0)
-        for event in self.events:
-            total[event.lane] += event.nbytes
-        return total
+        return moved_of(self.events)
+
+
+def busy_of(events: Sequence[Event]) -> dict[Lane, float]:
+    """Seconds during which each lane had something to do (overlapping events counted once)."""
+    return {lane: merge_busy(event for event in events if event.lane is lane) for lane in Lane}
+
+
+def moved_of(events: Iterable[Event]) -> dict[Lane, int]:
+    """Bytes that each lane moved."""
+    total = dict.fromkeys(Lane, 0)
+    for event in events:
+        total[event.lane] += event.nbytes
+    return total
 
 
 def merge_busy(events: Iterable[Event]) -> float:

@@ -12,12 +12,13 @@ import pytest
 import typer
 
 from forebay.catalogue import machine_names
-from forebay.cli.completion import machines, models, policies, policy_lists
+from forebay.cli.completion import machines, models, policies, policy_lists, simulated_policies
 from forebay.cli.main import app
 from forebay.cli.plan import PlanSettings
 from forebay.config import TrainConfig
 from forebay.planners import PLANNERS
 from forebay.planners.layout import LAYOUTS
+from forebay.planners.parallel import ON_DEVICES
 from forebay.recipes import recipe_names
 
 COMPLETE = """
@@ -56,6 +57,8 @@ def offered(verb: str, name: str, typed: str = "") -> list[str]:
     [
         ("forebay pl", ["plan"]),
         ("forebay plan --policy stron", ["stronghold"]),
+        ("forebay plan --devices 2 --policy dap", ["dapple", "dapple-recompute"]),
+        ("forebay train --policy dap", []),
         ("forebay plan llama-3.2-", ["llama-3.2-1b", "llama-3.2-3b"]),
     ],
 )
@@ -75,7 +78,14 @@ def test_registries_are_offered_whole(offer: Callable[[str], list[str]], names: 
 def test_lists_of_policies_are_completed_name_by_name() -> None:
     assert policy_lists("st") == ["states", *(name for name in PLANNERS if name.startswith("st"))]
     assert policy_lists("auto,au") == ["auto,autotm"]
+    assert policy_lists("dapple,dap") == ["dapple,dapple-recompute"]
     assert policy_lists("auto,autotm,stron") == ["auto,autotm,stronghold"]
+
+
+def test_what_is_simulated_over_several_devices_is_offered_where_it_is_taken() -> None:
+    assert set(simulated_policies("")) == {*PLANNERS, *ON_DEVICES} > set(PLANNERS)
+    assert offered("plan", "--policy", "dapple-") == offered("compare", "--policies", "dapple-") == ["dapple-recompute"]
+    assert offered("train", "--policy", "dapple") == offered("verify", "--policy", "dapple") == []
 
 
 @pytest.mark.parametrize("verb", ["plan", "train", "verify", "compare"])

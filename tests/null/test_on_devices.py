@@ -68,8 +68,7 @@ def test_devices_hold_no_more_than_is_allowed_or_it_says_how_much_would_do(polic
     assert all(0 < share.busy <= plan.step_seconds * 1.001 for share in plan.devices) and 0 <= plan.idle_share < 1
 
 
-@pytest.mark.parametrize("policy", ON_DEVICES)
-def test_without_a_batch_it_asks_for_one(policy: str) -> None:
+def test_without_a_batch_it_asks_for_one() -> None:
     from tests.null.synthetic import block, problem
 
     with pytest.raises(ConfigError, match="give one"):

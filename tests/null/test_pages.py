@@ -143,7 +143,7 @@ def test_figures_of_one_run_do_not_count() -> None:
     assert settled(page.replace(ONE_RUN, "")) == page.replace(ONE_RUN, "")
 
 
-def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_told() -> None:
     block = next(blocks("```console\n$ forebay plan no-such-model\n```\n"))
     with pytest.raises(PageError, match="exit code 2"):
         Session().run(block)

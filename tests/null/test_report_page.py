@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from forebay.memory import Kind, Tier, TierUsage
+from forebay.memory import ArenaUsage, Kind, Tier, TierUsage
 from forebay.plans import Placement, Update
 from forebay.reporting.compare_page import render_comparison
 from forebay.reporting.comparison import Candidate, Measured
 from forebay.reporting.losses import StepLine
 from forebay.reporting.plan_rows import plan_rows
+from forebay.reporting.rows import ARENA_HEADER, BUDGET_HEADER, arena_rows, budget_rows, loose_arenas
 from forebay.reporting.run_page import RunPage, render
+from forebay.reporting.table import closing_table
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.page_reader import Page
 from tests.null.reported import LOSSES, PAGE, PLAN, REPORT, MiB
@@ -45,16 +49,33 @@ def test_the_page_shows_what_the_records_say() -> None:
         "Plan",
         "About this run",
     ]
-    assert page.row("device") == ["device", "8.0 MiB", "7.0 MiB", "6.0 MiB", "75.0 %"]
+    assert page.row("device") == ["device", "8.0 MiB", "7.0 MiB", "6.0 MiB", "-14 %"]
     assert page.row("activation") == ["activation", "4.0 MiB", "4.0 MiB", "-", "-"]
     assert page.row("h2d")[1:5] == ["500 ms", "25 %", "2.0 MiB", "4.0 MiB/s"]
     assert page.row("compute")[3] == "-"  # what it touches is no traffic
     assert page.row("embed")[:6] == ["embed", "1", "2.0 MiB", "host", "host", "host"]
     assert page.row("layers.0 … layers.1")[:3] == ["layers.0 … layers.1", "2", "2.0 MiB"]
-    for said in ("5.2500", "from 5.5000 in 2 steps", "2.00 s predicted (+0 %)", "compute50 % of a step, measured"):
+    for said in ("5.2500", "from 5.5000 in 2 steps", "2.00 s predicted (0.0 %)", "compute50 % of a step, measured"):
         assert said in page.text, said
     assert "of 3 blocks all stream" in page.text
     assert "To know" not in page.text
+
+
+def test_the_page_and_the_closing_table_say_the_same() -> None:
+    arenas = (ArenaUsage(Tier.HOST, "activations", 8 * MiB, 8 * MiB, 4 * MiB),)
+    timeline = replace(REPORT.timeline, arenas=arenas, counters={"disk_written": 10**9})
+    report = replace(REPORT, timeline=timeline)
+    page = Page(render(replace(PAGE, plan=PLAN, report=report)))
+    text = io.StringIO()
+    Console(file=text, width=80, no_color=True).print(closing_table(report))
+    printed = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    headers = BUDGET_HEADER, ARENA_HEADER
+    assert len(budget_rows(PLAN, report)) == 3 and len(arena_rows(report)) == 1
+    for row in (*headers, *budget_rows(PLAN, report), *arena_rows(report)):
+        assert list(row) in page.rows, row
+        assert " ".join(" ".join(row).split()) in printed, row
+    for said in (*loose_arenas(report), "0.5 TB in 1,000 steps"):
+        assert said in page.text and said in " ".join(printed)
 
 
 def test_what_is_quoted_is_escaped() -> None:

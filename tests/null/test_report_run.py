@@ -194,7 +194,7 @@ def test_a_step_that_was_not_predicted_says_why() -> None:
 def test_a_tier_that_was_only_predicted_is_shown() -> None:
     device = next(usage for usage in TIERS if usage.tier is Tier.DEVICE)
     shown = show(replace(REPORT, timeline=Timeline(EVENTS, (device,))))
-    assert row(shown, "disk") == "disk - 400.0 MiB 0 B -100 %"
+    assert row(shown, "disk") == "disk 1.0 GiB 400.0 MiB 0 B -100 %"
 
 
 def test_table_says_how_busy_each_lane_was() -> None:

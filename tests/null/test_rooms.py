@@ -29,6 +29,7 @@ WITHOUT_TORCH = (
     "forebay.config",
     "forebay.machine",
     "forebay.program",
+    "forebay.servers",
     "forebay.remedies",
     "forebay.catalogue",
     "forebay.scheduling",
@@ -38,12 +39,14 @@ WITHOUT_TORCH = (
     "forebay.simulation.allocators",
     "forebay.phases",
     "forebay.planners",
+    "forebay.planners.parallel",
     "forebay.planning",
     "forebay.figures",
     "forebay.collector",
     "forebay.compression",
     "forebay.loss",
     "forebay.reporting",
+    "forebay.reporting.run_page",
     "forebay.cli",
 )
 

@@ -122,10 +122,18 @@ def test_the_commands_of_the_page() -> None:
     [
         ("plan", ("--devices", "some"), "--devices: devices are written N or N+N"),
         ("plan", ("--devices", "2", "--policy", "rotor"), "--policy: there is no policy 'rotor' for several devices"),
+        (
+            "plan",
+            ("--devices", "2", "--policy", "mobus"),
+            "no policy 'mobus' for several devices; there are auto, dapple",
+        ),
+        ("plan", ("--devices", "2", "--policy", "harmony,mobius"), "--policy: there is no policy 'harmony,mobius'"),
+        ("plan", ("--devices", "2", "--policy", "all"), "--policy: there is no policy 'all'"),
         ("plan", ("--devices", "2", "--disk", "/tmp"), "--disk is for one device"),
         ("plan", ("--devices", "2", "--compress", "8"), "--compress is for one device"),
         ("plan", ("--devices", "2", "--out", "plan.json"), "--out is for one device"),
         ("compare", ("--devices", "2", "--policies", "rotor"), "--policies: there is no policy 'rotor'"),
+        ("compare", ("--devices", "2", "--policies", "mobus"), "for several devices; there are all, dapple"),
         ("compare", ("--devices", "2", "--measure"), "--measure is for one device"),
         ("compare", ("--devices", "2", "--budgets", "0.2:0.9"), "--budgets: of several devices they are sizes"),
         ("plan", ("--policy", "dapple"), "--policy: dapple is for several devices"),

@@ -58,7 +58,7 @@ def test_an_example_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before[2]) and torch.equal(generator.get_state(), before[3])
 
 
-def test_figures_and_words_of_a_run(tmp_path: object) -> None:
+def test_figures_and_words_of_a_run() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(forebay.errors.UsageError, match="not prepared"):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, capture_step, chosen_machine, disk_budget, with_ops
 from forebay.collector import collector_paused
-from forebay.errors import ConfigError, DoesNotFit, StorageError, UnitError
+from forebay.errors import ConfigError, DoesNotFit, UnitError
 from forebay.reporting.comparison import LINKS, Candidate, Measured
+from forebay.reporting.files import expect_folder_of, writing
 from forebay.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -236,8 +237,8 @@ def expect_picture(path: Path) -> None:
         from forebay.reporting.plot import expect_plottable
 
         expect_plottable(path, more=(PAGE,))
-    elif not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")
+    else:
+        expect_folder_of(path, "--plot")
 
 
 def draw(found: Comparison, path: Path) -> None:
@@ -250,7 +251,6 @@ def draw(found: Comparison, path: Path) -> None:
         return
     from forebay.reporting.compare_page import render_comparison
 
-    try:
-        path.write_text(render_comparison(found.title, found.candidates, found.notes), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write the plot to {path}: {error.strerror or error}") from None
+    text = render_comparison(found.title, found.candidates, found.notes)
+    with writing("the plot", path):
+        path.write_text(text, encoding="utf-8")

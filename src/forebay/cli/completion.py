@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-__all__ = ["among", "machines", "models", "policies", "policy_lists"]
+__all__ = ["among", "machines", "models", "policies", "policy_lists", "simulated_policies"]
 
 GROUPS = ("all", "states", "activations")
 """Names that stand for several policies (``forebay compare``)."""
@@ -43,13 +43,21 @@ def policies(typed: str) -> list[str]:
     return _begun(PLANNERS, typed)
 
 
+def simulated_policies(typed: str) -> list[str]:
+    """Offers every planner, and the policies for several devices that are none."""
+    from forebay.planners import PLANNERS
+    from forebay.planners.parallel import ON_DEVICES
+
+    return _begun(dict.fromkeys((*PLANNERS, *ON_DEVICES)), typed)
+
+
 def policy_lists(typed: str) -> list[str]:
-    """Offers planners that are not named yet in a list with commas, or at its beginning what stands for several."""
+    """Offers policies that are not named yet in a list with commas, or at its beginning what stands for several."""
     before, comma, last = typed.rpartition(",")
     if not comma:
-        return [*_begun(GROUPS, last), *policies(last)]
+        return [*_begun(GROUPS, last), *simulated_policies(last)]
     named = before.split(",")
-    return [f"{before},{name}" for name in policies(last) if name not in named]
+    return [f"{before},{name}" for name in simulated_policies(last) if name not in named]
 
 
 def _begun(names: Iterable[str], typed: str) -> list[str]:

@@ -32,6 +32,9 @@ __all__ = [
 
 SIMULATED = "steps over several devices are simulated: nothing runs on them here"
 
+AUTO = "auto"
+"""The fastest of all."""
+
 
 @dataclass(frozen=True)
 class DevicesComparison:
@@ -78,11 +81,15 @@ def parse_device_policies(text: str | None) -> tuple[str, ...]:
         return tuple(ON_DEVICES)
     names = tuple(dict.fromkeys((text or "").split(",")))
     for name in names:
-        if name not in ON_DEVICES:
-            raise ConfigError(
-                f"there is no policy {name!r} for several devices; there are all, {', '.join(ON_DEVICES)}"
-            )
+        _expect_known(name, "all")
     return names
+
+
+def _expect_known(name: str, also: str) -> None:
+    from forebay.planners.parallel import ON_DEVICES
+
+    if name not in ON_DEVICES:
+        raise ConfigError(f"there is no policy {name!r} for several devices; there are {also}, {', '.join(ON_DEVICES)}")
 
 
 def print_plan(settings: PlanSettings, out: Path | None, *, as_json: bool) -> bool:
@@ -134,10 +141,15 @@ def print_comparison(
 def plan_devices(settings: PlanSettings) -> DevicesReport:
     """Answers ``settings`` for its devices; that nothing fits is an answer too. Policy ``auto`` is the fastest of all.
     Raises a ``UsageError`` for what cannot be used."""
-    try:
-        policies = parse_device_policies(None if settings.policy == "auto" else settings.policy)
-    except ConfigError as error:
-        raise ConfigError(f"--policy: {error}") from None
+    from forebay.planners.parallel import ON_DEVICES
+
+    policies = tuple(ON_DEVICES)
+    if settings.policy != AUTO:
+        try:
+            _expect_known(settings.policy, AUTO)
+        except ConfigError as error:
+            raise ConfigError(f"--policy: {error}") from None
+        policies = (settings.policy,)
     asked = _asked(settings)
     bench = _bench(asked, settings, settings.device_memory)
     found = [_candidate(bench, policy) for policy in policies]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from forebay.cli.completion import among, machines, policies
+from forebay.cli.completion import among, machines, policies, policy_lists, simulated_policies
 from forebay.units import parse_disks
 
 __all__ = [
@@ -25,6 +25,8 @@ __all__ = [
     "LossWay",
     "MachineName",
     "Optimizer",
+    "PlanPolicy",
+    "Policies",
     "Policy",
     "Seq",
     "TileSize",
@@ -69,6 +71,15 @@ MachineName = Annotated[
     ),
 ]
 Policy = Annotated[str | None, typer.Option(help="The planner.", autocompletion=policies)]
+PlanPolicy = Annotated[str | None, typer.Option(help="The planner.", autocompletion=simulated_policies)]
+Policies = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="Policies, or all, states, activations: the published ones.",
+        autocompletion=policy_lists,
+    ),
+]
 LossWay = Annotated[
     str | None,
     typer.Option(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from forebay.cli.addresses import fragmentation, layout
-from forebay.cli.completion import among, models, policy_lists
+from forebay.cli.completion import among, models
 from forebay.cli.flags import (
     Accumulate,
     AsJson,
@@ -25,6 +25,8 @@ from forebay.cli.flags import (
     LossWay,
     MachineName,
     Optimizer,
+    PlanPolicy,
+    Policies,
     Policy,
     Seq,
     TileSize,
@@ -199,7 +201,7 @@ def plan(
     host_memory: HostMemory = None,
     disk: DiskPath = None,
     machine: MachineName = None,
-    policy: Policy = None,
+    policy: PlanPolicy = None,
     loss: LossWay = None,
     compress: Bits = None,
     update: UpdateIn = None,
@@ -259,14 +261,7 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
 @app.command()
 def compare(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for forebay plan.", autocompletion=models)],
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Policies, or all, states, activations: the published ones.",
-            autocompletion=policy_lists,
-        ),
-    ] = None,
+    policies: Policies = None,
     budgets: Annotated[
         str | None,
         typer.Option(

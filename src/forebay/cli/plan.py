@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from forebay.budgets import Budget, DiskBudget
 from forebay.config import Bits, OptimizerName, Size
-from forebay.errors import ConfigError, ModelError, StorageError
+from forebay.errors import ConfigError, ModelError
 from forebay.loss import Cut, Loss
 from forebay.plans import UpdateTime
+from forebay.reporting.files import writing
 from forebay.units import format_count
 
 if TYPE_CHECKING:
@@ -175,10 +176,8 @@ def write_plan(report: PlanReport, path: Path) -> None:
     """Writes the plan of ``report`` to ``path``, for ``forebay.prepare(plan=...)``. Raises ``StorageError``."""
     if report.plan is None:
         raise ConfigError(f"there is no plan to write to {path}: nothing fits")
-    try:
+    with writing("the plan", path):
         path.write_text(report.plan.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write the plan to {path}: {error.strerror or error}") from None
 
 
 def disk_budget(settings: PlanSettings) -> DiskBudget | None:

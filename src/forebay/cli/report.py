@@ -11,6 +11,7 @@ from forebay.cli.runfolder import PLAN, REPORT, begun_with
 from forebay.errors import ConfigError, ForebayError, StorageError
 from forebay.plans import Plan
 from forebay.reporting.chrome_trace import chrome_trace
+from forebay.reporting.files import expect_folder_of, writing
 from forebay.reporting.losses import LOSSES, read_losses
 from forebay.reporting.run import RunReport
 from forebay.reporting.run_page import RunPage, render
@@ -62,16 +63,16 @@ def report(source: Path, out: Path | None = None, plot: Path | None = None, trac
     """
     page = out or (source / PAGE if source.is_dir() else source.with_suffix(".html"))
     for path, flag in ((page, "--out"), (trace, "--trace")):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no folder {path.absolute().parent}; make it first")
+        if path is not None:
+            expect_folder_of(path, flag)
     if plot is not None:
         from forebay.reporting.plot import expect_plottable
 
         expect_plottable(plot)
     shown = gather(source)
-    _write(page, render(shown))
+    _write("the page", page, render(shown))
     if trace is not None:
-        _write(trace, chrome_trace(_timelines(shown)))
+        _write("the trace", trace, chrome_trace(_timelines(shown)))
     if plot is not None:
         from forebay.reporting.run_plot import plot_run
 
@@ -165,8 +166,6 @@ def _read(path: Path) -> bytes:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _write(path: Path, text: str) -> None:
-    try:
+def _write(what: str, path: Path, text: str) -> None:
+    with writing(what, path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from None

@@ -14,6 +14,7 @@ in_backward        which of them use gradients up in backward, where a user allo
 auto, policies     the planners themselves
 states             published policies for parameters, gradients and optimizer states
 parallel           published policies over several devices: simulated, and so not among the planners of plans
+cpsat              a solver that some of them ask, where it is installed
 refusals           what was too small and what would fit
 alternatives       the best plans of another kind
 """

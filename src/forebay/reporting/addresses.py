@@ -8,7 +8,8 @@ from rich.console import Group
 from rich.text import Text
 
 from forebay.buffers import Addresses
-from forebay.reporting.terminal import bullets, figure_table, size
+from forebay.reporting.rows import size
+from forebay.reporting.terminal import bullets, figure_table
 from forebay.units import format_bytes, format_seconds
 
 __all__ = ["addresses_table"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from forebay.memory import Kind, Tier
 from forebay.reporting.losses import StepLine
-from forebay.reporting.steps import Step
+from forebay.reporting.steps import Step, kinds_in, lanes_in
 from forebay.timeline import Event, Lane, Level
 
 __all__ = ["lane_data", "loss_data", "memory_data", "thinned"]
@@ -65,12 +65,11 @@ def memory_data(
 
 
 def _side(levels: Sequence[Level], seconds: float) -> dict[str, Any]:
-    kinds = [kind for kind in Kind if any(level.live.get(kind) for level in levels)]
     return {
         "seconds": round(seconds, DIGITS),
         "times": [round(level.time, DIGITS) for level in levels],
         "high": [level.high for level in levels],
-        "kinds": {kind.value: [level.live.get(kind, 0) for level in levels] for kind in kinds},
+        "kinds": {kind.value: [level.live.get(kind, 0) for level in levels] for kind in kinds_in(levels)},
     }
 
 
@@ -78,8 +77,7 @@ def lane_data(predicted: Step | None, measured: Step | None) -> dict[str, Any]:
     """What each lane did, as predicted and as measured: an event is its lane, start, length, bytes and what it is."""
     words: dict[str, int] = {}
     steps = {"predicted": predicted, "measured": measured}
-    used = {event.lane for step in steps.values() if step is not None for event in step.events}
-    lanes = [lane for lane in Lane if lane in used]
+    lanes = lanes_in(steps.values())
     sides = {name: None if step is None else _events(step, lanes, words) for name, step in steps.items()}
     return {"names": [lane.value for lane in lanes], **sides, "words": list(words)}
 

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from forebay.errors import ConfigError
 from forebay.memory import Tier
-from forebay.reporting.terminal import NONE, bullets, figure_table, size
+from forebay.reporting.rows import NONE, size
+from forebay.reporting.terminal import bullets, figure_table
 from forebay.timeline import Lane
 from forebay.units import format_bytes, format_seconds
 

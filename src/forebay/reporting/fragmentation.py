@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from forebay.recording import Replay
-from forebay.reporting.terminal import NONE, bullets, figure_table
+from forebay.reporting.rows import NONE
+from forebay.reporting.terminal import bullets, figure_table
 from forebay.units import format_bytes
 
 __all__ = ["Fragmentation", "fragmentation_table"]

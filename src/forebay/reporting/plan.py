@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from forebay.memory import Tier
-from forebay.reporting.terminal import NONE, bullets, figure_table, kinds_at_peak, rate_while_busy, size
+from forebay.reporting.rows import NONE, lane_rows, share_of, size, wear
+from forebay.reporting.terminal import bullets, figure_table, kinds_at_peak
 from forebay.timeline import CROSSING, Lane
 from forebay.units import format_count, format_seconds
 
@@ -59,7 +60,7 @@ def _headline(report: PlanReport, step: StepForecast) -> list[RenderableType]:
         "tokens/s": format_count(step.tokens_per_second),
         "physical limit": f"{format_seconds(step.limit_seconds)}, {100 * step.limit_share:.0f} % of the step",
         "binding": _binding(step),
-        "written to disk": f"{written * 1000 / 1e12:.3g} TB in 1,000 steps" if written else "nothing",
+        "written to disk": wear(written, 1) if written else "nothing",
         "numbers": exact,
     }
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -72,7 +73,7 @@ def _headline(report: PlanReport, step: StepForecast) -> list[RenderableType]:
 def _binding(step: StepForecast) -> str:
     busy = step.busy.get(step.binding, 0.0)
     waiting = "" if busy >= FULL * step.seconds else "; no lane is full, they take turns"
-    return f"{step.binding.value} ({_percent(busy, step.seconds)} busy){waiting}"
+    return f"{step.binding.value} ({share_of(busy, step.seconds)} busy){waiting}"
 
 
 def _memory(report: PlanReport) -> RenderableType:
@@ -116,14 +117,12 @@ def _said(words: str) -> Padding:
 
 def _lanes(step: StepForecast) -> RenderableType:
     table = figure_table("Lanes in a step", "lane", ["busy", "share", "at least", "moved", "rate while busy"])
+    rows = lane_rows(step.busy, step.moved, step.seconds)
     for lane in (Lane.COMPUTE, *_MOVING):
-        # What compute touches is no traffic.
-        busy, moved = step.busy.get(lane, 0.0), 0 if lane is Lane.COMPUTE else step.moved.get(lane, 0)
-        if busy <= 0 and not moved:
-            continue
-        rate = rate_while_busy(moved, busy)
-        least = format_seconds(step.limits[lane]) if lane in step.limits else NONE
-        table.add_row(lane.value, format_seconds(busy), _percent(busy, step.seconds), least, size(moved or None), rate)
+        if lane in rows:
+            busy, share, *rest = rows[lane]
+            least = format_seconds(step.limits[lane]) if lane in step.limits else NONE
+            table.add_row(lane.value, busy, share, least, *rest)
     said = "h2d: host to device; d2h: back; update: on the host; at least: at full rate"
     return Group(table, _said(said))
 
@@ -157,7 +156,3 @@ def _refusal(report: PlanReport) -> list[RenderableType]:
     if report.alternatives:
         lines.extend([Text("What would fit", style="bold"), *bullets([other.words for other in report.alternatives])])
     return lines
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole > 0 else NONE

@@ -1,4 +1,5 @@
-"""The plot of ``forebay compare``: step time over device budget, one line a policy. Only this imports matplotlib."""
+"""The plot of ``forebay compare``: step time over device budget, one line a policy; and how every picture is written.
+Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from forebay.errors import ConfigError, StorageError
+from forebay.errors import ConfigError
 from forebay.reporting.comparison import Candidate
+from forebay.reporting.files import expect_folder_of, writing
 from forebay.units import GiB, MiB
 
 if TYPE_CHECKING:
@@ -39,8 +41,7 @@ def expect_plottable(path: Path, more: Sequence[str] = ()) -> None:
     the names of what else would do."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot {path}: a plot is a {' or '.join((*SUFFIXES, *more))} file; give it such a name")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")
+    expect_folder_of(path, "--plot")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -56,10 +57,8 @@ def plot(title: str, candidates: Sequence[Candidate], path: Path) -> None:
 
 def write_figure(figure: Any, path: Path) -> None:
     """Writes a figure of matplotlib to ``path``. Raises ``StorageError`` where the file cannot be written."""
-    try:
+    with writing("the plot", path):
         figure.savefig(path, dpi=DOTS_PER_INCH, bbox_inches="tight")
-    except OSError as error:
-        raise StorageError(f"cannot write the plot to {path}: {error.strerror or error}") from None
 
 
 def figure_of(title: str, candidates: Sequence[Candidate]) -> Any:

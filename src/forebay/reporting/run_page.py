@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from forebay.memory import Kind, Tier, TierUsage
+from forebay.memory import Tier, TierUsage
 from forebay.plans import Plan
 from forebay.reporting.cautions import cautions
 from forebay.reporting.chart_data import lane_data, loss_data, memory_data
@@ -15,14 +15,28 @@ from forebay.reporting.dtypes import DtypeEntry
 from forebay.reporting.losses import StepLine
 from forebay.reporting.markup import Fact, bullet_list, chart, facts, folded, page, section, table
 from forebay.reporting.plan_rows import PLAN_HEADER, plan_rows
+from forebay.reporting.rows import (
+    ARENA_HEADER,
+    ARENA_TITLE,
+    BUDGET_HEADER,
+    NONE,
+    LaneCells,
+    arena_rows,
+    budget_rows,
+    difference,
+    kind_rows,
+    lane_rows,
+    limits,
+    loose_arenas,
+    share_of,
+    wear,
+)
 from forebay.reporting.run import RunReport
 from forebay.reporting.steps import Step, last_step, seen_step, typical_step
 from forebay.timeline import Lane, Level, Timeline
-from forebay.units import format_bytes, format_count, format_rate, format_seconds
+from forebay.units import format_bytes, format_count, format_seconds
 
 __all__ = ["RunPage", "render"]
-
-NONE = "-"
 
 
 @dataclass(frozen=True)
@@ -95,13 +109,8 @@ class RunPage:
         return found, step.seconds
 
     def limits(self) -> dict[Tier, int | None]:
-        """Bytes allowed of each tier; None: no limit."""
-        budget = self.plan.budget
-        allowed = {Tier.DEVICE: budget.device, Tier.HOST: budget.host, Tier.PINNED: budget.pinned}
-        allowed[Tier.DISK] = None if budget.disk is None else budget.disk.nbytes
-        if self.report is not None:
-            allowed |= {usage.tier: usage.limit for usage in self.report.timeline.tiers}
-        return allowed
+        """Bytes allowed of each tier, as far as it is known; None: no limit."""
+        return limits(self.plan, self.report)
 
 
 def render(shown: RunPage) -> str:
@@ -140,7 +149,7 @@ def _facts(shown: RunPage) -> Iterator[Fact]:
     predicted = shown.plan.step_seconds if report is None else report.predicted_step_seconds
     if report is not None and report.step_seconds is not None:
         said = "not predicted" if predicted is None else f"{format_seconds(predicted)} predicted"
-        yield Fact("step (median)", format_seconds(report.step_seconds), said + _off(report.step_ratio))
+        yield Fact("step (median)", format_seconds(report.step_seconds), said + _off(report))
     elif predicted is not None:
         yield Fact("step, predicted", format_seconds(predicted))
     if report is not None and report.tokens_per_second is not None:
@@ -153,6 +162,8 @@ def _facts(shown: RunPage) -> Iterator[Fact]:
     for tier in (Tier.HOST, Tier.DISK):
         if peaks[tier]:
             yield Fact(f"{tier.value} peak", format_bytes(peaks[tier]))
+    if report is not None and report.disk_written:
+        yield Fact("written to disk", format_bytes(report.disk_written), wear(report.disk_written, report.steps))
     binding = _binding(shown)
     if binding is not None:
         yield binding
@@ -166,11 +177,11 @@ def _binding(shown: RunPage) -> Fact | None:
         return None
     busy = {lane: seconds for lane, seconds in step.busy().items() if lane is not Lane.STALL}
     lane = max(busy, key=lambda lane: busy[lane])
-    return Fact("what binds", lane.value, f"{100 * busy[lane] / step.seconds:.0f} % of a step, {how}")
+    return Fact("what binds", lane.value, f"{share_of(busy[lane], step.seconds)} of a step, {how}")
 
 
-def _off(ratio: float | None) -> str:
-    return "" if ratio is None else f" ({100 * (ratio - 1):+.0f} %)"
+def _off(report: RunReport) -> str:
+    return "" if report.step_ratio is None else f" ({difference(report.step_ratio)})"
 
 
 def _learning(losses: Mapping[str, Any]) -> str:
@@ -198,15 +209,9 @@ def _kinds(shown: RunPage) -> Iterator[str]:
         sides.append(("measured", shown.report.timeline.tiers))
     columns = [(tier, side, usage) for tier in Tier for side, all_of in sides for usage in all_of if usage.tier is tier]
     columns = [column for column in columns if column[2].peak]
-    rows = [
-        (kind.value, *(_size(usage.at_peak.get(kind, 0)) for _, _, usage in columns))
-        for kind in Kind
-        if any(usage.at_peak.get(kind, 0) for _, _, usage in columns)
-    ]
-    rows.append(("peak", *(_size(usage.peak) for _, _, usage in columns)))
     header = ("kind", *(f"{tier.value}, {side}" for tier, side, _ in columns))
     if columns:
-        yield table("Bytes at each tier's peak", header, rows)
+        yield table("Bytes at each tier's peak", header, kind_rows([usage for _, _, usage in columns]))
 
 
 def _lanes(shown: RunPage, lanes: Mapping[str, Any]) -> str:
@@ -217,48 +222,29 @@ def _lanes(shown: RunPage, lanes: Mapping[str, Any]) -> str:
     if report is not None and lanes["predicted"] is not None and shown.forecast_micro_batches != report.micro_batches:
         said += f" Predicted is one micro-batch of {report.micro_batches}."
     steps = {"predicted": shown.predicted_step(), "measured": shown.measured_step()}
-    known = {name: (step, step.busy(), step.moved()) for name, step in steps.items() if step is not None}
+    known = {
+        name: lane_rows(step.busy(), step.moved(), step.seconds) for name, step in steps.items() if step is not None
+    }
     header = ["lane"]
     for name in known:
         header += [f"busy, {name}", "share", "moved", "rate while busy"]
-    rows = []
-    for lane in Lane:
-        if any(busy[lane] or moved[lane] for _, busy, moved in known.values()):
-            cells = [
-                cell
-                for step, busy, moved in known.values()
-                # What compute touches is no traffic.
-                for cell in _lane(step, busy[lane], 0 if lane is Lane.COMPUTE else moved[lane])
-            ]
-            rows.append((lane.value, *cells))
+    nothing = LaneCells(NONE, NONE, NONE, NONE)
+    rows = [
+        (lane.value, *(cell for found in known.values() for cell in found.get(lane, nothing)))
+        for lane in Lane
+        if any(lane in found for found in known.values())
+    ]
     return section("Lanes over a step", chart("lanes", said), table("Lanes in these steps", header, rows))
 
 
-def _lane(step: Step, busy: float, moved: int) -> tuple[str, str, str, str]:
-    share = f"{100 * busy / step.seconds:.0f} %" if step.seconds else NONE
-    rate = format_rate(moved / busy) if moved and busy > 0 else NONE
-    return format_seconds(busy) if busy else NONE, share if busy else NONE, _size(moved), rate
-
-
 def _budget(shown: RunPage) -> str:
-    report, allowed = shown.report, shown.limits()
-    predicted = shown.plan.peaks() if report is None else report.predicted_peaks()
-    measured = {} if report is None else report.measured_peaks()
-    rows = []
-    for tier in Tier:
-        if predicted[tier] or measured.get(tier) or allowed.get(tier):
-            limit = allowed.get(tier)
-            share = f"{100 * measured[tier] / limit:.1f} %" if limit and measured.get(tier) else NONE
-            cells = (
-                format_bytes(limit) if limit else NONE,
-                _size(predicted[tier]),
-                _size(measured.get(tier, 0)),
-                share,
-            )
-            rows.append((tier.value, *cells))
-    header = ("tier", "allowed", "promised", "measured peak", "of what is allowed")
-    said = "Promised: the most that the plan takes, whatever waits for what"
-    return section("Budget", table(said, header, rows))
+    said = "Predicted: the most that the plan takes, whatever waits for what"
+    parts = [table(said, BUDGET_HEADER, budget_rows(shown.plan, shown.report))]
+    if shown.report is not None and (rows := arena_rows(shown.report)):
+        parts.append(table(ARENA_TITLE, ARENA_HEADER, rows))
+        if loose := loose_arenas(shown.report):
+            parts.append(bullet_list(loose))
+    return section("Budget", *parts)
 
 
 def _plan(shown: RunPage) -> str:
@@ -292,7 +278,3 @@ def _about(shown: RunPage) -> str:
 
 def _words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _size(nbytes: int) -> str:
-    return format_bytes(nbytes) if nbytes else NONE

@@ -9,7 +9,7 @@ from forebay.memory import Kind, Tier
 from forebay.reporting.plot import COLOURS as LINES
 from forebay.reporting.plot import expect_plottable, write_figure
 from forebay.reporting.run_page import RunPage
-from forebay.reporting.steps import Step
+from forebay.reporting.steps import Step, kinds_in, lanes_in
 from forebay.timeline import Lane, Level
 from forebay.units import GiB, MiB
 
@@ -57,8 +57,7 @@ def run_figure(shown: RunPage) -> Any:
         panels[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     if busy:
         panels = next(parts).subplots(1, len(busy), sharey=True, squeeze=False)[0]
-        used = {event.lane for step in lanes.values() if step is not None for event in step.events}
-        order = [lane for lane in Lane if lane in used]
+        order = lanes_in(lanes.values())
         for axes, name in zip(panels, busy, strict=True):
             _lanes(axes, name, lanes[name], order)
     return figure
@@ -75,7 +74,7 @@ def _memory(axes: Axes, name: str, levels: Sequence[Level], seconds: float, limi
     top = max(level.high for level in levels)
     unit, word = (GiB, "GiB") if top >= GiB else (MiB, "MiB")
     times = [*(level.time for level in levels), seconds]
-    kinds = [kind for kind in Kind if any(level.live.get(kind) for level in levels)]
+    kinds = kinds_in(levels)
     held = [[level.live.get(kind, 0) / unit for level in (*levels, levels[-1])] for kind in kinds]
     colours = [COLOURS[list(Kind).index(kind) % len(COLOURS)] for kind in kinds]
     if kinds:

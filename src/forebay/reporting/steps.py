@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from forebay.memory import Tier
-from forebay.timeline import Event, Lane, Level, Timeline, merge_busy
+from forebay.memory import Kind, Tier
+from forebay.timeline import Event, Lane, Level, Timeline, busy_of, moved_of
 
-__all__ = ["KEPT_EVENTS", "Step", "for_keeping", "last_step", "seen_step", "typical_step"]
+__all__ = ["KEPT_EVENTS", "Step", "for_keeping", "kinds_in", "lanes_in", "last_step", "seen_step", "typical_step"]
 
 KEPT_EVENTS = 10_000
 """Events of a run that its folder keeps: those of its last steps."""
@@ -29,14 +29,22 @@ class Step:
 
     def busy(self) -> dict[Lane, float]:
         """Seconds of the step during which each lane had something to do."""
-        return {lane: merge_busy(e for e in self.events if e.lane is lane) for lane in Lane}
+        return busy_of(self.events)
 
     def moved(self) -> dict[Lane, int]:
         """Bytes of each lane's events; of one that is cut, the share that lies in the step."""
-        total = dict.fromkeys(Lane, 0)
-        for event in self.events:
-            total[event.lane] += event.nbytes
-        return total
+        return moved_of(self.events)
+
+
+def kinds_in(levels: Sequence[Level]) -> list[Kind]:
+    """Those of which any of ``levels`` has bytes."""
+    return [kind for kind in Kind if any(level.live.get(kind) for level in levels)]
+
+
+def lanes_in(steps: Iterable[Step | None]) -> list[Lane]:
+    """Those that did anything in any of ``steps``."""
+    used = {event.lane for step in steps if step is not None for event in step.events}
+    return [lane for lane in Lane if lane in used]
 
 
 def last_step(timeline: Timeline) -> Step | None:

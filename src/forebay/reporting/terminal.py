@@ -10,16 +10,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from forebay.memory import Kind, TierUsage
-from forebay.units import format_bytes, format_rate
+from forebay.memory import TierUsage
+from forebay.reporting.rows import kind_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["NONE", "bullets", "figure_table", "kinds_at_peak", "rate_while_busy", "size"]
-
-NONE = "-"
-"""In the place of a figure that there is not."""
+__all__ = ["bullets", "figure_table", "kinds_at_peak"]
 
 
 def figure_table(title: str, first: str, others: Sequence[str]) -> Table:
@@ -34,11 +31,10 @@ def figure_table(title: str, first: str, others: Sequence[str]) -> Table:
 def kinds_at_peak(title: str, usages: Sequence[TierUsage]) -> Table:
     """What each tier held at its peak (bytes), kind by kind, and the peaks."""
     table = figure_table(title, "kind", [usage.tier.value for usage in usages])
-    kinds = [kind for kind in Kind if any(usage.at_peak.get(kind, 0) for usage in usages)]
-    for kind in kinds:
-        cells = [size(usage.at_peak.get(kind, 0) or None) for usage in usages]
-        table.add_row(kind.value, *cells, end_section=kind is kinds[-1])
-    table.add_row("peak", *(size(usage.peak) for usage in usages), style="bold")
+    *kinds, peaks = kind_rows(usages)
+    for row in kinds:
+        table.add_row(*row, end_section=row is kinds[-1])
+    table.add_row(*peaks, style="bold")
     return table
 
 
@@ -51,13 +47,3 @@ def bullets(sentences: Sequence[str]) -> list[RenderableType]:
         row.add_row("-", Text(sentence))
         rows.append(Padding(row, (0, 0, 0, 2)))
     return [*rows]
-
-
-def size(nbytes: int | None, none: str = NONE) -> str:
-    """``nbytes`` in words; ``none`` where there is no figure."""
-    return none if nbytes is None else format_bytes(nbytes)
-
-
-def rate_while_busy(moved: int, busy: float) -> str:
-    """``moved`` bytes over ``busy`` seconds."""
-    return format_rate(moved / busy) if moved and busy > 0 else NONE

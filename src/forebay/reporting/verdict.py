@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from forebay.reporting.terminal import NONE, bullets, figure_table
+from forebay.reporting.rows import NONE
+from forebay.reporting.terminal import bullets, figure_table
 
 __all__ = ["Check", "Verdict", "verdict_table"]
 

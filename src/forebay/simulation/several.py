@@ -72,6 +72,11 @@ class SeveralForecast:
         """Seconds of the last step of each. Others may be done by then: see ``steps``."""
         return tuple(own[-1] for own in self.steps)
 
+    @property
+    def moved_a_step(self) -> dict[Lane, int]:
+        """Bytes of all programs in a step of each, by lane."""
+        return {lane: nbytes // len(self.steps[0]) for lane, nbytes in self.moved.items()}
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -114,10 +119,9 @@ def side_by_side(
     micro_batches: int = 1,
 ) -> SeveralForecast:
     """``steps`` steps of one model on as many devices as there are plans for it, each with ``micro_batches`` of its
-    own.
-    ``channel`` are the bytes/s of all their copies in one direction together, or of those of the devices that are on
-    one of ``roots`` (by device; none: there is one). Raises what ``alternating`` raises, and ``ConfigError`` for turns
-    on several root complexes."""
+    own. ``channel`` are the bytes/s of all their copies in one direction together, or of those of the devices that are
+    on one of ``roots`` (by device; none: there is one). Raises what ``alternating`` raises, and ``ConfigError`` for
+    turns on several root complexes."""
     if in_turns and len(set(roots)) > 1:
         raise ConfigError("devices take turns on one root complex, not on several")
     if any(plan.updated(Update.BACKWARD) for plan in plans):

@@ -14,7 +14,7 @@ from forebay.errors import ConfigError
 from forebay.simulation.costs import Costs
 from forebay.trace import Phase, Trace, Visit
 
-__all__ = ["Span", "Stage", "layers_of", "stages_of"]
+__all__ = ["Span", "Stage", "block_stages", "stages_of"]
 
 Span = tuple[int, int]
 """The first of some ops, by their numbers in the trace, and the one behind the last."""
@@ -39,7 +39,7 @@ class Stage:
 def stages_of(costs: Costs, count: int) -> tuple[Stage, ...]:
     """The model of ``costs`` in ``count`` stages of consecutive blocks, whose forwards are as long as each other as
     nearly as whole blocks allow. Raises ``ConfigError`` for fewer blocks than that."""
-    layers = layers_of(costs)
+    layers = block_stages(costs)
     if not 0 < count <= len(layers):
         raise ConfigError(f"a model of {len(layers)} blocks has 1 to as many stages, got {count}")
     total, done, stages, taken = sum(layer.forward for layer in layers), 0.0, list[Stage](), list[Stage]()
@@ -54,7 +54,7 @@ def stages_of(costs: Costs, count: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def layers_of(costs: Costs) -> tuple[Stage, ...]:
+def block_stages(costs: Costs) -> tuple[Stage, ...]:
     """Every block by itself, in the order of the forward. What is outside of blocks counts to the one before it."""
     trace = costs.trace
     places = _blocks_of(trace, Phase.FORWARD)

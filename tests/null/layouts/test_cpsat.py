@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +15,7 @@ from forebay.checking.addresses import check_addresses
 from forebay.planners.layout import lay_out
 from forebay.planners.layout.canonical import Outcome
 from forebay.planners.layout.cpsat import solve
-from forebay.planners.layout.table import Table
+from forebay.planners.layout.table import Column, Table
 from tests.null.layouts.making import buffer_tuples, least_height
 
 pytest.importorskip("ortools")
@@ -39,4 +42,22 @@ def test_what_the_searches_do_not_find_it_finds() -> None:
     given = instance(0, Kind(count=160))
     found = lay_out(given, seconds=60)
     check_addresses(found)
-    assert found.feasible
+    assert found.feasible and found.found_by == "arena: CP-SAT"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_it_is_asked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    asked = []
+
+    def solve_nothing(table: Table, capacity: int, seconds: float) -> tuple[Outcome, Column]:
+        asked.append(capacity)
+        return Outcome.PAUSED, np.zeros(len(table), np.int64)
+
+    module = import_module("forebay.planners.layout.arena")
+    for name, value in (("cpsat_is_there", lambda: there), ("solve", solve_nothing), ("ALONE", 0.1)):
+        monkeypatch.setattr(module, name, value)
+    given = instance(0, Kind(count=160))
+    found = lay_out(given, seconds=0.5)
+    check_addresses(found)
+    assert asked == ([given.capacity] if there else [])
+    assert "CP-SAT" not in found.found_by and not found.proven

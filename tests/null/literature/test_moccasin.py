@@ -17,7 +17,7 @@ MODULE = "forebay.planners.activations.literature.moccasin"
 
 
 def test_without_its_solver_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module(MODULE), "find_spec", lambda name: None)
+    monkeypatch.setattr(import_module(MODULE), "cpsat_is_there", lambda: False)
     with pytest.raises(CannotServe, match=r"pip install 'forebay\[cpsat\]'.*policy checkmate") as refused:
         make_plan(asked(chain(3), ON, device=ENOUGH), "moccasin")
     assert "\n" not in str(refused.value) and "ortools" in str(refused.value)

@@ -9,8 +9,8 @@ import pytest
 from forebay.machine import Machine
 from forebay.planners import Bench, make_plan
 from forebay.planners.activations.literature.layers import layers_of
-from forebay.planners.activations.literature.moments import Idle, Moments, idle_of
-from forebay.planners.activations.literature.mpress import by_idleness, run_again, under, with_swapped
+from forebay.planners.activations.literature.moments import Idle, Moments, idle_of, under
+from forebay.planners.activations.literature.mpress import by_idleness, run_again, with_swapped
 from forebay.planners.activations.literature.ppaware import balanced
 from forebay.plans import Plan
 from tests.null.literature.test_literature_policies import TRACE, UNEVEN, moved, tight

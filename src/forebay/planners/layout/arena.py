@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
+from forebay.planners.cpsat import cpsat_is_there
 from forebay.planners.layout.ahead import compile_searches
 from forebay.planners.layout.aim import Aim, Found, lower_of
 from forebay.planners.layout.beams import Beams
 from forebay.planners.layout.canonical import Outcome
-from forebay.planners.layout.cpsat import cpsat_is_there, solve
+from forebay.planners.layout.cpsat import solve
 from forebay.planners.layout.exact import Search, task_of
 from forebay.planners.layout.greedy import fitted, portfolio
 from forebay.planners.layout.orders import order_by

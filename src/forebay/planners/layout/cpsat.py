@@ -6,23 +6,18 @@ Addresses are integers, lives are given, and no two rectangles overlap: the mode
 
 from __future__ import annotations
 
-import importlib.util
 from math import gcd
 
 import numpy as np
 
+from forebay.planners.cpsat import solver_of
 from forebay.planners.layout.canonical import Outcome
 from forebay.planners.layout.table import Column, Table
 
-__all__ = ["cpsat_is_there", "solve"]
+__all__ = ["solve"]
 
 SEED = 1
 """Where its pseudo-random numbers begin."""
-
-
-def cpsat_is_there() -> bool:
-    """Whether OR-Tools is installed; loads nothing of it."""
-    return importlib.util.find_spec("ortools") is not None
 
 
 def solve(table: Table, capacity: int, seconds: float) -> tuple[Outcome, Column]:
@@ -44,9 +39,7 @@ def solve(table: Table, capacity: int, seconds: float) -> tuple[Outcome, Column]
         places.append(model.new_fixed_size_interval_var(at * (step // unit), size // unit, f"place {number}"))
         addresses.append(at)
     model.add_no_overlap_2d(lives, places)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = SEED
+    solver = solver_of(SEED)
     solver.parameters.max_time_in_seconds = seconds
     status = solver.solve(model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -12,7 +12,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.states.drafting import cannot_serve, expect_trace
 from forebay.remedies import Remedy
 from forebay.servers import Server
-from forebay.simulation.stages import Stage, layers_of, stages_of
+from forebay.simulation.stages import Stage, block_stages, stages_of
 from forebay.units import format_apart
 
 __all__ = ["ServerBench"]
@@ -36,7 +36,7 @@ class ServerBench:
         self.server = server
         self.each = each
         self.costs = bench.costs
-        self.layers = layers_of(self.costs)
+        self.layers = block_stages(self.costs)
         self._blocks = {block.name: block for block in bench.model.blocks}
         profile = None if bench.liveness is None else bench.liveness.profile()
         self._live: tuple[int, ...] = () if profile is None else profile.during

@@ -51,9 +51,8 @@ def zero_infinity(bench: ServerBench) -> ServerPlan:
     played = alike(layers, bench.costs, bench.server, count)
     seconds = bench.each * sum(layer.forward + layer.backward for layer in layers)
     shares = (DeviceShare(len(layers), seconds, need),) * bench.server.devices
-    moved = {lane: nbytes // STEPS for lane, nbytes in played.moved.items()}
     said = f"every device brings {len(layers)} blocks twice for each of its {bench.each} micro-batches"
-    return ServerPlan(policy, max(played.step_seconds), shares, host, moved, (said,))
+    return ServerPlan(policy, max(played.step_seconds), shares, host, played.moved_a_step, (said,))
 
 
 def tmo(bench: ServerBench) -> ServerPlan:
@@ -66,12 +65,12 @@ def tmo(bench: ServerBench) -> ServerPlan:
     costs = bench.costs
     seconds = bench.each * costs.ops(0, sum(len(costs.trace.segments[v.segment].ops) for v in costs.trace.visits))
     shares = tuple(DeviceShare(len(bench.layers), seconds, plan.device) for plan in plans)
-    moved = {lane: nbytes // STEPS for lane, nbytes in played.moved.items()}
     others = format_seconds(max(ways[""][1].step_seconds))
     reasons: tuple[str, ...] = (said, f"devices that swap the same at the same time take {others}")
     if not any(plan.activations for plan in plans):
         reasons = ("nothing is swapped: every device has room for all",)
-    return ServerPlan("tmo", max(played.step_seconds), shares, sum(plan.host for plan in plans), moved, reasons)
+    host = sum(plan.host for plan in plans)
+    return ServerPlan("tmo", max(played.step_seconds), shares, host, played.moved_a_step, reasons)
 
 
 def swaps(bench: ServerBench) -> dict[str, Swaps]:

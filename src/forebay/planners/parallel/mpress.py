@@ -21,8 +21,8 @@ from itertools import accumulate, takewhile
 from typing import Final
 
 from forebay.planners.activations.literature.mixing import Move
-from forebay.planners.activations.literature.moments import Idle, idle_of
-from forebay.planners.activations.literature.mpress import by_idleness, under, with_swapped
+from forebay.planners.activations.literature.moments import Idle, idle_of, under
+from forebay.planners.activations.literature.mpress import by_idleness, with_swapped
 from forebay.planners.parallel.bench import ServerBench
 from forebay.planners.parallel.giving_up import as_little_as_fits
 from forebay.planners.parallel.pipelines import KEPT, Decision, Line, Seat, fastest, refused

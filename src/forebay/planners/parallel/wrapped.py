@@ -23,7 +23,7 @@ from forebay.planners.parallel.bench import ServerBench
 from forebay.planners.parallel.mapping import crossed, in_order
 from forebay.servers import DeviceShare, Server, ServerPlan
 from forebay.simulation.stages import Stage
-from forebay.simulation.swapping import STEPS, wrapped
+from forebay.simulation.swapping import wrapped
 
 __all__ = ["harmony", "mobius", "stage_counts"]
 
@@ -92,5 +92,4 @@ def _played(bench: ServerBench, policy: str, stages: Sequence[Stage], placed: Se
         blocks = sum(len(stages[place].blocks) for place in own)
         shares.append(DeviceShare(blocks, seconds, max(needs[place] for place in own)))
     said = f"{len(stages)} stages, {len(stages) // devices} on each device in turn, each for {count} micro-batches"
-    moved = {lane: nbytes // STEPS for lane, nbytes in played.moved.items()}
-    return ServerPlan(policy, max(played.step_seconds), tuple(shares), host, moved, (said,))
+    return ServerPlan(policy, max(played.step_seconds), tuple(shares), host, played.moved_a_step, (said,))

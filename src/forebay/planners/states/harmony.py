@@ -10,12 +10,11 @@ input is kept; the rest is made again in backward. A scheduler searches packs an
 step's time.
 
 Ours departs in five things. One device: tasks are not bound late to one of several, which are simulated
-(``planners.parallel.wrapped``). A
-pack is a block; the search is over the slots, over whether the inputs stay on the device or move to the host, and over
-the updates, with the simulator's time for all micro-batches. How many they are is not searched for: the user says it
-(``micro_batches=``), and gives them to ``forebay.accumulate``. The update runs on the host, as in the paper's variant
-with the optimizer there, under backward into a second copy where that is faster (see ``l2l``). What the host has no
-room for goes to disk.
+(``planners.parallel.wrapped``). A pack is a block; the search is over the slots, over whether the inputs stay on the
+device or move to the host, and over the updates, with the simulator's time for all micro-batches. How many they are is
+not searched for: the user says it (``micro_batches=``), and gives them to ``forebay.accumulate``. The update runs on
+the host, as in the paper's variant with the optimizer there, under backward into a second copy where that is faster
+(see ``l2l``). What the host has no room for goes to disk.
 """
 
 from __future__ import annotations

@@ -9,12 +9,11 @@ stage has is decided by an integer programme over the time of a step, and stages
 share a root complex do not swap at the same time (cross mapping).
 
 Ours departs in five things. One device: there is nothing to map; several are simulated (``planners.parallel.wrapped``).
-All micro-batches pass
-a block, not a stage of several, before the next one computes, so the programme is over the room alone: how many layers
-are on the device, all but one of them prefetched: two, four, eight or sixteen, as far as they fit with all
-micro-batches; each is simulated and the fastest taken. What goes between stages stays on the device where that is
-faster and there is room. The update is over before the next forward begins, as with the optimizer on the host that the
-paper builds on (``zero-offload``). What the host has no room for goes to disk.
+All micro-batches pass a block, not a stage of several, before the next one computes, so the programme is over the room
+alone: how many layers are on the device, all but one of them prefetched: two, four, eight or sixteen, as far as they
+fit with all micro-batches; each is simulated and the fastest taken. What goes between stages stays on the device where
+that is faster and there is room. The update is over before the next forward begins, as with the optimizer on the host
+that the paper builds on (``zero-offload``). What the host has no room for goes to disk.
 """
 
 from __future__ import annotations

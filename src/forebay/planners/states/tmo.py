@@ -9,10 +9,9 @@ that knows nothing of the others are 38 to 32 % on average where 1.33 to 2 times
 
 forebay prepares a model on one device, and a plan is for one: what is here are plans for several, which the simulator
 plays side by side (``simulation.side_by_side``, ``in_turns`` for the second mechanism; ``planners.parallel`` takes the
-faster one). Parameters stay on the devices.
-A block swaps all that it saves or nothing; the fewest blocks do with which the device has room, and device d of n takes
-those that are d / n of the way from each to the next: disjoint where no more than an n-th of the blocks swaps. The
-exchange of gradients is not priced.
+faster one). Parameters stay on the devices. A block swaps all that it saves or nothing; the fewest blocks do with which
+the device has room, and device d of n takes those that are d / n of the way from each to the next: disjoint where no
+more than an n-th of the blocks swaps. The exchange of gradients is not priced.
 """
 
 from __future__ import annotations

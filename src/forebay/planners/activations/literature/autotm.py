@@ -26,7 +26,7 @@ from forebay.planners.activations.items import Item
 from forebay.planners.activations.literature.branching import THRESHOLDS, Found, Programme, affordable, branch_and_bound
 from forebay.planners.activations.literature.chained import links_of
 from forebay.planners.activations.literature.chaining import Link
-from forebay.planners.activations.literature.layers import Choice, Layer, all_moved
+from forebay.planners.activations.literature.layers import Choice, Layer, every_moved
 from forebay.planners.activations.literature.placing import Answer, Room, placed, searched
 from forebay.planners.activations.menu import Option
 from forebay.planners.bench import Bench
@@ -39,7 +39,7 @@ __all__ = ["autotm"]
 
 def autotm(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    return placed(bench or Bench(problem), "autotm", "what is used when", _decide, _everything)
+    return placed(bench or Bench(problem), "autotm", "what is used when", _decide, every_moved)
 
 
 def _decide(room: Room) -> Answer | None:
@@ -152,7 +152,3 @@ def _choice(layers: Sequence[Layer], x: NDArray[Any]) -> Choice:
 
 def _moving(layer: Layer, names: set[tuple[str, int]]) -> Option:
     return layer.kept(lambda item: (item.op, item.occurrence) in names)
-
-
-def _everything(layers: tuple[Layer, ...]) -> Choice:
-    return {layer.name: all_moved(layer) for layer in layers}

@@ -18,18 +18,17 @@ where the paper moves it by feedback.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import inf
 
 from forebay.planners.activations.literature.layers import Choice, Layer, all_again, all_moved
 from forebay.planners.activations.literature.mixing import Move, as_many_as_need_be
-from forebay.planners.activations.literature.moments import Idle, Moments, idle_of
+from forebay.planners.activations.literature.moments import Idle, Moments, idle_of, under
 from forebay.planners.activations.literature.placing import Answer, Room, placed
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
-__all__ = ["capuchin", "exposed", "hidden", "leanest", "ranked"]
+__all__ = ["capuchin", "exposed", "leanest", "ranked"]
 
 
 def capuchin(problem: Problem, bench: Bench | None = None) -> Plan:
@@ -47,15 +46,6 @@ def leanest(layers: tuple[Layer, ...]) -> Choice:
     return {layer.name: all_again(layer) if layer.may_rerun else all_moved(layer) for layer in layers}
 
 
-def hidden(idle: Sequence[Idle], moments: Moments) -> list[Idle]:
-    """Those whose swap costs nothing, the longest idle first, until the copies of one direction fill its pass."""
-    able = sorted((one for one in idle if one.movable and one.free >= 0), key=lambda one: -one.free)
-    out = accumulate(one.kept.out_seconds for one in able)
-    back = accumulate(one.kept.back_seconds for one in able)
-    passes = moments.turn, moments.starts[-1] - moments.turn
-    return [one for one, o, b in zip(able, out, back, strict=True) if o <= passes[0] and b <= passes[1]]
-
-
 def exposed(one: Idle) -> float:
     """Seconds of a swap that nothing hides: all of it where the link has no time left for it."""
     return max(-one.free, one.kept.link_seconds) if one.movable else inf
@@ -63,7 +53,9 @@ def exposed(one: Idle) -> float:
 
 def ranked(idle: Sequence[Idle], moments: Moments) -> list[Move]:
     """All that can be done, in the order in which it is."""
-    first = hidden(idle, moments)
+    # Those whose swap costs nothing, until the copies of one direction fill its pass.
+    free = sorted((one for one in idle if one.movable and one.free >= 0), key=lambda one: -one.free)
+    first = under(free, *moments.passes)
     taken = {(one.layer.name, one.name) for one in first}
     rest = [(_spared_a_second(one), one) for one in idle if (one.layer.name, one.name) not in taken]
     rest = sorted((pair for pair in rest if pair[0] > 0), key=lambda pair: -pair[0])

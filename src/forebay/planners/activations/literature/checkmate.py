@@ -36,7 +36,7 @@ from forebay.planners.activations.literature.branching import (
     affordable,
     branch_and_bound,
 )
-from forebay.planners.activations.literature.layers import Choice, Layer, all_again, reruns
+from forebay.planners.activations.literature.layers import Choice, Layer, every_again, reruns
 from forebay.planners.activations.literature.placing import Answer, Room, placed, searched
 from forebay.planners.activations.literature.slots import Ways, all_ways, over_slots
 from forebay.planners.activations.menu import AGAIN, KEEP, Option
@@ -45,12 +45,12 @@ from forebay.planners.parts import KEPT
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
-__all__ = ["checkmate", "choice_of", "everything", "programme_of", "rerun", "rounded", "solved"]
+__all__ = ["checkmate", "choice_of", "programme_of", "rerun", "rounded", "solved"]
 
 
 def checkmate(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    return placed(bench or Bench(problem), "checkmate", "the ops of every block", _decide, everything)
+    return placed(bench or Bench(problem), "checkmate", "the ops of every block", _decide, every_again)
 
 
 def _decide(room: Room) -> Answer | None:
@@ -177,8 +177,3 @@ def choice_of(layers: Sequence[Layer], x: NDArray[Any]) -> Choice:
 
 def _option(layer: Layer, names: set[tuple[str, int]]) -> Option:
     return layer.worth_it(layer.again(lambda item: AGAIN if (item.op, item.occurrence) in names else KEEP))
-
-
-def everything(layers: tuple[Layer, ...]) -> Choice:
-    """All that may run again does."""
-    return {layer.name: all_again(layer) for layer in layers if layer.may_rerun}

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from forebay.memory import Tier
-from forebay.planners.activations.literature.layers import Choice, Layer, all_moved
+from forebay.planners.activations.literature.layers import every_moved
 from forebay.planners.activations.literature.mixing import Move, as_many_as_need_be
 from forebay.planners.activations.literature.moments import Moments, idle_of
 from forebay.planners.activations.literature.placing import Answer, Room, placed
@@ -34,7 +34,7 @@ def flashneuron(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
     bench = bench or Bench(problem)
     on_disk = partial(all_activations_on_disk, bench) if problem.limit(Tier.DISK) else None
-    return placed(bench, "flashneuron", "what is made when", _decide, _everything, then=on_disk)
+    return placed(bench, "flashneuron", "what is made when", _decide, every_moved, then=on_disk)
 
 
 def _decide(room: Room) -> Answer | None:
@@ -54,7 +54,3 @@ def _hiding(bench: Bench, nbytes: int) -> str:
     if not nbytes:
         return "nothing is written: everything fits"
     return f"writing takes {nbytes / rate / turn:.0%} of the time of the forward"
-
-
-def _everything(layers: tuple[Layer, ...]) -> Choice:
-    return {layer.name: all_moved(layer) for layer in layers}

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.planners.activations.literature.layers import Choice, Layer, all_again, reruns
+from forebay.planners.activations.literature.layers import Choice, Layer, every_again, reruns
 from forebay.planners.activations.literature.placing import Answer, Room, chosen, placed, within
 from forebay.planners.activations.literature.rotor import whole_blocks
 from forebay.planners.activations.menu import MOST, Option, thinned, undominated
@@ -44,7 +44,7 @@ HELD, FULLEST, SECONDS = range(3)
 
 def joins(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    return placed(bench or Bench(problem), "joins", "what a block saves and who reads it", _decide, _everything)
+    return placed(bench or Bench(problem), "joins", "what a block saves and who reads it", _decide, every_again)
 
 
 def _decide(room: Room) -> Answer | None:
@@ -147,7 +147,3 @@ def chains_of(bench: Bench, layers: Sequence[Layer]) -> tuple[int, ...]:
         chain[place] = next((chain[other] for other in goes_on), place)
         continued.update(goes_on)
     return tuple(chain[layer.place] for layer in layers)
-
-
-def _everything(layers: tuple[Layer, ...]) -> Choice:
-    return {layer.name: all_again(layer) for layer in layers if layer.may_rerun}

@@ -19,6 +19,8 @@ __all__ = [
     "Layer",
     "all_again",
     "all_moved",
+    "every_again",
+    "every_moved",
     "fewest",
     "layers_of",
     "level_with",
@@ -139,6 +141,16 @@ def all_moved(layer: Layer) -> Option:
 def all_again(layer: Layer) -> Option:
     """It runs again, from what comes in."""
     return layer.again(lambda item: KEEP if item.op == INPUT else AGAIN)
+
+
+def every_again(layers: Sequence[Layer]) -> Choice:
+    """Every block that may runs again, from what comes in."""
+    return {layer.name: all_again(layer) for layer in layers if layer.may_rerun}
+
+
+def every_moved(layers: Sequence[Layer]) -> Choice:
+    """All that can move, of every block."""
+    return {layer.name: all_moved(layer) for layer in layers}
 
 
 def fewest(

@@ -21,7 +21,6 @@ CP-SAT is part of OR-tools, which forebay does not install by itself: ``pip inst
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from math import floor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,11 +30,12 @@ from numpy.typing import NDArray
 from forebay.planners.activations.literature.branching import Found, Programme
 from forebay.planners.activations.literature.chained import step_of
 from forebay.planners.activations.literature.chaining import Link, best_chain
-from forebay.planners.activations.literature.checkmate import choice_of, everything, programme_of, rerun
-from forebay.planners.activations.literature.layers import Choice, Layer, reruns
+from forebay.planners.activations.literature.checkmate import choice_of, programme_of, rerun
+from forebay.planners.activations.literature.layers import Choice, Layer, every_again, reruns
 from forebay.planners.activations.literature.placing import Answer, Room, placed, searched
 from forebay.planners.activations.literature.rotor import whole_blocks
 from forebay.planners.bench import Bench
+from forebay.planners.cpsat import INSTALL, PACKAGE, cpsat_is_there, solver_of
 from forebay.planners.parts import KEPT
 from forebay.planners.problem import Problem
 from forebay.planners.states.drafting import cannot_serve
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["moccasin", "solved"]
 
 NAME: Final = "moccasin"
-
-SOLVER: Final = "ortools"
 
 WORK: Final = 10
 """Portions of work that the last search may take; those before it, for the room, may take one each."""
@@ -62,10 +60,10 @@ GRAIN: Final = 1_000_000_000
 
 def moccasin(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, ``CannotServe`` where the solver is not installed, and ``ConfigError`` without a batch."""
-    if find_spec(SOLVER) is None:
-        why = f"solves with CP-SAT, and {SOLVER} is not installed: pip install 'forebay[cpsat]'"
+    if not cpsat_is_there():
+        why = f"solves with CP-SAT, and {PACKAGE} is not installed: {INSTALL}"
         raise cannot_serve(NAME, why, "checkmate, which looks for the same by integer programming, rockmate or auto")
-    return placed(bench or Bench(problem), NAME, "the ops of every block", _decide, everything)
+    return placed(bench or Bench(problem), NAME, "the ops of every block", _decide, every_again)
 
 
 def _decide(room: Room) -> Answer | None:
@@ -100,9 +98,7 @@ def solved(layers: Sequence[Layer], allowed: float, portions: int) -> Found | No
     for decision, value in zip(decisions, start, strict=True) if start is not None else ():
         model.add_hint(decision, bool(value))
     model.minimize(cp_model.LinearExpr.weighted_sum(decisions, costs))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
+    solver = solver_of(seed=0)
     # Blocks that are alike leave a search nothing to cut: relaxations do it (GPT-2: a gap of 2 % for one of 69 %).
     solver.parameters.linearization_level = 2
     solver.parameters.max_deterministic_time = portions * PORTION

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from forebay.planners.activations.items import Item
 from forebay.planners.activations.literature.graph import Name
@@ -17,7 +17,7 @@ from forebay.planners.activations.literature.layers import Layer
 from forebay.planners.bench import Bench
 from forebay.trace import Phase
 
-__all__ = ["Idle", "Moments", "idle_of"]
+__all__ = ["Idle", "Moments", "idle_of", "under"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class Moments:
 
     starts: tuple[float, ...]
     turn: float
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Seconds of forward, under which copies out can hide, and of backward, for those back."""
+        return self.turn, self.starts[-1] - self.turn
 
     @classmethod
     def of(cls, bench: Bench) -> Moments:
@@ -91,3 +96,13 @@ def idle_of(bench: Bench, layers: Sequence[Layer]) -> list[Idle]:
             left, back = moments.starts[min(last + 1, index.ops)], moments.starts[asked]
             found.append(Idle(layer, name, item, again.get(name), min(left, moments.turn), max(back, moments.turn)))
     return found
+
+
+def under(idle: Sequence[Idle], out: float, back: float) -> list[Idle]:
+    """The first of ``idle`` whose copies take no more than ``out`` seconds on their way, and ``back`` on their way
+    back."""
+    sums = zip(
+        accumulate(one.kept.out_seconds for one in idle), accumulate(one.kept.back_seconds for one in idle), strict=True
+    )
+    fitting = takewhile(lambda pair: pair[0] <= out and pair[1] <= back, sums)
+    return list(idle[: sum(1 for _ in fitting)])

@@ -16,17 +16,16 @@ first. And what runs again does so once, with its whole block; the cheapest a by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
 
 from forebay.planners.activations.literature.capuchin import leanest
 from forebay.planners.activations.literature.mixing import Move, as_many_as_need_be
-from forebay.planners.activations.literature.moments import Idle, Moments, idle_of
+from forebay.planners.activations.literature.moments import Idle, Moments, idle_of, under
 from forebay.planners.activations.literature.placing import Answer, Room, placed
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 
-__all__ = ["by_idleness", "mpress", "run_again", "under", "with_swapped"]
+__all__ = ["by_idleness", "mpress", "run_again", "with_swapped"]
 
 
 def mpress(problem: Problem, bench: Bench | None = None) -> Plan:
@@ -37,7 +36,7 @@ def mpress(problem: Problem, bench: Bench | None = None) -> Plan:
 def _decide(room: Room) -> Answer | None:
     idle, moments = idle_of(room.bench, room.layers), Moments.of(room.bench)
     waiting = [one for one in by_idleness(idle) if one.free >= 0]
-    hidden = under(waiting, moments.turn, moments.starts[-1] - moments.turn)
+    hidden = under(waiting, *moments.passes)
     found = [as_many_as_need_be(room, with_swapped(idle, swapped)) for swapped in dict.fromkeys((tuple(hidden), ()))]
     answers = [answer for answer in found if answer is not None]
     return min(answers, key=lambda answer: room.seconds(answer.level), default=None)
@@ -46,16 +45,6 @@ def _decide(room: Room) -> Answer | None:
 def by_idleness(idle: Sequence[Idle]) -> list[Idle]:
     """Those that can be swapped, the longest idle first."""
     return sorted((one for one in idle if one.movable), key=lambda one: one.left - one.asked)
-
-
-def under(idle: Sequence[Idle], out: float, back: float) -> list[Idle]:
-    """The first of ``idle`` whose copies take no more than ``out`` seconds on their way, and ``back`` on their way
-    back."""
-    sums = zip(
-        accumulate(one.kept.out_seconds for one in idle), accumulate(one.kept.back_seconds for one in idle), strict=True
-    )
-    fitting = takewhile(lambda pair: pair[0] <= out and pair[1] <= back, sums)
-    return list(idle[: sum(1 for _ in fitting)])
 
 
 def run_again(idle: Sequence[Idle]) -> list[Idle]:

@@ -22,8 +22,7 @@ from math import inf
 
 from forebay.planners.activations.literature.capuchin import leanest
 from forebay.planners.activations.literature.mixing import Move, as_many_as_need_be
-from forebay.planners.activations.literature.moments import Idle, Moments, idle_of
-from forebay.planners.activations.literature.mpress import under
+from forebay.planners.activations.literature.moments import Idle, Moments, idle_of, under
 from forebay.planners.activations.literature.placing import Answer, Room, placed
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
@@ -39,7 +38,7 @@ def ppaware(problem: Problem, bench: Bench | None = None) -> Plan:
 
 def _decide(room: Room) -> Answer | None:
     idle, moments = idle_of(room.bench, room.layers), Moments.of(room.bench)
-    return as_many_as_need_be(room, balanced(idle, moments.turn, moments.starts[-1] - moments.turn))
+    return as_many_as_need_be(room, balanced(idle, *moments.passes))
 
 
 def balanced(idle: Sequence[Idle], out: float, back: float) -> list[Move]:

@@ -45,7 +45,7 @@ def in_turn(idle: Sequence[Idle], moments: Moments) -> list[Move]:
 
     Of tensors that cost alike the one that is made first comes first: it has the most time, and its backward is last.
     """
-    free = [moments.turn, moments.starts[-1] - moments.turn]
+    free = list(moments.passes)
     waiting = [(_a_byte(one, free), place) for place, one in enumerate(idle) if _a_byte(one, free) < inf]
     heapify(waiting)
     found = []

@@ -23,7 +23,7 @@ from typing import Final, final
 
 import numpy as np
 
-from forebay.planners.activations.literature.layers import Choice, Layer, all_moved
+from forebay.planners.activations.literature.layers import Choice, every_moved
 from forebay.planners.activations.literature.mixing import Move, choice_of
 from forebay.planners.activations.literature.moments import Idle, Moments, idle_of
 from forebay.planners.activations.literature.placing import Answer, Room, placed, within
@@ -64,7 +64,7 @@ Cost = tuple[float, int]
 
 def swapadvisor(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    return placed(bench or Bench(problem), "swapadvisor", "when each tensor is used", _decide, _everything)
+    return placed(bench or Bench(problem), "swapadvisor", "when each tensor is used", _decide, every_moved)
 
 
 def _decide(room: Room) -> Answer | None:
@@ -187,7 +187,3 @@ def _mutated(random: Random, pools: Pools) -> Pools:
         return tuple(d if random.random() < MUTATION else m for m, d in zip(mine, drawn, strict=True))
 
     return Pools(some(pools.of, fresh.of), some(pools.shares, fresh.shares))
-
-
-def _everything(layers: tuple[Layer, ...]) -> Choice:
-    return {layer.name: all_moved(layer) for layer in layers}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from forebay.planners.activations.literature.layers import Choice, Layer, all_moved, fewest
+from forebay.planners.activations.literature.layers import all_moved, every_moved, fewest
 from forebay.planners.activations.literature.placing import Answer, Room, placed
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
@@ -25,7 +25,7 @@ __all__ = ["te"]
 
 def te(problem: Problem, bench: Bench | None = None) -> Plan:
     """Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    return placed(bench or Bench(problem), "te", "what a layer saves", _decide, _everything)
+    return placed(bench or Bench(problem), "te", "what a layer saves", _decide, every_moved)
 
 
 def _decide(room: Room) -> Answer | None:
@@ -40,7 +40,3 @@ def _decide(room: Room) -> Answer | None:
         return None
     count = sum(option.moved > 0 for option in choice.values())
     return Answer(found, (f"the first {count} of {len(able)} layers are offloaded",), widens=False)
-
-
-def _everything(layers: tuple[Layer, ...]) -> Choice:
-    return {layer.name: all_moved(layer) for layer in layers}

@@ -20,7 +20,7 @@ from functools import partial
 
 from forebay.planners.activations.items import Item
 from forebay.planners.activations.literature.graph import Name
-from forebay.planners.activations.literature.layers import Choice, Layer, all_moved, read_by_products
+from forebay.planners.activations.literature.layers import Choice, Layer, every_moved, read_by_products
 from forebay.planners.activations.literature.placing import Answer, Room, placed
 from forebay.planners.activations.menu import Option
 from forebay.planners.bench import Bench
@@ -35,7 +35,7 @@ ASKS = "what a layer is given and saves"
 
 def vdnn_all(problem: Problem, bench: Bench | None = None) -> Plan:
     """Everything that is saved and can move is moved. Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
-    return placed(bench or Bench(problem), "vdnn-all", ASKS, partial(_if_it_fits, everything), everything)
+    return placed(bench or Bench(problem), "vdnn-all", ASKS, partial(_if_it_fits, every_moved), every_moved)
 
 
 def vdnn_conv(problem: Problem, bench: Bench | None = None) -> Plan:
@@ -51,7 +51,7 @@ def vdnn_dyn(problem: Problem, bench: Bench | None = None) -> Plan:
     bench = bench or Bench(problem)
 
     def fastest(room: Room) -> Answer | None:
-        ways = (KEPT, _level(room, _read_by_products(bench, room.layers)), _level(room, everything(room.layers)))
+        ways = (KEPT, _level(room, _read_by_products(bench, room.layers)), _level(room, every_moved(room.layers)))
         named = zip(ways, ("nothing moves", "what products read moves", "all that can move moves"), strict=True)
         fitting = {level: words for level, words in named if room.fits(level)}
         if not fitting:
@@ -59,12 +59,7 @@ def vdnn_dyn(problem: Problem, bench: Bench | None = None) -> Plan:
         best = min(fitting, key=room.seconds)
         return Answer(best, (f"{fitting[best]}, the fastest of the {len(fitting)} ways that fit",), widens=False)
 
-    return placed(bench, "vdnn-dyn", ASKS, fastest, everything)
-
-
-def everything(layers: tuple[Layer, ...]) -> Choice:
-    """All that can move."""
-    return {layer.name: all_moved(layer) for layer in layers}
+    return placed(bench, "vdnn-dyn", ASKS, fastest, every_moved)
 
 
 def _read_by_products(bench: Bench, layers: tuple[Layer, ...]) -> Choice:
