@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forebay.adoption import adopt_plan, expect_served
-from forebay.budgets import Budget, Size
+from forebay.budgets import Budget, Size, expect_disk
 from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
@@ -116,6 +116,7 @@ def prepare(
         )
     rule = read_optimizer(optimizer)
     budget = Budget.of(device_memory, host_memory, disk)
+    expect_disk(budget.disk, checksums=checksums)
     with ExitStack() as undo:  # what has been begun, where something is refused
         opened = open_device(device, budget.device)
         if opened is not device:
@@ -273,7 +274,7 @@ def plan(
     It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``, ``update``
     and ``checksums`` are those of ``prepare``; ``crash_safe``: what is at home on disk has two places. Raises
     ``DoesNotFit`` when no plan meets the budget (``CannotServe`` for a policy that is not for this model or machine),
-    ``ConfigError`` for an unknown policy.
+    ``ConfigError`` for an unknown policy, and for ``checksums`` without a disk.
     """
     problem = problem_of(trace, machine, budget, compress, update, 2 if crash_safe else 1, checksums)
     room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from forebay.errors import ConfigError
 from forebay.units import parse_bytes, parse_disks
 
-__all__ = ["Budget", "DiskBudget", "DiskShare", "Size"]
+__all__ = ["Budget", "DiskBudget", "DiskShare", "Size", "expect_disk"]
 
 Size = int | str
 """Bytes, or what ``units.parse_bytes`` reads (``"24GiB"``)."""
@@ -95,3 +95,12 @@ class Budget:
         what cannot be read and ``ConfigError`` for sizes of 0."""
         folder = None if disk is None else DiskBudget.of(disk)
         return cls(parse_bytes(device), None if host is None else parse_bytes(host), None, folder)
+
+
+def expect_disk(disk: object | None, *, checksums: bool) -> None:
+    """Raises ``ConfigError`` where ``checksums`` are asked for of what is on a disk that there is not."""
+    if checksums and disk is None:
+        raise ConfigError(
+            "checksums are of what is on disk, and no disk is allowed; give a disk (--disk PATH, or disk=), or leave "
+            "checksums out"
+        )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from forebay.budgets import expect_disk
 from forebay.errors import ConfigError
 from forebay.loss import Loss
 from forebay.plans import UpdateTime
@@ -90,6 +91,13 @@ class TrainConfig(BaseModel):
             raise ValueError(
                 "a step that backward has taken cannot be skipped; take --nonfinite stop, or --update step"
             )
+        return value
+
+    @field_validator("checksums")
+    @classmethod
+    def _checksums_are_of_a_disk(cls, value: bool, others: ValidationInfo) -> bool:
+        if "disk" in others.data:  # it is not where the disk itself is wrong
+            expect_disk(others.data["disk"], checksums=value)
         return value
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 
-from forebay.budgets import Budget
+from forebay.budgets import Budget, expect_disk
 from forebay.checking import check
 from forebay.collector import collector_paused
 from forebay.errors import (
@@ -52,7 +52,9 @@ def problem_of(
     checksums: bool = False,
 ) -> Problem:
     """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
-    ``compress``, ``update``, ``disk_copies``, ``checksums``: see ``Problem``."""
+    ``compress``, ``update``, ``disk_copies``, ``checksums``: see ``Problem``. Raises ``ConfigError`` for ``checksums``
+    without a disk."""
+    expect_disk(budget.disk, checksums=checksums)
     on_disk = 0
     if budget.disk is not None and machine.disk is not None:
         on_disk = machine.disk.capacity if budget.disk.nbytes is None else budget.disk.nbytes

@@ -15,13 +15,17 @@ pytest.importorskip("transformers")
 import forebay
 from forebay import api
 from forebay.adoption import expect_served
+from forebay.budgets import Budget
 from forebay.cli.train import TrainResult, train
 from forebay.config import TrainConfig
 from forebay.errors import ConfigError, StorageError
 from forebay.tiers.diskfile import DiskFile
+from forebay.units import MiB
 from tests.faults.test_checkpoint_in_place import Reader, Trained, reader
 from tests.faults.train_rig import Telling, go, no_number, settings, text, weights
 from tests.faults.trained import AMPLE, adamw, disk_plan, network
+from tests.null.planning import machine
+from tests.null.test_trace import make_trace
 
 __all__ = ["reader", "text"]
 
@@ -138,3 +142,16 @@ def test_a_plan_without_room_for_them_is_refused(tmp_path: Path) -> None:
             model, adamw(model), plan=plan, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu", checksums=True
         )
     expect_served(disk_plan(tmp_path, checksums=True), two_places=False, checksums=True)
+
+
+def test_checksums_of_no_disk_are_refused() -> None:
+    model = network()
+    optimizer = adamw(model)
+    said = "checksums are of what is on disk, and no disk is allowed; give a disk"
+    with pytest.raises(ConfigError, match=said):
+        forebay.prepare(model, optimizer, device_memory=AMPLE, device="cpu", checksums=True)
+    trace = make_trace()
+    with pytest.raises(ConfigError, match=said):
+        forebay.plan(trace, machine(), Budget(8 * MiB, 8 * MiB), checksums=True)
+    # What was refused has left the model as it was.
+    forebay.close(forebay.prepare(model, optimizer, device_memory=AMPLE, device="cpu")[0])

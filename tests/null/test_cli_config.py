@@ -50,6 +50,8 @@ def test_a_configuration_cannot_change() -> None:
         (ENOUGH | {"update": "backward", "accumulate": 2}, "leave --accumulate out, or take --update step"),
         (ENOUGH | {"nonfinite": "hope"}, "--nonfinite: input should be 'stop' or 'skip', got 'hope'"),
         (ENOUGH | {"update": "backward", "nonfinite": "skip"}, "--nonfinite: a step that backward has taken cannot be"),
+        (ENOUGH | {"checksums": True}, "--checksums: checksums are of what is on disk, and no disk is allowed; give"),
+        (ENOUGH | {"checksums": True, "disk": ""}, "--disk: "),
         (ENOUGH | {"data": []}, "--data"),
         (ENOUGH | {"device_memry": "1GiB"}, "did you mean device_memory?"),
         (ENOUGH | {"device-memory": "1GiB"}, "did you mean device_memory?"),

@@ -12,6 +12,7 @@ import pytest
 from forebay.memory import Tier
 from forebay.reporting.compare_page import render_comparison
 from forebay.reporting.comparison import Candidate
+from forebay.reporting.losses import StepLine
 from forebay.reporting.run_page import render
 from forebay.timeline import Event, Lane
 from tests.null.browsing import Browser, chromium
@@ -70,6 +71,54 @@ def test_the_page_of_a_run(browser: Browser, tmp_path: Path) -> None:
     browser.ask("document.querySelectorAll('#memory button')[1].click()")
     assert "state 24.0 MiB" in browser.ask(READ.format("memory"))
     expect_at_peace(browser)
+
+
+BLUE = """(() => {
+    const canvas = document.querySelector('#loss canvas');
+    const [, r, g, b] = colour('c0').match(/#(..)(..)(..)/).map((hex) => parseInt(hex, 16));
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    let found = 0;
+    for (let at = 0; at < data.length; at += 4) found += data[at] === r && data[at + 1] === g && data[at + 2] === b;
+    return found;
+})()"""
+"""Pixels of the chart of losses in the colour of its line."""
+
+
+def test_losses_that_are_missing(tmp_path: Path) -> None:
+    def losses(*values: float | None) -> str:
+        lines = (StepLine(place, value, 1e-3, 2.0 if place > 1 else None) for place, value in enumerate(values, 1))
+        return render(replace(PAGE, losses=tuple(lines)))
+
+    with Browser(tmp_path / "profile") as browser:
+        shown(browser, tmp_path, losses(None, None))
+        assert browser.ask("document.querySelectorAll('#loss canvas').length") == 0
+        assert "No step had a finite loss" in browser.ask("document.querySelector('#loss').textContent")
+        # The seconds of the first step were not kept, which says nothing of its loss.
+        browser.ask(FOCUS.format("speed"))
+        browser.press("Home")
+        assert browser.ask(READ.format("speed")) == "step 1: measured not kept, predicted 160"
+        shown(browser, tmp_path, losses(None, 5.0, None))
+        assert browser.ask(READ.format("loss")) == "step 3: loss not finite"
+        assert browser.ask(BLUE) >= 4  # a dot, which the cursor is not at
+        assert browser.complaints == []
+
+
+def test_a_tier_that_is_chosen_again_is_not_made_again(tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        shown(browser, tmp_path, render(PAGE))
+        assert browser.ask("document.querySelectorAll('#memory button').length") == 2
+        listeners = browser.ask("""(() => {
+            const add = scheme.addEventListener.bind(scheme);
+            let found = 0;
+            scheme.addEventListener = (...how) => { found += 1; add(...how); };
+            for (let turn = 1; turn < 21; turn += 1) document.querySelectorAll('#memory button')[turn % 2].click();
+            return found;
+        })()""")
+        assert listeners == 1  # of the second tier: the first is there from the beginning
+        assert browser.ask("document.querySelectorAll('#memory canvas').length") == 1
+        assert browser.ask("document.querySelector('#memory canvas').width > 200")
+        assert "parameter 2.0 MiB" in browser.ask(READ.format("memory"))
+        expect_at_peace(browser)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def test_wrong_input_is_refused_in_a_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "torn" / "losses.jsonl").write_text("{}\n")
     table: list[tuple[tuple[object, ...], int, str]] = [
         ((tmp_path / "none",), 2, "there is no "),
-        ((tmp_path / "empty",), 2, "has no plan yet"),
+        ((tmp_path / "empty",), 2, "no run was begun in"),
         ((tmp_path / "other",), 2, "is not the folder of a run: it has no run.json"),
         ((tmp_path / "odd.json",), 2, "cannot read a RunReport"),
         ((tmp_path / "torn",), 2, "line 1 is not that of a step"),

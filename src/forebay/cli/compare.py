@@ -103,18 +103,16 @@ def parse_budgets(text: str | None) -> tuple[int, ...] | Shares:
 
 def parse_policies(text: str | None) -> tuple[str, ...]:
     """Names of policies: ``states`` or ``activations``, the published ones for these and ``auto``; ``all`` (or None);
-    or names with commas between them. Raises ``ConfigError``."""
+    or any of these names with commas between them. Raises ``ConfigError``."""
     from forebay.planners import LITERATURE, PLANNERS, STATES
 
     sets = {"all": tuple(PLANNERS), "states": ("auto", *STATES), "activations": ("auto", *LITERATURE)}
-    if text is None or text in sets:
-        return sets[text or "all"]
-    names = tuple(dict.fromkeys(text.split(",")))
+    sets |= {name: (name,) for name in sorted(PLANNERS)}
+    names = [name.strip() for name in ("all" if text is None else text).split(",")]
     for name in names:
-        if name not in PLANNERS:
-            known = ", ".join([*sets, *sorted(PLANNERS)])
-            raise ConfigError(f"--policies: there is no policy {name!r}; there are {known}")
-    return names
+        if name not in sets:
+            raise ConfigError(f"--policies: there is no policy {name!r}; there are {', '.join(sets)}")
+    return tuple(dict.fromkeys(policy for name in names for policy in sets[name]))
 
 
 def compare(

@@ -71,13 +71,13 @@ def _of_trace(path: Path) -> tuple[Buffer, ...]:
 def _of_run(folder: Path) -> tuple[Buffer, ...]:
     """A step of a run as its plan has it: the model is captured again from the run's settings."""
     from forebay.cli.plan import capture_step, chosen_machine, make_settings
-    from forebay.cli.runfolder import begun_with
+    from forebay.cli.runfolder import kept_config
     from forebay.recipes.tasks import sample
 
-    begun = begun_with(folder)
-    if not begun:
+    begun = kept_config(folder)
+    if begun is None:
         raise ConfigError(f"{folder} has no run in it; give the folder of --run, or a memory snapshot")
-    settings = make_settings({name: begun[name] for name in ("model", "batch", "seq", "dtype", "optimizer")})
+    settings = make_settings(begun.model_dump(include={"model", "batch", "seq", "dtype", "optimizer"}))
     machine, _ = chosen_machine(settings, None)
     found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
     captured, _ = capture_step(settings, found, machine, None)

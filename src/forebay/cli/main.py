@@ -110,7 +110,7 @@ def train(
     ] = None,
     checksums: Annotated[
         bool | None,
-        typer.Option("--checksums", help="Hold what is read from --disk against checksums of what was written."),
+        typer.Option("--checksums/--no-checksums", help="Hold what is read from --disk against its checksums."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder of --run, with its settings.")

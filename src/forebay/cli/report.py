@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from forebay.cli.runfolder import PLAN, REPORT, begun_with
+from forebay.cli.runfolder import OWN, PLAN, REPORT, RUN, begun_with, kept_config, may_begin
 from forebay.errors import ConfigError, ForebayError, StorageError
 from forebay.plans import Plan
 from forebay.reporting.chrome_trace import chrome_trace
@@ -17,10 +18,13 @@ from forebay.reporting.run import RunReport
 from forebay.reporting.run_page import RunPage, render
 
 if TYPE_CHECKING:
+    from forebay.config import TrainConfig
     from forebay.timeline import Timeline
     from forebay.trace import Trace
 
 __all__ = ["Written", "gather", "report"]
+
+T = TypeVar("T")
 
 PAGE = "report.html"
 
@@ -69,6 +73,7 @@ def report(source: Path, out: Path | None = None, plot: Path | None = None, trac
         from forebay.reporting.plot import expect_plottable
 
         expect_plottable(plot)
+    _expect_apart(source, {"--out": page, "--plot": plot, "--trace": trace})
     shown = gather(source)
     _write("the page", page, render(shown))
     if trace is not None:
@@ -80,35 +85,70 @@ def report(source: Path, out: Path | None = None, plot: Path | None = None, trac
     return Written(shown, page, plot, trace)
 
 
+def _expect_apart(source: Path, asked: Mapping[str, Path | None]) -> None:
+    """Raises ``ConfigError`` for files to write, by their flags, of which one would take the place of another, of
+    ``source``, or of what its run has kept."""
+    folder = (source if source.is_dir() else source.parent).resolve()
+    is_run = (folder / RUN).exists()
+    taken: dict[Path, str] = {}
+    for flag, path in asked.items():
+        if path is None:
+            continue
+        found = path.resolve()
+        if found == source.resolve() and not source.is_dir():
+            raise ConfigError(f"{flag} {path} is the report that is to be read; give another name, like {_free(path)}")
+        if found in taken:
+            raise ConfigError(f"{flag} {path} is what {taken[found]} writes; give each a name of its own")
+        taken[found] = flag
+        if not is_run or not found.is_relative_to(folder) or found.is_dir():
+            continue
+        if found.relative_to(folder).parts[0] in OWN or (found.exists() and found != folder / PAGE):
+            raise ConfigError(
+                f"{flag} {path}: the files of {folder} are the run's, and a report takes the place of none but its "
+                f"{PAGE}; give a file elsewhere, or a name that is not there, like {_free(folder / found.name)}"
+            )
+
+
+def _free(path: Path) -> Path:
+    """A file beside ``path`` that is not there."""
+    names = (path.with_name(f"{path.stem}-{place}{path.suffix}") for place in count(2))
+    return next(name for name in names if not name.exists())
+
+
 def gather(source: Path) -> RunPage:
     """What there is to show of the run in ``source``. Raises as ``report`` does."""
     if not source.exists():
         raise ConfigError(f"there is no {source}; give the folder of forebay train --run, or a report as JSON")
     if not source.is_dir():
-        found = RunReport.from_json(_read(source))
+        found = _record(RunReport.from_json, source, "forebay.report(model).to_json() writes one")
         return RunPage(source.stem, found.plan, found)
-    settings = begun_with(source)
-    if not settings or not (source / PLAN).exists():
-        raise ConfigError(f"{source} has no plan yet: the run in it ended before it had one; begin it again")
-    plan = Plan.from_json(_read(source / PLAN))
-    kept = RunReport.from_json(_read(source / REPORT)) if (source / REPORT).exists() else None
+    config = kept_config(source)
+    if config is None:
+        raise ConfigError(f"no run was begun in {source}: it has no {RUN}; give the folder of forebay train --run")
+    if not (source / PLAN).exists():
+        anew = f"begin it anew: forebay train ... --run {source}"
+        on = f"go on with forebay train --run {source} --resume, which makes one"
+        raise ConfigError(f"{source} has no {PLAN}: the run in it has none yet; {anew if may_begin(source) else on}")
+    plan = _record(Plan.from_json, source / PLAN, f"forebay train --run {source} --resume makes it again")
+    rid = "put it back as it was, or remove it: the page does without"
+    kept = _record(RunReport.from_json, source / REPORT, rid) if (source / REPORT).exists() else None
     shown = RunPage(
-        title=f"{Path(str(settings['model'])).name}: {source.resolve().name}",
+        title=f"{Path(config.model).name}: {source.resolve().name}",
         plan=plan,
         report=kept,
         losses=read_losses(source / LOSSES),
-        steps=settings.get("steps"),
-        tokens_per_step=settings["batch"] * settings["seq"] * settings["accumulate"],
-        settings=settings,
+        steps=config.steps,
+        tokens_per_step=config.tokens_per_step,
+        settings=begun_with(source),
     )
-    return _foretold(shown)
+    return _foretold(shown, config)
 
 
-def _foretold(shown: RunPage) -> RunPage:
+def _foretold(shown: RunPage, config: TrainConfig) -> RunPage:
     """``shown`` with what the plan foretells and with what is known of the model, which is looked at again, without its
     weights. Where that cannot be, the page says why and does without."""
     try:
-        trace, timeline, micro_batches, notes = _simulated(shown)
+        trace, timeline, micro_batches, notes = _simulated(shown, config)
     except ForebayError as error:
         return replace(shown, notes=(*shown.notes, f"what was predicted over a step is not shown: {error}"))
     from forebay.reporting.dtypes import dtype_ledger
@@ -123,12 +163,12 @@ def _foretold(shown: RunPage) -> RunPage:
     )
 
 
-def _simulated(shown: RunPage) -> tuple[Trace, Timeline, int, tuple[str, ...]]:
+def _simulated(shown: RunPage, config: TrainConfig) -> tuple[Trace, Timeline, int, tuple[str, ...]]:
     """The step of the run, what happens under its plan on this machine, the micro-batches of that, and remarks."""
     from forebay.checking import check
     from forebay.simulation import simulate
 
-    trace, machine = _captured(shown.settings, shown.plan)
+    trace, machine = _captured(config, shown.plan)
     check(trace, machine, shown.plan)
     micro_batches = 1 if shown.report is None or shown.report.together > 1 else shown.report.micro_batches
     timeline = simulate(trace, machine, shown.plan, micro_batches=micro_batches)
@@ -139,24 +179,32 @@ def _simulated(shown: RunPage) -> tuple[Trace, Timeline, int, tuple[str, ...]]:
     return trace, timeline, micro_batches, (words,)
 
 
-def _captured(settings: Mapping[str, Any], plan: Plan) -> tuple[Trace, Any]:
+def _captured(config: TrainConfig, plan: Plan) -> tuple[Trace, Any]:
     """One micro-batch of the run, captured again, and this machine."""
     from forebay.profiler.capture import capture
     from forebay.profiler.here import this_machine
     from forebay.recipes.tasks import sample
     from forebay.tiling import tile
 
-    found = sample(settings["model"], batch=settings["batch"], seq=settings["seq"], dtype=settings["dtype"])
-    if settings.get("tile") is not None:
-        tile(found.model, settings["tile"])
-    machine, _ = this_machine(settings.get("device"), plan.budget.disk)
-    captured = capture(found.model, found.batch, settings["optimizer"], machine.device_kind, loss_piece=plan.loss_piece)
+    found = sample(config.model, batch=config.batch, seq=config.seq, dtype=config.dtype)
+    if config.tile is not None:
+        tile(found.model, config.tile)
+    machine, _ = this_machine(config.device, plan.budget.disk)
+    captured = capture(found.model, found.batch, config.optimizer, machine.device_kind, loss_piece=plan.loss_piece)
     return captured.trace, machine
 
 
 def _timelines(shown: RunPage) -> dict[str, Timeline]:
     found = {} if shown.forecast is None else {"predicted": shown.forecast}
     return found if shown.report is None else {**found, "measured": shown.report.timeline}
+
+
+def _record(load: Callable[[bytes], T], path: Path, instead: str) -> T:
+    """The record in ``path``. Raises ``ConfigError`` naming the file, what is wrong in it and what to do."""
+    try:
+        return load(_read(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; {instead}") from None
 
 
 def _read(path: Path) -> bytes:

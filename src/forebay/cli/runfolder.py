@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from pydantic import ValidationError
+
 from forebay.checkpoint.generations import MANIFEST
 from forebay.cli.record import Record
 from forebay.config import TrainConfig
@@ -32,9 +34,12 @@ if TYPE_CHECKING:
     from forebay.plans import Plan
     from forebay.reporting.run import RunReport
 
-__all__ = ["PLAN", "REPORT", "RunFolder", "RunStart", "begun_with"]
+__all__ = ["OWN", "PLAN", "REPORT", "RUN", "RunFolder", "RunStart", "begun_with", "kept_config", "may_begin"]
 
-_RUN, PLAN, REPORT = "run.json", "plan.json", "report.json"
+RUN, PLAN, REPORT, CHECKPOINT = "run.json", "plan.json", "report.json", "checkpoint"
+
+OWN = (RUN, PLAN, REPORT, CHECKPOINT, LOSSES, LOCK, "config.json")
+"""What belongs to a run in its folder, there or not yet."""
 
 _NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_norm", "optimizer", "compress", "tile")
 """The settings that decide the numbers, beside the text: a run goes on with those that it was begun with."""
@@ -67,17 +72,50 @@ def begun_with(path: Path) -> dict[str, Any]:
     return {} if start is None else dict(start.settings)
 
 
+def kept_config(path: Path) -> TrainConfig | None:
+    """``begun_with`` as a configuration, which is whole; None where no run was begun. Raises as ``begun_with`` does,
+    and ``ConfigError`` for settings that are none."""
+    settings = begun_with(path)
+    if not settings:
+        return None
+    try:
+        return TrainConfig.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("settings", *first["loc"])))
+        raise ConfigError(f"{path / RUN}: {where}: {first['msg']}; put the file back as it was") from None
+
+
+def may_begin(path: Path) -> bool:
+    """Whether a run may begin in the folder ``path``: it is empty, or what was begun there has come to nothing, not
+    even to a plan. Raises ``StorageError``."""
+    try:
+        names = {entry.name for entry in path.iterdir()} - {LOCK}
+        # A place for saves is made before the plan that they are for.
+        if CHECKPOINT in names and (path / CHECKPOINT).is_dir() and set(os.listdir(path / CHECKPOINT)) <= {LOCK}:
+            names.remove(CHECKPOINT)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    if not names <= {RUN, f"{RUN}.new"}:
+        return False
+    try:
+        # A file of this name that is no start of a run is somebody else's.
+        return RUN not in names or _read_start(path) is not None
+    except ConfigError:
+        return False
+
+
 def _read_start(path: Path) -> RunStart | None:
     try:
-        return load(RunStart, (path / _RUN).read_bytes())
+        return load(RunStart, (path / RUN).read_bytes())
     except FileNotFoundError:
-        if any(entry.name not in (LOCK, f"{_RUN}.new") for entry in path.iterdir()):
-            raise ConfigError(f"{path} is not the folder of a run: it has no {_RUN}; give the one of --run") from None
+        if any(entry.name not in (LOCK, f"{RUN}.new") for entry in path.iterdir()):
+            raise ConfigError(f"{path} is not the folder of a run: it has no {RUN}; give the one of --run") from None
         return None
     except ConfigError as error:
-        raise ConfigError(f"{path / _RUN}: {error}") from None
+        raise ConfigError(f"{path / RUN}: {error}") from None
     except OSError as error:
-        raise StorageError(f"cannot read {path / _RUN}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path / RUN}: {error.strerror}") from None
 
 
 @final
@@ -93,16 +131,20 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not resume and any(entry.name != LOCK for entry in path.iterdir()):
-                raise ConfigError(
-                    f"--run {path}: the folder is not empty; give a new one, or go on with the run in it: --resume"
-                )
+            if not resume:
+                _expect_fresh(path)
             path.chmod(0o700)
         except OSError as error:
             raise StorageError(f"--run {path}: cannot make the folder: {error.strerror}") from None
         self._goes_on = resume
         self._lock = FolderLock(path)
-        self._start = _read_start(path) if resume else None
+        try:
+            if not resume:
+                _expect_fresh(path)  # once more: a run may have ended there before the folder was ours
+            self._start = _read_start(path) if resume else None
+        except BaseException:
+            self._lock.close()
+            raise
 
     def __enter__(self) -> RunFolder:
         return self
@@ -113,7 +155,7 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path:
         """Where ``forebay.save`` keeps the run."""
-        return self.path / "checkpoint"
+        return self.path / CHECKPOINT
 
     @property
     def goes_on(self) -> bool:
@@ -137,7 +179,7 @@ class RunFolder:
         """
         asked = RunStart(_portable(config), warmup, tokens, text_crc32)
         if self._start is None:
-            self._write(_RUN, dump(asked))
+            self._write(RUN, dump(asked))
             return warmup
         begun = self._start
         for name in _NUMBERS:
@@ -190,6 +232,13 @@ class RunFolder:
 
         tokenizer.save(self.path)
         export_model(model, engine.parameters(model), self.path)
+
+
+def _expect_fresh(path: Path) -> None:
+    if not may_begin(path):
+        raise ConfigError(
+            f"--run {path}: the folder is not empty; give a new one, or go on with the run in it: --resume"
+        )
 
 
 def _portable(config: TrainConfig) -> dict[str, Any]:

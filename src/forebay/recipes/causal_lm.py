@@ -36,6 +36,11 @@ class ModelSource:
     folder: Path | None = None
     weights: bool = False
 
+    @property
+    def file(self) -> str:
+        """The file that the configuration is in, for messages; of a recipe its name."""
+        return str(self.config) if isinstance(self.config, Path) else self.name
+
 
 def find(name: str) -> ModelSource:
     """What ``name`` stands for: a recipe, a folder with a config.json, or a config.json.
@@ -87,8 +92,9 @@ def read_config(source: ModelSource) -> Any:
         if isinstance(source.config, Path):
             return AutoConfig.from_pretrained(source.config, local_files_only=True)
         return AutoConfig.for_model(**source.config)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ModelError(f"transformers cannot read the configuration {source.name}: {_reason(error)}") from None
+    except Exception as error:
+        # The configuration is the user's: whatever transformers raises over it is an answer to them.
+        raise ModelError(f"transformers cannot read the configuration {source.file}: {_reason(error)}") from error
 
 
 def build_as(source: ModelSource, dtype: str, factory: str, config: Any) -> nn.Module:
@@ -103,13 +109,15 @@ def build_as(source: ModelSource, dtype: str, factory: str, config: Any) -> nn.M
         with _parameters_on_meta():
             # transformers takes scaled_dot_product_attention by itself, but for models that cannot use it (Gemma 2).
             model: nn.Module = getattr(transformers, factory).from_config(config, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"transformers cannot build {_KINDS[factory]} from {source.name}: {_reason(error)}") from None
+    except Exception as error:
+        raise ModelError(f"transformers cannot build {_KINDS[factory]} from {source.file}: {_reason(error)}") from error
     return model.train()
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
+    said = " ".join(str(error).split())[:400]
+    # Alone, the words of these are the name that is missing, or a sum that a number of the file spoils.
+    return f"{type(error).__name__}: {said}" if isinstance(error, LookupError | ArithmeticError) else said
 
 
 @contextmanager

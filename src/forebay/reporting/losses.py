@@ -41,9 +41,10 @@ class StepLine:
         loss, seconds = said["loss"], said.get("seconds")
         return cls(
             int(said["step"]),
-            None if loss is None else float(loss),
-            float(said["lr"]),
-            None if seconds is None else float(seconds),
+            # Python reads NaN, which is no JSON: what draws the losses would not.
+            None if loss is None or not math.isfinite(loss) else float(loss),
+            _finite(said["lr"]),
+            None if seconds is None else _finite(seconds),
             said.get("skipped") is True,
         )
 
@@ -60,6 +61,12 @@ class StepLine:
     def number(self) -> float:
         """The loss, NaN where it was not finite."""
         return math.nan if self.loss is None else self.loss
+
+
+def _finite(said: Any) -> float:
+    if not math.isfinite(said):
+        raise ValueError(f"{said} is not a finite number")
+    return float(said)
 
 
 def read_losses(path: Path) -> tuple[StepLine, ...]:

@@ -1,7 +1,7 @@
 """One model in stages over several devices of one host, each of which swaps its stages. No torch.
 
-There are more stages than devices, and all are at home on the host: a device has room for two, one that computes and
-one that comes. Two ways to train are played:
+There are as many stages as devices or more, and all are at home on the host: a device has room for two, one that
+computes and one that comes. Two ways to train are played:
 
 *Wrapped* (``wrapped``): stage s is on the device that ``placed`` names. All micro-batches of a step pass it while it is
 there, so that it crosses the link once in forward and once in backward; what it makes for the next stage goes by way of

@@ -140,7 +140,10 @@ def test_policies_are_sets_or_names_with_commas() -> None:
     assert parse_policies(None) == parse_policies("all") == tuple(PLANNERS)
     assert parse_policies("states") == ("auto", *STATES) and parse_policies("activations") == ("auto", *LITERATURE)
     assert parse_policies("rotor,auto,rotor") == ("rotor", "auto")
-    for wrong in ("rotors", "rotor,", "", "all,auto"):
+    assert parse_policies(" rotor , stream") == ("rotor", "stream")
+    assert parse_policies("rotor,states,auto") == ("rotor", "auto", *STATES)
+    assert parse_policies("auto,all") == tuple(dict.fromkeys(("auto", *PLANNERS)))
+    for wrong in ("rotors", "rotor,", "", "all,none", "rotor stream"):
         with pytest.raises(ConfigError, match=r"--policies: there is no policy .*; there are all, states, activations"):
             parse_policies(wrong)
 

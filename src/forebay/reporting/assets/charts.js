@@ -153,7 +153,7 @@ function grid(context, area, across, up, format) {
   }
 }
 
-// Lines over whole numbers: of each series a value, or none, for each of xs.
+// Lines over whole numbers: of each series a value for each of xs, or none, for which it has words.
 class Lines extends Surface {
   constructor(host, label, { xs, series, unit, format, fromZero }) {
     super(host, label, 200);
@@ -195,12 +195,17 @@ class Lines extends Surface {
         open = true;
       });
       context.stroke();
-      const value = one.values[this.cursor];
-      if (value !== null && value !== undefined) {
+      const dot = (place, radius) => {
         context.beginPath();
-        context.arc(across.at(this.xs[this.cursor]), up.at(value), 3.5, 0, 7);
+        context.arc(across.at(this.xs[place]), up.at(one.values[place]), radius, 0, 7);
         context.fill();
-      }
+      };
+      const there = (place) => (one.values[place] ?? null) !== null;
+      // Between two that are missing there is no line to see.
+      one.values.forEach((_, place) => {
+        if (there(place) && !there(place - 1) && !there(place + 1)) dot(place, 2);
+      });
+      if (there(this.cursor)) dot(this.cursor, 3.5);
     }
   }
 
@@ -208,7 +213,7 @@ class Lines extends Surface {
     this.cursor = Math.max(0, Math.min(this.xs.length - 1, place));
     const said = this.series.map((one) => {
       const value = one.values[this.cursor];
-      return `${one.name} ${value === null ? "not finite" : this.format(value)}`;
+      return `${one.name} ${value === null ? one.missing : this.format(value)}`;
     });
     this.say(`${this.unit} ${this.xs[this.cursor]}: ${said.join(", ")}`);
     this.request();

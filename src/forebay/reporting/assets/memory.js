@@ -116,10 +116,14 @@ function showMemory(host) {
   const tools = make("div", "", { class: "tools", role: "group", "aria-label": "Tier" });
   const place = make("div");
   const lines = key(used.map((kind) => [kind, `c${kinds.indexOf(kind) % COLOURS}`]));
+  // Each is made once: a chart listens to the page for as long as that is there.
+  const made = new Map();
   const choose = (tier, button) => {
     for (const other of tools.children) other.setAttribute("aria-pressed", String(other === button));
-    place.replaceChildren();
-    new Memory(place, tier, kinds);
+    if (!made.has(tier)) made.set(tier, make("div"));
+    const host = made.get(tier);
+    place.replaceChildren(host);
+    if (!host.hasChildNodes()) new Memory(host, tier, kinds);
   };
   for (const tier of tiers) {
     const button = make("button", tier.name, { type: "button", "aria-pressed": "false" });
