@@ -168,6 +168,27 @@ def test_an_example_says_what_the_model_is_called_with() -> None:
     forebay.close(model)
 
 
+def test_a_model_that_was_closed_is_accelerates_own(tmp_path: Path) -> None:
+    example = torch.zeros(3, 2)
+    accelerator = ForebayAccelerator(memory=Memory("1MiB", example=example), cpu=True)
+    own, optimizer = parts()
+    model, _ = accelerator.prepare(own, optimizer)
+    forebay.close(model)
+    accelerator.save_state(str(tmp_path / "closed"))
+    assert same(load_file(tmp_path / "closed" / "model.safetensors"), model.state_dict())
+    assert not (tmp_path / "closed" / FOLDER).exists()
+    with pytest.raises(ModelError, match="no model was prepared with its optimizer"):
+        accelerator.figures()
+    model, again = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    accelerator.backward(model(example).sum())
+    again.step()
+    accelerator.save_state(str(tmp_path / "again"))
+    assert {path.name for path in (tmp_path / "again").iterdir()} >= {FOLDER, "model.safetensors"}
+    assert not (tmp_path / "again" / "optimizer.bin").exists()
+    accelerator.load_state(str(tmp_path / "again"))
+    forebay.close(model)
+
+
 def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import random
 import subprocess
 import sys
+from dataclasses import MISSING as MISSING_DEFAULT
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -14,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import forebay
+from forebay import api
 from forebay.errors import ConfigError, MissingLibrary, ModelError
-from forebay.integrations.common import as_drawn_before, figures, in_words, resume_in, warnings_of
+from forebay.integrations.common import Memory, as_drawn_before, figures, in_words, resume_in, warnings_of
 
 MISSING = {
     "transformers": ("transformers", "transformers"),
@@ -71,6 +75,20 @@ def test_figures_and_words_of_a_run() -> None:
     before = figures(model)
     assert before["forebay_predicted_device_bytes"] == plan.device and "forebay_step_seconds" not in before
     forebay.close(model)
+
+
+def test_what_memory_asks_for_is_what_prepare_is_asked_for() -> None:
+    asked = inspect.signature(forebay.prepare).parameters
+    own = {field.name: field.default for field in fields(Memory) if field.name != "example"}
+    assert own.pop("device_memory") is MISSING_DEFAULT and own == {name: asked[name].default for name in own}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, object] = {}
+    memory = Memory("1MiB", "2GiB", "/d", "stream", "plain", 8, ("0",), checksums=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "prepare", lambda model, optimizer, batch, **more: (given.update(more), optimizer))
+        assert memory.prepare(model, optimizer, None) is optimizer
+    assert given == {name: value for name, value in vars(memory).items() if name != "example"} | {"device": None}
 
 
 def test_a_folder_that_nobody_saved_in_is_refused(tmp_path: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,19 @@ import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import forebay
-from forebay.errors import ConfigError, DoesNotFit
-from forebay.integrations.lightning import SUFFIX, ForebayFigures, ForebayStrategy
+from forebay.errors import ConfigError, DoesNotFit, StorageError
+from forebay.integrations.lightning import SUFFIX, ForebayFigures, ForebayStrategy, Memory
 from forebay.memory import Tier
+from forebay.runtime.hooks import is_prepared, session_of
 
 BUDGET = "640KiB"
 """Of device memory: parameters, gradients and states of the module take 1.6 MiB."""
@@ -141,7 +144,7 @@ def test_it_trains_as_lightning_does(closed: list[Trainer], tmp_path: Path, prec
     figures = ModelCheckpoint(tmp_path / "own", filename="{step}", every_n_train_steps=2, save_top_k=-1)
     # Lightning clips no gradients of a fused optimizer under autocast.
     more = {"precision": precision, "gradient_clip_val": 0.5 if precision == "32-true" else None}
-    made = trainer(tmp_path / "own", ForebayStrategy(BUDGET), callbacks=[figures, ForebayFigures()], **more)
+    made = trainer(tmp_path / "own", ForebayStrategy(Memory(BUDGET)), callbacks=[figures, ForebayFigures()], **more)
     closed.append(made)
     own = fitted(made)
     plain = trainer(tmp_path / "theirs", **more)
@@ -167,7 +170,7 @@ def test_it_trains_as_lightning_does(closed: list[Trainer], tmp_path: Path, prec
 
 def test_checkpoints_are_resumed_and_loaded(closed: list[Trainer], tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "run", filename="{step}", every_n_train_steps=2, save_top_k=1, save_last="link")
-    made = trainer(tmp_path / "run", ForebayStrategy(BUDGET, policy="stream"), callbacks=[kept], max_steps=4)
+    made = trainer(tmp_path / "run", ForebayStrategy(Memory(BUDGET, policy="stream")), callbacks=[kept], max_steps=4)
     closed.append(made)
     net = fitted(made)
     # The checkpoint before is removed, with what lay beside it.
@@ -180,7 +183,7 @@ def test_checkpoints_are_resumed_and_loaded(closed: list[Trainer], tmp_path: Pat
     assert same(weights(Net.load_from_checkpoint(path, map_location="cpu")), weights(net))
     assert torch.load(path, weights_only=False)["optimizer_states"] == [{}]
     # Under another plan, from the link; Lightning's own resume from a checkpoint of its own gives the numbers.
-    again = trainer(tmp_path / "again", ForebayStrategy("1MiB", policy="stream-recompute"))
+    again = trainer(tmp_path / "again", ForebayStrategy(Memory("1MiB", policy="stream-recompute")))
     closed.append(again)
     resumed = fitted(again, ckpt_path=tmp_path / "run" / "last.ckpt")
     plain = trainer(tmp_path / "plain", max_steps=4)
@@ -189,7 +192,7 @@ def test_checkpoints_are_resumed_and_loaded(closed: list[Trainer], tmp_path: Pat
     assert resumed.losses == expected.losses and resumed.losses
     assert same(weights(resumed), weights(expected))
     # A checkpoint of Lightning's own is taken up too.
-    taken = trainer(tmp_path / "taken", ForebayStrategy(BUDGET, policy="stream"))
+    taken = trainer(tmp_path / "taken", ForebayStrategy(Memory(BUDGET, policy="stream")))
     closed.append(taken)
     assert fitted(taken, ckpt_path=tmp_path / "plain" / "step=4.ckpt").losses == expected.losses
     evaluated = made.validate(net, loader(16, shuffle=False), ckpt_path=str(path), verbose=False)
@@ -198,10 +201,118 @@ def test_checkpoints_are_resumed_and_loaded(closed: list[Trainer], tmp_path: Pat
     )
 
 
+class Small(Net):
+    """A step of a thousandth of a second."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+
+
+def small(folder: Path, steps: int = 2, io: CheckpointIO | None = None, **more: Any) -> Trainer:
+    example = next(iter(loader(8, width=16)))
+    strategy = ForebayStrategy(Memory("1MiB", example=example), checkpoint_io=io)
+    usual = {"max_epochs": None, "max_steps": steps, "callbacks": [], "enable_checkpointing": False, "logger": False}
+    return trainer(folder, strategy, **{**usual, **more})
+
+
+class FullDisk(TorchCheckpointIO):
+    """Writes the first file, and none after it."""
+
+    def __init__(self) -> None:
+        self.files = 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.files += 1
+        if self.files > 1:
+            raise OSError(28, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_weights_alone_are_not_those_of_an_earlier_save(closed: list[Trainer], tmp_path: Path) -> None:
+    path, net = tmp_path / "m.ckpt", Small()
+    made = small(tmp_path)
+    closed.append(made)
+    made.fit(net, loader(32, width=16))
+    made.save_checkpoint(path)
+    made.fit_loop.epoch_loop.max_steps = 4
+    made.fit(net, loader(32, width=16))
+    trained = weights(net)
+    made.save_checkpoint(path, weights_only=True)
+    assert [p.name for p in tmp_path.glob("m.ckpt*")] == ["m.ckpt"]
+    again, other = small(tmp_path), Small()
+    closed.append(again)
+    again.fit(other, loader(32, width=16))
+    assert not same(weights(other), trained)
+    again.validate(other, loader(16, width=16), ckpt_path=str(path), verbose=False)
+    assert same(weights(other), trained)
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(closed: list[Trainer], tmp_path: Path) -> None:
+    path, net = tmp_path / "m.ckpt", Small()
+    made = small(tmp_path, io=FullDisk())
+    closed.append(made)
+    made.fit(net, loader(32, width=16))
+    made.save_checkpoint(path)
+    saved = weights(net)
+    made.fit_loop.epoch_loop.max_steps = 4
+    made.fit(net, loader(32, width=16))
+    with pytest.raises(OSError, match="No space left"):
+        made.save_checkpoint(path)
+    beside = path.with_name(path.name + SUFFIX)
+    assert len(list(beside.iterdir())) == 1 and not same(weights(net), saved)
+    again, other = small(tmp_path), Small()
+    closed.append(again)
+    again.fit(other, loader(32, width=16), ckpt_path=str(path))
+    assert again.global_step == 2 and same(weights(other), saved)
+    # A folder of another save is not taken for that of the file, and neither is none.
+    made.strategy.checkpoint_io = TorchCheckpointIO()
+    made.save_checkpoint(tmp_path / "later.ckpt")
+    shutil.rmtree(beside)
+    shutil.copytree(tmp_path / f"later.ckpt{SUFFIX}", beside)
+    with pytest.raises(StorageError, match="of optimizer step 4 and the checkpoint beside it of step 2"):
+        again.fit(other, loader(32, width=16), ckpt_path=str(path))
+    shutil.rmtree(beside)
+    with pytest.raises(ConfigError, match="is not beside it; move both"):
+        again.fit(other, loader(32, width=16), ckpt_path=str(path))
+
+
+def test_a_module_goes_on_after_an_exception_with_another_trainer(closed: list[Trainer], tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise ValueError("half-way")
+
+    net, plain = Small(), Small()
+    broken = small(tmp_path, callbacks=[Fails()])
+    with pytest.raises(ValueError, match="half-way"):
+        broken.fit(net, loader(32, shuffle=False, width=16))
+    made = small(tmp_path)
+    closed.append(made)
+    plain.load_state_dict(net.state_dict())
+    for one, fitted in ((made, net), (trainer(tmp_path, max_epochs=None, max_steps=2, callbacks=[]), plain)):
+        torch.manual_seed(7)
+        one.fit(fitted, loader(32, shuffle=False, width=16))
+    assert made.global_step == 2 and same(weights(net), weights(plain))
+    # The first Trainer takes it back, also to evaluate it; and nothing is left of either when it is closed.
+    broken.callbacks.clear()
+    broken.validate(net, loader(16, width=16), verbose=False)
+    assert session_of(broken.strategy.model) is not None and session_of(made.strategy.model) is None
+    broken.fit(net, loader(32, shuffle=False, width=16))
+    forebay.close(broken.strategy.model)
+    assert not net._forward_pre_hooks and not is_prepared(net)
+
+
+def test_blocks_are_named_as_in_the_module(closed: list[Trainer], tmp_path: Path) -> None:
+    strategy = ForebayStrategy(Memory("1MiB", policy="stream", blocks=("net.0", "net.3")))
+    made = trainer(tmp_path, strategy, max_epochs=None, max_steps=1, callbacks=[], logger=False)
+    closed.append(made)
+    made.fit(Small(), loader(16, width=16))
+    assert {"module.net.0", "module.net.3"} <= {p.block for p in forebay.report(strategy.model).plan.placements}
+
+
 @pytest.mark.slow
 def test_weights_on_disk_are_not_gathered_in_memory(closed: list[Trainer], tmp_path: Path) -> None:
     # 6 MiB of parameters and 12 of states; the host has room for gradients and what passes through to the disk.
-    strategy = ForebayStrategy("6MiB", "15MiB", str(tmp_path), policy="stream")
+    strategy = ForebayStrategy(Memory("6MiB", "15MiB", str(tmp_path), policy="stream"))
     made = trainer(tmp_path, strategy, max_steps=2)
     closed.append(made)
     net = Net(512)
@@ -211,7 +322,7 @@ def test_weights_on_disk_are_not_gathered_in_memory(closed: list[Trainer], tmp_p
     made.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert not (tmp_path / f"weights.ckpt{SUFFIX}").exists()
     assert same(weights(Net.load_from_checkpoint(tmp_path / "weights.ckpt", width=512)), weights(net))
-    again = trainer(tmp_path / "again", ForebayStrategy("8MiB", policy="stream"), max_steps=4)
+    again = trainer(tmp_path / "again", ForebayStrategy(Memory("8MiB", policy="stream")), max_steps=4)
     closed.append(again)
     resumed = Net(512)
     again.fit(resumed, loader(64, width=512), ckpt_path=tmp_path / "step=2.ckpt")
@@ -224,12 +335,12 @@ def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    made = trainer(tmp_path, ForebayStrategy(BUDGET), accumulate_grad_batches=1, gradient_clip_val=None)
+    made = trainer(tmp_path, ForebayStrategy(Memory(BUDGET)), accumulate_grad_batches=1, gradient_clip_val=None)
     with pytest.raises(ConfigError, match="manual optimization, which forebay does not serve"):
         made.fit(Manual(), loader(8))
-    with pytest.raises(ConfigError, match="fit first, or give the strategy an example"):
-        trainer(tmp_path, ForebayStrategy(BUDGET)).validate(Net(), loader(8), verbose=False)
+    with pytest.raises(ConfigError, match="fit first, or give Memory an example"):
+        trainer(tmp_path, ForebayStrategy(Memory(BUDGET))).validate(Net(), loader(8), verbose=False)
     with pytest.raises(DoesNotFit, match="device"):
-        trainer(tmp_path, ForebayStrategy("16KiB")).fit(Net(), loader(8))
+        trainer(tmp_path, ForebayStrategy(Memory("16KiB"))).fit(Net(), loader(8))
     with pytest.raises(ConfigError, match="ForebayFigures is for a Trainer with strategy"):
         trainer(tmp_path, callbacks=[ForebayFigures()], max_steps=1).fit(Net(), loader(16))

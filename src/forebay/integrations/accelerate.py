@@ -23,8 +23,18 @@ from forebay import api
 from forebay.errors import ConfigError, ModelError
 from forebay.exporting import replace_weights
 from forebay.integrations import missing
-from forebay.integrations.common import FOLDER, Memory, as_drawn_before, figures, resume_in, save_in, stream_quantised
+from forebay.integrations.common import (
+    FOLDER,
+    Memory,
+    as_drawn_before,
+    expect_served,
+    figures,
+    resume_in,
+    save_in,
+    stream_quantised,
+)
 from forebay.optim.streamed import StreamedOptimizer
+from forebay.runtime.hooks import attachment_of
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -57,7 +67,8 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """``Accelerator.prepare``. A model that comes with its optimizer gets a plan; anything else is Accelerate's.
 
-        Raises ``ConfigError`` for more than one model with its optimizer, or a second time.
+        Raises ``ConfigError`` for more than one model with its optimizer, or another before ``forebay.close`` of the
+        first.
         """
         models = [one for one in args if isinstance(one, nn.Module)]
         optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
@@ -65,7 +76,8 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare(*args, device_placement=device_placement)
         if len(models) > 1 or len(optimizers) > 1 or self._planned is not None:
             raise ConfigError(
-                "ForebayAccelerator plans for one model with one optimizer; use forebay.prepare_several for several"
+                "ForebayAccelerator plans for one model with one optimizer; call forebay.close(model) first, or use "
+                "forebay.prepare_several for several"
             )
         (model,), (optimizer,) = models, optimizers
         planned = self._plan(model, optimizer, args)
@@ -93,8 +105,16 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
             planned = self._memory.prepare(model, optimizer, self._example(args), self.device)
         if not isinstance(planned, StreamedOptimizer):
             raise ModelError("forebay.prepare made no optimizer that it can save")
-        self._planned = model, planned
+        self._planned, self._taken = (model, planned), 0
+        attachment_of(model).at_end(self._forget)
         return planned
+
+    def _forget(self) -> None:
+        """The model is closed: from here on it is Accelerate's alone. Its optimizer has no states any more."""
+        if self._planned is not None:
+            _, optimizer = self._planned
+            held = list[Any](self._optimizers)  # type: ignore[has-type]
+            self._planned, self._optimizers = None, [one for one in held if one.optimizer is not optimizer]
 
     def _example(self, args: Sequence[Any]) -> Any:
         if self._memory.example is not None:
@@ -172,6 +192,4 @@ def _expect_served(accelerator: Any) -> None:
             "compile the model's layers one by one instead, before prepare",
         ),
     )
-    for is_asked, what, remedy in refused:
-        if is_asked:
-            raise ConfigError(f"the Accelerator is asked for {what}, which forebay does not serve: {remedy}")
+    expect_served("the Accelerator is asked for", refused)

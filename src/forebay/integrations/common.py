@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from forebay import api
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, StorageError
 from forebay.loss import Loss
 from forebay.memory import Tier
 from forebay.plans import Plan
@@ -26,6 +26,7 @@ __all__ = [
     "FOLDER",
     "Memory",
     "as_drawn_before",
+    "expect_served",
     "figures",
     "in_words",
     "resume_in",
@@ -51,6 +52,7 @@ class Memory:
     loss: Loss = "auto"
     compress: int = 0
     blocks: tuple[str, ...] | None = None
+    checksums: bool = False
     example: Any = None
 
     def prepare(
@@ -69,8 +71,17 @@ class Memory:
             loss=self.loss,
             compress=self.compress,
             blocks=self.blocks,
+            checksums=self.checksums,
             device=device,
         )[1]
+
+
+def expect_served(asker: str, refused: Iterable[tuple[bool, str, str]]) -> None:
+    """Raises ``ConfigError`` for the first of ``refused`` that is asked for: whether it is, what it is, what to do
+    instead."""
+    for is_asked, what, remedy in refused:
+        if is_asked:
+            raise ConfigError(f"{asker} {what}, which forebay does not serve: {remedy}")
 
 
 @contextmanager
@@ -106,18 +117,26 @@ def save_in(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step
         prepared_session(model).unlock(path)
 
 
-def resume_in(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> int:
+def resume_in(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, expected: int | None = None
+) -> int:
     """``forebay.resume`` from ``path``; returns the optimizer steps so far. Raises ``ConfigError`` where nobody has
-    called ``save_in``."""
+    called ``save_in``, and ``StorageError`` where these are not the ``expected`` steps."""
     if not path.is_dir():
         raise ConfigError(
             f"{path.parent} holds no optimizer states of forebay; resume from a checkpoint that was written with it, "
             f"optimizer states included"
         )
     try:
-        return api.resume(model, optimizer, path, scheduler=scheduler).step
+        step = api.resume(model, optimizer, path, scheduler=scheduler).step
     finally:
         prepared_session(model).unlock(path)
+    if expected is not None and step != expected:
+        raise StorageError(
+            f"{path} is of optimizer step {step} and the checkpoint beside it of step {expected}; give a checkpoint "
+            f"with the folder that was saved with it"
+        )
+    return step
 
 
 def in_words(plan: Plan) -> str:

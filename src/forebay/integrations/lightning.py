@@ -1,13 +1,13 @@
 """forebay under the ``Trainer`` of Lightning.
 
-    from forebay.integrations.lightning import ForebayStrategy
+    from forebay.integrations.lightning import ForebayStrategy, Memory
 
-    trainer = Trainer(strategy=ForebayStrategy(device_memory="24GiB", host_memory="96GiB"), ...)
+    trainer = Trainer(strategy=ForebayStrategy(memory=Memory("24GiB", host_memory="96GiB")), ...)
 
 The LightningModule, the loop, data, logging, validation and callbacks stay as they are. The module is prepared where
 the strategy makes its optimizers, with a plan for one ``training_step``. Beside a checkpoint ``X.ckpt``, which has the
-weights as Lightning has them, lies ``X.ckpt.forebay``, which ``forebay.save`` wrote in the place of the optimizer's
-states.
+weights as Lightning has them, lies ``X.ckpt.forebay``, in which ``forebay.save`` wrote in the place of the optimizer's
+states. The file names the folder in there that belongs to it: what an earlier save left is never taken for its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -27,8 +28,10 @@ from forebay import api
 from forebay.errors import ConfigError
 from forebay.integrations import missing
 from forebay.integrations.common import (
+    FOLDER,
     Memory,
     as_drawn_before,
+    expect_served,
     figures,
     in_words,
     resume_in,
@@ -36,9 +39,8 @@ from forebay.integrations.common import (
     stream_quantised,
     warnings_of,
 )
-from forebay.loss import Loss
 from forebay.memory import Tier
-from forebay.runtime.hooks import is_prepared
+from forebay.runtime.hooks import attachment_of, is_prepared, session_of
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -52,40 +54,35 @@ try:
 except ImportError as error:
     raise missing("lightning", error) from error
 
-__all__ = ["SUFFIX", "ForebayFigures", "ForebayStrategy"]
+__all__ = ["SUFFIX", "ForebayFigures", "ForebayStrategy", "Memory"]
 
 SUFFIX = ".forebay"
-"""Behind the name of a checkpoint: the folder with what ``forebay.save`` wrote."""
+"""Behind the name of a checkpoint: the folder of what ``forebay.save`` wrote, a folder in it for every save."""
 
 
 @final
 class ForebayStrategy(SingleDeviceStrategy):
     """One device with a memory plan.
 
-    The first arguments are those of ``forebay.prepare``. ``example`` is the largest batch that ``training_step`` will
-    see; None: the first of the training data. ``device`` None: ``cuda`` if there is one. Raises ``ConfigError`` for
-    what forebay does not serve, and what ``forebay.prepare`` raises, when the Trainer begins.
+    ``memory.example`` is the largest batch that ``training_step`` will see; None: the first of the training data.
+    ``memory.blocks`` are named as in the LightningModule. ``device`` None: ``cuda`` if there is one. Raises
+    ``ConfigError`` for what forebay does not serve, and what ``forebay.prepare`` raises, when the Trainer begins.
     """
 
     strategy_name = "forebay"
 
     def __init__(
         self,
-        device_memory: int | str,
-        host_memory: int | str | None = None,
-        disk: str | None = None,
+        memory: Memory,
         *,
-        policy: str = "auto",
-        loss: Loss = "auto",
-        compress: int = 0,
-        example: Any = None,
         device: str | torch.device | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
         chosen = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         super().__init__(chosen, checkpoint_io=checkpoint_io or _Straight(), precision_plugin=precision_plugin)
-        self._memory = Memory(device_memory, host_memory, disk, policy, loss, compress, example=example)
+        blocks = None if memory.blocks is None else tuple(f"module.{name}" for name in memory.blocks)
+        self._memory = replace(memory, blocks=blocks)  # by their names in what is prepared (_Steps)
         self._steps: _Steps | None = None
 
     # The model.
@@ -98,9 +95,15 @@ class ForebayStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             return
-        if self._steps is None or self._steps.module is not self.lightning_module:
+        module, steps = self.lightning_module, self._steps
+        if steps is None or steps.module is not module or _steps_of(steps.module) not in (None, steps):
             self.setup_optimizers(trainer)
         self.model = self._steps
+
+    @property
+    def _planned(self) -> _Steps | None:
+        """What is prepared; None where it was closed since."""
+        return self._steps if self._steps is not None and session_of(self._steps) is not None else None
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """The optimizer that the module makes, in front of states that are where the plan has them."""
@@ -109,14 +112,17 @@ class ForebayStrategy(SingleDeviceStrategy):
         if module is None:
             raise ConfigError("the strategy has no module; call it through the Trainer")
         _expect_served(module, self.optimizers, self.precision_plugin)
-        if self._steps is not None:
-            api.close(self._steps)  # of the fit before
+        for before in (self._steps, _steps_of(module)):
+            if before is not None:
+                api.close(before)  # of the fit before, or of another Trainer's, which an exception may have ended
+                before.zero_grad()  # as Lightning does before a first backward
         steps = _Steps(module)
         stream_quantised(module)
         with _unattached(module), self.precision_plugin.train_step_context(), as_drawn_before():
             arguments = _arguments(module, self._example(trainer))
             self.optimizers = [self._memory.prepare(steps, self.optimizers[0], arguments, self.root_device)]
         self._steps = self.model = steps
+        attachment_of(steps).at_end(module.register_forward_pre_hook(_Prepared(steps)).remove)
         plan = api.report(steps).plan
         rank_zero_info(in_words(plan))
         for line in warnings_of(plan):
@@ -128,7 +134,7 @@ class ForebayStrategy(SingleDeviceStrategy):
         source = trainer.fit_loop._data_source  # as Lightning's own strategy for DeepSpeed asks for a batch
         if not source.is_defined():
             raise ConfigError(
-                "there is no training data to plan for; fit first, or give the strategy an example: a batch as "
+                "there is no training data to plan for; fit first, or give Memory an example: a batch as "
                 "training_step is given it"
             )
         loader = source.dataloader()
@@ -194,42 +200,65 @@ class ForebayStrategy(SingleDeviceStrategy):
 
     @property
     def _weights_on_disk(self) -> bool:
-        if self._steps is None:
-            return False
-        return any(placed.parameters is Tier.DISK for placed in api.report(self._steps).plan.placements)
+        steps = self._planned
+        return steps is not None and any(p.parameters is Tier.DISK for p in api.report(steps).plan.placements)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lightning's file, and unless only weights are asked for the folder beside it."""
-        whole = "optimizer_states" in checkpoint
-        if self._steps is not None and whole:
-            save_in(_beside(filepath), self._steps, self.optimizers[0], int(checkpoint["global_step"]))
-        elif self._steps is not None and self._weights_on_disk:
+        """Lightning's file, and unless only weights are asked for the folder beside it. One that is there of this name
+        can be resumed from until the new file stands."""
+        steps, beside, new = self._planned, _beside(Path(filepath)), None
+        if steps is not None and "optimizer_states" in checkpoint:
+            new = _unused(beside)
+            checkpoint = {**checkpoint, FOLDER: new.name}
+        elif self._weights_on_disk:
             checkpoint = {**checkpoint, "state_dict": super().lightning_module_state_dict()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        try:
+            if steps is not None and new is not None:
+                save_in(new, steps, self.optimizers[0], int(checkpoint["global_step"]))
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        except Exception:
+            if new is not None:
+                shutil.rmtree(new, ignore_errors=True)  # no file names it
+            raise
+        # Only now: the file that stood until here named one of these.
+        _remove_others(beside, new)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's file, with the folder beside it where there is one."""
+        """Lightning's file, with the folder beside it that it names."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        beside = _beside(checkpoint_path)
-        return {**checkpoint, SUFFIX: str(beside)} if beside.is_dir() else checkpoint
+        if FOLDER not in checkpoint:
+            return checkpoint
+        # A link (last.ckpt) stands for the file that it names.
+        folder = _beside(Path(checkpoint_path).resolve()) / checkpoint[FOLDER]
+        return {**checkpoint, SUFFIX: str(folder)} if folder.is_dir() else checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """From the folder of forebay, with the optimizer's states; or the weights of Lightning's file."""
-        if SUFFIX not in checkpoint or self._steps is None:
+        """From the folder of forebay, with the optimizer's states; or the weights of Lightning's file. Raises
+        ``StorageError`` where the folder is of another step than the file."""
+        steps = self._planned
+        if SUFFIX not in checkpoint or steps is None:
             super().load_model_state_dict(checkpoint, strict)
             return
+        folder, expected = Path(checkpoint[SUFFIX]), checkpoint["global_step"]
         with as_drawn_before():  # Lightning keeps no random numbers
-            resume_in(Path(checkpoint[SUFFIX]), self._steps, self.optimizers[0])
+            resume_in(folder, steps, self.optimizers[0], expected=expected)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """States that Lightning wrote without forebay; those of forebay came with the weights."""
-        if SUFFIX not in checkpoint:
-            super().load_optimizer_state_dict(checkpoint)
+        """States that Lightning wrote without forebay; those of forebay came with the weights. Raises ``ConfigError``
+        where these are not there."""
+        if SUFFIX in checkpoint:
+            return
+        if not any(checkpoint["optimizer_states"]):
+            raise ConfigError(
+                f"the checkpoint holds no optimizer states, and the folder *{SUFFIX} that was saved with it is not "
+                f"beside it; move both"
+            )
+        super().load_optimizer_state_dict(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """The file and the folder."""
-        shutil.rmtree(_beside(filepath), ignore_errors=True)
+        """The file, and then the folder: without the file nobody takes it for whole."""
         super().remove_checkpoint(filepath)
+        shutil.rmtree(_beside(Path(filepath)), ignore_errors=True)
 
 
 @final
@@ -273,6 +302,22 @@ class _Steps(nn.Module):
 
 
 @final
+class _Prepared:
+    """A hook that does nothing: how what was prepared is found again from its module."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self.steps = steps
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Lets the forward begin."""
+
+
+def _steps_of(module: LightningModule) -> _Steps | None:
+    hooks = module._forward_pre_hooks.values()
+    return next((hook.steps for hook in hooks if isinstance(hook, _Prepared)), None)
+
+
+@final
 class _Straight(TorchCheckpointIO):
     """Lightning's file without a copy of all of it in memory first."""
 
@@ -290,10 +335,24 @@ class _Straight(TorchCheckpointIO):
             part.unlink(missing_ok=True)
 
 
-def _beside(path: Any) -> Path:
-    # A link (last.ckpt) stands for the file that it names.
-    target = Path(path).resolve()
-    return target.with_name(target.name + SUFFIX)
+def _beside(file: Path) -> Path:
+    return file.with_name(file.name + SUFFIX)
+
+
+def _unused(beside: Path) -> Path:
+    """The folder for the next save: not one that a file may name, whose step may be the same in another run."""
+    taken = [int(path.name) for path in beside.glob("*") if path.name.isdecimal()]
+    return beside / str(max(taken, default=0) + 1)
+
+
+def _remove_others(beside: Path, kept: Path | None) -> None:
+    """Removes what earlier saves left ``beside`` a file, which now names ``kept`` or none."""
+    if kept is None:
+        shutil.rmtree(beside, ignore_errors=True)
+        return
+    for path in beside.glob("*"):
+        if path != kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _arguments(module: LightningModule, batch: Any) -> tuple[Any, _Step]:
@@ -336,6 +395,4 @@ def _expect_served(module: LightningModule, optimizers: list[Any], precision: Pr
             "use bf16-mixed, which needs no scaling of the loss",
         ),
     )
-    for is_asked, what, remedy in refused:
-        if is_asked:
-            raise ConfigError(f"the Trainer is asked for {what}, which forebay does not serve: {remedy}")
+    expect_served("the Trainer is asked for", refused)

@@ -30,6 +30,7 @@ from forebay.integrations.common import (
     FOLDER,
     Memory,
     as_drawn_before,
+    expect_served,
     figures,
     in_words,
     resume_in,
@@ -216,9 +217,7 @@ def _expect_served(trainer: Trainer) -> None:
         (args.torch_compile, "torch_compile", "compile the model's layers one by one instead"),
         (args.auto_find_batch_size, "auto_find_batch_size", "the plan says beforehand whether a batch fits"),
     )
-    for is_asked, what, remedy in refused:
-        if is_asked:
-            raise ConfigError(f"the trainer's arguments ask for {what}, which forebay does not serve: {remedy}")
+    expect_served("the trainer's arguments ask for", refused)
     asked = [name for name in sorted(_CHECKPOINTING.intersection(f.name for f in fields(args))) if getattr(args, name)]
     for name in asked:
         setattr(args, name, False)
