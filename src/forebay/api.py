@@ -5,46 +5,43 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
 
 from forebay.adoption import adopt_plan, expect_served
+from forebay.asking import Asking
 from forebay.budgets import Budget, Size, expect_disk
 from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
 from forebay.device.base import Device
-from forebay.errors import CaptureFailed, DoesNotFit, ModelError, NoRoomTogether, UsageError
+from forebay.errors import DoesNotFit, ModelError, UsageError
 from forebay.figures import with_figures
-from forebay.loss import Cut, Loss
+from forebay.loss import Loss
 from forebay.machine import Machine
-from forebay.memory import Tier
 from forebay.opening import expect_trainable, limits_of, open_session
 from forebay.optim.rules import read_optimizer
-from forebay.planners import Bench, Problem, make_plan
+from forebay.planners import make_plan
 from forebay.planners.room import leave_room
-from forebay.planning import choose_plan, problem_of
+from forebay.planning import problem_of
 from forebay.plans import Plan, UpdateTime
 from forebay.profiler.capture import capture
-from forebay.profiler.here import this_machine
-from forebay.profiler.loss import cut_for, forced_cut
 from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
 from forebay.runtime.accumulate import LossFunction, accumulate_by_block, accumulate_in_order, gains
-from forebay.runtime.blocks import BoundModel, find_blocks
+from forebay.runtime.blocks import find_blocks
 from forebay.runtime.contents import LazyTensors
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session, session_of
-from forebay.runtime.own_checkpointing import leave_to_plan, left_to
+from forebay.runtime.own_checkpointing import as_planned, leave_to_plan, left_to
 from forebay.runtime.session import Session
 from forebay.runtime.wholes import Wholes
 from forebay.safekeeping import keep_in, resume, save
 from forebay.simulation import simulate
 from forebay.tiling import tile, with_tiles
-from forebay.trace import Footprint, Trace
+from forebay.trace import Trace
 from forebay.units import format_apart
 
 __all__ = [
@@ -133,7 +130,7 @@ def prepare(
         if plan is None:
             places = 1 if kept is None else 2
             asked = budget, policy, opened, compress, micro_batches, update, places, checksums, returning
-            plan = _Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
+            plan = Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, partial(limits_of, returning=returning))
         plan = with_tiles(plan, model, batch, torch.device(opened.name))
@@ -149,96 +146,6 @@ def prepare(
         return prepared
 
 
-@final
-@dataclass(frozen=True)
-class _Asking:
-    """What ``prepare`` asks a planner."""
-
-    model: nn.Module
-    batch: Any
-    bound: BoundModel
-    blocks: Sequence[str] | None
-    optimizer: torch.optim.Optimizer
-    budget: Budget
-    policy: str
-    device: Device
-    compress: int
-    micro_batches: int
-    update: UpdateTime
-    disk_copies: int
-    checksums: bool
-    returning: int
-
-    def plan(self, loss: Loss) -> Plan:
-        """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
-        cannot be computed so."""
-        here = torch.device(self.device.name)
-        if loss == "chunked":
-            cut = forced_cut(self.model, self.batch, self.budget.device, here)
-            return self._in_pieces(cut)
-        if loss != "auto" or self.batch is None:
-            return self._made(0)
-        find = partial(cut_for, self.model, self.batch, self.budget.device, here)
-        return choose_plan(lambda: self._made(0), self._in_pieces, find)
-
-    def _in_pieces(self, cut: Cut) -> Plan:
-        try:
-            return cut.of(self._made(cut.piece))
-        except NoRoomTogether as refusal:
-            raise refusal.having(cut.of(refusal.alone)) from None
-
-    def _made(self, piece: int) -> Plan:
-        limits = limits_of(self.budget, self.returning)
-        trace, unseen = self._captured(piece)
-        machine, notes = (None, ()) if trace is None else this_machine(self.device.name, self.budget.disk)
-        problem = Problem(
-            model=self.bound.model if trace is None else trace.model,
-            footprint=unseen,
-            budget=self.budget,
-            host_limit=limits[Tier.HOST],
-            disk_limit=limits[Tier.DISK],
-            state_names=read_optimizer(self.optimizer).state_names,
-            # On the cpu the update and the compute share the cores: beside each other both are slower.
-            overlap_update=torch.device(self.device.name).type != "cpu",
-            trace=trace,
-            machine=machine,
-            compress=self.compress,
-            update=self.update,
-            disk_copies=self.disk_copies,
-            checksums=self.checksums,
-        )
-
-        def settled(plan: Plan, bench: Bench, many: int) -> Plan:
-            if trace is None or machine is None:
-                return plan
-            bench.prove(plan)
-            return with_figures(trace, machine, plan, notes, liveness=bench.liveness, micro_batches=many)
-
-        benches: list[Bench] = []
-
-        def make(asked: Problem, bench: Bench) -> Plan:
-            benches.append(bench)
-            return make_plan(asked, self.policy, bench)
-
-        try:
-            room = leave_room(problem, self.micro_batches, make)
-        except NoRoomTogether as refusal:
-            raise refusal.having(settled(refusal.alone, benches[0], 1)) from None  # made first, with all the room
-        return settled(room.plan, room.bench, self.micro_batches)
-
-    def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
-        """The trace of a step on the batch; None, and the reason, where there is none to be had."""
-        if self.batch is None:
-            return None, Footprint(0, 0, measured=False)
-        try:
-            kind = torch.device(self.device.name).type
-            trace = capture(self.model, self.batch, self.optimizer, kind, self.blocks, piece).trace
-        except CaptureFailed as error:
-            # Whatever a model does with values it does not have ends here; the plan says that it does not know.
-            return None, Footprint(0, 0, measured=False, note=str(error))
-        return trace, Footprint(0, 0, measured=True)
-
-
 def profile(
     model: nn.Module,
     batch: Any,
@@ -250,12 +157,14 @@ def profile(
     """One training step of ``model`` on ``batch``, forward and backward, recorded under fake tensors.
 
     No memory is taken and nothing is computed: ``model`` may be on the meta device. ``device`` is the kind that the
-    step is recorded for, ``cpu`` or ``cuda``. Raises ``CaptureFailed`` naming the op for a model that cannot run so,
+    step is recorded for, ``cpu`` or ``cuda``. Activation checkpointing that a model of transformers does by itself is
+    off in it, as it is under a plan. Raises ``CaptureFailed`` naming the op for a model that cannot run so,
     ``ModelError`` for a batch or a model that cannot be used, ``OptimizerError`` for an optimizer that is not known.
     """
     if is_prepared(model):
         raise ModelError("this model is prepared; profile it before, or call forebay.close(model) first")
-    return capture(model, batch, optimizer, device, blocks).trace
+    with as_planned(model):
+        return capture(model, batch, optimizer, device, blocks).trace
 
 
 def plan(

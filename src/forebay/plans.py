@@ -25,7 +25,7 @@ __all__ = [
     "updated",
 ]
 
-PLAN_SCHEMA = 8
+PLAN_SCHEMA = 9
 
 UpdateTime = Literal["step", "backward"]
 """When an update may be made: when ``optimizer.step()`` asks for it, or in backward as soon as a block's gradients have

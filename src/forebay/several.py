@@ -11,6 +11,7 @@ Each loop is the user's own. While one model waits for bytes, or for its update,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
@@ -38,6 +39,7 @@ from forebay.reporting.several import SeveralReport
 from forebay.runtime.alternate import alternate_loops
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session
+from forebay.runtime.own_checkpointing import leave_to_plan, left_to
 from forebay.tiling import with_tiles
 from forebay.units import format_seconds
 
@@ -59,10 +61,10 @@ def prepare_several(
     """Puts memory plans under several models, each given with its optimizer and a batch, that are trained on one
     device and share one budget. Returns what ``prepare`` returns, for each.
 
-    Budgets and ``policy`` are as in ``prepare``; the budget is that of all models together. It is divided such that a
-    few steps of each, in turns, are over first in simulation. Policy ``hydra`` is that of the paper: every model passes
-    a layer or two at a time (``l2l``). Losses of language models are computed from all logits at once. Each model is
-    closed by itself; what it had of the budget is not given to the others.
+    Budgets, ``policy`` and checkpointing by a model itself are as in ``prepare``; the budget is that of all models
+    together. It is divided such that a few steps of each, in turns, are over first in simulation. Policy ``hydra`` is
+    that of the paper: every model passes a layer or two at a time (``l2l``). Losses of language models are computed
+    from all logits at once. Each model is closed by itself; what it had of the budget is not given to the others.
 
     Today models take turns on ``cpu`` only. Raises a ``UsageError`` for input that cannot be used, with the number of
     the model, from 0, and ``DoesNotFit`` when the budget has no room for one of them or for all together; every model
@@ -80,10 +82,20 @@ def prepare_several(
     found = [_read(number, *one, whole) for number, one in enumerate(models)]
     _expect_apart(found)
     limits = limits_of(budget)
-    machine, notes = this_machine(whole.name, budget.disk)
-    problems = [_problem(number, one, budget, machine, limits) for number, one in enumerate(found)]
-    division = divide(problems, policy)
-    return _opened(found, _settled(division, notes), whole, budget)
+    with ExitStack() as undo:
+        switches = [leave_to_plan(one.model) for one in found]
+        for own in filter(None, switches):
+            undo.callback(own)
+        machine, notes = this_machine(whole.name, budget.disk)
+        problems = [_problem(number, one, budget, machine, limits) for number, one in enumerate(found)]
+        plans = _settled(divide(problems, policy), notes)
+        plans = [plan if own is None else left_to(plan, own) for plan, own in zip(plans, switches, strict=True)]
+        prepared = _opened(found, plans, whole, budget)
+        undo.pop_all()
+    for (model, _), switch_on in zip(prepared, switches, strict=True):
+        if switch_on is not None:
+            attachment_of(model).at_end(switch_on)
+    return prepared
 
 
 def alternate(models: Sequence[nn.Module], loops: Sequence[Callable[[], Result]]) -> list[Result]:

@@ -33,7 +33,7 @@ __all__ = [
     "fingerprint_of",
 ]
 
-TRACE_SCHEMA = 2
+TRACE_SCHEMA = 3
 
 NO_SAVES = -1
 """In the place of a number of ops: autograd saves nothing there."""
@@ -272,7 +272,9 @@ class Trace:
     where there are none. ``optimizer`` is its name and ``state_names`` those of its states. ``works``, ``segments`` and
     ``visits`` are the ops: what each costs, how they follow in a block, which blocks are run when. ``notes`` say in
     words what was assumed. ``held_nbytes`` of the step's outputs are still there while the next forward runs;
-    ``unseen_nbytes`` may be taken by a loss outside the model, between forward and backward.
+    ``unseen_nbytes`` may be taken by a loss outside the model, between forward and backward. ``read_in_backward`` names
+    the blocks whose parameters a function that the model itself has run again in backward (a checkpoint) reads while
+    none of the modules run that ask for them: such a block has to stay on the device.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory. Seconds and simulated
@@ -294,6 +296,7 @@ class Trace:
     visits: tuple[Visit, ...]
     held_nbytes: int = 0
     unseen_nbytes: int = 0
+    read_in_backward: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     extremes: tuple[Trace, ...] = ()
     schema: int = TRACE_SCHEMA

@@ -274,6 +274,26 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     model(batch()).backward()
 
 
+def test_a_disk_that_is_full_when_micro_batches_pass_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was opened for them before goes again, and is in no account."""
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    trial = Trial(tmp_path)
+    store = trial.session.store
+    arenas = store.arenas
+    with monkeypatch.context() as refusing:
+        refusing.setattr("os.posix_fallocate", full)
+        with pytest.raises(DiskFull, match="No space left"):
+            store.make_room(3)
+    assert trial.ledgers() == trial.standing
+    assert store.arenas == arenas
+    store.make_room(3)
+    assert len(store.arenas) == len(arenas) + 1
+    trial.close()
+
+
 def test_a_disk_budget_that_is_too_small(tmp_path: Path) -> None:
     model = Tower()
     with pytest.raises(DoesNotFit, match=r"disk: the plan needs .* are allowed"):

@@ -143,7 +143,7 @@ def test_without_room_for_them_training_takes_one_after_the_other(
         made.append(problem)
         return make_plan(problem, *asked)
 
-    monkeypatch.setattr("forebay.api.make_plan", counted)
+    monkeypatch.setattr("forebay.asking.make_plan", counted)
     found, report, said = train(text, tmp_path / "tight", "--device-memory", "900KiB", "--policy", "stream-recompute")
     assert (report.micro_batches, report.together) == (3, 1)
     assert found["loss"] == loop["loss"]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import forebay
-from forebay import api, planning
+from forebay import asking, planning
 from forebay.cli.main import app
 from forebay.profiler import capture as capturing
 from tests.parity.compare import adamw
@@ -44,7 +44,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counting
 
-    for module, name in ((api, "capture"), (capturing, "capture"), (api, "make_plan"), (planning, "make_plan")):
+    for module, name in ((asking, "capture"), (capturing, "capture"), (asking, "make_plan"), (planning, "make_plan")):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     return found
 

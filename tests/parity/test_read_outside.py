@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import forebay
-from forebay.errors import ConfigError
+from forebay.errors import CannotServe, ConfigError
 from forebay.memory import Tier
 from forebay.plans import Plan
 from tests.null.planning import machine
@@ -91,3 +92,51 @@ def test_a_plan_that_names_another_block_is_refused() -> None:
     model = Reading(tied=False)
     with pytest.raises(ConfigError, match="'tail'"):
         forebay.prepare(model, torch.optim.AdamW(model.parameters()), ids, device_memory="1800KiB", plan=odd)
+
+
+class Checkpointed(Reading):
+    """Runs what makes the logits again in backward: by itself, or by calling the head."""
+
+    def __init__(self, *, calls: bool, reentrant: bool) -> None:
+        super().__init__(tied=False)
+        self.calls, self.reentrant = calls, reentrant
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.head(hidden) if self.calls else F.linear(hidden, self.head.weight)
+            return made
+
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        made = checkpoint(logits, hidden, use_reentrant=self.reentrant)
+        return F.cross_entropy(made[:, :-1].flatten(end_dim=1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_backward_reads_itself_has_to_stay(*, reentrant: bool) -> None:
+    ids = torch.randint(0, WORDS, (2, 16), generator=torch.Generator().manual_seed(1))
+    plain = Checkpointed(calls=False, reentrant=reentrant)
+    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), ids)
+    model = Checkpointed(calls=False, reentrant=reentrant)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with pytest.raises(CannotServe, match=r"reads parameters of head itself.*take that checkpoint out") as refused:
+        forebay.prepare(model, made, ids, device_memory="1800KiB", policy="stream")
+    (remedy,) = refused.value.nearest
+    # What it names is enough, to the byte.
+    _, optimizer = forebay.prepare(model, made, ids, device_memory=remedy.needed)
+    assert trained(model, optimizer, ids) == expected
+    forebay.close(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_that_a_checkpoint_calls_is_brought(*, reentrant: bool) -> None:
+    ids = torch.randint(0, WORDS, (2, 16), generator=torch.Generator().manual_seed(1))
+    plain = Checkpointed(calls=True, reentrant=reentrant)
+    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), ids)
+    model = Checkpointed(calls=True, reentrant=reentrant)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    _, optimizer = forebay.prepare(model, made, ids, device_memory="1800KiB", policy="stream")
+    assert not any(placed.resident for placed in forebay.report(model).plan.placements)
+    assert trained(model, optimizer, ids) == expected
+    forebay.close(model)

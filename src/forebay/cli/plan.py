@@ -222,10 +222,12 @@ def with_ops(captured: Captured, machine: Machine) -> tuple[Machine, tuple[str, 
 def capture_step(settings: PlanSettings, found: Sample, machine: Machine, cut: Cut | None) -> tuple[Captured, str]:
     """One step of the model, and what the report calls it."""
     from forebay.profiler.capture import capture
+    from forebay.runtime.own_checkpointing import as_planned
 
     piece = 0 if cut is None else cut.piece
     try:
-        captured = capture(found.model, found.batch, settings.optimizer, machine.device_kind, loss_piece=piece)
+        with as_planned(found.model):
+            captured = capture(found.model, found.batch, settings.optimizer, machine.device_kind, loss_piece=piece)
     except ModelError as error:
         raise ModelError(f"{settings.model}: {error}") from None
     parameters = format_count(sum(p.numel for b in captured.trace.model.blocks for p in b.parameters))

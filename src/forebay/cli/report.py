@@ -184,13 +184,16 @@ def _captured(config: TrainConfig, plan: Plan) -> tuple[Trace, Any]:
     from forebay.profiler.capture import capture
     from forebay.profiler.here import this_machine
     from forebay.recipes.tasks import sample
+    from forebay.runtime.own_checkpointing import as_planned
     from forebay.tiling import tile
 
     found = sample(config.model, batch=config.batch, seq=config.seq, dtype=config.dtype)
     if config.tile is not None:
         tile(found.model, config.tile)
     machine, _ = this_machine(config.device, plan.budget.disk)
-    captured = capture(found.model, found.batch, config.optimizer, machine.device_kind, loss_piece=plan.loss_piece)
+    kind, piece = machine.device_kind, plan.loss_piece
+    with as_planned(found.model):
+        captured = capture(found.model, found.batch, config.optimizer, kind, loss_piece=piece)
     return captured.trace, machine
 
 

@@ -33,6 +33,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.in_backward import with_enough_slots
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
+from forebay.planners.refusals import expect_there_in_backward
 from forebay.planners.states import INEXACT, SEVERAL, STATES
 from forebay.plans import Plan
 
@@ -72,11 +73,14 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
     what has been sized and simulated is used again.
 
     Raises ``ConfigError`` for an unknown name, ``CannotServe`` for a policy that is not for this model, machine or
-    step, and ``DoesNotFit`` when the budget cannot be met.
+    step, and where a block streams that the model's own checkpoint reads in backward, and ``DoesNotFit`` when the
+    budget cannot be met.
     """
     planner = PLANNERS.get(policy)
     if planner is None:
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
     with collector_paused():
         bench = bench or Bench(problem)
-        return with_enough_slots(bench, planner(problem, bench))
+        plan = with_enough_slots(bench, planner(problem, bench))
+        expect_there_in_backward(bench, plan)
+        return plan

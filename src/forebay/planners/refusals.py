@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from forebay.arenas import Arenas, Sizer, gradient_nbytes
-from forebay.errors import DoesNotFit
+from forebay.errors import CannotServe, DoesNotFit
 from forebay.layout import align, states_nbytes
 from forebay.loss import VOCABULARY
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.in_backward import passed, usable
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
-from forebay.plans import Update
+from forebay.plans import Plan, Update
 from forebay.remedies import Remedy
 from forebay.states import BLOCK
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["device_too_small", "disk_too_small", "host_too_small", "with_remedies"]
+__all__ = ["device_too_small", "disk_too_small", "expect_there_in_backward", "host_too_small", "with_remedies"]
 
 SMALLER_OPTIMIZERS = (("sgd with momentum", ("momentum_buffer",)), ("sgd", ()))
 """Optimizers with fewer states per element, by name."""
@@ -29,6 +29,23 @@ PANELS = 8
 
 LEAST_SHARE = 0.01
 """A batch smaller than this share of the one asked for is no remedy."""
+
+
+def expect_there_in_backward(bench: Bench, plan: Plan) -> None:
+    """Raises ``CannotServe`` for a plan under which a block streams that the model's own checkpoint reads itself in
+    backward: nothing says then that the block is needed (``Trace.read_in_backward``)."""
+    trace = bench.problem.trace
+    asked = () if trace is None else trace.read_in_backward
+    away = [p.block for p in plan.placements if p.block in asked and not p.resident]
+    if not away:
+        return
+    (remedy,) = _all_on_device(bench)
+    raise CannotServe(
+        f"the model checkpoints a function that reads parameters of {away[0]} itself, outside of its forward, and "
+        f"in backward nothing says when to bring them; take that checkpoint out of the model (a plan recomputes "
+        f"where it gains by it), call the module inside it, or give {remedy.words}",
+        nearest=(remedy,),
+    )
 
 
 def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:

@@ -206,6 +206,8 @@ class _Step:
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
             recorder.follow_modules(self._modules())
+            askers = {name for block in self._bound.model.blocks for name in block.modules}
+            recorder.follow_askers({name: self._model.get_submodule(name) for name in sorted(askers)})
             chunked = self._cut_loss()
             try:
                 with recorder, _quiet_torch():

@@ -48,6 +48,7 @@ def finish(
         visits=visits,
         held_nbytes=held_nbytes,
         unseen_nbytes=unseen_nbytes,
+        read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.read_in_backward),
     )
 
 

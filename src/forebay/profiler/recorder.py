@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -68,6 +69,10 @@ class Recorder(TorchDispatchMode):
         # Blocks whose parameters were read while none of the modules ran that ask for them.
         self.read_outside: set[str] = set()
         self._askers: dict[int, Block] = {}  # by the number of a parameter's root
+        # Those of which backward reads a parameter itself, not what autograd has saved of it, at such a time.
+        self.read_in_backward: set[str] = set()
+        self._parameters: dict[int, Block] = {}  # by id: the recorder's owner holds them
+        self._asking: Counter[str] = Counter()  # modules that ask for a block and run
         # By call: how many ops of the step had run when the last tensor was saved in it.
         self.saves: dict[int, int] = {}
         # By call: numbers of the tensors that own the storages of its arguments.
@@ -85,6 +90,19 @@ class Recorder(TorchDispatchMode):
                 module.register_forward_pre_hook(self._enter(name, block), prepend=True, with_kwargs=True)
             )
             self._handles.append(module.register_forward_hook(self._leave(name), always_call=True))
+
+    def follow_askers(self, modules: Mapping[str, nn.Module]) -> None:
+        """Hooks ``modules``, by name all that ask for a block, so that it is known whether one of them runs."""
+        for name, module in modules.items():
+
+            def before(module: nn.Module, args: Any, name: str = name) -> None:
+                self._asking[name] += 1
+
+            def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                self._asking[name] -= 1
+
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def remove_hooks(self) -> None:
         """Takes the hooks off again."""
@@ -165,6 +183,7 @@ class Recorder(TorchDispatchMode):
     def parameter(self, tensor: torch.Tensor, name: str, block: Block) -> None:
         """``tensor`` is the parameter ``name`` of ``block``."""
         root = self.roots.add(tensor, source=Kind.PARAMETER, name=name)
+        self._parameters[id(tensor)] = block
         if not block.held:
             self._askers[root.number] = block
 
@@ -174,6 +193,14 @@ class Recorder(TorchDispatchMode):
             block = self._askers.get(self.roots.made[number].root.number)
             if block is not None and not any(name in block.modules for name, _ in self._running):
                 self.read_outside.add(block.name)
+
+    def _follow_reads_in_backward(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Notes the blocks whose parameters a function that is run again reads where nobody asks for them. What
+        autograd has saved is another tensor, which ``unpack`` has made."""
+        for tensor in inputs:
+            block = self._parameters.get(id(tensor))
+            if block is not None and not any(self._asking[name] for name in block.modules):
+                self.read_in_backward.add(block.name)
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` is complete; it is noted and taken off."""
@@ -233,6 +260,9 @@ class Recorder(TorchDispatchMode):
         numbers = () if lifted else tuple(dict.fromkeys([self._number(t) for t in inputs]))
         result = self._run(func, args, kwargs, inputs)
         outputs = tensors_in(result)
+        # Before the silent ones are left out: what views a weight is about to read it.
+        if self.phase is Phase.BACKWARD and outputs:
+            self._follow_reads_in_backward(inputs)
         if self._is_silent(func, outputs):
             self.roots.now = max(len(self.ops) - 1, 0)
             return result

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import final
 
 from forebay.memory import ArenaUsage, Kind, Ledger
@@ -50,6 +50,19 @@ class HostArenas:
         if arena.note:
             self.notes.append(arena.note)
         return arena
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[ExitStack]:
+        """A stack for arenas that are wanted together: where one of them, or what they are for, fails, all are closed
+        and in no account. Else they are the stack's, which the caller has taken over by then."""
+        before, said = len(self._opened), len(self.notes)
+        with ExitStack() as opened:
+            try:
+                yield opened
+            except BaseException:
+                # The account has what looks into the arenas, and so would keep them mapped.
+                del self._opened[before:], self.notes[said:]
+                raise
 
     def given_to(self, arena: HostArena, depots: Sequence[Depot]) -> None:
         """All of ``arena`` is for ``depots``, which know how much of it is in use."""

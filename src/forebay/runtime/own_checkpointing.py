@@ -6,15 +6,16 @@ to it: the numbers are the same.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch import nn
 
 from forebay.plans import Plan
 
-__all__ = ["LEFT_TO_THE_PLAN", "leave_to_plan", "left_to"]
+__all__ = ["LEFT_TO_THE_PLAN", "as_planned", "leave_to_plan", "left_to"]
 
 LEFT_TO_THE_PLAN = "the model's own activation checkpointing is off: the plan says what runs again"
 
@@ -35,6 +36,18 @@ def leave_to_plan(model: nn.Module) -> Callable[[], None] | None:
 
     switch(False)
     return lambda: switch(True)
+
+
+@contextlib.contextmanager
+def as_planned(model: nn.Module) -> Iterator[None]:
+    """``model`` as it runs under a plan, which is how a step is captured that a plan is made for; as it was at the
+    end."""
+    switch_on = leave_to_plan(model)
+    try:
+        yield
+    finally:
+        if switch_on is not None:
+            switch_on()
 
 
 def left_to(plan: Plan, switch_on: Callable[[], None]) -> Plan:

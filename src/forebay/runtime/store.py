@@ -241,7 +241,7 @@ class Store:
         further = micro_batches - self._micro_batches
         if further <= 0:
             return
-        with contextlib.ExitStack() as opened:
+        with self._arenas.all_or_none() as opened:
             made = self._further_depots(further, f"activations-{micro_batches}", opened)
             self._stack.push(opened.pop_all())
         for fate, depots in made.items():

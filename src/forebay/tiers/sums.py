@@ -7,6 +7,7 @@ costs little more than the memory that it reads.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -53,14 +54,16 @@ class PageSums:
         size = nbytes // SUMMED * SUM_BYTES
         if ledger is not None:
             ledger.charge(Kind.STAGING, size, "checksums of a file")
-        try:
-            self.descriptor = _opened(size) if descriptor is None else descriptor
-            self._sums: _Sums = np.frombuffer(mmap.mmap(self.descriptor, size), dtype=np.uint64)
-        except OSError as error:
+        with contextlib.ExitStack() as undo:
             if ledger is not None:
-                ledger.discharge(Kind.STAGING, size)
-            raise StorageError(f"no memory for the checksums of a file: {error.strerror}") from error
-        self._release = weakref.finalize(self, _release, self.descriptor, ledger, size)
+                undo.callback(ledger.discharge, Kind.STAGING, size)
+            try:
+                self.descriptor = _opened(size) if descriptor is None else descriptor
+                undo.callback(os.close, self.descriptor)
+                self._sums: _Sums = np.frombuffer(mmap.mmap(self.descriptor, size), dtype=np.uint64)
+            except OSError as error:
+                raise StorageError(f"no memory for the checksums of a file: {error.strerror}") from error
+            self._release = weakref.finalize(self, undo.pop_all().close)
         self._release.atexit = False
 
     def note(self, offset: int, content: memoryview) -> None:
@@ -91,9 +94,3 @@ def _opened(size: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _release(descriptor: int, ledger: Ledger | None, nbytes: int) -> None:
-    os.close(descriptor)
-    if ledger is not None:
-        ledger.discharge(Kind.STAGING, nbytes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -56,6 +58,18 @@ def test_a_flipped_bit_always_changes_the_sum(content: bytes, bit: int, fill: in
     page[bit // 8] ^= np.uint8(1 << (bit % 8))
     assert sums.damaged(0, page.data) == bit // (8 * SUMMED) * SUMMED
     sums.close()
+
+
+def test_sums_that_get_no_memory_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    host, before = Ledger(Tier.HOST, MiB), os.listdir("/proc/self/fd")
+    monkeypatch.setattr("forebay.tiers.sums.mmap.mmap", refused)
+    with pytest.raises(StorageError, match="no memory for the checksums of a file: Cannot allocate memory"):
+        PageSums(PAGES * SUMMED, ledger=host)
+    assert host.live == 0
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("skew", [0, 1])

@@ -1,0 +1,121 @@
+"""What ``prepare`` asks a planner: a step is captured, and a plan is made for it and for this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from forebay.budgets import Budget
+from forebay.device.base import Device
+from forebay.errors import CaptureFailed, NoRoomTogether
+from forebay.figures import with_figures
+from forebay.loss import Cut, Loss
+from forebay.memory import Tier
+from forebay.opening import limits_of
+from forebay.optim.rules import read_optimizer
+from forebay.planners import Bench, Problem, make_plan
+from forebay.planners.room import leave_room
+from forebay.planning import choose_plan
+from forebay.plans import Plan, UpdateTime
+from forebay.profiler.capture import capture
+from forebay.profiler.here import this_machine
+from forebay.profiler.loss import cut_for, forced_cut
+from forebay.runtime.blocks import BoundModel
+from forebay.trace import Footprint, Trace
+
+__all__ = ["Asking"]
+
+
+@final
+@dataclass(frozen=True)
+class Asking:
+    """What there is to plan for: the arguments of ``prepare``, read."""
+
+    model: nn.Module
+    batch: Any
+    bound: BoundModel
+    blocks: Sequence[str] | None
+    optimizer: torch.optim.Optimizer
+    budget: Budget
+    policy: str
+    device: Device
+    compress: int
+    micro_batches: int
+    update: UpdateTime
+    disk_copies: int
+    checksums: bool
+    returning: int
+
+    def plan(self, loss: Loss) -> Plan:
+        """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
+        cannot be computed so."""
+        here = torch.device(self.device.name)
+        if loss == "chunked":
+            cut = forced_cut(self.model, self.batch, self.budget.device, here)
+            return self._in_pieces(cut)
+        if loss != "auto" or self.batch is None:
+            return self._made(0)
+        find = partial(cut_for, self.model, self.batch, self.budget.device, here)
+        return choose_plan(lambda: self._made(0), self._in_pieces, find)
+
+    def _in_pieces(self, cut: Cut) -> Plan:
+        try:
+            return cut.of(self._made(cut.piece))
+        except NoRoomTogether as refusal:
+            raise refusal.having(cut.of(refusal.alone)) from None
+
+    def _made(self, piece: int) -> Plan:
+        limits = limits_of(self.budget, self.returning)
+        trace, unseen = self._captured(piece)
+        machine, notes = (None, ()) if trace is None else this_machine(self.device.name, self.budget.disk)
+        problem = Problem(
+            model=self.bound.model if trace is None else trace.model,
+            footprint=unseen,
+            budget=self.budget,
+            host_limit=limits[Tier.HOST],
+            disk_limit=limits[Tier.DISK],
+            state_names=read_optimizer(self.optimizer).state_names,
+            # On the cpu the update and the compute share the cores: beside each other both are slower.
+            overlap_update=torch.device(self.device.name).type != "cpu",
+            trace=trace,
+            machine=machine,
+            compress=self.compress,
+            update=self.update,
+            disk_copies=self.disk_copies,
+            checksums=self.checksums,
+        )
+
+        def settled(plan: Plan, bench: Bench, many: int) -> Plan:
+            if trace is None or machine is None:
+                return plan
+            bench.prove(plan)
+            return with_figures(trace, machine, plan, notes, liveness=bench.liveness, micro_batches=many)
+
+        benches: list[Bench] = []
+
+        def make(asked: Problem, bench: Bench) -> Plan:
+            benches.append(bench)
+            return make_plan(asked, self.policy, bench)
+
+        try:
+            room = leave_room(problem, self.micro_batches, make)
+        except NoRoomTogether as refusal:
+            raise refusal.having(settled(refusal.alone, benches[0], 1)) from None  # made first, with all the room
+        return settled(room.plan, room.bench, self.micro_batches)
+
+    def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
+        """The trace of a step on the batch; None, and the reason, where there is none to be had."""
+        if self.batch is None:
+            return None, Footprint(0, 0, measured=False)
+        try:
+            kind = torch.device(self.device.name).type
+            trace = capture(self.model, self.batch, self.optimizer, kind, self.blocks, piece).trace
+        except CaptureFailed as error:
+            # Whatever a model does with values it does not have ends here; the plan says that it does not know.
+            return None, Footprint(0, 0, measured=False, note=str(error))
+        return trace, Footprint(0, 0, measured=True)
