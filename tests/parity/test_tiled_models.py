@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import forebay
 from forebay.errors import ConfigError, ModelError, OptimizerError, UsageError
+from forebay.memory import Tier
 from forebay.runtime.tiles import TiledLinear
 from forebay.units import parse_bytes
 from tests.parity.compare import adamw, assert_same_training
@@ -131,16 +132,18 @@ def test_a_run_in_tiles_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     forebay.close(model)
 
 
-def test_micro_batches_together_are_those_of_the_loop() -> None:
+def test_micro_batches_together_are_those_of_the_loop_within_the_promise() -> None:
     found = []
     for together in (False, True):
         torch.manual_seed(0)
         model = language_model()
         forebay.tile(model, SIZE)
-        model, _ = prepared(model, language_batch(0))
+        model, _ = prepared(model, language_batch(0), micro_batches=3 if together else 1)
         batches = [language_batch(step) for step in range(3)]
         if together:
             forebay.accumulate(model, batches, lambda m, b: m(**b).loss)
+            made = forebay.report(model)
+            assert made.measured_peaks()[Tier.DEVICE] <= made.plan.peaks(3)[Tier.DEVICE]
         else:
             for batch in batches:
                 model(**batch).loss.backward()

@@ -34,6 +34,7 @@ from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass
+from forebay.runtime.tiles import Tiled
 from forebay.runtime.turns import Turns
 from forebay.treatments import Fate
 
@@ -56,9 +57,13 @@ def accumulate_in_order(model: nn.Module, batches: Sequence[Any], loss_fn: LossF
     return losses
 
 
-def gains(attachment: Attachment) -> bool:
+def gains(attachment: Attachment, model: nn.Module) -> bool:
     """Whether there is anything that would cross the link once instead of once for each micro-batch."""
     session = attachment.session
+    if any(isinstance(module, Tiled) for module in model.modules()):
+        # Tiles are fetched inside of one autograd function, which no other micro-batch can come in between of: backward
+        # of the first would go on to its end, with the gradients of all tiles on the device at once.
+        return False
     return any(not b.held and not session.store.blocks[b.name].placement.resident for b in session.model.blocks)
 
 
