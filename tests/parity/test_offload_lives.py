@@ -23,7 +23,7 @@ from forebay.timeline import Event
 from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.compare import adamw, assert_same_training
 from tests.parity.models import CASES, Case
-from tests.parity.offloading import larger, movable, moving, trace_of
+from tests.parity.offloading import larger, movable, moving
 from tests.parity.recomputing import AMPLE, plan_of
 from tests.parity.test_offload_memory import DEPTH, INPUT, TOWER, of_layers
 
