@@ -139,9 +139,11 @@ def prepared(plan: Plan, disk: Path) -> Iterator[tuple[nn.Module, torch.optim.Op
     )
     try:
         yield model, optimizer
-    finally:
+    except BaseException:
         with contextlib.suppress(ForebayError):
             forebay.close(model)
+        raise
+    forebay.close(model)  # parameters come home: that reads, too
 
 
 def train(plan: Plan, disk: Path, kept: Path) -> Outcome:
