@@ -12,8 +12,9 @@ Vocabulary
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,22 @@ __all__ = [
     "Limit",
     "OutOfMemory",
     "Running",
+    "among",
 ]
 
 
 class BenchmarkError(Exception):
     """A benchmark that cannot be run, or whose result must not be kept."""
+
+
+def among(what: str, wanted: Sequence[str], there: Sequence[str]) -> Sequence[str]:
+    """``wanted``, or all that are ``there`` where none is. Raises ``BenchmarkError`` for a name that is not."""
+    for name in wanted:
+        if name not in there:
+            near = get_close_matches(name, there, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise BenchmarkError(f"there is no {what} {name} here; {meant}there are {', '.join(there)}")
+    return wanted or there
 
 
 class OutOfMemory(BenchmarkError):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 
 from benchmarks.case import BenchmarkError
-from benchmarks.host import code, hardware, versions
+from benchmarks.host import provenance
 from benchmarks.papers.claims import CLAIMS
 from benchmarks.papers.record import Comparison, Row
 
@@ -19,19 +18,12 @@ def compare(names: Sequence[str], command: str, say: Callable[[str], None]) -> C
     for name in names:
         if name not in CLAIMS:
             raise BenchmarkError(f"there is no claim {name}; there are {', '.join(CLAIMS)}")
-    date, before = datetime.now(UTC), code()
+    origin = provenance(command)
     rows: list[Row] = []
     for name in names or CLAIMS:
         rows.append(CLAIMS[name]())
         say(in_words(rows[-1]))
-    return Comparison(
-        date=date,
-        command=command,
-        hardware=hardware(with_gpu=False),
-        versions=versions(),
-        code=before,
-        rows=tuple(rows),
-    )
+    return Comparison(**origin, rows=tuple(rows))
 
 
 def in_words(row: Row) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
-from benchmarks.case import BenchmarkError
-from benchmarks.host import code, hardware, versions
+from benchmarks.case import BenchmarkError, among
+from benchmarks.host import provenance
 from benchmarks.policies.record import AUTO, Comparison, Instance, Outcome
 from forebay.budgets import Budget, DiskBudget
 from forebay.catalogue import load_machine
@@ -64,33 +62,17 @@ def compare(
 
     ``say`` gets a line about each instance. Raises ``BenchmarkError`` for a name that is not among them, or no share.
     """
-    chosen, on = _among("model", models, tuple(MODELS)), _among("machine", machines, MACHINES)
+    chosen, on = among("model", models, tuple(MODELS)), among("machine", machines, MACHINES)
     if not all(0 < share <= 1 for share in shares):
         raise BenchmarkError(f"a device budget is a share of the device, above 0 and at most 1, got {list(shares)}")
-    date, before = datetime.now(UTC), code()
+    origin = provenance(command)
     found = []
     for model in chosen:
         trace = traced(model)
         for one in instances(model, MODELS[model], trace, [load_machine(name) for name in on], shares):
             found.append(one)
             say(in_words(one))
-    return Comparison(
-        date=date,
-        command=command,
-        hardware=hardware(with_gpu=False),
-        versions=versions(),
-        code=before,
-        instances=tuple(found),
-    )
-
-
-def _among(what: str, wanted: Sequence[str], there: Sequence[str]) -> Sequence[str]:
-    for name in wanted:
-        if name not in there:
-            near = get_close_matches(name, there, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise BenchmarkError(f"there is no {what} {name} here; {meant}there are {', '.join(there)}")
-    return wanted or there
+    return Comparison(**origin, instances=tuple(found))
 
 
 def traced(model: str) -> Trace:

@@ -15,12 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from difflib import get_close_matches
 from typing import Final
 
-from benchmarks.case import BenchmarkError
-from benchmarks.host import code, hardware, versions
+from benchmarks.case import BenchmarkError, among
+from benchmarks.host import provenance
 from benchmarks.planning import HOST, LAYERS, MOST_LAYERS, traced
 from benchmarks.solving.record import Comparison, Room, Solved
 from forebay.budgets import Budget
@@ -60,28 +58,17 @@ def compare(layers: Sequence[int], policies: Sequence[str], command: str, say: C
     for count in layers:
         if not 0 < count <= MOST_LAYERS:
             raise BenchmarkError(f"a model here has 1 to {MOST_LAYERS} layers, got {count}")
-    for name in policies:
-        if name not in POLICIES:
-            near = get_close_matches(name, POLICIES, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise BenchmarkError(f"there is no policy {name} here; {meant}there are {', '.join(POLICIES)}")
-    date, before = datetime.now(UTC), code()
+    chosen = among("policy", policies, POLICIES)
+    origin = provenance(command)
     rows = []
     for count in layers or LAYERS:
         trace = traced(count)
         for room in Room:
             problem = asked(trace, room)
-            for name in policies or POLICIES:
+            for name in chosen:
                 rows.append(solved(name, count, room, problem))
                 say(in_words(rows[-1]))
-    return Comparison(
-        date=date,
-        command=command,
-        hardware=hardware(with_gpu=False),
-        versions=versions(),
-        code=before,
-        rows=tuple(rows),
-    )
+    return Comparison(**origin, rows=tuple(rows))
 
 
 def asked(trace: Trace, room: Room) -> Problem:

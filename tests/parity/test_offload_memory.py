@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import forebay
 from forebay.errors import DeviceOutOfMemory
@@ -15,9 +14,9 @@ from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from tests.parity.compare import adamw, assert_same_training
-from tests.parity.models import Case
 from tests.parity.offloading import Named, host_formula, movable, moving, trace_of
 from tests.parity.recomputing import AMPLE, plan_of
+from tests.parity.towers import tower
 
 WHERE = pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
 FLOAT = 4
@@ -25,30 +24,7 @@ ROWS, WIDTH, DEPTH = 128, 8, 5
 INPUT = ROWS * WIDTH * FLOAT
 """Bytes of a layer's input: more than its gradients, so that the peak stays where backward begins."""
 
-
-class Feed(nn.Module):
-    """A layer that saves three tensors: its input, what goes into GELU and what comes out of it (4 times as large)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Feed() for _ in range(DEPTH)])
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": x.square().sum()}
-
-
-TOWER = Case(Tower, lambda step: {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))})
+TOWER = tower(ROWS, WIDTH, DEPTH)
 LAYERS = [f"layers.{i}" for i in range(DEPTH)]
 
 

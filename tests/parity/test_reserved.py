@@ -17,34 +17,13 @@ from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import prepared_session
 from forebay.slabs import device_slabs
 from tests.parity.compare import adamw
-from tests.parity.models import Case
 from tests.parity.offloading import movable, moving, trace_of
 from tests.parity.recomputing import AMPLE, plan_of
+from tests.parity.towers import tower
 
 WIDTH, DEPTH, ROWS = 96, 4, 256
 
-
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Feed() for _ in range(DEPTH)])
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": x.square().sum()}
-
-
-TOWER = Case(Tower, lambda step: {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))})
+TOWER = tower(ROWS, WIDTH, DEPTH)
 
 
 def trained(plan: Plan | None, steps: int = 2, **how: object) -> nn.Module:
