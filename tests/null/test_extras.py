@@ -9,7 +9,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 
 PROGRAM = """
 import sys
@@ -94,3 +95,11 @@ def test_what_is_imported_is_declared() -> None:
     assert {"torch", "numba"} <= imported
     others = {PACKAGES.get(name, name) for name in imported - sys.stdlib_module_names - extras - {"forebay"}}
     assert others - declared == set()
+
+
+def test_what_tests_import_is_in_the_source_distribution() -> None:
+    packed = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    lines = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
+    named = {name for file in (ROOT / "tests").rglob("*.py") for name in lines.findall(file.read_text("utf-8"))}
+    own = {f"/{name}" for name in named if (ROOT / name).is_dir()}
+    assert {"/tests", "/benchmarks"} <= own <= set(packed)

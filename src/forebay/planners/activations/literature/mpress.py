@@ -7,10 +7,10 @@ stripes over several of them), the ones that live longest first; what there is n
 where that hides, or runs again. A planner begins with one assignment, has an emulator play it, and tries others while
 the step becomes faster. O(n log n) in tensors, and a simulation for each assignment that is tried.
 
-This is a stage that has no other device: swaps to the host in place of those to devices. ``planners.parallel`` has the
-whole of it, over several. Ours departs in two things. The emulator is asked about two assignments, and not for as long
-as it gains: nothing is swapped while anything can run again, or what hides is, the tensors that lie idle for longest
-first. And what runs again does so once, with its whole block; the cheapest a byte comes first.
+This is a stage that has no other device: swaps to the host in place of those to devices. The whole of it, over several,
+is in ``planners.parallel.mpress_pipeline``. Ours departs in two things. The emulator is asked about two assignments,
+and not for as long as it gains: nothing is swapped while anything can run again, or what hides is, the tensors that lie
+idle for longest first. And what runs again does so once, with its whole block; the cheapest a byte comes first.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ stages offload more, each as large a share as the link moves while the stage com
 checkpointing: of what is left the tensors run again that spare the most bytes for an operation (norms, activation
 functions), and products stay. O(n log n) in tensors.
 
-This is a stage by itself, whose one micro-batch is offloaded under the forward and comes back under the backward;
-``planners.parallel`` has all stages of a pipeline. Ours departs in three things. The fewest tensors are given up that
-the budget asks for, where the paper's shares are parameters of a search that also chooses the degrees of parallelism.
-What is offloaded are whole tensors, those that would take the most to make again a byte, where the paper cuts each
-layer's at a share. And what costs operations is said by the trace, which counts those of products alone: among the
-others the least seconds a byte decide.
+This is a stage by itself, whose one micro-batch is offloaded under the forward and comes back under the backward; all
+stages of a pipeline are in ``planners.parallel.ppaware_pipeline``. Ours departs in three things. The fewest tensors are
+given up that the budget asks for, where the paper's shares are parameters of a search that also chooses the degrees of
+parallelism. What is offloaded are whole tensors, those that would take the most to make again a byte, where the paper
+cuts each layer's at a share. And what costs operations is said by the trace, which counts those of products alone:
+among the others the least seconds a byte decide.
 """
 
 from __future__ import annotations
