@@ -253,7 +253,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFunc
     if not batches:
         raise UsageError("accumulate was given no micro-batches; a step needs one at least")
     attachment = session_of(model)
-    if attachment is None or len(batches) == 1 or not torch.is_grad_enabled() or not gains(attachment, model):
+    if attachment is None or len(batches) == 1 or not torch.is_grad_enabled() or not gains(attachment):
         return accumulate_in_order(model, batches, loss_fn)
     _expect_room(attachment.session, len(batches))
     return accumulate_by_block(attachment, model, batches, loss_fn)

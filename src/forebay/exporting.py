@@ -17,6 +17,7 @@ from forebay.checkpoint.source import ModelSource, Source
 from forebay.checkpoint.weights import INDEX, Entry
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.layout import MASTER, needs_master
+from forebay.optim.streamed import groups_with
 from forebay.recipes.tasks import is_transformers
 from forebay.runtime.hooks import prepared_session, session_of
 from forebay.runtime.session import Session
@@ -135,11 +136,7 @@ def _source(model: nn.Module, session: Session, *, wide: bool) -> ModelSource:
 
 def _states(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What ``get_optimizer_state_dict`` gives, its tensors to be read later: a parameter's states at a time."""
-    names = {id(parameter): name for name, parameter in session.parameters.items()}
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    groups = groups_with(session.names, optimizer.param_groups)
     states = {name: _of_parameter(session, name) for group in groups for name in group["params"]}
     return {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
 

@@ -21,7 +21,8 @@ from forebay.runtime.blockstate import BlockState
 from forebay.runtime.head import ChunkedHead, Recognised, recognise
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.host_arenas import Ledgers
-from forebay.runtime.session import Resources, Session, Whereabouts
+from forebay.runtime.resources import Resources
+from forebay.runtime.session import Session, Whereabouts
 from forebay.runtime.stash import Stash
 from forebay.runtime.store import Store
 from forebay.scheduling.slots import SlotPool
@@ -132,9 +133,8 @@ def open_session(
         raise
     # A model that is dropped without close() gives its memory, files and threads back all the same.
     weakref.finalize(model, resources.close)
-    names = {id(p): n for n, p in bound.parameters.items()}
     attachment.hide_all()
-    return model, StreamedOptimizer(optimizer, session, names)
+    return model, StreamedOptimizer(optimizer, session, session.names)
 
 
 def _head_for(plan: Plan, model: nn.Module) -> Recognised | None:

@@ -119,8 +119,7 @@ def _in_place(session: Session, blocks: Mapping[str, BlockState], generations: G
 def groups_of(session: Session, optimizer: torch.optim.Optimizer) -> tuple[Group, ...]:
     """The parameter groups, by plain names. Raises ``OptimizerError`` for an optimizer of another model, and
     ``ConfigError`` for a setting that cannot be kept."""
-    names = {id(parameter): name for name, parameter in session.parameters.items()}
-    made = []
+    names, made = session.names, []
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) not in names for parameter in group["params"]):
             raise OptimizerError("this optimizer is not of this model; give the one that forebay.prepare returned")

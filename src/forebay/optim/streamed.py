@@ -10,7 +10,7 @@ import torch
 from forebay.errors import OptimizerError
 from forebay.states import form_of, plain_name
 
-__all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group"]
+__all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group", "groups_with"]
 
 
 class StateHost(Protocol):
@@ -94,10 +94,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """The states in ``torch.optim``'s own form; fp32 master copies, where there are any, as ``master``."""
         index = {id(p): i for i, p in enumerate(self._parameters())}
         states = {index[key]: self._host.read_states(self._names[key]) for key in index}
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [index[id(p)] for p in group["params"]]}
-            for group in self.param_groups
-        ]
+        groups = groups_with(index, self.param_groups)
         return {"state": {i: s for i, s in states.items() if s}, "param_groups": groups}
 
     @torch.no_grad()
@@ -121,6 +118,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._host.write_states(states)
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+
+
+def groups_with(names: Mapping[int, Any], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups as in a state dict: ``names``, by ``id``, in the place of the parameters."""
+    return [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        for group in groups
+    ]
 
 
 def frozen_group(group: Mapping[str, Any]) -> dict[str, object]:

@@ -34,7 +34,6 @@ from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass
-from forebay.runtime.tiles import Tiled
 from forebay.runtime.turns import Turns
 from forebay.treatments import Fate
 
@@ -57,10 +56,10 @@ def accumulate_in_order(model: nn.Module, batches: Sequence[Any], loss_fn: LossF
     return losses
 
 
-def gains(attachment: Attachment, model: nn.Module) -> bool:
+def gains(attachment: Attachment) -> bool:
     """Whether there is anything that would cross the link once instead of once for each micro-batch."""
     session = attachment.session
-    if any(isinstance(module, Tiled) for module in model.modules()):
+    if attachment.has_tiles:
         # Tiles are fetched inside of one autograd function, which no other micro-batch can come in between of: backward
         # of the first would go on to its end, with the gradients of all tiles on the device at once.
         return False
@@ -140,7 +139,6 @@ class _ByBlock:
         self._session = session = attachment.session
         self._model = model
         self._loss_fn = loss_fn
-        self._name_of = {id(p): name for name, p in session.parameters.items()}
         self._gathering = Gathering(
             session.parameters, len(batches), session.store.landing, session.resources.ledgers.host
         )
@@ -290,11 +288,12 @@ class _ByBlock:
 
     def _ended(self, one: _MicroBatch) -> None:
         """A forward is over: the backward of its last segment comes at once, while what it has made is small."""
+        names = self._session.names
         one.names = [
-            list(dict.fromkeys(self._name_of[id(leaf)] for leaf in segment.leaves if id(leaf) in self._name_of))
+            list(dict.fromkeys(names[id(leaf)] for leaf in segment.leaves if id(leaf) in names))
             for segment in one.segments
         ]
-        self._gathering.known(one.number, Counter(name for names in one.names for name in names))
+        self._gathering.known(one.number, Counter(name for own in one.names for name in own))
         self._backward_of(one)
 
     # Backward.

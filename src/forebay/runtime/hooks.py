@@ -33,6 +33,7 @@ from forebay.runtime.passes import Pass
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
+from forebay.runtime.tiles import Tiled
 from forebay.runtime.vigil import batch_shape
 from forebay.trace import Block
 
@@ -119,6 +120,7 @@ class Attachment:
         self.accumulating = threading.Lock()
         # The pass that runs, or ran last; while several take turns, the one whose turn it is.
         self.current = Pass()
+        self.has_tiles = any(isinstance(module, Tiled) for module in modules.values())
         plan = session.plan
         self._as_written = not isinstance(session.watch, NoWatch) or bool(plan.activations or plan.recompute)
         self._compiled = compiled_modules(root)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import final
 
 import torch
 from torch import nn
 
-from forebay.device.base import Device, Watch
 from forebay.errors import ForebayError, SessionClosed
-from forebay.kernels.team import Team
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
@@ -21,74 +18,28 @@ from forebay.runtime.contents import Contents
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.holds import Outcome
-from forebay.runtime.host_arenas import Ledgers
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
+from forebay.runtime.resources import Resources
 from forebay.runtime.saved import SavedTensors
-from forebay.runtime.stash import Stash
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
-from forebay.runtime.store import Store
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
-from forebay.scheduling.slots import SlotPool
 from forebay.tiers.lock import FolderLock
 from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
 
-__all__ = ["Phase", "Resources", "Session", "Whereabouts"]
+__all__ = ["Phase", "Session", "Whereabouts"]
 
 TRAINING, EVALUATION = "training", "evaluation"
 """The kinds of pass, each with a record of its own of the order in which blocks are used."""
 
 
 @final
-class Resources:
-    """What must be given back: threads, arenas, files, device buffers. Holds no reference to the model, so that a
-    finalizer of the model can hold this."""
-
-    def __init__(
-        self,
-        device: Device,
-        watch: Watch,
-        ledgers: Ledgers,
-        store: Store,
-        pool: SlotPool,
-        stash: Stash,
-        team: Team,
-        *,
-        owns_device: bool,
-    ) -> None:
-        self.device = device
-        self.watch = watch
-        self.ledgers = ledgers
-        self.store = store
-        self.pool = pool
-        self.stash = stash
-        self.team = team
-        self.locks: dict[Path, FolderLock] = {}
-        self._owns_device = owns_device
-        self._closed = False
-
-    def close(self) -> None:
-        """Waits for what is queued, then frees everything. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        # From the last one to the first, each whatever those before it raised: no thread, file or arena outlives it.
-        with ExitStack() as closing:
-            for lock in self.locks.values():
-                closing.callback(lock.close)
-            if self._owns_device:
-                closing.callback(self.device.close)
-            for held in (self.team, self.store, self.stash, self.pool):
-                closing.callback(held.close)
-            # Nothing is freed while a lane may still read or write it.
-            closing.callback(self.device.synchronize)
-            closing.callback(self.watch.uninstall)
-
-
-@final
 class Session:
-    """One prepared model. The hooks call in (``hooks.py``), the optimizer asks for steps, the interface reads."""
+    """One prepared model. The hooks call in (``hooks.py``), the optimizer asks for steps, the interface reads.
+
+    ``names`` are those of its parameters, by ``id``.
+    """
 
     def __init__(
         self,
@@ -102,6 +53,7 @@ class Session:
         self.plan = plan
         self.model = model
         self.parameters = parameters
+        self.names: Mapping[int, str] = {id(parameter): name for name, parameter in parameters.items()}
         self.rule = rule
         self.resources = resources
         self.device = resources.device
