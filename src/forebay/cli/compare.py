@@ -14,6 +14,7 @@ from forebay.collector import collector_paused
 from forebay.errors import ConfigError, DoesNotFit, UnitError
 from forebay.reporting.comparison import LINKS, Candidate, Measured
 from forebay.reporting.files import expect_folder_of, writing
+from forebay.reporting.side_by_side import Comparison
 from forebay.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from forebay.trace import Trace
 
 __all__ = [
-    "Comparison",
     "Run",
     "Shares",
     "compare",
@@ -48,16 +48,6 @@ Run = Callable[["Plan", Budget], Measured]
 
 def silent(line: str) -> None:
     """Tells nobody."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What ``forebay compare`` answers; ``title`` says of which model and machine, ``notes`` how the figures came
-    about."""
-
-    title: str
-    candidates: tuple[Candidate, ...]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ def compare(
     policies: Sequence[str],
     measure: bool = False,
     tell: Callable[[str], None] = silent,
-) -> Comparison:
+) -> Comparison[Candidate]:
     """``policies`` with each of ``budgets`` (bytes of device memory, or shares of what everything takes; none: what
     ``settings`` say, or what the machine has). That a policy does not fit is an answer too.
     With ``measure`` each policy that fits is run here as well, one after the other; ``tell`` hears of each.
@@ -239,7 +229,7 @@ def expect_picture(path: Path) -> None:
         expect_folder_of(path, "--plot")
 
 
-def draw(found: Comparison, path: Path) -> None:
+def draw(found: Comparison[Candidate], path: Path) -> None:
     """Writes the picture of ``found`` to ``path``: a page, or what matplotlib draws. Raises ``StorageError`` where it
     cannot be written."""
     if path.suffix.lower() != PAGE:

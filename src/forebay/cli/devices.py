@@ -13,6 +13,7 @@ from forebay.cli.plan import PlanSettings, capture_step, chosen_machine, with_op
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.reporting.devices import DevicesReport, ServerCandidate
+from forebay.reporting.side_by_side import Comparison, fastest_first
 from forebay.servers import Server
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from forebay.trace import Trace
 
 __all__ = [
-    "DevicesComparison",
     "compare_devices",
     "expect_simulated",
     "parse_device_policies",
@@ -34,15 +34,6 @@ SIMULATED = "steps over several devices are simulated: nothing runs on them here
 
 AUTO = "auto"
 """The fastest of all."""
-
-
-@dataclass(frozen=True)
-class DevicesComparison:
-    """What ``forebay compare --devices`` answers."""
-
-    title: str
-    candidates: tuple[ServerCandidate, ...]
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -153,7 +144,7 @@ def plan_devices(settings: PlanSettings) -> DevicesReport:
     asked = _asked(settings)
     bench = _bench(asked, settings, settings.device_memory)
     found = [_candidate(bench, policy) for policy in policies]
-    fitting = sorted((one for one in found if one.feasible), key=lambda one: one.seconds)
+    fitting = fastest_first(found)
     chosen = fitting[0] if fitting else found[-1]
     return DevicesReport(
         asked.name,
@@ -167,7 +158,9 @@ def plan_devices(settings: PlanSettings) -> DevicesReport:
     )
 
 
-def compare_devices(settings: PlanSettings, budgets: Sequence[int], policies: Sequence[str]) -> DevicesComparison:
+def compare_devices(
+    settings: PlanSettings, budgets: Sequence[int], policies: Sequence[str]
+) -> Comparison[ServerCandidate]:
     """``policies`` with each of ``budgets`` of a device (bytes; none: what it has). Raises a ``UsageError`` for what
     cannot be used."""
     asked = _asked(settings)
@@ -176,7 +169,7 @@ def compare_devices(settings: PlanSettings, budgets: Sequence[int], policies: Se
         bench = _bench(asked, settings, budget)
         found += [_candidate(bench, policy) for policy in policies]
     title = f"{asked.name} on {asked.machine.name}, {asked.server.words}, {bench.micro_batches} micro-batches a step"
-    return DevicesComparison(title, tuple(found), asked.notes)
+    return Comparison(title, tuple(found), asked.notes)
 
 
 def _asked(settings: PlanSettings) -> _Asked:

@@ -1,17 +1,17 @@
-"""Policies side by side: the record, and the tables that ``forebay compare`` prints."""
+"""Policies side by side on one device: the record, and the tables that ``forebay compare`` prints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Group
-from rich.text import Text
 
 from forebay.errors import ConfigError
 from forebay.memory import Tier
 from forebay.reporting.rows import NONE, size
+from forebay.reporting.side_by_side import Answer, moved_table, tables_by_budget, times
 from forebay.reporting.terminal import bullets, figure_table
 from forebay.timeline import Lane
 from forebay.units import format_bytes, format_seconds
@@ -71,35 +71,30 @@ class Measured:
         }
 
 
+@final
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Answer):
     """One policy with one device budget (bytes), as predicted, and as ``measured`` where it was run.
 
-    ``step_seconds`` is None where it fits no plan within the budgets, and ``reason`` says then why, and what would fit.
     ``peaks`` are bytes of every tier in a step, ``moved`` bytes that cross each of ``LINKS`` in a step, ``exact``
-    whether the numbers are those of plain PyTorch. ``solve_seconds`` is the time that the planner took.
+    whether the numbers are those of plain PyTorch.
     """
 
-    policy: str
-    budget: int
-    solve_seconds: float
     step_seconds: float | None = None
     peaks: Mapping[Tier, int] = field(default_factory=dict)
     moved: Mapping[Lane, int] = field(default_factory=dict)
     exact: bool = True
-    reason: str = ""
     measured: Measured | None = None
 
     def __post_init__(self) -> None:
-        if (self.step_seconds is None) != bool(self.reason):
-            raise ConfigError(f"policy {self.policy} either has a step or a reason why it has none")
+        super().__post_init__()
         if self.measured is not None and not self.feasible:
             raise ConfigError(f"policy {self.policy} has no plan, so that nothing can have been measured of it")
 
     @property
-    def feasible(self) -> bool:
-        """Whether there is a plan within all budgets."""
-        return self.step_seconds is not None
+    def seconds(self) -> float | None:
+        """Of a step as predicted; None where there is no plan within all budgets."""
+        return self.step_seconds
 
     @property
     def served(self) -> bool:
@@ -138,31 +133,13 @@ def _of_links(moved: Mapping[Lane, int]) -> dict[str, int]:
 
 def comparison_tables(title: str, candidates: Sequence[Candidate], notes: Sequence[str] = ()) -> Group:
     """For every budget two tables, the fastest policy first: seconds and peaks, bytes over each link, what was measured
-    below what was predicted; then why those that are missing in them do not fit. What holds whatever the budget is said
-    once, behind all."""
-    parts: list[RenderableType] = [Text(title, style="bold")]
-    never = _never(candidates)
-    for budget in dict.fromkeys(c.budget for c in candidates):
-        asked = [c for c in candidates if c.budget == budget]
-        fitting = sorted((c for c in asked if c.step_seconds is not None), key=lambda c: c.step_seconds or 0.0)
-        if fitting:
-            parts += [_peaks(budget, fitting), _moved(fitting), *bullets(list(_remarks(fitting)))]
-        missing = [c for c in asked if not c.feasible and c.policy not in never]
-        if missing:
-            parts.append(Text(f"Does not fit with {format_bytes(budget)} on the device", style="bold"))
-            parts += bullets([f"{c.policy}: {c.reason}" for c in missing])
-    if never:
-        parts.append(Text("Fits none of these budgets", style="bold"))
-        parts += bullets([f"{policy}: {reason}" for policy, reason in never.items()])
-    return Group(*parts, *bullets(notes))
+    below what was predicted; then why those that are missing in them do not fit."""
+    return tables_by_budget(title, candidates, notes, _tables)
 
 
-def _never(candidates: Sequence[Candidate]) -> dict[str, str]:
-    """Policies that fit none of several budgets for one and the same reason, and that reason."""
-    reasons: dict[str, list[str]] = {}
-    for one in candidates:
-        reasons.setdefault(one.policy, []).append(one.reason)
-    return {policy: why[0] for policy, why in reasons.items() if len(why) > 1 and why[0] and len(set(why)) == 1}
+def _tables(budget: int, fitting: Sequence[Candidate]) -> list[RenderableType]:
+    moved = moved_table("Bytes over each link in a step", LINKS, _moved(fitting))
+    return [_peaks(budget, fitting), moved, *bullets(list(_remarks(fitting)))]
 
 
 def _peaks(budget: int, fitting: Sequence[Candidate]) -> RenderableType:
@@ -189,17 +166,14 @@ def _peaks(budget: int, fitting: Sequence[Candidate]) -> RenderableType:
 
 
 def _figures(seconds: float, best: float, peaks: Mapping[Tier, int]) -> list[str]:
-    times = f"{seconds / best:.2f}" if best else NONE
-    return [times, *(size(peaks.get(tier) or None) for tier in TIERS)]
+    return [times(seconds, best), *(size(peaks.get(tier) or None) for tier in TIERS)]
 
 
-def _moved(fitting: Sequence[Candidate]) -> RenderableType:
-    table = figure_table("Bytes over each link in a step", "policy", [lane.value for lane in LINKS])
+def _moved(fitting: Sequence[Candidate]) -> Iterator[tuple[str, Mapping[Lane, int]]]:
     for one in fitting:
-        table.add_row(one.policy, *(size(one.moved.get(lane) or None) for lane in LINKS))
+        yield one.policy, one.moved
         if one.measured is not None and one.measured.ran:
-            table.add_row(UNDER, *(size(one.measured.moved.get(lane) or None) for lane in LINKS))
-    return table
+            yield UNDER, one.measured.moved
 
 
 def _remarks(fitting: Sequence[Candidate]) -> Iterator[str]:

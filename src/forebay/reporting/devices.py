@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Group
 from rich.text import Text
 
-from forebay.errors import ConfigError
 from forebay.memory import Tier
 from forebay.reporting.rows import NONE, size
+from forebay.reporting.side_by_side import Answer, fastest_first, moved_table, tables_by_budget, times
 from forebay.reporting.terminal import bullets, figure_table
 from forebay.servers import ServerPlan
 from forebay.timeline import Lane
@@ -26,30 +26,17 @@ LINKS = (Lane.H2D, Lane.D2H, Lane.PEER_OUT, Lane.PEER_IN)
 """Ways of a device, to the host and to other devices."""
 
 
+@final
 @dataclass(frozen=True)
-class ServerCandidate:
-    """One policy with one budget of each device (bytes): its ``plan``, or the ``reason`` why there is none, and what
-    would fit. ``solve_seconds`` is the time that it took to say so."""
+class ServerCandidate(Answer):
+    """One policy with one budget of each device (bytes), and its ``plan``."""
 
-    policy: str
-    budget: int
-    solve_seconds: float
     plan: ServerPlan | None = None
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        if (self.plan is None) != bool(self.reason):
-            raise ConfigError(f"policy {self.policy} either has a plan or a reason why it has none")
 
     @property
-    def feasible(self) -> bool:
-        """Whether there is a plan."""
-        return self.plan is not None
-
-    @property
-    def seconds(self) -> float:
-        """Of a step; 0 without a plan."""
-        return 0.0 if self.plan is None else self.plan.step_seconds
+    def seconds(self) -> float | None:
+        """Of a step; None without a plan."""
+        return None if self.plan is None else self.plan.step_seconds
 
     def to_json_dict(self) -> dict[str, Any]:
         """The figures for ``--json``: bytes and seconds."""
@@ -127,25 +114,22 @@ def devices_table(report: DevicesReport) -> Group:
     table.add_row("host", "", "", size(plan.host or None), size(report.budgets[1]))
     moved = [f"{format_bytes(plan.moved[lane])} {lane.value}" for lane in LINKS if plan.moved.get(lane)]
     crossing = [f"bytes that cross in a step, of all devices: {', '.join(moved)}"] if moved else []
-    faster = sorted((one for one in report.others if one.feasible), key=lambda one: one.seconds)
-    others = [f"--policy {one.policy}: {format_seconds(one.seconds)}" for one in faster]
+    faster = [one.plan for one in fastest_first(report.others) if one.plan is not None]
+    others = [f"--policy {other.policy}: {format_seconds(other.step_seconds)}" for other in faster]
     return Group(title, step, table, *bullets([*plan.reasons, *crossing, *others, *report.notes]))
 
 
 def devices_tables(title: str, candidates: Sequence[ServerCandidate], notes: Sequence[str] = ()) -> Group:
     """For every budget the policies that fit, the fastest first; then why the others do not."""
-    parts: list[RenderableType] = [Text(title, style="bold")]
-    for budget in dict.fromkeys(one.budget for one in candidates):
-        asked = [one for one in candidates if one.budget == budget]
-        fitting = sorted((one.plan for one in asked if one.plan is not None), key=lambda plan: plan.step_seconds)
-        if fitting:
-            parts += [_figures(budget, fitting), _moved(fitting)]
-            parts += bullets([f"{plan.policy}: {'; '.join(plan.reasons)}" for plan in fitting if plan.reasons])
-        missing = [one for one in asked if not one.feasible]
-        if missing:
-            parts.append(Text(f"Does not fit with {format_bytes(budget)} on each device", style="bold"))
-            parts += bullets([f"{one.policy}: {one.reason}" for one in missing])
-    return Group(*parts, *bullets(notes))
+    return tables_by_budget(title, candidates, notes, _tables)
+
+
+def _tables(budget: int, fitting: Sequence[ServerCandidate]) -> list[RenderableType]:
+    plans = [one.plan for one in fitting if one.plan is not None]
+    moved = ((plan.policy, plan.moved) for plan in plans)
+    why = [f"{plan.policy}: {'; '.join(plan.reasons)}" for plan in plans if plan.reasons]
+    links = moved_table("Bytes over links in a step, of all devices", LINKS, moved)
+    return [_figures(budget, plans), links, *bullets(why)]
 
 
 def _figures(budget: int, fitting: Sequence[ServerPlan]) -> RenderableType:
@@ -155,15 +139,7 @@ def _figures(budget: int, fitting: Sequence[ServerPlan]) -> RenderableType:
     table = figure_table(f"{format_bytes(budget)} on each device: step and peaks", "policy", columns)
     fastest = min(plan.step_seconds for plan in fitting)
     for plan in fitting:
-        times = f"{plan.step_seconds / fastest:.2f}" if fastest else NONE
         peaks = [share.peak for share in plan.devices]
-        figures = [format_seconds(plan.step_seconds), times, f"{plan.idle_share:.0%}"]
+        figures = [format_seconds(plan.step_seconds), times(plan.step_seconds, fastest), f"{plan.idle_share:.0%}"]
         table.add_row(plan.policy, *figures, *map(size, (max(peaks), min(peaks), plan.host or None)))
-    return table
-
-
-def _moved(fitting: Sequence[ServerPlan]) -> RenderableType:
-    table = figure_table("Bytes over links in a step, of all devices", "policy", [lane.value for lane in LINKS])
-    for plan in fitting:
-        table.add_row(plan.policy, *(size(plan.moved.get(lane) or None) for lane in LINKS))
     return table

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from forebay.cli.compare import Comparison, draw, expect_picture
+from forebay.cli.compare import draw, expect_picture
 from forebay.cli.main import app
 from forebay.errors import ConfigError, StorageError
 from forebay.reporting.comparison import Candidate, Measured
 from forebay.reporting.plot import expect_plottable, figure_of, plot
+from forebay.reporting.side_by_side import Comparison
 from forebay.units import GiB, MiB
 
 FOUND = (
