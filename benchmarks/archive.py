@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar, final
+from typing import Generic, TypeVar, final
 
-from benchmarks.host import Hardware, slug
+from benchmarks.host import slug
+from benchmarks.provenance import Provenance
 from benchmarks.result import RESULTS
 from forebay.records import dump, load
 
-__all__ = ["Archive", "Dated"]
+__all__ = ["Archive"]
 
 
-class Dated(Protocol):
-    """A record of one run on one machine."""
-
-    @property
-    def date(self) -> datetime:
-        """When it began, UTC."""
-        ...
-
-    @property
-    def hardware(self) -> Hardware:
-        """Where it ran."""
-        ...
-
-
-Record = TypeVar("Record", bound=Dated)
+Record = TypeVar("Record", bound=Provenance)
 
 
 @final

@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import psutil
 
-__all__ = ["ROOT", "Code", "CpuMeter", "Hardware", "code", "hardware", "provenance", "slug", "versions"]
+__all__ = ["ROOT", "Code", "CpuMeter", "Hardware", "code", "hardware", "slug", "versions"]
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
@@ -120,17 +119,6 @@ def code(revision: str | None = None, root: Path = ROOT) -> Code:
         return Code(revision or "unknown", None, digest.hexdigest())
     status = _output(["git", "status", "--porcelain", "--", *_CODE, ":!benchmarks/results", ":!*.md"], root)
     return Code(head, None if status is None else bool(status), digest.hexdigest())
-
-
-def provenance(command: str) -> dict[str, Any]:
-    """What a record of a run without a GPU says of where it comes from, asked for when the run begins."""
-    return {
-        "date": datetime.now(UTC),
-        "command": command,
-        "hardware": hardware(with_gpu=False),
-        "versions": versions(),
-        "code": code(),
-    }
 
 
 def slug(machine: Hardware) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
+from typing import Any, final
 
 from benchmarks.case import Account, Case, Facts
-from benchmarks.host import Code, Hardware, slug
+from benchmarks.host import slug
 from benchmarks.measure import Outcome, Score
+from benchmarks.provenance import TimedProvenance
 from forebay.records import dump, load
 
-__all__ = ["RESULTS", "SCHEMA", "Result", "Row", "Shape", "collect", "load_all", "save"]
+__all__ = ["RESULTS", "Result", "Row", "Shape", "collect", "load_all", "save"]
 
-SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"
 """Where results are kept."""
 
@@ -54,15 +54,14 @@ class Row:
     account: Account
 
 
-@dataclass(frozen=True)
-class Result:
-    """One run of one case. ``other_cores`` is how many cores other processes kept busy meanwhile, on average."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class Result(TimedProvenance):
+    """One run of one case."""
 
     case: str
     question: str
     device: str
-    date: datetime
-    command: str
     metric: str
     baseline: str
     subject: str
@@ -72,17 +71,7 @@ class Result:
     limit: str
     limit_seconds: float | None
     facts: Facts
-    hardware: Hardware
-    versions: Mapping[str, str]
-    threads: int
-    other_cores: float
-    code: Code
     rows: tuple[Row, ...]
-    schema: int = SCHEMA
-
-    def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"this result has schema {self.schema}, this harness reads schema {SCHEMA}")
 
     def row(self, name: str) -> Row:
         """The row of contender ``name``; KeyError if there is none."""
@@ -97,20 +86,8 @@ class Result:
         return f"{self.case}-{self.date:%Y%m%dT%H%M%SZ}-{slug(self.hardware)}.json"
 
 
-def collect(
-    case: Case,
-    scores: Sequence[Score],
-    *,
-    facts: Facts,
-    hardware: Hardware,
-    versions: Mapping[str, str],
-    threads: int,
-    other_cores: float,
-    code: Code,
-    date: datetime,
-    command: str,
-) -> Result:
-    """Puts a run's figures together."""
+def collect(case: Case, scores: Sequence[Score], facts: Facts, origin: Mapping[str, Any]) -> Result:
+    """Puts a run's figures together; ``origin``: the fields of ``TimedProvenance``."""
     shape = Shape(
         case.model.name,
         case.model.parameters,
@@ -122,11 +99,10 @@ def collect(
         case.steps,
     )
     return Result(
+        **origin,
         case=case.name,
         question=case.question,
         device=case.device.value,
-        date=date,
-        command=command,
         metric=case.metric,
         baseline=case.baseline,
         subject=case.subject,
@@ -136,11 +112,6 @@ def collect(
         limit=case.limit.words,
         limit_seconds=None if case.limit.seconds is None else case.limit.seconds(facts),
         facts=facts,
-        hardware=hardware,
-        versions=versions,
-        threads=threads,
-        other_cores=other_cores,
-        code=code,
         rows=tuple(_row(case, score) for score in scores),
     )
 

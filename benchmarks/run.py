@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.case import BenchmarkError, Case, Contender, DeviceKind, Job
-from benchmarks.host import CpuMeter, code, hardware, versions
 from benchmarks.isolated import IsolatedRunner
 from benchmarks.measure import Runner, race
+from benchmarks.provenance import Timing
 from benchmarks.rates import facts, fastest
 from benchmarks.result import Result, collect
 
@@ -28,9 +27,7 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
     on_card = case.device is DeviceKind.CUDA
     if on_card and not torch.cuda.is_available():
         raise BenchmarkError(f"case {case.name} needs a CUDA device; torch {torch.__version__} finds none")
-    meter = CpuMeter()
-    date = datetime.now(UTC)
-    before = code(revision)
+    timing = Timing(f"scripts/bench run {case.name}", with_gpu=on_card, revision=revision)
     with tempfile.TemporaryDirectory(prefix="forebay-benchmark-") as folder:
         job = Job(case.model, case.batch, case.seq, case.device, Path(folder))
 
@@ -43,21 +40,4 @@ def run_case(case: Case, *, say: Callable[[str], None], revision: str | None = N
         scores = race(case, start, say)
         measured = fastest(rates_before, facts(job))
         scores = tuple(replace(score, detail=score.detail.replace(folder, "SCRATCH")) for score in scores)
-    other_cores = meter.others()
-    if code(revision) != before:
-        raise BenchmarkError(
-            f"case {case.name}: sources or commit changed during the run, so that contenders may have run different "
-            f"code; run it again, in a checkout that nobody edits"
-        )
-    return collect(
-        case,
-        scores,
-        facts=measured,
-        hardware=hardware(on_card),
-        versions=versions(),
-        threads=torch.get_num_threads(),
-        other_cores=other_cores,
-        code=before,
-        date=date,
-        command=f"scripts/bench run {case.name}",
-    )
+    return collect(case, scores, measured, timing.ended())

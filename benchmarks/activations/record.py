@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from statistics import median
+from typing import final
 
 from benchmarks.archive import Archive
-from benchmarks.host import Code, Hardware
 from benchmarks.prediction.record import Figures
+from benchmarks.provenance import TimedProvenance
 
 __all__ = ["ARCHIVE", "Comparison", "Field", "Row", "State"]
-
-SCHEMA = 1
 
 
 class State(StrEnum):
@@ -86,24 +83,16 @@ class Field:
         raise KeyError(name)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One session. ``other_cores`` is how many cores other processes kept busy meanwhile, ``failed`` says in words
-    which models did not run."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison(TimedProvenance):
+    """One session. ``failed`` says in words which models did not run."""
 
-    date: datetime
-    command: str
-    hardware: Hardware
-    versions: Mapping[str, str]
-    threads: int
-    other_cores: float
-    code: Code
     rounds: int
     warmup: int
     steps: int
     fields: tuple[Field, ...]
     failed: tuple[str, ...] = ()
-    schema: int = SCHEMA
 
     @property
     def subject(self) -> str:

@@ -6,7 +6,6 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from benchmarks.activations.planned import Candidate, candidates, same_plan
 from benchmarks.activations.race import Entry, Pace, Start, count, heats, merged, race, set_up
 from benchmarks.activations.record import Comparison, Field, Row, State
 from benchmarks.case import BenchmarkError, Contender, DeviceKind, Job
-from benchmarks.host import CpuMeter, code, hardware, versions
+from benchmarks.provenance import Timing
 from forebay.machine import Machine
 
 if TYPE_CHECKING:
@@ -75,12 +74,10 @@ QUICK = Settings(shares=(50, 80), batches=tuple((name, 2) for name in BATCHES), 
 
 def compare(names: list[str], settings: Settings, command: str, *, say: Callable[[str], None]) -> Comparison:
     """Runs the models called ``names`` (all, if empty). A model that fails is named in the result."""
-    import torch
-
     from forebay.profiler.probe import probe
 
     models = chosen(names)
-    meter, date, before = CpuMeter(), datetime.now(UTC), code()
+    timing = Timing(command)
     machine = probe("cpu", refresh=True)
     fields: list[Field] = []
     failed: list[str] = []
@@ -93,16 +90,8 @@ def compare(names: list[str], settings: Settings, command: str, *, say: Callable
             except BenchmarkError as error:
                 failed.append(f"{model.name}: {error}")
                 say(f"  {error}")
-    if settings.kept and code() != before:
-        raise BenchmarkError("sources or commit changed during the run; run it again, in a checkout nobody edits")
     return Comparison(
-        date=date,
-        command=command,
-        hardware=hardware(False),
-        versions=versions(),
-        threads=torch.get_num_threads(),
-        other_cores=meter.others(),
-        code=before,
+        **timing.ended(kept=settings.kept),
         rounds=min((len(row.seconds) for field in fields for row in field.rows if row.seconds), default=0),
         warmup=settings.pace.warmup,
         steps=settings.pace.steps,

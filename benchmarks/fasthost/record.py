@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from statistics import median
+from typing import final
 
 from benchmarks.archive import Archive
-from benchmarks.host import Code, Hardware
+from benchmarks.provenance import TimedProvenance
 
 __all__ = ["ARCHIVE", "Comparison", "Row"]
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -52,27 +49,18 @@ class Row:
         return ratio >= self.target if self.at_least else ratio <= self.target
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One run of ``topic``. ``ratio`` says in words what the rows' ratios are, ``setting`` what was run.
-
-    ``other_cores`` is how many cores other processes kept busy meanwhile, ``left_out`` who could not take part.
-    """
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison(TimedProvenance):
+    """One run of ``topic``. ``ratio`` says in words what the rows' ratios are, ``setting`` what was run, ``left_out``
+    who could not take part."""
 
     topic: str
     question: str
     ratio: str
     setting: str
-    date: datetime
-    command: str
-    hardware: Hardware
-    versions: Mapping[str, str]
-    threads: int
-    other_cores: float
-    code: Code
     rows: tuple[Row, ...]
     left_out: tuple[str, ...] = ()
-    schema: int = SCHEMA
 
     def row(self, name: str) -> Row:
         """The row of ``name``; ``KeyError`` if there is none."""

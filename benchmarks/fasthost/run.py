@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TypeVar
 
-from benchmarks.case import BenchmarkError
 from benchmarks.fasthost.record import Comparison, Row
-from benchmarks.host import CpuMeter, code, hardware, versions
 from benchmarks.measure import in_rotation
+from benchmarks.provenance import Timing
 
 __all__ = ["Measured", "Say", "compared", "rotated"]
 
@@ -33,29 +31,20 @@ def compared(
 ) -> Comparison:
     """Runs ``measure`` and puts what it found into a record. Raises ``BenchmarkError`` where the figures are to be kept
     (``keep``) and the code changed meanwhile."""
-    import torch
-
-    before, meter, date = code(), CpuMeter(), datetime.now(UTC)
+    timing = Timing(command)
     found = measure()
-    if keep and code() != before:
-        raise BenchmarkError("sources or commit changed during the run; run it again, in a checkout nobody edits")
+    origin = timing.ended(kept=keep, **found.versions)
     for row in found.rows:
         ratio_words = "" if row.ratio is None else f"  ratio {row.ratio:.3f} ({min(row.ratios):.3f} - "
         ratio_words += "" if row.ratio is None else f"{max(row.ratios):.3f})"
         ratio_words += "" if row.met is not False else "  MISSED"
         say(f"{row.name:44} {row.median_seconds:8.4f} s{ratio_words}  {row.note}".rstrip())
     return Comparison(
+        **origin,
         topic=topic,
         question=question,
         ratio=ratio,
         setting=found.setting,
-        date=date,
-        command=command,
-        hardware=hardware(with_gpu=False),
-        versions={**versions(), **found.versions},
-        threads=torch.get_num_threads(),
-        other_cores=meter.others(),
-        code=before,
         rows=tuple(found.rows),
         left_out=tuple(found.left_out),
     )

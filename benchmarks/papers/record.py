@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from typing import final
 
 from benchmarks.archive import Archive
-from benchmarks.host import Code, Hardware
+from benchmarks.provenance import Provenance
 
 __all__ = ["ARCHIVE", "Comparison", "Point", "Row", "latest"]
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,12 @@ class Row:
     points: tuple[Point, ...]
 
 
-@dataclass(frozen=True)
-class Comparison:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Provenance):
     """One run. Nothing is timed: all figures are those of the simulator."""
 
-    date: datetime
-    command: str
-    hardware: Hardware
-    versions: Mapping[str, str]
-    code: Code
     rows: tuple[Row, ...]
-    schema: int = SCHEMA
 
 
 ARCHIVE = Archive("papers-", Comparison)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.case import BenchmarkError
-from benchmarks.host import provenance
 from benchmarks.papers.claims import CLAIMS
 from benchmarks.papers.record import Comparison, Row
+from benchmarks.provenance import provenance
 
 __all__ = ["compare"]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from math import inf
+from typing import final
 
 from benchmarks.archive import Archive
-from benchmarks.host import Code, Hardware
+from benchmarks.provenance import Provenance
 
 __all__ = ["ARCHIVE", "AUTO", "MORE", "Comparison", "Instance", "Outcome", "latest"]
-
-SCHEMA = 1
 
 AUTO = "auto"
 
@@ -82,17 +80,12 @@ class Instance:
         return self.ratio is not None and 1 / (1 + MORE) <= self.ratio <= 1 + MORE
 
 
-@dataclass(frozen=True)
-class Comparison:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Provenance):
     """One run. Nothing is timed but planning: steps are those of the simulator."""
 
-    date: datetime
-    command: str
-    hardware: Hardware
-    versions: Mapping[str, str]
-    code: Code
     instances: tuple[Instance, ...]
-    schema: int = SCHEMA
 
 
 ARCHIVE = Archive("policies-", Comparison)

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.case import BenchmarkError, among
-from benchmarks.host import provenance
 from benchmarks.policies.record import AUTO, Comparison, Instance, Outcome
+from benchmarks.provenance import provenance
 from forebay.budgets import Budget, DiskBudget
 from forebay.catalogue import load_machine
 from forebay.collector import collector_paused

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from statistics import median
+from typing import final
 
 from benchmarks.archive import Archive
-from benchmarks.host import Code, Hardware
+from benchmarks.provenance import TimedProvenance
 
 __all__ = ["ARCHIVE", "Comparison", "Figures", "Run"]
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -59,22 +56,14 @@ class Run:
         return median(self.ratios or (self.predicted.step_seconds / self.measured.step_seconds,)) - 1
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """All runs of one session. ``other_cores`` is how many cores other processes kept busy meanwhile, ``failed`` says
-    in words which models did not run."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison(TimedProvenance):
+    """All runs of one session. ``failed`` says in words which models did not run."""
 
-    date: datetime
-    command: str
-    hardware: Hardware
-    versions: Mapping[str, str]
-    threads: int
-    other_cores: float
-    code: Code
     machine: str
     runs: tuple[Run, ...]
     failed: tuple[str, ...] = ()
-    schema: int = SCHEMA
 
     def planned(self) -> tuple[Run, ...]:
         """The runs of ``auto``: what a user gets."""

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from benchmarks.case import BenchmarkError
-from benchmarks.host import ROOT, CpuMeter, code, hardware, versions
+from benchmarks.host import ROOT, hardware
 from benchmarks.prediction.record import Comparison, Run
 from benchmarks.prediction.rounds import ROUNDS, Foretold, Ran, beside, between, foretell, measure, run
 from benchmarks.prediction.zoo import ZOO, Entry
+from benchmarks.provenance import Timing
 from forebay.budgets import Budget
 from forebay.machine import Machine
 from forebay.plans import Plan
@@ -39,13 +39,11 @@ class _Runs:
 
 def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
     """Runs the models of the zoo called ``names`` (all, if empty). A model that fails is named in the result."""
-    import torch
-
     entries = [entry for entry in ZOO if not names or entry.name in names]
     unknown = set(names) - {entry.name for entry in ZOO}
     if unknown:
         raise BenchmarkError(f"no model {', '.join(sorted(unknown))}; there are {', '.join(e.name for e in ZOO)}")
-    meter, date, before = CpuMeter(), datetime.now(UTC), code()
+    timing = Timing("scripts/bench predict" + "".join(f" {name}" for name in names))
     runs: list[Run] = []
     failed: list[str] = []
     for entry in entries:
@@ -63,21 +61,9 @@ def compare(names: list[str], *, say: Callable[[str], None]) -> Comparison:
                 f"{one.measured.step_seconds:.3f} s ({one.step_error:+.1%}), device {one.device_error:+.2%}, host "
                 f"{one.host_error:+.2%}; {one.plan}"
             )
-    here = hardware(False)
-    if code() != before:
-        raise BenchmarkError("sources or commit changed during the run; run it again, in a checkout nobody edits")
-    return Comparison(
-        date=date,
-        command="scripts/bench predict" + "".join(f" {name}" for name in names),
-        hardware=here,
-        versions=versions(),
-        threads=torch.get_num_threads(),
-        other_cores=meter.others(),
-        code=before,
-        machine=f"{here.cpu}, {here.cores} cores",
-        runs=tuple(runs),
-        failed=tuple(failed),
-    )
+    origin, here = timing.ended(), hardware(with_gpu=False)
+    machine = f"{here.cpu}, {here.cores} cores"
+    return Comparison(**origin, machine=machine, runs=tuple(runs), failed=tuple(failed))
 
 
 def _in_a_process(entry: Entry) -> tuple[Run, ...]:

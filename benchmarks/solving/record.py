@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
+from typing import final
 
 from benchmarks.archive import Archive
-from benchmarks.host import Code, Hardware
+from benchmarks.provenance import Provenance
 
 __all__ = ["ARCHIVE", "TARGET", "Comparison", "Room", "Solved", "latest"]
-
-SCHEMA = 1
 
 TARGET = 2.0
 """Seconds of the processor that a planner may take for a model of any of these depths, but for the exact ones."""
@@ -53,17 +51,12 @@ class Solved:
         return self.cpu_seconds > TARGET and not self.exact
 
 
-@dataclass(frozen=True)
-class Comparison:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Provenance):
     """One run."""
 
-    date: datetime
-    command: str
-    hardware: Hardware
-    versions: Mapping[str, str]
-    code: Code
     rows: tuple[Solved, ...]
-    schema: int = SCHEMA
 
 
 ARCHIVE = Archive("solving-", Comparison)

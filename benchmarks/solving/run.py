@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Final
 
 from benchmarks.case import BenchmarkError, among
-from benchmarks.host import provenance
 from benchmarks.planning import HOST, LAYERS, MOST_LAYERS, traced
+from benchmarks.provenance import provenance
 from benchmarks.solving.record import Comparison, Room, Solved
 from forebay.budgets import Budget
 from forebay.catalogue import read_machine

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from statistics import median
+from typing import final
 
 from benchmarks.archive import Archive
-from benchmarks.host import Code, Hardware
+from benchmarks.provenance import TimedProvenance
 
 __all__ = ["ARCHIVE", "BASELINE", "MEMORY", "Comparison", "Row"]
-
-SCHEMA = 1
 
 BASELINE = "torch cast + fused + cast"
 """The contender that ratios are taken to."""
@@ -38,22 +35,14 @@ class Row:
         return self.bytes_per_parameter * self.parameters_per_second(elements)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One run over ``elements`` parameters with ``threads`` threads. ``other_cores`` is how many cores other
-    processes kept busy meanwhile, ``left_out`` says in words who could not take part."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class Comparison(TimedProvenance):
+    """One run over ``elements`` parameters. ``left_out`` says in words who could not take part."""
 
-    date: datetime
-    command: str
-    hardware: Hardware
-    versions: Mapping[str, str]
-    threads: int
     elements: int
-    other_cores: float
-    code: Code
     rows: tuple[Row, ...]
     left_out: tuple[str, ...] = ()
-    schema: int = SCHEMA
 
     def row(self, name: str) -> Row:
         """The row of ``name``; ``KeyError`` if there is none."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib import metadata
 
 from benchmarks.case import BenchmarkError
-from benchmarks.host import CpuMeter, code, hardware, versions
+from benchmarks.provenance import Timing
 from benchmarks.updates.contenders import MAKERS, Buffers
 from benchmarks.updates.record import Comparison, Row
 from benchmarks.updates.turns import Contender, race
@@ -26,9 +25,7 @@ ROUNDS = 9
 
 def compare(elements: int, command: str, say: Callable[[str], None]) -> Comparison:
     """Measures everyone who is there; ``say`` gets a line about each. Raises ``BenchmarkError`` if the code changed."""
-    import torch
-
-    before, meter, date = code(), CpuMeter(), datetime.now(UTC)
+    timing = Timing(command)
     team = Team(cores())
     held = Buffers(elements)
     there: list[Contender] = []
@@ -42,22 +39,9 @@ def compare(elements: int, command: str, say: Callable[[str], None]) -> Comparis
         seconds = race(there, 2 if elements == QUICK else ROUNDS)
     finally:
         team.close()
-    after = code()
-    if after.sha256 != before.sha256:
-        raise BenchmarkError("the code changed while it was measured; measure in a checkout of its own")
+    origin = timing.ended(numba=metadata.version("numba"))
     rows = tuple(Row(c.name, c.bytes_per_parameter, tuple(s)) for c, s in zip(there, seconds, strict=True))
     for row in rows:
         rate, moved = row.parameters_per_second(elements), row.bytes_per_second(elements)
         say(f"{row.name:52} {rate / 1e6:8,.0f} M parameters/s {moved / 1e9:7.1f} GB/s")
-    return Comparison(
-        date=date,
-        command=command,
-        hardware=hardware(with_gpu=False),
-        versions={**versions(), "numba": metadata.version("numba")},
-        threads=torch.get_num_threads(),
-        elements=elements,
-        other_cores=meter.others(),
-        code=before,
-        rows=rows,
-        left_out=tuple(dict.fromkeys(absent)),
-    )
+    return Comparison(**origin, elements=elements, rows=rows, left_out=tuple(dict.fromkeys(absent)))

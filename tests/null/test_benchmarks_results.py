@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import provenance
 from benchmarks.case import BenchmarkError, Case
 from benchmarks.host import Code, CpuMeter, Hardware
 from benchmarks.measure import Score
@@ -22,18 +24,16 @@ MACHINE = Hardware(cpu="Some CPU @ 2 GHz", cores=2, memory_bytes=2**34)
 
 
 def result_of(scores: tuple[Score, ...], day: int = 1, case: Case | None = None) -> Result:
-    return collect(
-        case or case_of(PLAIN, FOREBAY),
-        scores,
-        facts=FACTS,
-        hardware=MACHINE,
-        versions={"python": "3.11.7", "torch": "2.13.0"},
-        threads=2,
-        other_cores=0.01,
-        code=Code("0123456789abcdef", True, "fedcba9876543210"),
-        date=datetime(2026, 1, day, 12, 30, tzinfo=UTC),
-        command="scripts/bench run fake",
-    )
+    origin = {
+        "hardware": MACHINE,
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "threads": 2,
+        "other_cores": 0.01,
+        "code": Code("0123456789abcdef", True, "fedcba9876543210"),
+        "date": datetime(2026, 1, day, 12, 30, tzinfo=UTC),
+        "command": "scripts/bench run fake",
+    }
+    return collect(case or case_of(PLAIN, FOREBAY), scores, FACTS, origin)
 
 
 @pytest.fixture
@@ -116,3 +116,15 @@ def test_the_table_replaces_the_generated_part_only(result: Result, tmp_path: Pa
     page.write_text("no markers")
     with pytest.raises(BenchmarkError, match="needs the lines"):
         write([result], page)
+
+
+def test_figures_are_kept_of_code_that_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [Code("abc", False, "1"), Code("abc", False, "1"), Code("abc", True, "2")]
+    monkeypatch.setattr(provenance, "code", lambda revision: states.pop(0))
+    timing = provenance.Timing("scripts/bench run fake")
+    fields = timing.ended(numba="0.68")
+    assert fields["code"] == Code("abc", False, "1") and fields["versions"]["numba"] == "0.68"
+    assert set(fields) | {"schema"} == {field.name for field in dataclasses.fields(provenance.TimedProvenance)}
+    with pytest.raises(BenchmarkError, match="changed during the run"):
+        timing.ended()
+    assert timing.ended(kept=False)["code"] == Code("abc", False, "1")
