@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -15,7 +15,7 @@ from forebay.loss import Loss
 from forebay.plans import UpdateTime
 from forebay.units import parse_bytes, parse_disks
 
-__all__ = ["NonFinite", "OptimizerName", "TrainConfig", "make_config", "read_yaml"]
+__all__ = ["SEQ", "NonFinite", "OptimizerName", "StepSettings", "TrainConfig", "make_config", "read_yaml"]
 
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -32,31 +32,41 @@ NonFinite = Literal["stop", "skip"]
 """What a step comes to whose loss, or whose gradients, are infinite or NaN: the end of the run, or nothing."""
 
 
-class TrainConfig(BaseModel):
-    """One run of ``forebay train``. Sizes are bytes; see the help of the flag of the same name for the meaning."""
+SEQ: Final = 128
+"""Tokens of a row where nobody says how many."""
+
+
+class StepSettings(BaseModel):
+    """What whoever makes a plan is told of a step. Sizes are bytes; see the help of the flag of the same name for the
+    meaning."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    model: str
-    data: tuple[Path, ...] = Field(min_length=1)
-    device_memory: Size
     batch: int = Field(default=1, ge=1)
-    seq: int = Field(default=128, ge=2)
-    steps: int = Field(default=100, ge=1)
-    lr: float = Field(default=3e-4, ge=0, allow_inf_nan=False)
-    seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate: int = Field(default=1, ge=1)
-    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     optimizer: OptimizerName = "adamw"
-    device: Literal["cpu", "cuda"] | None = None
     host_memory: Size | None = None
     disk: str | None = None
     policy: str = "auto"
     loss: Loss = "auto"
     compress: Bits = 0
-    update: UpdateTime = "step"
     tile: Size | None = None
+
+
+class TrainConfig(StepSettings):
+    """One run of ``forebay train``."""
+
+    model: str
+    data: tuple[Path, ...] = Field(min_length=1)
+    device_memory: Size
+    seq: int = Field(default=SEQ, ge=2)
+    steps: int = Field(default=100, ge=1)
+    lr: float = Field(default=3e-4, ge=0, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    device: Literal["cpu", "cuda"] | None = None
+    update: UpdateTime = "step"
     nonfinite: NonFinite = "stop"
     run: Path | None = None
     save_every: int | None = Field(default=None, ge=1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from forebay.budgets import Budget, DiskBudget
-from forebay.config import Bits, OptimizerName, Size
+from forebay.config import SEQ, Size, StepSettings
 from forebay.errors import ConfigError, ModelError
-from forebay.loss import Cut, Loss
+from forebay.loss import Cut
 from forebay.plans import UpdateTime
 from forebay.reporting.files import writing
 from forebay.units import format_count
@@ -42,26 +42,14 @@ __all__ = [
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-class PlanSettings(BaseModel):
-    """One question to ``forebay plan``. Sizes are bytes; see the help of the flag of the same name for the meaning."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+class PlanSettings(StepSettings):
+    """One question to ``forebay plan``."""
 
     model: str = Field(min_length=1)
-    batch: int = Field(default=1, ge=1)
-    seq: int = Field(default=128, ge=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    optimizer: OptimizerName = "adamw"
+    seq: int = Field(default=SEQ, ge=1)
     device_memory: Size | None = None
-    host_memory: Size | None = None
-    disk: str | None = None
     machine: str | None = None
-    policy: str = "auto"
-    loss: Loss = "auto"
-    compress: Bits = 0
-    accumulate: int = Field(default=1, ge=1)
     update: UpdateTime = "step"
-    tile: Size | None = None
     devices: str | None = None
 
     @field_validator("machine")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -42,15 +42,16 @@ FOLDER: Final = "forebay"
 @final
 @dataclass(frozen=True)
 class Memory:
-    """What ``forebay.prepare`` is asked for, in its words. ``example`` is what the model is called with for the largest
-    batch that training will see; None: the first of the training data, which is right where all have one length."""
+    """What ``forebay.prepare`` is asked for, in its words; None: what that takes where nobody says. ``example`` is what
+    the model is called with for the largest batch that training will see; None: the first of the training data, which
+    is right where all have one length."""
 
     device_memory: int | str
     host_memory: int | str | None = None
     disk: str | None = None
-    policy: str = "auto"
-    loss: Loss = "auto"
-    compress: int = 0
+    policy: str | None = None
+    loss: Loss | None = None
+    compress: int | None = None
     blocks: tuple[str, ...] | None = None
     checksums: bool = False
     example: Any = None
@@ -60,20 +61,9 @@ class Memory:
     ) -> torch.optim.Optimizer:
         """Puts a plan for ``batch`` under ``model``; returns the optimizer to use. Raises what ``forebay.prepare``
         raises."""
-        return api.prepare(
-            model,
-            optimizer,
-            batch,
-            device_memory=self.device_memory,
-            host_memory=self.host_memory,
-            disk=self.disk,
-            policy=self.policy,
-            loss=self.loss,
-            compress=self.compress,
-            blocks=self.blocks,
-            checksums=self.checksums,
-            device=device,
-        )[1]
+        said = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "example"}
+        asked = {name: value for name, value in said.items() if value is not None}
+        return api.prepare(model, optimizer, batch, device=device, **asked)[1]
 
 
 def expect_served(asker: str, refused: Iterable[tuple[bool, str, str]]) -> None:
