@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,10 +19,11 @@ from forebay.checkpoint.resuming import Resumed, resume_checkpoint
 from forebay.checkpoint.saving import Scheduler, kept_buffers, save_checkpoint
 from forebay.errors import ConfigError
 from forebay.runtime.hooks import prepared_session
+from forebay.tiers.host import available_disk
 from forebay.tiers.kept import KeptFolder
 from forebay.tiers.lock import FolderLock
 
-__all__ = ["CheckpointSize", "checkpoint_size", "keep_in", "resume", "save"]
+__all__ = ["CheckpointSize", "Shortage", "checkpoint_size", "keep_in", "resume", "save"]
 
 
 def save(
@@ -135,12 +136,25 @@ def _expect_on(path: Path, disk: DiskBudget | None) -> None:
             )
 
 
+class Shortage(NamedTuple):
+    """Bytes that a disk is to have room for, and those that are free, which are fewer."""
+
+    needed: int
+    free: int
+
+
 @dataclass(frozen=True)
 class CheckpointSize:
     """Bytes of the tensors of a checkpoint: of those that ``save`` writes, and of those that it names in place."""
 
     copied: int
     in_place: int
+
+    def shortage(self, folder: Path, generations: int = 1) -> Shortage | None:
+        """Where the disk of ``folder`` has no room for so many ``generations`` at one time, what they take; else
+        None."""
+        needed, free = generations * self.copied, available_disk(folder)
+        return Shortage(needed, free) if free < needed else None
 
 
 def checkpoint_size(model: nn.Module) -> CheckpointSize:

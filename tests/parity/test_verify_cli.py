@@ -115,7 +115,7 @@ def test_updates_in_backward(tmp_path: Path) -> None:
 
 
 def test_no_room_to_save_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.tiers.host.available_disk", lambda path: 1000)
+    monkeypatch.setattr("forebay.safekeeping.available_disk", lambda path: 1000)
     found = verified(llama(tmp_path), *STREAM)
     assert found["equal"] is True
     assert not any("resume" in check["name"] for check in found["checks"])

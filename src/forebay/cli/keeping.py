@@ -9,7 +9,6 @@ from typing import IO, TYPE_CHECKING, final
 
 from forebay.cli.progress import View
 from forebay.errors import DiskFull, ForebayError, NotFinite
-from forebay.tiers.host import available_disk
 from forebay.units import format_apart, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -56,15 +55,14 @@ class Keeper:
         if self._every is None:
             return
         # The one that stands is removed when the next one is whole.
-        needed = nbytes * (2 if first else 1)
-        free = available_disk(self._folder.parent)
-        if free < needed:
-            asked, there = format_apart(needed, free)
+        short = size.shortage(self._folder.parent, 2 if first else 1)
+        if short is not None:
+            asked, there = format_apart(*short)
             raise DiskFull(
                 f"--save-every needs {asked} in {self._folder} and {there} are free: a checkpoint takes "
                 f"{format_bytes(nbytes)} and is written beside the last one; make room, or have --run on another disk",
-                needed=needed,
-                allowed=free,
+                needed=short.needed,
+                allowed=short.free,
             )
         seconds = format_seconds(_write_seconds(nbytes, self._folder.parent, device))
         stays = f"; {format_bytes(self._in_place)} on disk are not copied" if self._in_place else ""

@@ -275,15 +275,14 @@ class _Prepared:
         from tempfile import gettempdir
 
         from forebay.safekeeping import checkpoint_size
-        from forebay.tiers.host import available_disk
 
         folder = self.folder or Path(gettempdir())
-        needed, free = checkpoint_size(self.model).copied, available_disk(folder)
-        if free < needed:
+        short = checkpoint_size(self.model).shortage(folder)
+        if short is not None:
             self.course = replace(self.course, resumed=False)
             self.notes.append(
-                f"resuming was not looked at: a checkpoint takes {format_bytes(needed)} and {format_bytes(free)} are "
-                f"free in {folder}; name a folder on another disk with --disk"
+                f"resuming was not looked at: a checkpoint takes {format_bytes(short.needed)} and "
+                f"{format_bytes(short.free)} are free in {folder}; name a folder on another disk with --disk"
             )
 
     def _fill(self) -> None:
