@@ -14,7 +14,7 @@ from forebay.planners import LITERATURE, Bench, make_plan
 from forebay.planners.activations.literature.chained import links_of, step_of
 from forebay.planners.activations.literature.chaining import best_chain, seconds_of
 from forebay.planners.activations.literature.checkmate import solved as by_integers
-from forebay.planners.activations.literature.joins import chains_of, joined
+from forebay.planners.activations.literature.joins import chains_of
 from forebay.planners.activations.literature.layers import Layer, all_again, all_moved
 from forebay.planners.activations.literature.moccasin import solved as by_constraints
 from forebay.planners.activations.menu import Option
@@ -106,11 +106,11 @@ def test_joins_is_as_good_as_trying_everything(seed: int) -> None:
     trace = graph_trace(drawn(Random(300 + seed), 6, 3, joins=True))
     layers = layers_in(trace)
     options = [ends(layer) for layer in layers]
-    profile = joined(options, chains_of(Bench(asked(trace, ON, device=ENOUGH)), layers))
+    steps, links = [[step_of(option) for option in able] for able in options], links_for(trace)
     for share in SHARES:
         allowed = share * sum(layer.items.held for layer in layers)
         costs = [cost for ways in product(*options) if (cost := seconds_within(ways, allowed)) is not None]
-        places = profile.fastest(allowed)
+        places = best_chain(steps, links, allowed)
         assert (places is None) == (not costs)
         if places is not None:
             taken = [able[place] for able, place in zip(options, places, strict=True)]

@@ -6,40 +6,29 @@ Within a chain the recursion is that of a chain alone (``rotor``); a state is a 
 schedules are merged by their peaks of memory: whoever frees most behind its peak goes first. Polynomial in the length
 of the chains for a fixed k.
 
-Ours departs in three things. The order in which chains run is the model's own, forward, and the reverse of it,
-backward: a plan says no other, so that there is nothing to sort. A segment that runs again is one block (``rotor``).
-And a chain is solved once for every room: its *profile* are the choices that no other beats in bytes held behind it,
-bytes at its fullest and seconds. Where one profile follows another, forward, as backward comes back in reverse,
-
-    held = held(1) + held(2),   fullest = max(fullest(1), held(1) + fullest(2)),   seconds = seconds(1) + seconds(2),
-
-which is all that the merge is. Nothing that is beaten inside its chain is part of a best whole; so it is exact while a
-profile has at most ``menu.MOST`` points, and of more one is kept in each cell of a grid. O(points^2) where chains meet.
+Ours departs in two things. A segment that runs again is one block (``rotor``). And the order in which chains run is the
+model's own, forward, and the reverse of it, backward: a plan says no other. So there is nothing to merge: what a chain
+holds stands beside those behind it until its own backward, as within one chain, and the programme over all blocks in
+their order (``chaining``) finds the best for that order. It is ``rotor``'s; what is found out here is which chains
+there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from forebay.planners.activations.literature.layers import Choice, Layer, every_again, reruns
-from forebay.planners.activations.literature.placing import Answer, Room, chosen, placed, within
+from forebay.planners.activations.literature.chained import chained
+from forebay.planners.activations.literature.layers import Layer, every_again
+from forebay.planners.activations.literature.placing import Answer, Room, placed
 from forebay.planners.activations.literature.rotor import whole_blocks
-from forebay.planners.activations.menu import MOST, Option, thinned, undominated
 from forebay.planners.bench import Bench
 from forebay.planners.parts import KEPT
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 from forebay.trace import Phase
 
-__all__ = ["Profile", "chains_of", "joined", "joins"]
-
-HELD, FULLEST, SECONDS = range(3)
+__all__ = ["chains_of", "joins"]
 
 
 def joins(problem: Problem, bench: Bench | None = None) -> Plan:
@@ -48,81 +37,11 @@ def joins(problem: Problem, bench: Bench | None = None) -> Plan:
 
 
 def _decide(room: Room) -> Answer | None:
-    if room.fits(KEPT):
-        return Answer(KEPT)
-    chains = chains_of(room.bench, room.layers)
-    options = [whole_blocks(layer) for layer in room.layers]
-    profile = joined(options, chains)
-
-    def solve(allowed: int) -> Choice | None:
-        places = profile.fastest(allowed)
-        if places is None:
-            return None
-        return chosen(room.layers, [able[place] for able, place in zip(options, places, strict=True)])
-
-    choice, _ = within(room, solve, sum(layer.items.held for layer in room.layers))
-    if choice is None:
-        return None
-    again, count = sum(map(reruns, choice.values())), len(set(chains))
-    words = f"{again} of {len(choice)} blocks run again, in {count} chain{'s that meet' * (count > 1)}"
-    return Answer(room.level(choice), (words,))
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What consecutive blocks may be together: for each way its bytes held, bytes at its fullest and seconds
-    (``points``), and the choice of each block (``choices``)."""
-
-    points: NDArray[Any]
-    choices: NDArray[Any]
-
-    @classmethod
-    def of(cls, options: Sequence[Option]) -> Profile:
-        """That of one block."""
-        points = [(option.held, option.held + option.workspace, option.seconds) for option in options]
-        return cls(np.array(points, dtype=float), np.arange(len(options), dtype=np.int16)[:, None])._best()
-
-    @classmethod
-    def empty(cls) -> Profile:
-        """That of no block."""
-        return cls(np.zeros((1, 3)), np.zeros((1, 0), dtype=np.int16))
-
-    def then(self, other: Profile) -> Profile:
-        """This one and behind it, in forward, ``other``."""
-        mine, others = np.repeat(self.points, len(other.points), axis=0), np.tile(other.points, (len(self.points), 1))
-        points = mine + others
-        points[:, FULLEST] = np.maximum(mine[:, FULLEST], mine[:, HELD] + others[:, FULLEST])
-        choices = np.c_[
-            np.repeat(self.choices, len(other.points), axis=0), np.tile(other.choices, (len(self.points), 1))
-        ]
-        return Profile(points, choices)._best()
-
-    def fastest(self, allowed: float) -> list[int] | None:
-        """The choices of the fastest way that takes no more than ``allowed`` bytes; None if there is none."""
-        fits = np.flatnonzero(self.points[:, FULLEST] <= allowed)
-        if not len(fits):
-            return None
-        best = fits[np.argmin(self.points[fits, SECONDS])]
-        return [int(choice) for choice in self.choices[best]]
-
-    def _best(self) -> Profile:
-        kept = undominated(self.points)
-        if len(kept) > MOST:
-            kept = kept[thinned(self.points[kept])]
-        return Profile(self.points[kept], self.choices[kept])
-
-
-def joined(options: Sequence[Sequence[Option]], chains: Sequence[int]) -> Profile:
-    """The profile of all blocks; ``chains`` numbers the chain of each. Of a chain that others interrupt each part is
-    taken for itself."""
-    whole, start = Profile.empty(), 0
-    for _, members in groupby(chains):
-        end = start + sum(1 for _ in members)
-        part = Profile.empty()
-        for able in options[start:end]:
-            part = part.then(Profile.of(able))
-        whole, start = whole.then(part), end
-    return whole
+    answer = chained(room, whole_blocks)
+    if answer is None or answer.level == KEPT:
+        return answer
+    count = len(set(chains_of(room.bench, room.layers)))
+    return replace(answer, said=(*answer.said, f"the blocks are {count} chain{'s that meet' * (count > 1)}"))
 
 
 def chains_of(bench: Bench, layers: Sequence[Layer]) -> tuple[int, ...]:
