@@ -1,4 +1,4 @@
-"""What a session leaves behind: threads, descriptors, files and mapped memory. The fixtures are imported where used."""
+"""What a session leaves behind: threads, descriptors, files and mapped memory. The fixture is imported where used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["descriptors", "mapped", "nothing_left_behind", "quick_collections"]
+__all__ = ["descriptors", "mapped", "nothing_left_behind"]
 
 
 def descriptors() -> list[str]:
@@ -31,15 +31,6 @@ def mapped() -> int:
         elif line.startswith("VmFlags:") and "dc" in line.split():
             nbytes += size
     return nbytes
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What is there already (torch and its modules) is not searched again at every collection."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

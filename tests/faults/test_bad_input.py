@@ -3,8 +3,7 @@ and the optimizer as they were; and no thread, descriptor or file left behind.""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,15 +167,6 @@ TABLE: dict[str, Bad] = {
         ("host: the plan needs", "1.0 MiB are allowed", "raise host_memory, or make another plan"),
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """What is there already (torch and its modules) is not searched again at every collection."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", TABLE)

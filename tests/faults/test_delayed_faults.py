@@ -15,10 +15,10 @@ from forebay.plans import Plan
 from forebay.runtime.updates import Updater
 from forebay.units import MiB
 from tests.faults.faulty import Refuses, train_until_refused
-from tests.faults.residue import nothing_left_behind, quick_collections
+from tests.faults.residue import nothing_left_behind
 from tests.faults.trained import AMPLE, Trained, adamw, network, step
 
-__all__ = ["nothing_left_behind", "quick_collections"]
+__all__ = ["nothing_left_behind"]
 
 
 def delayed() -> Plan:

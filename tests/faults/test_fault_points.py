@@ -27,10 +27,8 @@ import forebay
 from forebay.errors import ForebayError
 from forebay.plans import Plan
 from forebay.tiers.io import Io, SystemIo
-from tests.faults.residue import descriptors, quick_collections
+from tests.faults.residue import descriptors
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
-
-__all__ = ["quick_collections"]
 
 STEPS = 4
 SAVED = 2

@@ -20,10 +20,10 @@ from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.updates import Updater
 from tests.faults.faulty import Refuses, fill_disk, train_until_refused
-from tests.faults.residue import nothing_left_behind, quick_collections
+from tests.faults.residue import nothing_left_behind
 from tests.faults.trained import WIDTH, Trained, disk_plan, network, step
 
-__all__ = ["nothing_left_behind", "quick_collections"]
+__all__ = ["nothing_left_behind"]
 
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -25,10 +25,10 @@ from forebay.runtime.store import Store
 from forebay.timeline import Lane
 from forebay.units import MiB
 from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
-from tests.faults.residue import mapped, nothing_left_behind, quick_collections
+from tests.faults.residue import mapped, nothing_left_behind
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network, prepare, step
 
-__all__ = ["nothing_left_behind", "quick_collections"]
+__all__ = ["nothing_left_behind"]
 
 
 @pytest.fixture(params=["auto", "stream", "disk"])

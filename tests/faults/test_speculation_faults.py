@@ -25,12 +25,12 @@ from forebay.runtime.hooks import prepared_session
 from forebay.runtime.updates import Updater
 from forebay.timeline import Lane
 from tests.faults.faulty import Late, Refuses, fill_disk, train_until_refused
-from tests.faults.residue import mapped, nothing_left_behind, quick_collections
+from tests.faults.residue import mapped, nothing_left_behind
 from tests.faults.test_bad_plans import MACHINE, PLAN, TRACE
 from tests.faults.trained import AMPLE, Trained, adamw, disk_plan, network, step
 from tests.null.updating import updating
 
-__all__ = ["nothing_left_behind", "quick_collections"]
+__all__ = ["nothing_left_behind"]
 
 STATES = ("exp_avg", "exp_avg_sq")
 

@@ -28,10 +28,10 @@ from forebay.runtime.hooks import session_of
 from forebay.runtime.storage_orders import Order
 from forebay.runtime.storage_side import StoragePolicy, StorageWorker
 from forebay.tiers.shared import SharedArena, mapped
-from tests.faults.residue import nothing_left_behind, quick_collections
+from tests.faults.residue import nothing_left_behind
 from tests.faults.trained import Trained, disk_plan, network
 
-__all__ = ["nothing_left_behind", "quick_collections"]
+__all__ = ["nothing_left_behind"]
 
 STATES = ("exp_avg", "exp_avg_sq")
 SOON = 30.0
