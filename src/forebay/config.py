@@ -42,6 +42,7 @@ class StepSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    model: str = Field(min_length=1)
     batch: int = Field(default=1, ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate: int = Field(default=1, ge=1)
@@ -57,7 +58,6 @@ class StepSettings(BaseModel):
 class TrainConfig(StepSettings):
     """One run of ``forebay train``."""
 
-    model: str
     data: tuple[Path, ...] = Field(min_length=1)
     device_memory: Size
     seq: int = Field(default=SEQ, ge=2)

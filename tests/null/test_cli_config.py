@@ -55,7 +55,7 @@ def test_a_configuration_cannot_change() -> None:
         (ENOUGH | {"data": []}, "--data"),
         (ENOUGH | {"device_memry": "1GiB"}, "did you mean device_memory?"),
         (ENOUGH | {"device-memory": "1GiB"}, "did you mean device_memory?"),
-        (ENOUGH | {"colour": "red"}, "settings are model, data,"),
+        (ENOUGH | {"colour": "red"}, "settings are model, batch, "),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], said: str) -> None:

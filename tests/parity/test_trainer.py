@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ import forebay
 from forebay.errors import ConfigError, DoesNotFit, ModelError
 from forebay.integrations.transformers import FOLDER, ForebayMixin, ForebayTrainer, Memory
 from forebay.memory import Tier
+from forebay.reporting.run import RunReport
 
 BUDGET = "1280KiB"
 """Of device memory: parameters, gradients and states of the model take 2.4 MiB."""
@@ -96,18 +97,7 @@ def seen(of: Noting) -> list[Mapping[str, float]]:
     return [{name: entry[name] for name in kept if name in entry} for entry in of.state.log_history]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"bf16": True}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}],
-    ids=["plain", "bf16", "smoothed"],
-)
-def test_it_trains_as_the_trainer_does(tmp_path: Path, opened: list[Noting], more: dict[str, Any]) -> None:
-    # One after the other: a trainer sets the seed when it is made, and dropout draws from there.
-    own = trainer(tmp_path / "own", Memory(BUDGET), **more)
-    opened.append(own)
-    own.train()
-    theirs = trainer(tmp_path / "theirs", None, **more)
-    theirs.train()
+def expect_same(own: Noting, theirs: Noting, record: RunReport) -> None:
     assert own.losses == theirs.losses
     # Of the last entry, a summary of the run, only its step is left.
     assert seen(own) == seen(theirs)
@@ -115,40 +105,71 @@ def test_it_trains_as_the_trainer_does(tmp_path: Path, opened: list[Noting], mor
     assert weights(own).keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in weights(own).items())
     # It did stream: the whole would not have fitted.
-    record = forebay.report(own.model)
     assert record.measured_peaks()[Tier.DEVICE] <= 1280 << 10
     assert any(not placement.resident for placement in record.plan.placements)
 
 
-def test_what_it_saves_is_loaded_and_resumed(tmp_path: Path, opened: list[Noting]) -> None:
-    straight = trainer(tmp_path / "run", Memory(BUDGET))
-    opened.append(straight)
-    straight.train()
-    last = tmp_path / "run" / "checkpoint-4"
+class Pair(NamedTuple):
+    """A run with a plan and one without, each evaluated before it is trained: what they found then, and where they
+    saved."""
+
+    own: Noting
+    theirs: Noting
+    record: RunReport
+    evaluated: tuple[float, ...]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    # One after the other: a trainer sets the seed when it is made, and dropout draws from there.
+    own = trainer(folder / "own", Memory(BUDGET))
+    evaluated = own.evaluate()["eval_loss"]
+    own.train()
+    record = forebay.report(own.model)
+    forebay.close(own.model)
+    theirs = trainer(folder / "theirs", None)
+    found = evaluated, theirs.evaluate()["eval_loss"]
+    theirs.train()
+    return Pair(own, theirs, record, found, folder)
+
+
+def test_it_evaluates_and_trains_as_the_trainer_does(pair: Pair) -> None:
+    assert pair.evaluated[0] == pair.evaluated[1]
+    expect_same(pair.own, pair.theirs, pair.record)
+
+
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [("stream", {"bf16": True}), ("auto", {"label_smoothing_factor": 0.1, "gradient_checkpointing": True})],
+    ids=["bf16", "smoothed"],
+)
+def test_it_trains_as_the_trainer_does(tmp_path: Path, opened: list[Noting], policy: str, more: dict[str, Any]) -> None:
+    own = trainer(tmp_path / "own", Memory(BUDGET, policy=policy), **more)
+    opened.append(own)
+    own.train()
+    theirs = trainer(tmp_path / "theirs", None, **more)
+    theirs.train()
+    expect_same(own, theirs, forebay.report(own.model))
+
+
+def test_what_it_saves_is_loaded_and_resumed(pair: Pair, tmp_path: Path, opened: list[Noting]) -> None:
+    straight, run = pair.own, pair.folder / "own"
+    last = run / "checkpoint-4"
     assert not (last / "optimizer.pt").exists() and (last / FOLDER).is_dir()
     loaded = LlamaForCausalLM.from_pretrained(last).state_dict()
     expected = weights(straight)
     assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
     again = trainer(tmp_path / "run", Memory("2MiB"))
     opened.append(again)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert again.losses == straight.losses[4:]
     assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
-def test_a_model_is_evaluated_before_it_is_trained(tmp_path: Path, opened: list[Noting]) -> None:
-    own = trainer(tmp_path / "own", Memory(BUDGET))
-    opened.append(own)
-    loss = own.evaluate()["eval_loss"]
-    own.train()
-    theirs = trainer(tmp_path / "theirs", None)
-    assert loss == theirs.evaluate()["eval_loss"]
-    theirs.train()
-    assert own.losses == theirs.losses
-
-
 def test_the_example_draws_no_random_numbers(tmp_path: Path, opened: list[Noting]) -> None:
-    own = trainer(tmp_path / "own", Memory(BUDGET))
+    own = trainer(tmp_path / "own", Memory(BUDGET, policy="stream"))
     opened.append(own)
     torch.manual_seed(5)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -170,19 +191,17 @@ def test_arguments_that_are_not_served_are_refused_at_once(tmp_path: Path, more:
 
 
 def test_too_small_a_budget_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    small = trainer(tmp_path, Memory("64KiB"))
+    small = trainer(tmp_path, Memory("64KiB", policy="stream"))
     with pytest.raises(DoesNotFit, match="device"):
         small.train()
     assert small.losses == []
 
 
-def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path, opened: list[Noting]) -> None:
-    theirs = trainer(tmp_path, None, max_steps=2)
-    theirs.train()
-    own = trainer(tmp_path, Memory(BUDGET))
+def test_a_checkpoint_of_another_trainer_is_refused(pair: Pair, tmp_path: Path, opened: list[Noting]) -> None:
+    own = trainer(tmp_path, Memory(BUDGET, policy="stream"))
     opened.append(own)
     with pytest.raises(ConfigError, match="holds no optimizer states of forebay"):
-        own.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        own.train(resume_from_checkpoint=str(pair.folder / "theirs" / "checkpoint-2"))
 
 
 def test_without_data_an_example_is_asked_for(tmp_path: Path) -> None:

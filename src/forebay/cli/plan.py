@@ -45,7 +45,6 @@ Settings = TypeVar("Settings", bound=BaseModel)
 class PlanSettings(StepSettings):
     """One question to ``forebay plan``."""
 
-    model: str = Field(min_length=1)
     seq: int = Field(default=SEQ, ge=1)
     device_memory: Size | None = None
     machine: str | None = None

@@ -60,20 +60,7 @@ def find_blocks(
             raise ModelError(f"blocks: the model has no module called {missing[0]!r}; see model.named_modules()")
         starts = list(override)
     groups = _group(root, starts, parameters)
-    owners = _owners(root)
-    home_of = {id(parameters[p]): start for start, members in groups for p in members}
-    asked: dict[str, list[str]] = {start: [] for start, _ in groups}
-    for module_name, module in root.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            home = home_of[id(parameter)]
-            # The block's own module first; then the owner itself, which may be called without it: a checkpointed
-            # forward is run again without the hooks of the module that it belongs to.
-            inside = home in starts and _within(module_name, home)
-            for asker in (home, module_name) if inside else (module_name,):
-                if asker not in asked[home]:
-                    asked[home].append(asker)
+    owners, asked = _owners(root), _askers(root, groups, starts, parameters)
     blocks = []
     for start, members in groups:
         specs, nbytes = _lay_out([(p, parameters[p]) for p in members], names)
@@ -85,6 +72,27 @@ def find_blocks(
         blocks.append(Block(start, specs, tuple(dict.fromkeys(askers)), nbytes, held))
     buffers = sum(b.nbytes for b in {id(b): b for b in root.buffers()}.values())
     return BoundModel(Model(tuple(blocks), buffers), parameters, modules)
+
+
+def _askers(
+    root: nn.Module,
+    groups: Sequence[tuple[str, list[str]]],
+    starts: Sequence[str],
+    parameters: dict[str, nn.Parameter],
+) -> dict[str, list[str]]:
+    """For each of ``groups`` the modules whose forward needs its parameters."""
+    home_of = {id(parameters[p]): start for start, members in groups for p in members}
+    asked: dict[str, dict[str, None]] = {start: {} for start, _ in groups}
+    for name, module in root.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            home = home_of[id(parameter)]
+            # The block's own module first; then the owner itself, which may be called without it: a checkpointed
+            # forward is run again without the hooks of the module that it belongs to.
+            inside = home in starts and _within(name, home)
+            asked[home] |= dict.fromkeys((home, name) if inside else (name,))
+    return {home: list(askers) for home, askers in asked.items()}
 
 
 def _refuse_holding(root: nn.Module) -> None:

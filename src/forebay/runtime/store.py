@@ -10,20 +10,19 @@ import torch
 
 from forebay.arenas import UPDATE_RING, Arenas, arenas_of, home_tier
 from forebay.device.base import Completion, Device
-from forebay.layout import MASTER, PAGE, gradient_offsets, needs_master, residual_offsets, state_layout
+from forebay.layout import MASTER, PAGE, needs_master
 from forebay.memory import ArenaUsage, Kind, Tier
 from forebay.optim.rules import UpdateRule
-from forebay.plans import Placement, Plan, Streaming, Update
-from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
+from forebay.plans import Plan, Streaming, Update
+from forebay.runtime.block_placer import BlockPlacer, OnHost
+from forebay.runtime.blockstate import BlockState
 from forebay.runtime.cells import Cells, DeviceWay
-from forebay.runtime.deferred import Deferred
 from forebay.runtime.depots import Depot, DepotRow, DiskDepot, HostDepot
 from forebay.runtime.filing import Filing
-from forebay.runtime.gradients import GradientBuffer, Landing
+from forebay.runtime.gradients import Landing
 from forebay.runtime.homes import StorageHome
 from forebay.runtime.host_arenas import HostArenas, Ledgers
 from forebay.runtime.places import Places
-from forebay.runtime.sparse import residuals_in
 from forebay.runtime.standing import Standing
 from forebay.runtime.storage_side import StorageSide, Territory
 from forebay.runtime.tensors import alone, elements, shaped
@@ -35,7 +34,7 @@ from forebay.tiers.diskfile import TierFile
 from forebay.tiers.handed import hand_over
 from forebay.tiers.kept import KeptFolder
 from forebay.tiers.shared import SharedArena
-from forebay.trace import Block, Model, Parameter
+from forebay.trace import Model, Parameter
 from forebay.treatments import Fate
 
 __all__ = ["Store"]
@@ -84,16 +83,7 @@ class Store:
 
     def _open(self, model: Model, plan: Plan, state_names: tuple[str, ...]) -> None:
         sizes, streaming = self.sizes, plan.streaming
-        again = sizes.host_spare_parameters
-        host_parameters = self._arena(sizes.host_parameters - again, Kind.PARAMETER, "parameters", pinned=True)
-        # An arena of their own: when the session ends, parameters stay where they are, and these go.
-        second = self._arena(again, Kind.PARAMETER, "second copies of parameters", pinned=True)
-        host_gradients = self._arena(sizes.host_gradients, Kind.GRADIENT, "gradients", pinned=True)
-        activations = self._arena(sizes.host_activations, Kind.ACTIVATION, "activations", pinned=True)
-        moved = sizes.host_moved_states
-        moved_states = self._arena(moved, Kind.STATE, "optimizer states that move", pinned=True)
-        host_states = self._arena(sizes.host_states - moved, Kind.STATE, "optimizer states", pinned=False)
-        unsent = self._arena(sizes.host_residuals, Kind.STATE, "what of gradients is not sent", pinned=False)
+        host = self._open_host(sizes)
         self._filing = Filing(plan, sizes, self._stack, self._ledgers.disk, self._ledgers.host, self.kept)
         files = self._filing.files
         slot_ring = self._open_staging(sizes, streaming, files)
@@ -101,9 +91,9 @@ class Store:
         # Where updates and compute share the cores a norm is no sooner there under backward.
         ahead = streaming.overlap_update
         self.landing = Landing(self._device, streaming.gradient_window, self._staging, norms_ahead=ahead)
-        if activations is not None:
-            self.depots[Fate.OFFLOAD] = HostDepot(self._device, activations.memory)
-            self._arenas.given_to(activations, [self.depots[Fate.OFFLOAD]])
+        if host.activations is not None:
+            self.depots[Fate.OFFLOAD] = HostDepot(self._device, host.activations.memory)
+            self._arenas.given_to(host.activations, [self.depots[Fate.OFFLOAD]])
         self.standing.open()
         if sizes.update_cell:
             window = self.standing.region(WINDOW, sizes.device_updates, WINDOW)
@@ -112,32 +102,26 @@ class Store:
         # No update is under way while states are looked at from here: the cells are idle then.
         cells = StagingRing([] if shared is None else [shared.memory[: sizes.storage_cell]])
         places = Places(self._device, self.standing, files, slot_ring, chunk_ring, cells)
-        passed = [] if host_gradients is None or not plan.updated(Update.BACKWARD) else streaming.gradient_slots
-        slots = GradientSlots([host_gradients.carve(n) for n in passed] if host_gradients is not None else [])
+        passed = [] if host.gradients is None or not plan.updated(Update.BACKWARD) else streaming.gradient_slots
+        slots = GradientSlots([host.gradients.carve(n) for n in passed] if host.gradients is not None else [])
+        placer = BlockPlacer(plan.streaming, state_names, places, host, slots, self.landing)
         for placement in plan.placements:
-            block = model.block(placement.block)
-            layout = state_layout(block, state_names, streaming.update_chunk)
-            parameters = places.parameters(block, placement, host_parameters)
-            streams = placement.update in (Update.DEVICE, Update.STORAGE)
-            arena = moved_states if streams else host_states
-            states = places.states(block, placement, layout.nbytes, arena)
-            spare = None
-            if placement.update is Update.AHEAD:
-                copy = places.parameters(block, placement, second)
-                spare = BlockCopy(copy, places.states(block, placement, layout.nbytes, host_states))
-            streamed, passing = None, None
-            if placement.update is Update.BACKWARD:
-                passing = Passing(slots, *gradient_offsets(block))
-                gradients = {p.name: GradientBuffer(p, None, self.landing) for p in block.parameters if p.trainable}
-            else:
-                gradients, streamed = self._gradients(block, placement, host_gradients, unsent)
-            other = places.alternate(block, BlockCopy(parameters, states)) if streaming.disk_copies > 1 else None
-            way = streamed if streams else None
-            self.blocks[block.name] = BlockState(
-                block, placement, layout, parameters, states, gradients, spare, way, passing, other
-            )
+            self.blocks[placement.block] = placer.placed(model.block(placement.block), placement)
         if shared is not None:
             self._territory = self._shared_with(shared, plan, files["states"])
+
+    def _open_host(self, sizes: Arenas) -> OnHost:
+        again, moved = sizes.host_spare_parameters, sizes.host_moved_states
+        return OnHost(
+            parameters=self._arena(sizes.host_parameters - again, Kind.PARAMETER, "parameters", pinned=True),
+            # An arena of their own: when the session ends, parameters stay where they are, and these go.
+            second=self._arena(again, Kind.PARAMETER, "second copies of parameters", pinned=True),
+            gradients=self._arena(sizes.host_gradients, Kind.GRADIENT, "gradients", pinned=True),
+            activations=self._arena(sizes.host_activations, Kind.ACTIVATION, "activations", pinned=True),
+            moved_states=self._arena(moved, Kind.STATE, "optimizer states that move", pinned=True),
+            states=self._arena(sizes.host_states - moved, Kind.STATE, "optimizer states", pinned=False),
+            unsent=self._arena(sizes.host_residuals, Kind.STATE, "what of gradients is not sent", pinned=False),
+        )
 
     def _open_shared(self, sizes: Arenas) -> SharedArena | None:
         """Opens the memory that the session shares with the process beside the storage."""
@@ -191,28 +175,6 @@ class Store:
         self, nbytes: int, kind: Kind, what: str, stack: contextlib.ExitStack | None = None, *, pinned: bool
     ) -> HostArena | None:
         return self._arenas.open(nbytes, kind, what, stack or self._stack, pinned=pinned)
-
-    def _gradients(
-        self, block: Block, placement: Placement, arena: HostArena | None, unsent: HostArena | None
-    ) -> tuple[dict[str, GradientBuffer], Streamed | None]:
-        offsets, nbytes = gradient_offsets(block)
-        if arena is None or not nbytes or placement.resident:
-            return {}, None
-        at_storage, residuals = placement.update is Update.STORAGE, dict[str, torch.Tensor]()
-        if at_storage and unsent is not None:
-            residuals = residuals_in(unsent.carve(residual_offsets(block)[1]), block)
-        streamed = Streamed(arena.carve(nbytes), offsets, Deferred(), at_storage, residuals)
-        by_name = {p.name: p for p in block.parameters}
-        buffers = {
-            name: GradientBuffer(
-                by_name[name],
-                elements(streamed.gradients, by_name[name], offset),
-                self.landing,
-                streamed.deferred,
-            )
-            for name, offset in offsets.items()
-        }
-        return buffers, streamed
 
     @property
     def notes(self) -> Sequence[str]:
