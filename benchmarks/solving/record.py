@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import final
 
 from benchmarks.archive import Archive
 from benchmarks.provenance import Provenance
+from forebay.planners.search import TIE
 
-__all__ = ["ARCHIVE", "TARGET", "Comparison", "Room", "Solved", "latest"]
+__all__ = ["ARCHIVE", "AUTO", "TARGET", "Comparison", "Room", "Solved", "latest"]
+
+AUTO = "auto"
 
 TARGET = 2.0
 """Seconds of the processor that a planner may take for a model of any of these depths, but for the exact ones."""
@@ -44,6 +48,10 @@ class Solved:
     step_seconds: float | None
     exact: bool = False
     proof: str = ""
+
+    def behind(self, other: Solved) -> bool:
+        """Whether its step is longer than that of ``other`` by more than a tie."""
+        return (self.step_seconds or inf) > (1 + TIE) * (other.step_seconds or inf)
 
     @property
     def slow(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.host import ROOT
-from benchmarks.solving.record import ARCHIVE, TARGET, Comparison, Room, Solved, latest
+from benchmarks.solving.record import ARCHIVE, AUTO, TARGET, Comparison, Room, Solved, latest
 from benchmarks.table import replace_between
 from forebay.units import format_bytes
 
@@ -37,7 +37,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
         f"Seconds of the processor, and in brackets those on the wall. Of {plans} plans by planners that are not exact "
         f"{slow} took more than {TARGET:g} s.\n"
     )
-    return "".join([summary, "\n", *lines, "\n", *_proofs(rows), "\n", *_runs(comparisons, rows)])
+    return "".join([summary, "\n", *lines, "\n", *_beside(rows), "\n", *_proofs(rows), "\n", *_runs(comparisons, rows)])
 
 
 def _line(policy: str, own: Sequence[Solved | None]) -> str:
@@ -49,6 +49,19 @@ def _cell(one: Solved | None) -> str:
         return ""
     seconds = f"**{one.cpu_seconds:.2f}**" if one.slow else f"{one.cpu_seconds:.2f}"
     return f"{seconds} ({one.seconds:.2f}){', nothing fits' if one.step_seconds is None else ''}"
+
+
+def _beside(rows: Sequence[Solved]) -> Iterator[str]:
+    """The step of ``auto`` beside the shortest of all others, for each model and room."""
+    for auto in (row for row in rows if row.policy == AUTO):
+        same = [row for row in rows if (row.layers, row.room) == (auto.layers, auto.room) and row is not auto]
+        best = min((row for row in same if row.step_seconds), key=lambda row: row.step_seconds or 0.0, default=None)
+        if auto.step_seconds and best is not None and best.step_seconds:
+            ratio, verdict = auto.step_seconds / best.step_seconds, " (**behind**)" if auto.behind(best) else ""
+            yield (
+                f"- {auto.layers} layers, {auto.room}: a step of `{AUTO}` takes {auto.step_seconds:.3f} s, "
+                f"{ratio:.3f} of that of `{best.policy}`, the fastest of the others{verdict}.\n"
+            )
 
 
 def _proofs(rows: Sequence[Solved]) -> Iterator[str]:

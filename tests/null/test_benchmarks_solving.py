@@ -87,6 +87,15 @@ def test_table(tmp_path: Path) -> None:
     assert render([]) == "No comparison is kept yet.\n"
 
 
+def test_auto_is_held_against_the_fastest_of_the_others() -> None:
+    others = row(step=1.25), row("te", step=None), row("chen", step=1.5)
+    line = "- 12 layers, all on the device: a step of `auto` takes {}, the fastest of the others"
+    text = render([comparison(row("auto", step=1.3), *others)])
+    assert line.format("1.300 s, 1.040 of that of `rotor`") + " (**behind**).\n" in text
+    text = render([comparison(row("auto", step=1.252), *others)])
+    assert line.format("1.252 s, 1.002 of that of `rotor`") + ".\n" in text  # a tie
+
+
 def test_unknown_names_and_depths_are_refused() -> None:
     with pytest.raises(BenchmarkError, match="no policy rotr here; did you mean rotor"):
         compare([], ["rotr"], "", print)

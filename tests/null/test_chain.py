@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.budgets import Budget, DiskBudget
 from forebay.machine import Machine
 from forebay.planners import Bench, Problem
-from forebay.planners.activations.chain import Chain, standing_nbytes
+from forebay.planners.activations.chain import Chain, Scope, standing_nbytes
 from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.device_updates import there
@@ -92,6 +92,24 @@ def test_more_room_lowers_the_bound() -> None:
     bounds = [programme(asked(trace, MACHINES["balanced"], device=n << 16)).bound() for n in range(1, 40, 3)]
     assert bounds[0] == inf and bounds[-1] < inf
     assert bounds == sorted(bounds, reverse=True)
+
+
+def test_less_scope_is_no_faster() -> None:
+    """Nothing on the host is a narrower scope than no activation that moves; and what may not move does not."""
+    made = programme(asked(chain(4, saved=3, activation=1 << 16), MACHINES["link-bound"], device=25 << 16))
+    scopes = [Scope(), Scope(moves=False), Scope(host=0), Scope(moves=False, host=0)]
+    found = [made.shares(25 << 16, 0, scope) for scope in scopes]
+    seconds = [inf if shares is None else shares.seconds for shares in found]
+    assert seconds[0] <= seconds[1] <= seconds[2] == seconds[3]
+    still = found[1]
+    assert still is not None
+    moving = [
+        s
+        for g, own in zip(made.groups, still.options, strict=True)
+        for o, s in zip(g.options, own, strict=True)
+        if o.moved
+    ]
+    assert moving and max(moving) == 0.0
 
 
 def test_nothing_fits() -> None:

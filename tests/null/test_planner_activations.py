@@ -6,7 +6,7 @@ import pytest
 
 from forebay.memory import Tier
 from forebay.planners import Bench
-from forebay.planners.activations.choosing import all_moved, drafted, leanest, level_of, seeds
+from forebay.planners.activations.choosing import all_moved, drafted, leanest, level_of, seeds, still
 from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.menu import Option
 from forebay.planners.activations.named import again_seconds, moved_nbytes
@@ -114,6 +114,21 @@ def test_seeds_fit_and_fill_the_device(part: float) -> None:
         assert bench.device(draft) <= room
         assert [p.block for p in draft.placements] == [b.name for b in bench.model.blocks]
         assert all(isinstance(p, Placement) and p.states is not Tier.DISK for p in draft.placements)
+
+
+@pytest.mark.parametrize("part", [0.35, 0.9])
+def test_seeds_in_which_nothing_moves(part: float) -> None:
+    """Where everything but a tenth fits, in some of them nothing is elsewhere at all."""
+    everything, _ = opened()
+    standing = sum(16 * b.trainable_numel for b in everything.model.blocks)
+    assert everything.liveness is not None
+    room = round(part * (standing + everything.liveness.profile().peak))
+    bench, _ = opened(room)
+    found = list(still(bench))
+    assert found and all(bench.device(draft) <= room for draft in found)
+    assert not any(t.fate is Fate.OFFLOAD for draft in found for s in draft.activations for t in s.treatments)
+    assert any(draft.recompute for draft in found)
+    assert any(len(draft.resident) == len(bench.model.blocks) for draft in found) == (part > 0.5)
 
 
 def test_the_leanest_levels_are_drafted_where_they_fit() -> None:

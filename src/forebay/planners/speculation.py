@@ -145,16 +145,16 @@ def _climbed(bench: Bench, draft: Draft, choices: Iterable[Draft]) -> Draft:
     return best
 
 
-def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Draft:
-    """``ahead`` of the fastest draft, ``best``, or of another one that ``may_take`` accepts and that gains more: with
-    more on disk, where a second copy takes no host memory; nearly as fast as ``best``; or with next to nothing that
-    stays, of which simulations are spent in any case."""
+def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool], others: Sequence[Draft] = ()) -> Draft:
+    """``ahead`` of the fastest draft, ``best``, or of another one that ``may_take`` accepts and that gains more: one of
+    ``others``; with more on disk, where a second copy takes no host memory; nearly as fast as ``best``; or with next
+    to nothing that stays, of which simulations are spent in any case."""
     chosen = ahead(bench, best)
     if bench.is_long:
         return _fastest_of_still(bench, best, chosen)
     tried = [best]
-    others = chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS))
-    for drafts, rungs in ((others, FEW_RUNGS), (_lean(bench), RUNGS)):
+    near = chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS))
+    for drafts, rungs in ((others, None), (near, FEW_RUNGS), (_lean(bench), RUNGS)):
         began = bench.simulated, bench.actions
         for other in drafts:
             if bench.spent(*began, SPENT):

@@ -34,7 +34,7 @@ from forebay.simulation.costs import Costs
 from forebay.simulation.sharing import Sharing
 from forebay.trace import Phase
 
-__all__ = ["EXTRA", "Chain", "Programme", "Shares", "standing_nbytes"]
+__all__ = ["ANYTHING", "EXTRA", "Chain", "Programme", "Scope", "Shares", "standing_nbytes"]
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
@@ -50,6 +50,20 @@ DEVICE, RELOADS, HOST, DISK = (_PLACES[name] for name in ("device", "reloads", "
 MEMORY = _PLACES["memory"]
 DISK_READ, DISK_WRITE = _PLACES["disk_read"], _PLACES["disk_write"]
 _FIELDS = attrgetter(*_PLACES)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a programme may do beside the device: ``host`` are bytes there (None: all that are allowed), ``disk`` says
+    whether anything may be there, ``moves`` whether any activation may leave the device."""
+
+    host: int | None = None
+    disk: bool = True
+    moves: bool = True
+
+
+ANYTHING = Scope()
+"""All that the problem allows."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Chain:
             backward=halves[Phase.BACKWARD],
             device=standing - sum(group.held * len(group.blocks) for group in self.groups),
         )
-        self._solved: dict[tuple[int, int, int | None, bool], Shares | None] = {}
+        self._solved: dict[tuple[int, int, Scope], Shares | None] = {}
         self._certain = _certain(costs.machine)
         self._likely = _likely(costs.machine, problem.overlap_update)
         homes = [home for group in self.groups for home in group.homes if home.shared]
@@ -119,40 +133,33 @@ class Chain:
 
     def bound(self) -> float:
         """Seconds below which no step is; infinite if nothing fits."""
-        x = self._programme(self._least, self.limits[Tier.DEVICE], None, self._certain, 0.0).solution()
+        x = self._programme(self._least, self.limits[Tier.DEVICE], None, self._certain, 0.0, ANYTHING).solution()
         return inf if x is None else self._read(self._least, x).seconds
 
-    def shares(self, device: int, slots: int, host: int | None = None, *, disk: bool = True) -> Shares | None:
-        """The best shares of the menus with ``device`` bytes of the device and ``slots`` bytes of them in shared slots;
-        None if nothing fits. ``host``: bytes there, if less than allowed; ``disk``: whether anything may be there."""
-        key = device, slots, host, disk
+    def shares(self, device: int, slots: int, scope: Scope = ANYTHING) -> Shares | None:
+        """The best shares of the menus with ``device`` bytes of the device and ``slots`` bytes of them in shared slots,
+        within ``scope``; None if nothing fits."""
+        key = device, slots, scope
         if key not in self._solved:
-            x = self.programme(device, slots, host, disk=disk).solution()
+            x = self.programme(device, slots, scope).solution()
             self._solved[key] = None if x is None else self.read(x)
         return self._solved[key]
 
-    def programme(self, device: int, slots: int, host: int | None = None, *, disk: bool = True) -> Programme:
+    def programme(self, device: int, slots: int, scope: Scope = ANYTHING) -> Programme:
         """The programme that ``shares`` solves. With whole blocks it takes branch and bound, for which the library
         writes to stdout now and then; and rounding comes as near (``tests/null/test_chain.py``)."""
-        return self._programme(self._menus, device, slots, self._likely, LEAN, host, disk=disk)
+        return self._programme(self._menus, device, slots, self._likely, LEAN, scope)
 
     def read(self, x: NDArray[Any]) -> Shares:
         """What a solution of ``programme`` says."""
         return self._read(self._menus, x)
 
     def _programme(
-        self,
-        columns: _Columns,
-        device: int,
-        slots: int | None,
-        lanes: Lanes,
-        lean: float,
-        host: int | None = None,
-        *,
-        disk: bool = True,
+        self, columns: _Columns, device: int, slots: int | None, lanes: Lanes, lean: float, scope: Scope
     ) -> Programme:
         table, allowed = columns.table, self.limits[Tier.HOST]
-        on_host, there = allowed if host is None else min(host, allowed), self.limits[Tier.DISK] if disk else 0
+        on_host = allowed if scope.host is None else min(scope.host, allowed)
+        there = self.limits[Tier.DISK] if scope.disk else 0
         limits = [device - (slots or 0), on_host, there]
         spare, away = self._spare(slots is None), self._away()
         upper, most = self._rows(columns, limits, lanes, spare, away)
@@ -160,8 +167,12 @@ class Chain:
         work = np.r_[table[:MEMORY].sum(axis=0), 0.0, away[:MEMORY].sum()]
         target = np.r_[lean * work / self._second, 1.0, 1.0]
         in_slots = inf if slots is None else slots / self._byte
-        on_disk = inf if self._disk is not None and disk else 0.0
-        highest = np.r_[np.full(table.shape[1], inf), in_slots, on_disk, inf, inf]
+        on_disk = inf if self._disk is not None and scope.disk else 0.0
+        most_each = np.full(table.shape[1], inf)
+        if not scope.moves:
+            options = columns.first_option
+            most_each[options:][table[HOST, options:] > 0] = 0.0
+        highest = np.r_[most_each, in_slots, on_disk, inf, inf]
         return Programme(target, upper, most, columns.equal, columns.counts, highest)
 
     def _read(self, columns: _Columns, x: NDArray[Any]) -> Shares:
@@ -199,7 +210,7 @@ class Chain:
         room = np.c_[both[DEVICE:], np.zeros((len(TIERS), 2))]
         left = np.array(limits, dtype=float) - base[DEVICE:]
         unit = np.maximum(np.abs(room).max(axis=1), 1.0)
-        options = columns.spans[len(self.groups)][0] if self.groups else 0
+        options = columns.first_option
         through = np.r_[-columns.shared / self._byte, np.zeros(table.shape[1] - options), 1.0, 0.0, 0.0, 0.0]
         moved = np.r_[np.zeros(options), -table[HOST, options:] / self._moving, 0.0, 1.0, 0.0, 0.0]
         upper = np.vstack([time, room / unit[:, None], through, moved])
@@ -240,6 +251,11 @@ class _Columns:
     spans: tuple[tuple[int, int], ...]
     equal: NDArray[Any]
     counts: NDArray[Any]
+
+    @property
+    def first_option(self) -> int:
+        """The column behind those of the homes, which are those of half of the lists."""
+        return self.spans[len(self.spans) // 2][0] if self.spans else 0
 
     @classmethod
     def of(cls, homes: Sequence[Sequence[Home]], options: Sequence[Sequence[Use]], blocks: Sequence[int]) -> _Columns:

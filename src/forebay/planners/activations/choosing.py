@@ -9,7 +9,7 @@ from itertools import islice, product
 
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
-from forebay.planners.activations.chain import Chain, Shares
+from forebay.planners.activations.chain import ANYTHING, Chain, Scope, Shares
 from forebay.planners.activations.groups import Group
 from forebay.planners.activations.menu import Option
 from forebay.planners.activations.rounding import diffused, sorted_out
@@ -29,7 +29,7 @@ from forebay.planners.shapes import Filling, filled, options, streamed_through, 
 from forebay.plans import Placement
 from forebay.treatments import Fate, Treatment
 
-__all__ = ["all_moved", "drafted", "early", "leanest", "level_of", "narrow", "rounded", "seeds", "spread"]
+__all__ = ["all_moved", "drafted", "early", "leanest", "level_of", "narrow", "rounded", "seeds", "spread", "still"]
 
 TRIES = 8
 """How often the room that the programme is given is corrected by what the bench says of its answer."""
@@ -64,62 +64,73 @@ def seeds(bench: Bench) -> Iterator[Draft]:
     blocks that are alike in every order. Then those for smaller budgets of device and host, on a ladder that is the
     same whatever the budget: what fits into less fits, and for whole tensors every budget is another knapsack, which
     may be a worse one. Where a simulation takes so long that there is time for a few only (``Bench.is_costly``), one of
-    each comes first: all of one budget are near to each other.
+    each comes first: all of one budget are near to each other. Of a long step one of ``still`` comes second.
     """
     limit = bench.problem.limit(Tier.DEVICE)
     through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
     ways = list(product(through, (_alike, early, spread)))
-    disk = not _without_a_disk(bench, limit)
-    for place, draft in enumerate(_seeds(bench, limit, ways, disk=disk)):
+    scope = Scope(disk=not _without_a_disk(bench, limit))
+    for place, draft in enumerate(_seeds(bench, limit, ways, scope)):
         yield draft
+        if not place and bench.is_long:
+            yield from islice(still(bench), 1)
         if not place and bench.is_costly and not bench.is_long:
-            yield from _lean(bench, limit, disk=disk)
-            yield from _ladder(bench, limit, disk=disk)
+            yield from _lean(bench, limit, scope)
+            yield from _ladder(bench, limit, scope)
     if not bench.is_long:
-        yield from _lean(bench, limit, disk=disk)
+        yield from _lean(bench, limit, scope)
     for rung in _rungs(limit)[: _rungs_tried(bench)]:
-        yield from _seeds(bench, rung, list(product(options(bench)[:1], (early, _alike))), disk=disk)
+        yield from _seeds(bench, rung, list(product(options(bench)[:1], (early, _alike))), scope)
     lower = _rungs(bench.problem.limit(Tier.HOST))[: MOST_RUNGS - 1]
-    # Nothing on the host is a budget too.
-    for rung in (0, *lower) if _rungs_tried(bench) == MOST_RUNGS else ():
-        yield from _seeds(bench, limit, list(product(options(bench)[:1], (early, _alike))), host=rung, disk=disk)
-    if not disk and bench.problem.limit(Tier.DISK):
-        yield from _seeds(bench, limit, ways[:1], disk=True)
+    for rung in lower if _rungs_tried(bench) == MOST_RUNGS else ():
+        within = replace(scope, host=rung)
+        yield from _seeds(bench, limit, list(product(options(bench)[:1], (early, _alike))), within)
+    if not scope.disk and bench.problem.limit(Tier.DISK):
+        yield from _seeds(bench, limit, ways[:1], ANYTHING)
 
 
-def _ladder(bench: Bench, limit: int, *, disk: bool) -> Iterator[Draft]:
+def still(bench: Bench) -> Iterator[Draft]:
+    """Drafts near the optimum of the programme in which nothing leaves the device, and in which no activation does. The
+    programme takes no notice of what waits for a link, and so has more on it than it can hide; and programs of such
+    drafts are short."""
+    limit, slots = bench.problem.limit(Tier.DEVICE), options(bench)
+    yield from _seeds(bench, limit, list(product(slots[:1], (early, _alike, spread))), Scope(host=0, disk=False))
+    through = dict.fromkeys((slots[0], slots[-1]))
+    scope = Scope(disk=not _without_a_disk(bench, limit), moves=False)
+    yield from _seeds(bench, limit, list(product(through, (early, _alike))), scope)
+
+
+def _ladder(bench: Bench, limit: int, scope: Scope) -> Iterator[Draft]:
     """One draft for each rung of the ladder."""
     for rung in _rungs(limit):
-        yield from islice(_seeds(bench, rung, [(options(bench)[0], _alike)], disk=disk), 1)
+        yield from islice(_seeds(bench, rung, [(options(bench)[0], _alike)], scope), 1)
 
 
 def _without_a_disk(bench: Bench, limit: int) -> bool:
     """Whether nothing has to go to a disk. To the programme what the links of the disk can do beside everything else is
     done for nothing: what need not go there is better asked for without."""
     slots = sum(options(bench)[-1])
-    return bench.chain is not None and bench.chain.shares(limit, slots, disk=False) is not None
+    return bench.chain is not None and bench.chain.shares(limit, slots, Scope(disk=False)) is not None
 
 
-def _lean(bench: Bench, limit: int, *, disk: bool) -> Iterator[Draft]:
+def _lean(bench: Bench, limit: int, scope: Scope) -> Iterator[Draft]:
     """A draft near the optimum for a smaller device, and the rest of ``limit`` bytes for larger windows and blocks that
     stay. Where compute binds, the programme takes no notice of what waits for links and updates: less to wait for is
     worth more there than activations that stay."""
     chain, lower = bench.chain, _rungs(limit)[LEAN_RUNG:]
     if chain is None or not lower:
         return
-    draft = _repaired(bench, chain, options(bench)[0], _alike, lower[0], None, disk=disk)
+    draft = _repaired(bench, chain, options(bench)[0], _alike, lower[0], scope)
     if draft is not None:
         yield filled(bench, _widened(bench, draft, limit), Filling(), limit)
 
 
-def _seeds(
-    bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order]], host: int | None = None, *, disk: bool
-) -> Iterator[Draft]:
-    """Drafts near the optimum with ``limit`` bytes of the device, and ``host`` bytes on the host if that is less than
-    allowed, for each of ``ways``: slots, and an order. ``disk``: whether anything may go there."""
+def _seeds(bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order]], scope: Scope) -> Iterator[Draft]:
+    """Drafts near the optimum with ``limit`` bytes of the device, and ``scope`` of the rest, for each of ``ways``:
+    slots, and an order."""
     chain, found = bench.chain, set[Draft]()
     for slots, order in ways:
-        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, host, disk=disk)
+        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, scope)
         if draft is None:
             continue
         for full in _completed(bench, draft, limit):
@@ -248,13 +259,13 @@ def _alike(shares: Sequence[float], count: int, options: Sequence[Option]) -> li
 
 
 def _repaired(
-    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, host: int | None, *, disk: bool
+    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, scope: Scope
 ) -> Draft | None:
     """The whole blocks nearest to the optimum that fit into ``limit`` bytes of the device, by the bench's account, and
-    on the host if nothing may go to a ``disk``; None if that does not come about in a few tries."""
+    on the host if nothing may go to a disk; None if that does not come about in a few tries."""
     room, best, over, short, step = limit, None, limit, 0, 0
     for _ in range(TRIES):
-        found = chain.shares(room, sum(slots), host, disk=disk)
+        found = chain.shares(room, sum(slots), scope)
         if found is None:
             if not step:
                 break
@@ -262,10 +273,11 @@ def _repaired(
             continue
         draft = rounded(bench, chain, found, slots, order)
         spare = limit - bench.device(draft)
-        lacking = 0 if disk else bench.arenas(draft).host - bench.problem.limit(Tier.HOST)
+        lacking = 0 if scope.disk else bench.arenas(draft).host - bench.problem.limit(Tier.HOST)
         if spare >= 0 and lacking > 0:
             # What passes through the host has buffers there, which the programme knows nothing of.
-            host = chain.limits[Tier.HOST] - lacking if host is None else host - lacking
+            host = chain.limits[Tier.HOST] if scope.host is None else scope.host
+            scope = replace(scope, host=host - lacking)
         elif spare >= 0:
             best = draft
             if step or spare <= CLOSE * limit or order is _alike:
