@@ -52,6 +52,26 @@ def never(line: str) -> None:
     raise AssertionError(line)
 
 
+def recalled(file: Path) -> Remembered:
+    wanted = Circumstances(**json.loads(file.read_text())["circumstances"])
+    found, reason = recall(file, replace(wanted, cores=tuple(wanted.cores)))
+    assert found is not None, reason
+    return found
+
+
+@pytest.fixture
+def measurements(measured: tuple[Machine, Path], monkeypatch: pytest.MonkeyPatch) -> list[Remembered]:
+    """In the place of measuring, which takes seconds: what was measured before, each time that it is asked for."""
+    kept, asked = recalled(cache_file(measured[1], "cpu")), list[Remembered]()
+
+    def measure(here: object) -> Remembered:
+        asked.append(kept)
+        return kept
+
+    monkeypatch.setattr("forebay.profiler.probe._Here.measure", measure)
+    return asked
+
+
 def test_everything_is_found(measured: tuple[Machine, Path]) -> None:
     machine, folder = measured
     assert (machine.source, machine.device_kind, machine.pinned_capacity) == ("measured", "cpu", 0)
@@ -84,11 +104,17 @@ def test_the_second_time_it_is_remembered(measured: tuple[Machine, Path]) -> Non
         assert (other.h2d, other.compute, other.update_rate) == (machine.h2d, machine.compute, machine.update_rate)
 
 
-def test_refresh_measures_again(measured: tuple[Machine, Path], tmp_path: Path) -> None:
+def test_refresh_measures_again_and_leaves_the_users_random_numbers_alone(
+    measured: tuple[Machine, Path], tmp_path: Path
+) -> None:
     file = cache_file(tmp_path, "cpu")
     file.write_bytes(cache_file(measured[1], "cpu").read_bytes())
-    assert examine("cpu", refresh=True, folder=tmp_path, effort=SMALL, tell=never).seconds > 0
-    assert file.read_bytes() != cache_file(measured[1], "cpu").read_bytes()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert examine("cpu", str(tmp_path), refresh=True, folder=tmp_path, effort=SMALL, tell=never).seconds > 0
+    assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
+    now, then = recalled(file).machine, measured[0]
+    assert (now.h2d, now.compute, now.update_rate) != (then.h2d, then.compute, then.update_rate)
 
 
 def test_another_disk_is_measured_and_nothing_else(measured: tuple[Machine, Path], tmp_path: Path) -> None:
@@ -134,17 +160,23 @@ def change_rate(text: str) -> str:
     ],
 )
 def test_what_cannot_be_used_is_measured_again_and_said(
-    measured: tuple[Machine, Path], tmp_path: Path, spoil: Callable[[str], str], said: str
+    measured: tuple[Machine, Path],
+    measurements: list[Remembered],
+    tmp_path: Path,
+    spoil: Callable[[str], str],
+    said: str,
 ) -> None:
     file = cache_file(tmp_path, "cpu")
     file.write_text(spoil(cache_file(measured[1], "cpu").read_text()))
     assert cached("cpu", folder=tmp_path) is None
     lines: list[str] = []
     assert examine("cpu", folder=tmp_path, effort=SMALL, tell=lines.append).seconds > 0
+    assert len(measurements) == 1
     assert len(lines) == 1 and said in lines[0] and "\n" not in lines[0] and "measuring anew" in lines[0]
     assert cached("cpu", folder=tmp_path) is not None
 
 
+@pytest.mark.usefixtures("measurements")
 def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -160,21 +192,6 @@ def test_a_disk_that_is_gone_is_left_out(measured: tuple[Machine, Path], tmp_pat
     replace(content, machine=gone).save(cache_file(tmp_path, "cpu"))
     kept = cached("cpu", folder=tmp_path)
     assert kept is not None and kept.disk is None
-
-
-def recalled(file: Path) -> Remembered:
-    wanted = Circumstances(**json.loads(file.read_text())["circumstances"])
-    found, reason = recall(file, replace(wanted, cores=tuple(wanted.cores)))
-    assert found is not None, reason
-    return found
-
-
-def test_measuring_leaves_the_users_random_numbers_alone(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    probe("cpu", str(tmp_path), folder=tmp_path, effort=SMALL)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.is_grad_enabled()
 
 
 def test_a_nominal_machine_is_the_same_every_time() -> None:
