@@ -28,15 +28,15 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forebay.planners, "STATES", MappingProxyType({name: STATES[name] for name in SOME}))
 
 
-def invoke(model: str, *arguments: str) -> Result:
+def invoke(model: str, policies: str, *arguments: str) -> Result:
     return CliRunner().invoke(
-        app, ["compare", model, "--batch", "2", "--seq", "32", "--policies", "states", "--measure", *arguments]
+        app, ["compare", model, "--batch", "2", "--seq", "32", "--policies", policies, "--measure", *arguments]
     )
 
 
 @pytest.mark.usefixtures("few")
 def test_measured_beside_predicted(tmp_path: Path) -> None:
-    done = invoke("tiny", "--budgets", "1MiB", "--disk", f"{tmp_path}:64MiB", "--json")
+    done = invoke("tiny", "states", "--budgets", "1MiB", "--disk", f"{tmp_path}:64MiB", "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     assert [row["policy"] for row in rows] == ["auto", *SOME] and all(row["feasible"] for row in rows)
@@ -75,33 +75,30 @@ def calm() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.ones(2, 64)
 
 
-@pytest.mark.usefixtures("few")
 def test_a_run_that_fails_has_a_reason_and_the_rest_goes_on() -> None:
-    done = invoke(f"{__name__}:moody", "--budgets", "80KiB")
+    done = invoke(f"{__name__}:moody", ",".join(SOME), "--budgets", "80KiB")
     assert done.exit_code == 1 and "Traceback" not in done.output
     assert "l2l did not run: RuntimeError: no values, please" in " ".join(done.stdout.split())
     assert "plain PyTorch was not run: RuntimeError: no values, please" in " ".join(done.stdout.split())
     assert "running zero-infinity" in done.stderr and max(map(len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.usefixtures("few")
 def test_tables_say_whose_losses_are_those_of_plain_pytorch() -> None:
     """In bfloat16 plain PyTorch too updates an fp32 copy of what it computes with."""
-    done = invoke("tiny", "--budgets", "1MiB", "--dtype", "bfloat16")
+    done = invoke("tiny", SOME[0], "--budgets", "1MiB", "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
     assert f"{WARM_STEPS + STEPS} losses equal to plain PyTorch's, bit for bit: " in said
     assert "did not run" not in said and "not plain" not in said and "error" in said
 
 
-@pytest.mark.usefixtures("few")
 def test_a_function_of_ones_own_is_run_with_its_own_values() -> None:
-    done = invoke(f"{__name__}:calm", "--budgets", "80KiB", "--json")
+    done = invoke(f"{__name__}:calm", f"auto,{SOME[1]}", "--budgets", "80KiB", "--json")
     assert done.exit_code == 0, done.output
     losses = {tuple(row["measured"]["losses"]) for row in json.loads(done.stdout)}
     assert len(losses) == 1 and len(set(*losses)) == WARM_STEPS + STEPS
 
 
 def test_another_machine_is_misuse() -> None:
-    done = invoke("tiny", "--machine", "rtx-4090")
+    done = invoke("tiny", "states", "--machine", "rtx-4090")
     assert done.exit_code == 2 and done.stdout == "" and done.stderr.startswith("forebay: --measure")

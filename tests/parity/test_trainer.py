@@ -141,12 +141,12 @@ def test_it_evaluates_and_trains_as_the_trainer_does(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "more"),
-    [("stream", {"bf16": True}), ("auto", {"label_smoothing_factor": 0.1, "gradient_checkpointing": True})],
+    "more",
+    [{"bf16": True}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}],
     ids=["bf16", "smoothed"],
 )
-def test_it_trains_as_the_trainer_does(tmp_path: Path, opened: list[Noting], policy: str, more: dict[str, Any]) -> None:
-    own = trainer(tmp_path / "own", Memory(BUDGET, policy=policy), **more)
+def test_it_trains_as_the_trainer_does(tmp_path: Path, opened: list[Noting], more: dict[str, Any]) -> None:
+    own = trainer(tmp_path / "own", Memory(BUDGET), **more)
     opened.append(own)
     own.train()
     theirs = trainer(tmp_path / "theirs", None, **more)
@@ -169,7 +169,7 @@ def test_what_it_saves_is_loaded_and_resumed(pair: Pair, tmp_path: Path, opened:
 
 
 def test_the_example_draws_no_random_numbers(tmp_path: Path, opened: list[Noting]) -> None:
-    own = trainer(tmp_path / "own", Memory(BUDGET, policy="stream"))
+    own = trainer(tmp_path / "own", Memory(BUDGET))
     opened.append(own)
     torch.manual_seed(5)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -191,14 +191,14 @@ def test_arguments_that_are_not_served_are_refused_at_once(tmp_path: Path, more:
 
 
 def test_too_small_a_budget_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    small = trainer(tmp_path, Memory("64KiB", policy="stream"))
+    small = trainer(tmp_path, Memory("64KiB"))
     with pytest.raises(DoesNotFit, match="device"):
         small.train()
     assert small.losses == []
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(pair: Pair, tmp_path: Path, opened: list[Noting]) -> None:
-    own = trainer(tmp_path, Memory(BUDGET, policy="stream"))
+    own = trainer(tmp_path, Memory(BUDGET))
     opened.append(own)
     with pytest.raises(ConfigError, match="holds no optimizer states of forebay"):
         own.train(resume_from_checkpoint=str(pair.folder / "theirs" / "checkpoint-2"))

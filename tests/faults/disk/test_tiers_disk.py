@@ -69,25 +69,41 @@ def test_what_nobody_closed_goes_when_nobody_holds_it(tmp_path: Path, tiers: Tie
     del folder, file
 
 
-@pytest.mark.parametrize(("end", "folders"), [("pass", 0), ("raise SystemExit(3)", 0), ("os.kill(os.getpid(), 9)", 1)])
-def test_end_of_the_process(tmp_path: Path, end: str, folders: int) -> None:
-    """However it ends, the bytes are free again; after a kill an empty folder remains."""
-    code = (
-        "import os, sys\n"
-        "from forebay.memory import Ledger, Tier\n"
-        "from forebay.tiers.disk import DiskFolder\n"
-        "folder = DiskFolder(sys.argv[1], ledger=Ledger(Tier.DISK))\n"
-        "file = folder.create('a', 1 << 20)\n"
-        "if os.fork() == 0: sys.exit()\n"  # a child that ends in the ordinary way takes nothing away
-        "os.wait()\n"
-        "assert folder.path.exists()\n"
-        f"{end}\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    left = [p for p in tmp_path.rglob("*")]
-    assert [p.is_dir() for p in left] == [True] * folders
-    for folder in left:
-        folder.rmdir()
+ENDS = {"sys.exit()": 0, "raise SystemExit(3)": 0, "os.kill(os.getpid(), 9)": 1}
+"""How a process ends, and the folders that it leaves."""
+
+ENDING = """
+import os, sys
+from forebay.memory import Ledger, Tier
+from forebay.tiers.disk import DiskFolder
+
+for root, end in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    if os.fork() == 0:
+        folder = DiskFolder(root, ledger=Ledger(Tier.DISK))
+        file = folder.create("a", 1 << 20)
+        if os.fork() == 0:
+            sys.exit()  # a child that ends in the ordinary way takes nothing away
+        os.wait()
+        assert folder.path.exists()
+        exec(end)
+    _, status = os.wait()
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_end_of_the_process(tmp_path: Path) -> None:
+    """However it ends, the bytes are free again; after a kill an empty folder remains. One process imports for all."""
+    roots = [tmp_path / str(number) for number in range(len(ENDS))]
+    for root in roots:
+        root.mkdir()
+    words = [word for root, end in zip(roots, ENDS, strict=True) for word in (str(root), end)]
+    done = subprocess.run([sys.executable, "-c", ENDING, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "3", "-9"], done.stderr
+    for root, folders in zip(roots, ENDS.values(), strict=True):
+        left = list(root.rglob("*"))
+        assert [path.is_dir() for path in left] == [True] * folders
+        for folder in (*left, root):
+            folder.rmdir()
 
 
 def test_missing_path(tmp_path: Path, tiers: Tiers) -> None:
