@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import forebay
 from forebay.errors import DoesNotFit, HostOutOfMemory, ModelError, UsageError
+from forebay.plans import Plan
 from forebay.runtime.hooks import session_of
 from tests.parity.accumulating import loss_of
 from tests.parity.models import CASES, Case, WithLoss, images
@@ -35,9 +37,19 @@ def model() -> Iterator[nn.Module]:
 def prepared(case: Case, **budgets: Any) -> nn.Module:
     model = case.model(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
-    budgets = {"policy": "stream", "device_memory": AMPLE, **budgets}
+    budgets = {"plan": streamed(case)} if not budgets else {"policy": "stream", **budgets}
+    budgets = {"device_memory": AMPLE, **budgets}
     model, _ = forebay.prepare(model, optimizer, case.inputs(0, torch.float32), device="cpu", **budgets)
     return model
+
+
+@cache
+def streamed(case: Case) -> Plan:
+    """All blocks of ``case`` stream."""
+    model = prepared(case, device_memory=AMPLE)
+    plan = forebay.report(model).plan
+    forebay.close(model)
+    return plan
 
 
 def left() -> list[str]:

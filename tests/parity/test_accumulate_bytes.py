@@ -15,6 +15,7 @@ from forebay.timeline import Lane
 from tests.null.planning import machine
 from tests.parity.accumulating import loss_of, moved, opened
 from tests.parity.models import CASES, Case
+from tests.parity.offloading import trace_of
 from tests.parity.recomputing import AMPLE, plan_for
 
 MANY = 8
@@ -68,7 +69,7 @@ def test_as_many_bytes_cross_as_foretold(name: str) -> None:
     """Each way, those of tied parameters among them; by the third step the record of the order is complete."""
     case = CASES[name]
     plan = plan_for(case, torch.float32, (), resident=False, slots=2)
-    trace = forebay.profile(case.model(torch.float32), case.inputs(0, torch.float32))
+    trace = trace_of(case, torch.float32)
     foretold = together(plan, Costs(trace, machine(kind="cpu")), MANY).moved
     with opened(case, torch.float32, plan=plan, device_memory=AMPLE) as (model, optimizer):
         for _ in range(3):

@@ -14,6 +14,7 @@ from forebay.device.delays import RandomDelays
 from forebay.errors import ModelError
 from forebay.treatments import Fate
 from tests.parity.compare import adamw, assert_same_training
+from tests.parity.offloading import trace_of
 from tests.parity.recomputing import AMPLE, DROPOUT, plan_of, recomputable
 from tests.parity.test_recompute import losses_and_gradients
 from tests.parity.treated import SUBJECTS, Eligible, eligible, treated, treated_plan
@@ -38,7 +39,7 @@ def test_same_numbers_with_every_op_named(name: str, fate: Fate | None) -> None:
 def test_any_ops_may_be_named(data: st.DataObject, name: str, dtype: torch.dtype) -> None:
     case = SUBJECTS[name]
     dtype = dtype if dtype in case.dtypes else torch.float32
-    trace = forebay.profile(case.model(dtype), case.inputs(0, dtype))
+    trace = trace_of(case, dtype)
     blocks = data.draw(st.lists(st.sampled_from(recomputable(trace.model)), unique=True, min_size=1))
     named = drawn(data, [one for one in eligible(trace) if one.block in blocks])
     plan = plan_of(trace.model, blocks, resident=data.draw(st.booleans()), slots=data.draw(st.integers(1, 3)))

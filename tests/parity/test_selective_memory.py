@@ -21,6 +21,7 @@ from forebay.runtime.hooks import session_of
 from forebay.treatments import Fate, Selection, Treatment
 from tests.parity.compare import adamw
 from tests.parity.models import Case
+from tests.parity.offloading import trace_of
 from tests.parity.recomputing import AMPLE, plan_of, recomputable
 from tests.parity.test_recompute_edges import DEPTH, FLOAT, LAYERS, ROWS, TOWER, WIDTH
 from tests.parity.treated import SUBJECTS, eligible, host_nbytes, treated
@@ -60,7 +61,7 @@ def test_what_is_named_does_not_run_again_and_all_else_does(name: str) -> None:
     """Beside a pass that recomputes nothing, a pass runs the ops of its blocks' forwards again up to the last tensor
     that is saved there, without those that are named, each as often as the plan says."""
     case = SUBJECTS[name]
-    trace = forebay.profile(case.model(torch.float32), case.inputs(0, torch.float32))
+    trace = trace_of(case, torch.float32)
     blocks = recomputable(trace.model)
     recomputing = plan_of(trace.model, blocks, resident=True)
     every = eligible(trace)
@@ -85,7 +86,7 @@ def test_what_is_named_does_not_run_again_and_all_else_does(name: str) -> None:
 def tower(recompute: Iterable[str], op: str, fate: Fate | None, resident: bool) -> Plan:
     """The first GELU of every layer that recomputes has ``fate``."""
     plan = plan_of(find_blocks(TOWER.model(torch.float32)).model, recompute, resident=resident)
-    trace = forebay.profile(TOWER.model(torch.float32), TOWER.inputs(0, torch.float32))
+    trace = trace_of(TOWER, torch.float32)
     named = [one for one in eligible(trace) if one.op == op and one.block in plan.recompute and fate is not None]
     return treated(plan, dict.fromkeys(named, fate)) if fate is not None and named else plan
 
@@ -201,7 +202,7 @@ def test_evaluation_keeps_nothing(fate: Fate) -> None:
 
 
 def test_the_arena_is_as_large_as_the_formula_says() -> None:
-    trace = forebay.profile(TOWER.model(torch.float32), TOWER.inputs(0, torch.float32))
+    trace = trace_of(TOWER, torch.float32)
     named = [one for one in eligible(trace) if one.op == GELU]
     plan = tower(LAYERS, GELU, Fate.OFFLOAD, resident=True)
     assert plan.streaming.host_activations == host_nbytes(named) == DEPTH * KEPT
