@@ -14,6 +14,7 @@ from torch import nn
 from forebay.adoption import adopt_plan, expect_served
 from forebay.asking import Asking
 from forebay.budgets import Budget, Size, expect_disk
+from forebay.calls import CHECKSUMS
 from forebay.checking import check
 from forebay.checkpoint.fill import fill_at_random, fill_from_folder
 from forebay.device import open_device
@@ -82,7 +83,7 @@ def prepare(
     micro_batches: int = 1,
     update: UpdateTime = "step",
     crash_safe: str | os.PathLike[str] | None = None,
-    checksums: bool = False,
+    checksums: bool = CHECKSUMS,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts a memory plan under ``model`` and ``optimizer``; the training loop stays as it is.
 
@@ -98,9 +99,9 @@ def prepare(
     "backward" lets blocks be updated in backward, as soon as their gradients are on the host, and these be used up: a
     step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a folder on the disk of ``disk``
     where what is at home there has two places, of which no update writes the one that the last checkpoint has: ``save``
-    to this folder copies none of it. It belongs to this model until ``close``. ``checksums``: what is read of
-    parameters and states on disk is held against checksums of what was written (``StorageError`` where it is not that,
-    before anything is computed with it).
+    to this folder copies none of it. It belongs to this model until ``close``. ``checksums`` (off where nobody
+    says): what is read of parameters and states on disk is held against checksums of what was written
+    (``StorageError`` where it is not that, before anything is computed with it).
 
     Activation checkpointing that a model of transformers does by itself is left to a plan that knows the activations.
 
@@ -176,7 +177,7 @@ def plan(
     micro_batches: int = 1,
     update: UpdateTime = "step",
     crash_safe: bool = False,
-    checksums: bool = False,
+    checksums: bool = CHECKSUMS,
 ) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from forebay.budgets import expect_disk
+from forebay.calls import CHECKSUMS
 from forebay.errors import ConfigError
 from forebay.loss import Loss
 from forebay.plans import UpdateTime
@@ -53,6 +54,14 @@ class StepSettings(BaseModel):
     loss: Loss = "auto"
     compress: Bits = 0
     tile: Size | None = None
+    checksums: bool = CHECKSUMS
+
+    @field_validator("checksums")
+    @classmethod
+    def _checksums_are_of_a_disk(cls, value: bool, others: ValidationInfo) -> bool:
+        if "disk" in others.data:  # it is not where the disk itself is wrong
+            expect_disk(others.data["disk"], checksums=value)
+        return value
 
 
 class TrainConfig(StepSettings):
@@ -70,7 +79,6 @@ class TrainConfig(StepSettings):
     nonfinite: NonFinite = "stop"
     run: Path | None = None
     save_every: int | None = Field(default=None, ge=1)
-    checksums: bool = False
 
     @field_validator("data", mode="before")
     @classmethod
@@ -101,13 +109,6 @@ class TrainConfig(StepSettings):
             raise ValueError(
                 "a step that backward has taken cannot be skipped; take --nonfinite stop, or --update step"
             )
-        return value
-
-    @field_validator("checksums")
-    @classmethod
-    def _checksums_are_of_a_disk(cls, value: bool, others: ValidationInfo) -> bool:
-        if "disk" in others.data:  # it is not where the disk itself is wrong
-            expect_disk(others.data["disk"], checksums=value)
         return value
 
     @property

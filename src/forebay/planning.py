@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from forebay.budgets import Budget, expect_disk
+from forebay.calls import CHECKSUMS
 from forebay.checking import check
 from forebay.collector import collector_paused
 from forebay.errors import (
@@ -49,7 +50,7 @@ def problem_of(
     compress: int = 0,
     update: UpdateTime = "step",
     disk_copies: int = 1,
-    checksums: bool = False,
+    checksums: bool = CHECKSUMS,
 ) -> Problem:
     """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
     ``compress``, ``update``, ``disk_copies``, ``checksums``: see ``Problem``. Raises ``ConfigError`` for ``checksums``
@@ -87,16 +88,17 @@ def assess(
     compress: int = 0,
     micro_batches: int = 1,
     update: UpdateTime = "step",
+    checksums: bool = CHECKSUMS,
 ) -> PlanReport:
     """Whether ``trace`` can be trained on ``machine`` within ``budget``, how, and how fast.
 
     ``model`` is its name in the report, ``notes`` what the report shall say beside. ``cut`` is how ``trace`` computes
-    the loss, None: from all logits at once. ``compress``, ``update``: see ``Problem``. There is room for
+    the loss, None: from all logits at once. ``compress``, ``update``, ``checksums``: see ``Problem``. There is room for
     ``micro_batches`` that pass the model together. It is checked before it is reported. Raises ``UsageError`` for input
     that cannot be used, and ``ForebayError`` where that check finds a fault.
     """
     with collector_paused():
-        problem = problem_of(trace, machine, budget, compress, update)
+        problem = problem_of(trace, machine, budget, compress, update, checksums=checksums)
         allowed = {tier: problem.limit(tier) for tier in Tier}
         if not machine.pinned_capacity:
             del allowed[Tier.PINNED]  # this device needs none

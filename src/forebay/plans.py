@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Literal
 
 from forebay.budgets import Budget
-from forebay.calls import Calls
+from forebay.calls import CHECKSUMS, Calls
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.memory import Tier
@@ -144,7 +144,7 @@ class Streaming:
     disk_reads: Calls = field(default_factory=Calls)
     disk_writes: Calls = field(default_factory=Calls)
     disk_copies: int = 1
-    checksums: bool = False
+    checksums: bool = CHECKSUMS
     update_chunk: int = 4 * 1024 * 1024
     update_window: int = 0
     overlap_update: bool = True

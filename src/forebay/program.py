@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from forebay.calls import CHECKSUMS
 from forebay.memory import Kind, Tier
 from forebay.timeline import Lane
 
@@ -118,7 +119,7 @@ class Program:
 
     ``slots`` are the device slots in bytes, shared ones and dedicated ones. ``standing`` are the bytes of every tier
     that are there all the time, by kind. ``micro_batches`` forward and backward passes make a step; ``steps`` steps
-    are in the program, the last of which is like all that would follow.
+    are in the program, the last of which is like all that would follow. ``checksums``: as in ``Streaming``.
     """
 
     actions: tuple[Action, ...]
@@ -126,6 +127,7 @@ class Program:
     standing: Mapping[Tier, Mapping[Kind, int]]
     steps: int
     micro_batches: int
+    checksums: bool = CHECKSUMS
 
 
 class Outline(NamedTuple):
@@ -155,3 +157,4 @@ class Sketch:
     slots: tuple[int, ...]
     steps: int
     micro_batches: int
+    checksums: bool

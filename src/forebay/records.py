@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,20 +18,28 @@ T = TypeVar("T")
 
 def dump(record: object) -> str:
     """``record`` as indented JSON."""
-    return TypeAdapter(type(record)).dump_json(record, indent=2).decode()
+    cls: Any = type(record)
+    return _adapter(cls).dump_json(record, indent=2).decode()
 
 
 def load(cls: type[T], text: str | bytes) -> T:
     """Reads a ``cls`` from JSON. Raises ``ConfigError`` naming the first field that is wrong."""
-    adapter: TypeAdapter[Any] = TypeAdapter(cls)
+    kind: Any = cls
     try:
-        record: T = adapter.validate_json(text)
+        record: T = _adapter(kind).validate_json(text)
     except ValidationError as error:
         _refuse_other_schema(cls, text)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole file"
         raise ConfigError(f"cannot read a {cls.__name__}: {where}: {first['msg']}") from None
     return record
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    # Made once for each class: that takes milliseconds, with the interpreter's lock, and checkpoints are made beside
+    # steps.
+    return TypeAdapter(cls)
 
 
 def _refuse_other_schema(cls: type[Any], text: str | bytes) -> None:

@@ -95,6 +95,9 @@ class Counted(Files):
         self._count("sync", lambda: self._system.sync(fd))
         self.unsynced.discard(self._paths[fd])
 
+    def drop(self, fd: int) -> None:
+        self._system.drop(fd)
+
     def close(self, fd: int) -> None:
         # The descriptor goes whatever happens: that of a process which is gone does too.
         self._system.close(fd)

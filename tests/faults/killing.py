@@ -1,4 +1,4 @@
-"""Runs that are killed at random instants: ``python -m tests.faults.killing FOLDER TRIALS SEED``.
+"""Runs that are killed at random instants: ``python -m tests.faults.killing FOLDER KILLS SEED``, so many of each way.
 
 One process imports torch and has no thread; every part of a run is a child of it, forked, so that a part is cheap.
 For each trial a part trains and saves after every step until it is killed, others go on from its checkpoint and are
@@ -34,8 +34,8 @@ from forebay.config import make_config
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
 
 STEPS = 12
-KILLS = 2
-"""Parts of a trial that are killed."""
+SHOTS = 2
+"""Parts of a trial that are shot at; some have come to their end by then."""
 WAYS = ("auto", "stream", "disk", "in place", "train")
 
 MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48}
@@ -159,8 +159,8 @@ def number_in(lines: list[str], verb: str) -> int:
 def trial(folder: Path, way: str, draw: random.Random, seconds: float, expected: str) -> int:
     """Returns how many parts were killed while they ran. Raises ``AssertionError`` where anything was lost."""
     killed = last = 0
-    for number in range(KILLS + 1):
-        shoot = shoot_between(draw, seconds) if number < KILLS else lambda child: None
+    for number in range(SHOTS + 1):
+        shoot = shoot_between(draw, seconds) if number < SHOTS else lambda child: None
         lines, status = run_part(folder, way, shoot)
         assert not any(line.startswith("error") for line in lines), lines
         if any(line.startswith("begin") for line in lines):
@@ -171,9 +171,9 @@ def trial(folder: Path, way: str, draw: random.Random, seconds: float, expected:
     return killed
 
 
-def main(folder: Path, trials: int, seed: int) -> None:
+def main(folder: Path, kills: int, seed: int) -> None:
     draw = random.Random(seed)
-    killed = 0
+    trials, killed = 0, dict.fromkeys(WAYS, 0)
     # Kernels are loaded once, here, and every child has them. A child of a process with threads would lack those.
     (folder / "warm").mkdir()
     for way in ("stream", "train"):
@@ -185,12 +185,13 @@ def main(folder: Path, trials: int, seed: int) -> None:
         lines, _ = run_part(folder / way, way, lambda child: None)
         seconds = time.monotonic() - since
         assert number_in(lines, "saved") == STEPS, lines
-        for number in range(trials):
-            where = folder / f"{way}-{number}"
+        while killed[way] < kills:
+            where = folder / f"{way}-{trials}"
             where.mkdir()
-            killed += trial(where, way, draw, seconds, lines[-1])
+            killed[way] += trial(where, way, draw, seconds, lines[-1])
+            trials += 1
             shutil.rmtree(where)
-    print(json.dumps({"trials": trials * len(WAYS), "killed": killed}))
+    print(json.dumps({"trials": trials, "killed": killed}))
 
 
 if __name__ == "__main__":

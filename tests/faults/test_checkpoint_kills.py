@@ -14,20 +14,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Two kills in each trial of each of five ways: 200 in the long run.
-@pytest.mark.parametrize("trials", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_killed_runs_end_as_if_nobody_had_killed_them(trials: int, tmp_path: Path) -> None:
+# So many of each of five ways: 200 in the long run, each at a process that lived.
+@pytest.mark.parametrize("kills", [1, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.killing", str(tmp_path), str(trials), str(trials)],
+        [sys.executable, "-m", "tests.faults.killing", str(tmp_path), str(kills), str(kills)],
         capture_output=True,
         text=True,
-        timeout=250 if trials == 1 else 1150,
+        timeout=250 if kills == 1 else 1750,
         cwd=ROOT,
         check=False,
         env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    # Three tiers, checkpoints in place and the command; of the two shots of a trial some come too late.
-    assert found["trials"] == 5 * trials
-    assert found["killed"] >= trials
+    # Three tiers, checkpoints in place and the command.
+    assert len(found["killed"]) == 5 and min(found["killed"].values()) >= kills

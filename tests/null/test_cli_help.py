@@ -77,6 +77,7 @@ VERIFY_FLAGS = {
     "--loss",
     "--compress",
     "--update",
+    "--checksums",
     "--json",
 }
 
@@ -109,6 +110,7 @@ PLAN_FLAGS = {
     "--tile",
     "--devices",
     "--out",
+    "--checksums",
     "--json",
 }
 

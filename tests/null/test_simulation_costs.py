@@ -6,13 +6,26 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.calls import Calls
 from forebay.errors import ConfigError
-from forebay.machine import Curve, Link, Machine
+from forebay.machine import Curve, Disk, Link, Machine
 from forebay.program import Verb
-from forebay.simulation.costs import ADD_TRAFFIC, VIEW_SHARE, Costs, Source
+from forebay.simulation.costs import ADD_TRAFFIC, SUM_TRAFFIC, VIEW_SHARE, Costs, Source
 from forebay.timeline import Lane
 from forebay.trace import NO_SAVES, Model, Op, Phase, Segment, Trace, Visit, Work
-from tests.null.simulating import MACHINE, accumulate, compute, fetch, land, read, seconds_trace, update, write
+from tests.null.simulating import (
+    MACHINE,
+    RATE,
+    accumulate,
+    compute,
+    fetch,
+    flat_link,
+    land,
+    read,
+    seconds_trace,
+    update,
+    write,
+)
 
 
 def costs_of(*works: Work, machine: Machine = MACHINE) -> Costs:
@@ -127,6 +140,23 @@ def test_actions_take_latency_and_the_rate_for_their_size() -> None:
     assert costs.action(update(300, lane=Lane.COMPUTE)) == 300 / 100
     assert costs.action(update(10, lane=Lane.COMPUTE)) == 2.0  # a launch
     assert [costs.action(read(50)), costs.action(write(150))] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_checksums_take_time_of_the_lanes_of_the_disk(depth: int) -> None:
+    disk = Disk(1 << 40, flat_link(RATE), flat_link(RATE), reads=Calls(64, depth), writes=Calls(64, depth))
+    machine = replace(MACHINE, disk=disk, host_bandwidth=400.0)
+    costs = Costs(replace(seconds_trace([]), state_names=("exp_avg",)), machine)
+    of_one = {1: 200, 2: 64}[depth]  # bytes: with several calls in flight only those of the last are looked at alone
+    for action in (read(200), write(200)):
+        assert costs.action(action, summed=True) == 200 / RATE + SUM_TRAFFIC * of_one / 400
+        assert costs.action(action) == 200 / RATE
+        assert costs.action(replace(action, tensor=3), summed=True) == 200 / RATE  # activations have none
+    for action in (fetch(200), land(200), update(200)):
+        assert costs.action(action, summed=True) == costs.action(action)
+    beside = update(200, lane=Lane.STORAGE_UPDATE)
+    more = 2 * SUM_TRAFFIC * costs.states_share * 200 / 400  # read and written there
+    assert costs.action(beside, summed=True) == pytest.approx(costs.action(beside) + more)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import forebay.cli.verify
 from forebay.cli.main import app
+from forebay.tiers.io import SystemIo
 from tests.parity.test_verify import spoil_copy
 
 SHORT = ("--batch", "2", "--seq", "16", "--steps", "1", "--device", "cpu")
@@ -49,7 +50,8 @@ def gpt2_with_dropout(folder: Path) -> Path:
 def test_equal_from_the_command_line(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    found = verified(llama(tmp_path), "--disk", f"{disk}:64MiB", "--device-memory", "256KiB", "--host-memory", "8MiB")
+    budgets = ("--disk", f"{disk}:64MiB", "--device-memory", "256KiB", "--host-memory", "8MiB")
+    found = verified(llama(tmp_path), *budgets)
     assert found["equal"] is True and found["kept"] is True and found["changes_numbers"] == []
     for check in found["checks"]:
         assert (check["equal"], check["worst_error"], check["where"]) == (True, 0.0, None)
@@ -59,6 +61,28 @@ def test_equal_from_the_command_line(tmp_path: Path) -> None:
     assert names[-4:] == [f"{one} after a resume" for one in what]
     assert list(disk.iterdir()) == []
     assert any("random weights and made-up data from seed 0" in note for note in found["notes"])
+
+
+def test_a_bit_that_changes_on_its_way_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 2}
+    model = config(tmp_path / "larger.json", model_type="llama", num_hidden_layers=6, **sizes)
+    # Large enough that the buffers of a disk tier take less than what goes there.
+    on_disk = ("--policy", "zero-infinity", "--host-memory", "13MiB", "--disk", f"{tmp_path}:64MiB")
+    found = verified(model, *on_disk, "--checksums")
+    assert found["equal"] is True and any("was held against its checksums" in note for note in found["notes"])
+    read, reads = SystemIo.preadv, [0]
+
+    def spoilt(io: SystemIo, fd: int, buffer: memoryview, offset: int) -> int:
+        done = read(io, fd, buffer, offset)
+        reads[0] += 1
+        if reads[0] == 5:  # in the first update
+            buffer[3] ^= 0x20  # of the exponent of a number
+        return done
+
+    monkeypatch.setattr(SystemIo, "preadv", spoilt)
+    done = invoke(model, *SHORT, *on_disk, "--checksums")
+    assert done.exit_code == 1 and "are not those that were written there" in " ".join(done.output.split()), done.output
+    assert reads[0] >= 5 and "Traceback" not in done.output
 
 
 @pytest.mark.slow
@@ -186,6 +210,7 @@ def test_wrong_input_is_one_message_and_its_exit_code(tmp_path: Path) -> None:
         ((small, "--update", "backward", "--clip-norm", "1"), 2, "leave --clip-norm out"),
         ((small, *STREAM, "--device-memory", "1KiB"), 1, "device"),
         (("tiny", "--resume"), 2, "--resume"),
+        (("tiny", "--checksums"), 2, "checksums are of what is on disk, and no disk is allowed"),
     ]
     if not torch.cuda.is_available():
         table.append((("tiny", "--device", "cuda"), 2, "finds no CUDA device"))

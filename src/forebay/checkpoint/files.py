@@ -53,7 +53,11 @@ class Files(ABC):
 
     @abstractmethod
     def sync(self, fd: int) -> None:
-        """Returns when what was written to a file is on the disk, and has it leave the page cache."""
+        """Returns when what was written to a file is on the disk."""
+
+    @abstractmethod
+    def drop(self, fd: int) -> None:
+        """Has a file that is on the disk leave the page cache."""
 
     @abstractmethod
     def close(self, fd: int) -> None:
@@ -112,8 +116,11 @@ class SystemFiles(Files):
         return os.preadv(fd, [buffer], offset)
 
     def sync(self, fd: int) -> None:
-        os.fsync(fd)
-        # A checkpoint is not read again while the run goes on, and its pages would count against a cgroup's memory.
+        # With all that is needed to find the bytes again, their place and their number; when they were written may be
+        # lost, and costs a commit of the file system's journal.
+        os.fdatasync(fd)
+
+    def drop(self, fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self, fd: int) -> None:

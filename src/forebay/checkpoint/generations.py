@@ -1,7 +1,7 @@
 """The folder of a checkpoint, in which one whole checkpoint stands at any instant, whatever happens at it.
 
     manifest.json                names a generation, checksums every byte of it
-    generation-00000007/         the tensors of one checkpoint
+    generation-00000007/         the tensors of one checkpoint that were copied; not there if none were
     home-9f86d081-states         what training keeps on disk, of which the manifest names one copy (``homes``)
     lock                         of the session that uses the folder (``tiers.lock``)
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
@@ -71,14 +72,16 @@ class Generations:
             raise StorageError(f"{path} ends before its end; the file was cut while it was read") from None
         return Manifest.from_bytes(bytes(text), str(path))
 
-    def begin(self, current: Manifest | None, needed: int) -> int:
-        """Makes room for a new generation of ``needed`` bytes beside the ``current`` one; returns its number.
+    def begin(self, current: Manifest | None, copies: Sequence[int]) -> int:
+        """Makes room for a new generation with files of ``copies`` bytes beside the ``current`` one; returns its
+        number. Where there are none it has no folder: to make one and to remove it are two changes of names more that
+        the disk has to keep.
 
         What a save that was cut short has left is removed. Raises ``DiskFull`` where there are fewer bytes free,
         ``StorageError`` where the folder cannot be used.
         """
         number = 1 if current is None else current.generation + 1
-        path = self.path_of(number)
+        path, needed = self.path_of(number), sum(copies)
         try:
             self._sweep(current)
             free = self.files.free_bytes(self.folder)
@@ -91,7 +94,8 @@ class Generations:
                     needed=needed,
                     allowed=free,
                 )
-            self.files.make_folder(path)
+            if copies:
+                self.files.make_folder(path)
         except OSError as error:
             raise refused(self.files, "make", path, error, needed) from error
         return number
@@ -106,7 +110,8 @@ class Generations:
         content = manifest.to_bytes()
         try:
             # The names of the files, and that of their folder, before a manifest that relies on them.
-            self.files.sync_folder(self.path_of(manifest.generation))
+            if manifest.files:
+                self.files.sync_folder(self.path_of(manifest.generation))
             self.files.sync_folder(self.folder)
             fd = self.files.create(fresh)
             try:
@@ -123,7 +128,8 @@ class Generations:
         if old is not None:
             # The checkpoint stands. What cannot be removed now is removed by the next save.
             with contextlib.suppress(OSError):
-                self.files.remove(self.path_of(old.generation))
+                if old.files:
+                    self.files.remove(self.path_of(old.generation))
                 for name in sorted(_homes(old) - _homes(manifest) - self.own):
                     self.files.remove(self.folder / name)
 

@@ -105,6 +105,8 @@ class PieceWriter:
             raise ForebayError(f"{self._path} is closed, or lacks bytes of {lacking[:1]}")
         try:
             self._files.sync(self._fd)
+            # Nobody reads it again while the run goes on, and its pages would count against a cgroup's memory.
+            self._files.drop(self._fd)
             fd, self._fd = self._fd, None
             self._files.close(fd)
         except OSError as error:

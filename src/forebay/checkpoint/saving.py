@@ -70,7 +70,7 @@ def save_checkpoint(
         session.contents.complete()
     copies += copy_of_buffers(buffers)
     old = generations.current()
-    number = generations.begin(old, sum(copy.nbytes for copy in copies))
+    number = generations.begin(old, [copy.nbytes for copy in copies])
     jobs: list[Completion] = []
     try:
         folder = generations.path_of(number)

@@ -56,6 +56,7 @@ def expect_simulated(settings: PlanSettings, **others: object) -> None:
         "compress": settings.compress,
         "update": settings.update == "backward",
         "tile": settings.tile,
+        "checksums": settings.checksums,
         **others,
     }
     for name, value in given.items():

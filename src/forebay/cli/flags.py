@@ -15,6 +15,7 @@ __all__ = [
     "AsJson",
     "Batch",
     "Bits",
+    "Checksums",
     "ClipNorm",
     "DeviceKind",
     "DeviceMemory",
@@ -102,6 +103,10 @@ UpdateIn = Annotated[
         help="backward: blocks are updated as their gradients land, which uses these up.",
         autocompletion=among("step", "backward"),
     ),
+]
+Checksums = Annotated[
+    bool | None,
+    typer.Option("--checksums/--no-checksums", help="Hold what is read from --disk against its checksums."),
 ]
 TileSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Cut larger weights: of each as much is on the device at a time.")

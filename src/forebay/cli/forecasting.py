@@ -14,6 +14,7 @@ from forebay.cli.flags import (
     AsJson,
     Batch,
     Bits,
+    Checksums,
     DeviceMemory,
     Devices,
     DiskPath,
@@ -59,6 +60,7 @@ def plan(
     compress: Bits = None,
     update: UpdateIn = None,
     tile: TileSize = None,
+    checksums: Checksums = None,
     devices: Devices = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan there, as JSON.")] = None,
     json: AsJson = False,
@@ -81,6 +83,7 @@ def plan(
             "compress": compress,
             "update": update,
             "tile": tile,
+            "checksums": checksums,
             "devices": devices,
         }
         if not _plan(flags, out, json):

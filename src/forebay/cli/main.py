@@ -15,6 +15,7 @@ from forebay.cli.flags import (
     AsJson,
     Batch,
     Bits,
+    Checksums,
     ClipNorm,
     DeviceKind,
     DeviceMemory,
@@ -105,10 +106,7 @@ def train(
     save_every: Annotated[
         int | None, typer.Option(metavar="STEPS", help="Save the run in its folder after every so many steps.")
     ] = None,
-    checksums: Annotated[
-        bool | None,
-        typer.Option("--checksums/--no-checksums", help="Hold what is read from --disk against its checksums."),
-    ] = None,
+    checksums: Checksums = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder of --run, with its settings.")
     ] = False,

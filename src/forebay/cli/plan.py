@@ -131,6 +131,7 @@ def _answer(
             settings.compress,
             settings.accumulate,
             settings.update,
+            settings.checksums,
         )
 
     if settings.loss == "chunked":

@@ -14,6 +14,7 @@ from forebay.cli.flags import (
     AsJson,
     Batch,
     Bits,
+    Checksums,
     ClipNorm,
     DeviceKind,
     DeviceMemory,
@@ -64,6 +65,7 @@ def verify(
     loss: LossWay = None,
     compress: Bits = None,
     update: UpdateIn = None,
+    checksums: Checksums = None,
     json: AsJson = False,
 ) -> None:
     """Train a model with forebay and in plain PyTorch for a few steps, and say whether the numbers are the same."""
@@ -88,6 +90,7 @@ def verify(
             "loss": loss,
             "compress": compress,
             "update": update,
+            "checksums": checksums,
         }
         if not _verify(flags, json):
             raise typer.Exit(EXIT_NO)

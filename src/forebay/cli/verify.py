@@ -14,6 +14,7 @@ from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, disk_budget, expect_policy
 from forebay.cli.preparing import device_of, optimizer_of
 from forebay.errors import ConfigError, DoesNotFit, ModelError
+from forebay.memory import Tier
 from forebay.reporting.verdict import Verdict
 from forebay.units import format_bytes, format_count
 
@@ -100,8 +101,14 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
         plan.planner,
         checks,
         plan.changes_numbers,
-        (*mine.notes, f"plan by {plan.planner}: {', '.join(peaks)}"),
+        (*mine.notes, f"plan by {plan.planner}: {', '.join(peaks)}", *_held(plan)),
     )
+
+
+def _held(plan: Plan) -> list[str]:
+    """That what is on disk had checksums, if something was there."""
+    there = plan.streaming.checksums and any(Tier.DISK in (p.parameters, p.states) for p in plan.placements)
+    return ["every read of parameters and states on disk was held against its checksums"] if there else []
 
 
 # How much of the model there is memory for
@@ -350,5 +357,6 @@ class _Prepared:
             device=self._place,
             micro_batches=micro_batches,
             update=asked.update,
+            checksums=asked.checksums,
         )
         return optimizer

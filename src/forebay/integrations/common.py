@@ -53,7 +53,7 @@ class Memory:
     loss: Loss | None = None
     compress: int | None = None
     blocks: tuple[str, ...] | None = None
-    checksums: bool = False
+    checksums: bool | None = None
     example: Any = None
 
     def prepare(

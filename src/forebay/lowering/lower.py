@@ -46,6 +46,7 @@ def lower(
         standing=_standing(trace, plan, sizes),
         steps=done,
         micro_batches=micro_batches,
+        checksums=plan.streaming.checksums,
     )
 
 
@@ -53,7 +54,7 @@ def sketch(trace: Trace, plan: Plan, *, micro_batches: int = 1, liveness: Livene
     """``lower`` for who asks for nothing but seconds. Raises what that raises."""
     recorder = Recorder(in_step_with_compute=trace.device == "cpu", sketching=True)
     slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness)
-    return Sketch(tuple(recorder.outlines), slots, done, micro_batches)
+    return Sketch(tuple(recorder.outlines), slots, done, micro_batches, plan.streaming.checksums)
 
 
 def _walked(

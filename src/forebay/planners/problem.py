@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from forebay.budgets import Budget
+from forebay.calls import CHECKSUMS
 from forebay.compression import CODE_BITS
 from forebay.errors import ConfigError
 from forebay.machine import Machine
@@ -45,7 +46,7 @@ class Problem:
     micro_batches: int = 1
     update: UpdateTime = "step"
     disk_copies: int = 1
-    checksums: bool = False
+    checksums: bool = CHECKSUMS
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):

@@ -14,6 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import final
 
+from forebay.calls import CHECKSUMS
 from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError
 from forebay.layout import MASTER, needs_master, states_nbytes, touched_nbytes
@@ -23,7 +24,17 @@ from forebay.states import form_of, is_wide, plain_name, update_kind
 from forebay.timeline import Lane
 from forebay.trace import Block, Parameter, Tensor, Trace, Work
 
-__all__ = ["ADD_TRAFFIC", "APART", "VIEW_SHARE", "Cost", "Costs", "Source", "coding_signature", "is_copy_beside"]
+__all__ = [
+    "ADD_TRAFFIC",
+    "APART",
+    "SUM_TRAFFIC",
+    "VIEW_SHARE",
+    "Cost",
+    "Costs",
+    "Source",
+    "coding_signature",
+    "is_copy_beside",
+]
 
 VIEW_SHARE = 0.5
 """A view starts no kernel and moves no bytes; the host still dispatches it, which is about half of what the smallest
@@ -40,6 +51,11 @@ CHOICE_TRAFFIC = 36
 """Bytes of host memory that could be copied in the time in which one element of a gradient is added to what was left
 of it and looked at to find the largest ones (``runtime.sparse``), which is the work of one core. A hundredth of fp32
 gradients on an EPYC: 1.8 ns an element (docs/log.md, 2026-11-22), at 20 GB/s."""
+
+SUM_TRAFFIC = 2
+"""Bytes of host memory that could be copied in the time in which a byte of a page is summed up (``tiers.sums``): a
+GiB takes 0.038 s, a copy of it 0.039 (one thread of an EPYC, memory that is not in the cache; docs/log.md,
+2026-11-22)."""
 
 APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1})
 """By the form of the moments: how many times as long an update takes that reads one copy of a block and writes another
@@ -157,9 +173,10 @@ class Costs:
         """Seconds of the ops with the numbers ``first`` to ``last`` (not included), one after the other."""
         return self._seconds.between(first, last)
 
-    def action(self, action: Action | Outline, *, watched: bool = False) -> float:
+    def action(self, action: Action | Outline, *, watched: bool = False, summed: bool = CHECKSUMS) -> float:
         """Seconds of ``action`` with its lane, and all that the lane shares, to itself. ``watched`` says that
-        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer.
+        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer; ``summed`` that
+        parameters and states on disk have checksums.
 
         Raises ``ConfigError`` for an action on a disk that the machine does not have.
         """
@@ -178,7 +195,22 @@ class Costs:
         known = self._moves.get(key)
         if known is None:
             known = self._moves[key] = self._move(action)
-        return known
+        # Activations are read once, by the step that made them.
+        return known + self._sums(action) if summed and action.tensor < 0 else known
+
+    def _sums(self, action: Action | Outline) -> float:
+        """Seconds that checksums of parameters and states add to what moves these to or from a disk."""
+        disk, second = self.machine.disk, self.machine.host_bandwidth / SUM_TRAFFIC
+        if disk is None:
+            return 0.0
+        if action.verb is Verb.UPDATE and action.lane is Lane.STORAGE_UPDATE:
+            # A process on the host reads, holds against, updates, sums up and writes.
+            return 0.0 if disk.update_rate is not None else 2 * self.states_share * action.nbytes / second
+        if action.verb not in (Verb.READ, Verb.WRITE):
+            return 0.0
+        calls = disk.reads if action.verb is Verb.READ else disk.writes
+        # The thread that makes a call sums up its bytes: where several are in flight, beside the other calls.
+        return (action.nbytes if calls.depth == 1 else min(action.nbytes, calls.block)) / second
 
     def _move(self, action: Action | Outline) -> float:
         """Seconds of a transfer, an update, a read or a write."""

@@ -26,7 +26,7 @@ from typing import Final, Literal, TypeAlias, final
 import numpy as np
 import torch
 
-from forebay.calls import Calls
+from forebay.calls import CHECKSUMS, Calls
 from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
 from forebay.memory import Kind, Ledger
 from forebay.tiers.io import Io, preallocate
@@ -73,7 +73,7 @@ class DiskPolicy:
     alignment: int = 4096
     direct: bool = True
     bounce_buffers: int = 2
-    verified: bool = False
+    verified: bool = CHECKSUMS
 
     def __post_init__(self) -> None:
         if self.alignment < 512 or self.alignment & (self.alignment - 1) or self.alignment > mmap.PAGESIZE:
