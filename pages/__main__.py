@@ -1,4 +1,4 @@
-"""Writes what can be made: ``docs/api``, what the tour prints, what the notebook prints.
+"""Writes what can be made: ``docs/api``, ``docs/policies``, what the tour prints, what the notebook prints.
 
 scripts/docs
 """
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pages import api, notebook
+from pages import api, notebook, policies
 from pages.printed import printed
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -21,10 +21,11 @@ NOTEBOOKS = (DOCS / "forebay.ipynb",)
 
 def main() -> int:
     """Writes all of it; 0."""
-    shutil.rmtree(api.FOLDER, ignore_errors=True)
-    api.FOLDER.mkdir()
-    for path, text in api.pages().items():
-        path.write_text(text, encoding="utf-8")
+    for made in (api, policies):
+        shutil.rmtree(made.FOLDER, ignore_errors=True)
+        made.FOLDER.mkdir()
+        for path, text in made.pages().items():
+            path.write_text(text, encoding="utf-8")
     # What a page keeps goes into a folder that goes with it, and what this machine was measured as is not looked at.
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -87,12 +87,13 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts a memory plan under ``model`` and ``optimizer``; the training loop stays as it is.
 
-    ``batch`` is what the model's forward will be called with (a dict or a tuple): with it the plan knows the
-    activations. Budgets are sizes (``"24GiB"``); ``host_memory`` None is what the machine has, ``disk`` is ``PATH``
-    or ``PATH:SIZE``, or several of these with commas between them, over which the bytes are spread. ``loss`` says how
-    a causal language model of transformers computes its own: ``plain``, from all logits at once; ``chunked``, in
-    pieces; ``auto``, in pieces where that gives the same bits on this device and the plan gains by it. ``compress`` is
-    0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other
+    ``batch`` is what the model's forward will be called with (a dict or a tuple), in the shapes and dtypes of the
+    largest batch of training, such as ``input_ids`` of (sequences, tokens): with it the plan knows the activations; its
+    values do not count. Budgets are sizes (``"24GiB"``); ``host_memory`` None is what the machine has, ``disk`` is
+    ``PATH`` or ``PATH:SIZE``, or several of these with commas between them, over which the bytes are spread. ``loss``
+    says how a causal language model of transformers computes its own: ``plain``, from all logits at once; ``chunked``,
+    in pieces; ``auto``, in pieces where that gives the same bits on this device and the plan gains by it. ``compress``
+    is 0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other
     numbers, and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one;
     ``blocks`` names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as
     many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``update``
@@ -155,7 +156,8 @@ def profile(
     device: str = "cpu",
     blocks: Sequence[str] | None = None,
 ) -> Trace:
-    """One training step of ``model`` on ``batch``, forward and backward, recorded under fake tensors.
+    """One training step of ``model`` on ``batch``, forward and backward, recorded under fake tensors. Of ``batch``
+    shapes and dtypes count, as in ``prepare``.
 
     No memory is taken and nothing is computed: ``model`` may be on the meta device. ``device`` is the kind that the
     step is recorded for, ``cpu`` or ``cuda``. Activation checkpointing that a model of transformers does by itself is
@@ -239,10 +241,10 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFunc
 
     The same as ``for batch in micro_batches: loss_fn(model, batch).backward()``, with the same numbers, bit for bit.
     ``loss_fn`` calls the model and returns the loss of one micro-batch, a tensor with one element, scaled as it is to
-    count (divided by the number of micro-batches for their mean). The losses are returned, in order and detached. On a
-    prepared model every micro-batch passes a block before the next block is fetched, forward and backward; what all of
-    them keep for backward is on the device, or where the plan moves it, at the same time. On a model that is not
-    prepared, or that stays on the device as a whole, it is that loop.
+    count (divided by the number of micro-batches for their mean). The losses are returned, in order, detached, in the
+    shape and dtype that they came in. On a prepared model every micro-batch passes a block before the next block is
+    fetched, forward and backward; what all of them keep for backward is on the device, or where the plan moves it, at
+    the same time. On a model that is not prepared, or that stays on the device as a whole, it is that loop.
 
     Raises ``UsageError`` for no micro-batches, a loss that is none, and a second call while one is under way;
     ``ModelError`` for a model that cannot be taken block by block; ``DoesNotFit`` where the plan says beforehand that a

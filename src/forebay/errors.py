@@ -31,6 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
     from forebay.remedies import Remedy
@@ -164,7 +165,13 @@ class BudgetExceeded(ForebayError):
 
 
 class DeviceOutOfMemory(BudgetExceeded):
-    """The device tier went over its budget."""
+    """The device tier went over its budget.
+
+    ``snapshot`` is what the device held then, and what it was asked for before, as PyTorch's memory snapshots have it:
+    plain values, for ``pickle.dump`` into a file that ``forebay fragmentation`` reads. None where nobody has kept it.
+    """
+
+    snapshot: Mapping[str, Any] | None = None
 
 
 class HostOutOfMemory(BudgetExceeded):

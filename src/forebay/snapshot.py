@@ -7,12 +7,14 @@ refused before anything of it runs.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, final
 
 from forebay.errors import ConfigError
 from forebay.recording import Recording, Request
+from forebay.units import format_bytes
 
 __all__ = ["read_snapshot"]
 
@@ -36,11 +38,12 @@ class _Plain(pickle.Unpickler):
 
 
 def read_snapshot(path: Path) -> Recording:
-    """What the device with the longest history asked for, from the beginning of that history on.
+    """What the device with the longest history asked for, from the beginning of that history on; without any history,
+    the one that has most reserved.
 
     What was there before comes first, as far as the snapshot tells: it was given back in the history, or is still
     there. A request is called after the innermost line of the user's that made it. Raises ``ConfigError`` for what is
-    no snapshot, or one without a history.
+    no snapshot, or one of nothing.
     """
     try:
         with path.open("rb") as file:
@@ -51,9 +54,12 @@ def read_snapshot(path: Path) -> Recording:
         raise ConfigError(f"{path} is not a memory snapshot of PyTorch: {error}") from None
     try:
         traces, segments = snapshot["device_traces"], snapshot["segments"]
-        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=-1)
-        if device < 0 or not traces[device]:
-            raise ConfigError(f"{path} has no history of allocations; {_HOW}")
+        held = Counter[int]()
+        for segment in segments:
+            held[segment.get("device", 0)] += segment["total_size"]
+        device = max(range(len(traces)), key=lambda index: (len(traces[index]), held[index]), default=-1)
+        if device < 0 or not (traces[device] or held[device]):
+            raise ConfigError(f"{path} has no history of allocations, and nothing is there; {_HOW}")
         own = [segment for segment in segments if segment.get("device", 0) == device]
         return _recording(traces[device], own, device)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -73,6 +79,7 @@ def _recording(trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[st
     requests: list[Request] = []
     events: list[int] = []
     before: list[int] = []
+    short: list[str] = []
     there: dict[int, int] = {}  # numbers by address
 
     def new(entry: Mapping[str, Any], nbytes: int, stream: int) -> int:
@@ -89,11 +96,13 @@ def _recording(trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[st
                 number = new(entry, entry["size"], entry["stream"])
                 before.append(number)
             events.append(-1 - number)
+        elif entry["action"] == "oom":
+            short.append(f"it ran out when {format_bytes(entry['size'])} more were asked for: {_what(entry)}")
     for segment in segments:
         for address, block in _blocks(segment):
             if block["state"] in _ACTIVE and address not in there:
                 before.append(new(block, block.get("requested_size", block["size"]), segment["stream"]))
-    notes = (f"device {device}: {len(trace)} entries, {len(before)} requests were there before",)
+    notes = (f"device {device}: {len(trace)} entries, {len(before)} requests were there before", *short)
     observed = sum(segment["total_size"] for segment in segments)
     return Recording(tuple(requests), (*before, *events), notes, observed)
 
@@ -112,5 +121,6 @@ def _what(entry: Mapping[str, Any]) -> str:
     frames = entry.get("frames") or []
     own = [frame for frame in frames if not any(part in frame["filename"] for part in _PYTORCH)]
     for frame in own or frames:
-        return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+        line = f":{frame['line']}" if frame["line"] else ""
+        return f"{Path(frame['filename']).name}{line} {frame['name']}"
     return "unknown"

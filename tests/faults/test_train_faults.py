@@ -17,11 +17,13 @@ pytest.importorskip("transformers")
 from forebay import api
 from forebay.checkpoint.generations import MANIFEST
 from forebay.cli.loop import PATIENCE
+from forebay.cli.runfolder import SNAPSHOT
 from forebay.cli.train import TrainResult, train
 from forebay.config import TrainConfig
 from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.errors import DeviceOutOfMemory, ForebayError, NotFinite
+from forebay.snapshot import read_snapshot
 from forebay.tiers.io import SystemIo
 from forebay.timeline import Lane
 from forebay.units import KiB, MiB
@@ -194,6 +196,11 @@ def test_a_plan_that_falls_short_is_made_again(text: Path, tmp_path: Path, whole
     plans = [options["plan"] for options in spoilt.prepared]
     assert plans[-1].device < plans[0].device
     assert spoilt.prepared[-1]["device_memory"] == spoilt.prepared[0]["device_memory"]
+    # What the device held when it ran out is kept, and can be looked at.
+    kept = tmp_path / "run" / SNAPSHOT
+    assert view.said(f"what the device held: forebay fragmentation {kept}")
+    held = read_snapshot(kept)
+    assert plans[0].device * 0.5 < held.live[-1] <= 3 * MiB and "it ran out when" in held.notes[-1]
 
 
 def test_the_plan_that_is_made_again_is_one_for_tiles(text: Path, tmp_path: Path) -> None:

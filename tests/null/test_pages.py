@@ -53,7 +53,8 @@ def test_commands_are_known(command: str) -> None:
 def test_every_policy_is_described() -> None:
     """In a row of a table."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS)
-    rows = re.findall(r"^\| ((?:`[\w-]+`(?:, )?)+) \|", pages, re.MULTILINE)
+    one = r"(?:`[\w-]+`|\[`[\w-]+`\]\(policies/[\w-]+\.md\))"
+    rows = re.findall(rf"^\| ({one}(?:, {one})*) \|", pages, re.MULTILINE)
     described = [name for row in rows for name in re.findall(r"`([\w-]+)`", row)]
     assert set(PLANNERS) - set(described) == set()
 
@@ -80,6 +81,23 @@ def test_public_functions_say_what_they_raise() -> None:
         if isinstance(found.node, ast.FunctionDef) and not re.search(r"\b[Rr]aise[sd]?\b", found.doc)
     ]
     assert silent == [], "say what it raises, or that it raises nothing"
+
+
+def test_public_functions_say_what_shapes_their_tensors_have() -> None:
+    silent = [
+        found.name
+        for module in ("forebay", "forebay.testing", *(name for name in api.modules() if ".integrations." in name))
+        for found in api.documented(module)
+        if isinstance(found.node, ast.FunctionDef) and _has_tensors(found.node) and "shape" not in found.doc
+    ]
+    assert silent == []
+
+
+def _has_tensors(node: ast.FunctionDef) -> bool:
+    """Whether a function gives tensors back, or is given a batch of them."""
+    returned = "" if node.returns is None else ast.unparse(node.returns)
+    given = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
+    return "torch.Tensor" in returned or not given.isdisjoint({"batch", "batches"})
 
 
 def test_records_name_their_fields() -> None:

@@ -17,6 +17,7 @@ from forebay.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ENVIRONMENT = (ROOT / "scripts" / "environment").read_text(encoding="utf-8")
 FENCE = re.compile(r"(<!-- run by tests/null/test_readme\.py -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(language, bool(marked), body) for marked, language, body in FENCE.findall(README)]
 COMMANDS = [
@@ -78,6 +79,8 @@ def test_command(command: str) -> None:
         known = forebay(arguments[0], "--help")
         for flag in flags_of(arguments):
             assert re.search(rf"{flag}\b", known), f"forebay {arguments[0]} has no {flag}"
+    elif program == "source":
+        assert arguments == [".venv/bin/activate"] and 'python" -m venv .venv' in ENVIRONMENT
     else:
         assert (program, arguments[0]) == ("pip", "install"), f"no check is known for {command!r}"
         extras = re.search(r"\[(.*)\]", arguments[-1])

@@ -148,11 +148,28 @@ def test_what_is_not_served_is_refused() -> None:
     with pytest.raises(ConfigError, match="batches are of list, of which nobody knows"):
         ForebayAccelerator(memory=Memory(BUDGET), cpu=True).prepare(*parts(), pairs)
     begin_anew()
-    with pytest.raises(ConfigError, match=r"asked for torch\.compile, which forebay does not serve"):
-        ForebayAccelerator(memory=Memory(BUDGET), cpu=True, dynamo_backend="eager")
-    begin_anew()
     with pytest.raises(ModelError, match="no model was prepared with its optimizer"):
         ForebayAccelerator(memory=Memory(BUDGET), cpu=True).figures()
+
+
+def test_blocks_are_compiled_one_by_one() -> None:
+    model, optimizer = parts()
+    example = torch.zeros(3, 2)
+    accelerator = ForebayAccelerator(memory=Memory("1MiB", example=example), cpu=True, dynamo_backend="eager")
+    with pytest.warns(UserWarning, match="'0' and 1 other compiled modules will run as written"):
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+    # Neither wrapped nor compiled as a whole; what Accelerate was asked for holds for another model.
+    assert prepared is model and accelerator.state.dynamo_plugin.backend.value == "EAGER"
+    assert [module._compiled_call_impl is not None for module in model.modules()] == [False, True, True]
+    accelerator.backward(prepared(example).sum())
+    optimizer.step()
+    forebay.close(model)
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    begin_anew()
+    alone = torch.nn.Linear(2, 2)
+    accelerator = ForebayAccelerator(memory=Memory("1MiB", example=example), cpu=True, dynamo_backend="eager")
+    with pytest.raises(ModelError, match="the model has no blocks; name them"):
+        accelerator.prepare(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
 
 
 def test_an_example_says_what_the_model_is_called_with() -> None:

@@ -36,7 +36,7 @@ from trl import SFTConfig, SFTTrainer
 
 import forebay
 from forebay.errors import ModelError
-from forebay.integrations.bitsandbytes import StreamedLinear4bit, stream
+from forebay.integrations.bitsandbytes import StreamedLinear4bit, StreamedLinear8bit, stream
 from forebay.integrations.transformers import FOLDER, ForebayTrainer, Memory
 from forebay.integrations.trl import ForebaySFTTrainer
 from forebay.memory import Kind, Tier
@@ -161,13 +161,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def quantised(base: Path, *, nested: bool) -> PeftModel:
-    how = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+IN_4_BITS: dict[str, Any] = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+
+
+def quantised(base: Path, **how: Any) -> PeftModel:
+    how = BitsAndBytesConfig(**how)
     loaded = AutoModelForCausalLM.from_pretrained(base, quantization_config=how, device_map={"": "cpu"})
     ready = prepare_model_for_kbit_training(loaded)
     torch.manual_seed(5)
@@ -185,7 +187,7 @@ def trainer(folder: Path, model: PeftModel, memory: Memory | None, **more: Any) 
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 128, (24, 32), generator=generator)]
     usual = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "save_steps": 2}
     args = TrainingArguments(str(folder), **{**usual, **QUIET, **more})
-    given: dict[str, Any] = {"model": model, "args": args, "train_dataset": data}
+    given: dict[str, Any] = {"model": model, "args": args, "train_dataset": data, "eval_dataset": data[:4]}
     return Trainer(**given) if memory is None else ForebayTrainer(memory=memory, **given)
 
 
@@ -213,10 +215,12 @@ def expect_training_as_alone(closed: list[Trainer], tmp_path: Path, model: Any, 
 
 @pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["nested", "single"])
 def test_qlora_trains_as_bitsandbytes_does(closed: list[Trainer], tmp_path: Path, base: Path, *, nested: bool) -> None:
-    def load() -> nn.Module:
-        return quantised(base, nested=nested).unload()
+    how = {**IN_4_BITS, "bnb_4bit_use_double_quant": nested}
 
-    own = expect_training_as_alone(closed, tmp_path, lambda: quantised(base, nested=nested), base, load)
+    def load() -> nn.Module:
+        return quantised(base, **how).unload()
+
+    own = expect_training_as_alone(closed, tmp_path, lambda: quantised(base, **how), base, load)
     layers = [module for module in own.model.modules() if isinstance(module, StreamedLinear4bit)]
     assert len(layers) == 3 * 7
     # Codes go with their block: half a byte an element, beside scales that stay on the device.
@@ -224,6 +228,29 @@ def test_qlora_trains_as_bitsandbytes_does(closed: list[Trainer], tmp_path: Path
     assert all(not placed.resident for placed in plan.placements)
     assert all(layer.weight.nbytes == layer.in_features * layer.out_features // 2 for layer in layers)
     assert all(set(dict(layer.named_buffers())) >= {"scale"} for layer in layers)
+
+
+@pytest.mark.parametrize("threshold", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
+def test_adapters_over_8_bits_train_as_over_bitsandbytes(
+    closed: list[Trainer], tmp_path: Path, base: Path, threshold: float
+) -> None:
+    how = {"load_in_8bit": True, "llm_int8_threshold": threshold}
+    when = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1, "max_steps": 2}
+    own = trainer(tmp_path / "own", quantised(base, **how), Memory("2MiB", policy="stream"), **when)
+    closed.append(own)
+    own.train()
+    theirs = trainer(tmp_path / "theirs", quantised(base, **how), None, **when)
+    theirs.train()
+    # Evaluations too, in which activations are of 8 bits.
+    assert seen(own) == seen(theirs) and sum("eval_loss" in entry for entry in seen(own)) == 2
+    assert same(own.model, theirs.model)
+    expect_only_adapters_have_states(own)
+    layers = [module for module in own.model.modules() if isinstance(module, StreamedLinear8bit)]
+    assert len(layers) == 3 * 7
+    assert all(layer.weight.nbytes == layer.in_features * layer.out_features for layer in layers)
+    assert all(not placed.resident for placed in forebay.report(own.model).plan.placements)
+    loaded = PeftModel.from_pretrained(quantised(base, **how).unload(), tmp_path / "own" / "checkpoint-2")
+    assert same(loaded, own.model, "lora_")
 
 
 @pytest.mark.slow
@@ -256,6 +283,32 @@ def test_the_layers_compute_what_those_of_bitsandbytes_do() -> None:
         assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_layers_of_8_bits_compute_what_those_of_bitsandbytes_do(threshold: float) -> None:
+    torch.manual_seed(3)
+    weight, bias, x = torch.randn(96, 64), torch.randn(96), torch.randn(2, 5, 64)
+    plain, own = (bitsandbytes.nn.Linear8bitLt(64, 96, has_fp16_weights=False, threshold=threshold) for _ in range(2))
+    for layer in (plain, own):
+        layer.load_state_dict({"weight": weight, "bias": bias})
+        layer.to("cpu")  # where it is quantised
+    plain(x)  # which moves scales and codes to another place
+    assert stream(nn.Sequential(own)) == ("0",)
+    assert own.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(value, own.state_dict()[name]) for name, value in plain.state_dict().items())
+    for training in (True, False):
+        results = []
+        for layer in (plain, own):
+            layer.train(training)
+            given = x.clone().requires_grad_()
+            made = layer(given)
+            made.square().sum().backward()
+            results.append((made, given.grad, layer.bias.grad))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert torch.equal(plain(x[0]), own(x[0]))
+    own.load_state_dict(plain.state_dict())
+    assert stream(nn.Sequential(plain)) == ("0",) and torch.equal(plain(x), own(x))
+
+
 def test_layers_that_keep_their_weights_are_refused_with_the_remedy() -> None:
     def prepared(model: nn.Module) -> None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -264,8 +317,15 @@ def test_layers_that_keep_their_weights_are_refused_with_the_remedy() -> None:
     model = quantised_layers(bitsandbytes.nn.Linear4bit)
     with pytest.raises(ModelError, match=r"0 is a Linear4bit .*; call forebay\.integrations\.bitsandbytes\.stream"):
         prepared(model)
-    with pytest.raises(ModelError, match=r"0 is a Linear8bitLt .*; load the model in 4 bits"):
+    with pytest.raises(ModelError, match=r"0 is a Linear8bitLt .*; call forebay\.integrations\.bitsandbytes\.stream"):
         prepared(quantised_layers(bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False))
+    with pytest.raises(ModelError, match=r"0 trains 16 bits .*; train adapters over a model that is loaded in 8 bits"):
+        stream(quantised_layers(bitsandbytes.nn.Linear8bitLt))
+    with pytest.raises(ModelError, match="0 is not quantised yet"):
+        stream(nn.Sequential(bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)))
+    table = nn.Sequential(bitsandbytes.nn.Embedding4bit(8, 64), nn.Linear(64, 4)).to("cpu")
+    with pytest.raises(ModelError, match=r"0 is a Embedding4bit .*; load it as it is"):
+        prepared(table)
     with pytest.raises(ModelError, match="0 is not quantised yet"):
         stream(nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64)))
     assert stream(model) == ("0", "1", "2") and stream(model) == ()

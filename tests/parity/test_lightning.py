@@ -338,6 +338,10 @@ def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path, ForebayStrategy(Memory(BUDGET)), accumulate_grad_batches=1, gradient_clip_val=None)
     with pytest.raises(ConfigError, match="manual optimization, which forebay does not serve"):
         made.fit(Manual(), loader(8))
+    with pytest.raises(
+        ConfigError, match=r"torch\.compile of all of it, which forebay does not serve: compile\(\) its"
+    ):
+        trainer(tmp_path, ForebayStrategy(Memory(BUDGET))).fit(torch.compile(Net(), backend="eager"), loader(8))
     with pytest.raises(ConfigError, match="fit first, or give Memory an example"):
         trainer(tmp_path, ForebayStrategy(Memory(BUDGET))).validate(Net(), loader(8), verbose=False)
     with pytest.raises(DoesNotFit, match="device"):

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import forebay
+from forebay.device.base import NoWatch
 from forebay.errors import ConfigError, DoesNotFit, ModelError
 from forebay.integrations.transformers import FOLDER, ForebayMixin, ForebayTrainer, Memory
 from forebay.memory import Tier
@@ -181,13 +182,68 @@ def test_the_example_draws_no_random_numbers(tmp_path: Path, opened: list[Noting
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"torch_compile": True}, "torch_compile, which forebay does not serve: compile the model's layers one by one"),
+        ({"fp16": True}, "fp16, which forebay does not serve: use bf16"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size, which forebay does not serve: the plan says"),
     ],
 )
 def test_arguments_that_are_not_served_are_refused_at_once(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         trainer(tmp_path, Memory(BUDGET), **more)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def is_compiled(of: Noting) -> list[bool]:
+    """Of the model as a whole, and of each of its blocks."""
+    return [module._compiled_call_impl is not None for module in (of.model, *of.model.model.layers)]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_torch_compile_is_applied_to_each_block(tmp_path: Path, opened: list[Noting]) -> None:
+    short = {"max_steps": 2, "eval_strategy": "no"}
+    own = trainer(tmp_path / "own", Memory(BUDGET), torch_compile=True, torch_compile_backend="eager", **short)
+    opened.append(own)
+    # On cpu bytes are counted op by op.
+    with pytest.warns(UserWarning, match=r"'model\.layers\.0' and 2 other compiled modules will run as written"):
+        own.train()
+    assert is_compiled(own) == [False, True, True, True]
+    assert own.accelerator.unwrap_model(own.model_wrapped, keep_torch_compile=True) is own.model
+    theirs = trainer(tmp_path / "theirs", None, **short)
+    theirs.train()
+    assert own.losses == theirs.losses and seen(own) == seen(theirs)
+    forebay.close(own.model)
+    assert is_compiled(own) == [False] * 4
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_model_that_is_refused_is_not_compiled(tmp_path: Path) -> None:
+    small = trainer(tmp_path, Memory("64KiB"), torch_compile=True, torch_compile_backend="eager")
+    with pytest.raises(DoesNotFit):
+        small.train()
+    assert is_compiled(small) == [False] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_blocks_run_where_no_op_is_looked_at(
+    tmp_path: Path, opened: list[Noting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.opening.StorageLedger", lambda *_: NoWatch())  # as on cuda
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    memory = Memory("4MiB", policy="stream")
+    own = trainer(tmp_path / "own", memory, torch_compile=True, torch_compile_backend="eager")
+    opened.append(own)
+    own.train()
+    assert counters["stats"]["unique_graphs"] >= 1
+    theirs = trainer(tmp_path / "theirs", None)
+    theirs.train()
+    assert own.losses == theirs.losses and seen(own) == seen(theirs)
 
 
 def test_too_small_a_budget_is_refused_before_the_first_step(tmp_path: Path) -> None:

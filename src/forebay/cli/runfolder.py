@@ -5,12 +5,15 @@ plan.json        the plan that it runs under
 losses.jsonl     a line for each step
 report.json      what the last process has measured, with the events of its last steps; written however it ends
 checkpoint/      where the run goes on (``forebay.save``)
+out-of-memory.pickle
+                 what the device held when it last ran out: a memory snapshot of PyTorch
 config.json, model*.safetensors and the tokenizer: what a whole run leaves
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +37,23 @@ if TYPE_CHECKING:
     from forebay.plans import Plan
     from forebay.reporting.run import RunReport
 
-__all__ = ["OWN", "PLAN", "REPORT", "RUN", "RunFolder", "RunStart", "begun_with", "kept_config", "may_begin"]
+__all__ = [
+    "OWN",
+    "PLAN",
+    "REPORT",
+    "RUN",
+    "SNAPSHOT",
+    "RunFolder",
+    "RunStart",
+    "begun_with",
+    "kept_config",
+    "may_begin",
+]
 
 RUN, PLAN, REPORT, CHECKPOINT = "run.json", "plan.json", "report.json", "checkpoint"
+SNAPSHOT = "out-of-memory.pickle"
 
-OWN = (RUN, PLAN, REPORT, CHECKPOINT, LOSSES, LOCK, "config.json")
+OWN = (RUN, PLAN, REPORT, SNAPSHOT, CHECKPOINT, LOSSES, LOCK, "config.json")
 """What belongs to a run in its folder, there or not yet."""
 
 _NUMBERS = ("model", "batch", "seq", "lr", "seed", "dtype", "accumulate", "clip_norm", "optimizer", "compress", "tile")
@@ -209,12 +224,18 @@ class RunFolder:
         """Writes what was measured, however the run has ended. Raises ``StorageError``."""
         self._write(REPORT, report.for_keeping().to_json())
 
-    def _write(self, name: str, text: str) -> None:
+    def keep_snapshot(self, snapshot: Mapping[str, Any]) -> Path:
+        """Writes what the device held when it ran out (``DeviceOutOfMemory.snapshot``), in the place of an earlier one;
+        returns the file. Raises ``StorageError``."""
+        self._write(SNAPSHOT, pickle.dumps(dict(snapshot)))
+        return self.path / SNAPSHOT
+
+    def _write(self, name: str, content: str | bytes) -> None:
         """A file as a whole, or as it was."""
         fresh = self.path / f"{name}.new"
         try:
             with fresh.open("wb") as file:
-                file.write(text.encode() + b"\n")
+                file.write(content if isinstance(content, bytes) else content.encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(fresh, self.path / name)

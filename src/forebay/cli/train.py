@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -168,6 +168,8 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
             if len(record.losses) == config.steps:
                 folder.finish(model, engine, tokenizer)
     except DeviceOutOfMemory as error:
+        if folder is not None and error.snapshot is not None:
+            _keep_snapshot(folder, error.snapshot, view)
         raise Overrun(error, engine.report(model), together) from error
     finally:
         engine.close(model)
@@ -198,6 +200,16 @@ def _accounted(
             except ForebayError as error:
                 view.note(str(error))
         raise
+
+
+def _keep_snapshot(folder: RunFolder, snapshot: Mapping[str, Any], view: View) -> None:
+    """Has ``folder`` keep what the device held. What stands in the way of that is shown, as in ``_accounted``."""
+    try:
+        path = folder.keep_snapshot(snapshot)
+    except ForebayError as error:
+        view.note(str(error))
+    else:
+        view.note(f"what the device held: forebay fragmentation {path}")
 
 
 def _built(config: TrainConfig, source: ModelSource) -> tuple[nn.Module, str | None]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from forebay.device.history import History
 from forebay.device.turn import Turn
 from forebay.memory import Kind, Ledger, TierUsage
 from forebay.timeline import Event, Lane
@@ -59,12 +60,13 @@ class Device(ABC):
     """One device: its memory, its lanes, its clock.
 
     ``name`` is what torch calls it (``cpu``, ``cuda:0``). ``ledger`` counts what forebay allocates on it and, where
-    the device can see it, what the step allocates too. ``turn`` is whose it is to compute, where several threads train
-    on it.
+    the device can see it, what the step allocates too; ``history`` has the single pieces of that, where no allocator
+    does. ``turn`` is whose it is to compute, where several threads train on it.
     """
 
     name: str
     ledger: Ledger
+    history: History
     turn: Turn
 
     @abstractmethod

@@ -11,7 +11,7 @@ compiled, and forebay's hooks run between them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -20,7 +20,14 @@ from torch import nn
 
 from forebay.errors import ModelError
 
-__all__ = ["as_written", "compiled_modules", "outside_of_graphs", "refuse_compiled_root", "refuse_compiled_since"]
+__all__ = [
+    "as_written",
+    "compile_each",
+    "compiled_modules",
+    "outside_of_graphs",
+    "refuse_compiled_root",
+    "refuse_compiled_since",
+]
 
 BETWEEN = "forebay has to do its part between the blocks"
 """Why a model cannot be one piece of compiled code."""
@@ -36,6 +43,27 @@ def compiled_modules(root: nn.Module) -> tuple[str, ...]:
 
     found = ((n, m._compiled_call_impl is not None or isinstance(m, OptimizedModule)) for n, m in root.named_modules())
     return tuple(name for name, is_compiled in found if is_compiled)
+
+
+def compile_each(modules: Iterable[nn.Module], how: Mapping[str, Any]) -> Callable[[], None]:
+    """Compiles ``modules`` in place, each by itself, with what ``torch.compile`` takes (``how``); those that are
+    compiled already stay as they are. Returns what takes that off again.
+
+    Raises what ``torch.compile`` raises for ``how``; none is compiled then.
+    """
+    fresh = [module for module in modules if module._compiled_call_impl is None]
+
+    def take_off() -> None:
+        for module in fresh:
+            module._compiled_call_impl = None
+
+    try:
+        for module in fresh:
+            module.compile(**how)
+    except BaseException:
+        take_off()
+        raise
+    return take_off
 
 
 def refuse_compiled_root(root: nn.Module) -> None:

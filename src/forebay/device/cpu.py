@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
+from forebay.device.history import History
 from forebay.device.lanes import EventLog, ReadyCompletion, WorkerLanes
 from forebay.device.turn import Turn
 from forebay.errors import DeviceOutOfMemory
@@ -42,6 +43,7 @@ class CpuDevice(Device):
     def __init__(self, budget: int | None = None, *, delays: Delays | None = None, of: CpuDevice | None = None) -> None:
         self.name = "cpu"
         self.ledger = Ledger(Tier.DEVICE, budget, None if of is None else of.ledger)
+        self.history: History = History() if of is None else of.history
         self.turn = Turn() if of is None else of.turn
         self._delays: Delays = delays or (NoDelays() if of is None else of._delays)
         self._origin: float = time.perf_counter() if of is None else of._origin
@@ -55,7 +57,7 @@ class CpuDevice(Device):
             turn=self.turn,
         )
         self._lock = threading.Lock()
-        self._buffers: dict[int, tuple[torch.Tensor, Kind]] = {}
+        self._buffers: dict[int, tuple[torch.Tensor, Kind, int]] = {}
 
     @property
     def dropped_events(self) -> int:
@@ -69,7 +71,7 @@ class CpuDevice(Device):
         """
         headroom = self.ledger.headroom
         if headroom is not None and nbytes > headroom:
-            raise self.ledger.exceeded(kind, nbytes, what)
+            raise self.history.told(self.ledger.exceeded(kind, nbytes, what), nbytes, what or kind.value)
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
@@ -79,8 +81,9 @@ class CpuDevice(Device):
                 allowed=self.ledger.live,
             ) from error
         self.ledger.charge(kind, nbytes, what)  # after: bytes that the machine refuses must not show in the peak
+        address = self.history.made(nbytes, what or kind.value)
         with self._lock:
-            self._buffers[id(buffer)] = (buffer, kind)
+            self._buffers[id(buffer)] = (buffer, kind, address)
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
@@ -90,6 +93,7 @@ class CpuDevice(Device):
         if held is None:
             raise ValueError("this tensor is not a buffer of this device, or was freed before")
         self.ledger.discharge(held[1], buffer.nbytes)
+        self.history.gone(held[2])
 
     def translate_oom(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()  # the ledger refuses, with forebay's own error
@@ -162,8 +166,9 @@ class CpuDevice(Device):
         with self._lock:
             held = list(self._buffers.values())
             self._buffers.clear()
-        for buffer, kind in held:
+        for buffer, kind, address in held:
             self.ledger.discharge(kind, buffer.nbytes)
+            self.history.gone(address)
 
 
 def copies_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:

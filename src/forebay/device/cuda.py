@@ -31,9 +31,10 @@ import torch
 from forebay.device.base import Completion, Delays, Device, NoDelays
 from forebay.device.cpu import as_bytes, copies_bytes
 from forebay.device.cuda_clock import CudaClock
+from forebay.device.history import History
 from forebay.device.lanes import EventLog, LaneCompletion, ReadyCompletion, WorkerLanes, dependency_failure
 from forebay.device.turn import Turn
-from forebay.errors import DeviceOutOfMemory, ModelError
+from forebay.errors import BudgetExceeded, DeviceOutOfMemory, ModelError
 from forebay.memory import Kind, Ledger, Tier, TierUsage
 from forebay.timeline import Event, Lane
 from forebay.units import format_bytes, parse_bytes
@@ -136,6 +137,7 @@ class CudaDevice(Device):
             raise ModelError(f"there is no CUDA device {index}: torch sees {count}; use another index or device='cpu'")
         self.name = f"cuda:{index}"
         self.ledger = Ledger(Tier.DEVICE, budget)
+        self.history = History()  # without an entry: torch's allocator keeps its own
         self.turn = Turn()
         self._index = index
         # torch versions multiply the fraction by one or the other; the larger keeps the limit at or under the budget.
@@ -177,7 +179,7 @@ class CudaDevice(Device):
         """
         headroom = self.ledger.headroom
         if headroom is not None and nbytes > headroom:
-            raise self.ledger.exceeded(kind, nbytes, what)
+            raise self._with_snapshot(self.ledger.exceeded(kind, nbytes, what))
         with self.translate_oom(what or kind.value):
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.name)
         self.ledger.charge(kind, nbytes, what)  # after: bytes that torch refuses must not show in the peak
@@ -206,7 +208,7 @@ class CudaDevice(Device):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(what, str(error)) from error
+            raise self._with_snapshot(self._out_of_memory(what, str(error))) from error
 
     def submit(
         self,
@@ -350,6 +352,12 @@ class CudaDevice(Device):
             # This frame may hold the last reference to the source. Letting go of it before the copy has read it
             # would give its memory to the next kernel of the compute stream.
             end.synchronize()
+
+    def _with_snapshot(self, error: BudgetExceeded) -> BudgetExceeded:
+        if isinstance(error, DeviceOutOfMemory):
+            # With a history only where the user has torch keep one, which takes time at every allocation.
+            error.snapshot = torch.cuda.memory._snapshot(self._index)
+        return error
 
     def _out_of_memory(self, what: str, message: str) -> DeviceOutOfMemory:
         allowed = self.ledger.limit if self.ledger.limit is not None else self._total

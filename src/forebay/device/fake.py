@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
+from forebay.device.history import History
 from forebay.device.lanes import WORKER_LANES
 from forebay.device.turn import Turn
 from forebay.errors import SessionClosed
@@ -81,6 +82,7 @@ class FakeDevice(Device):
             raise ValueError(f"latency must be 0 seconds or more, got {latency}")
         self.name = "fake"
         self.ledger = Ledger(Tier.DEVICE, budget)
+        self.history = History()
         self.turn = Turn()
         self._rates = dict(rates)
         self._latency = latency

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from forebay.device.base import Watch
+from forebay.device.history import History
 from forebay.errors import BudgetExceeded, ParameterReleased
 from forebay.memory import Kind, Ledger
 
@@ -62,8 +63,9 @@ class StorageLedger(Watch):
     ``where`` says in words what is running (the current block), for the message when the budget is exceeded.
     """
 
-    def __init__(self, ledger: Ledger, where: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, ledger: Ledger, where: Callable[[], str] = lambda: "", history: History | None = None) -> None:
         self.ledger = ledger
+        self._history = history or History()
         self._where = where
         self._active = False
         self._mode = _Mode(self)
@@ -142,17 +144,20 @@ class StorageLedger(Watch):
         nbytes = storage.nbytes()
         if nbytes == 0:
             return
+        where = self._where()
         try:
             self.ledger.charge(Kind.TEMPORARY, nbytes)
         except BudgetExceeded:
-            what = f"{self._where()}the result {tuple(tensor.shape)} of {maker}"
-            raise self.ledger.exceeded(Kind.TEMPORARY, nbytes, what) from None
-        self._counted[key] = _Entry(storage, self._forget, key, nbytes)
+            what = f"{where}the result {tuple(tensor.shape)} of {maker}"
+            error = self.ledger.exceeded(Kind.TEMPORARY, nbytes, what)
+            raise self._history.told(error, nbytes, maker, where) from None
+        self._counted[key] = _Entry(storage, self._forget, key, nbytes, self._history.made(nbytes, maker, where))
 
     def _forget(self, entry: _Entry) -> None:
         if self._counted.get(entry.key) is entry:
             del self._counted[entry.key]
         self.ledger.discharge(entry.kind, entry.nbytes)
+        self._history.gone(entry.address)
 
 
 @final
@@ -171,16 +176,21 @@ class _Traits:
 
 @final
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """A counted storage: what it is charged as. A bare weak reference and no ``weakref.finalize``, because one is
-    made for every op's result."""
+    """A counted storage: what it is charged as, and where the history has it. A bare weak reference and no
+    ``weakref.finalize``, because one is made for every op's result."""
 
-    __slots__ = ("key", "kind", "nbytes")
+    __slots__ = ("address", "key", "kind", "nbytes")
 
-    def __new__(cls, storage: torch.UntypedStorage, died: Callable[[_Entry], None], key: int, nbytes: int) -> _Entry:
+    def __new__(
+        cls, storage: torch.UntypedStorage, died: Callable[[_Entry], None], key: int, nbytes: int, address: int
+    ) -> _Entry:
         return super().__new__(cls, storage, died)
 
-    def __init__(self, storage: torch.UntypedStorage, died: Callable[[_Entry], None], key: int, nbytes: int) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, died: Callable[[_Entry], None], key: int, nbytes: int, address: int
+    ) -> None:
         super().__init__(storage, died)  # type: ignore[call-arg]
+        self.address = address
         self.key = key
         self.kind = Kind.TEMPORARY
         self.nbytes = nbytes

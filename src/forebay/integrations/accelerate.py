@@ -27,6 +27,7 @@ from forebay.integrations.common import (
     FOLDER,
     Memory,
     as_drawn_before,
+    blocks_compiled,
     expect_served,
     figures,
     resume_in,
@@ -38,10 +39,11 @@ from forebay.runtime.hooks import attachment_of
 
 try:
     from accelerate import Accelerator, DistributedType
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 except ImportError as error:
     raise missing("transformers", error) from error
 
-__all__ = ["FOLDER", "ForebayAccelerator", "Memory"]
+__all__ = ["FOLDER", "ForebayAccelerator", "Memory", "compile_arguments"]
 
 
 @final
@@ -86,7 +88,8 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
             # Where their bytes are is the plan's to say; Accelerate would copy all states to place them.
             placed[place] = False if one is model or one is optimizer else placed[place]
         given = [planned if one is optimizer else one for one in args]
-        return super().prepare(*given, device_placement=placed)
+        with _compiled_already(self.state):
+            return super().prepare(*given, device_placement=placed)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """``Accelerator.save_state``; the model that has a plan is written by ``forebay.save``, and its weights beside
@@ -101,7 +104,8 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
 
     def _plan(self, model: nn.Module, optimizer: torch.optim.Optimizer, args: Sequence[Any]) -> StreamedOptimizer:
         stream_quantised(model)
-        with self.autocast(), as_drawn_before(*args):
+        compiled = blocks_compiled(model, self._memory.blocks, compile_arguments(self.state.dynamo_plugin))
+        with compiled, self.autocast(), as_drawn_before(*args):
             planned = self._memory.prepare(model, optimizer, self._example(args), self.device)
         if not isinstance(planned, StreamedOptimizer):
             raise ModelError("forebay.prepare made no optimizer that it can save")
@@ -176,6 +180,23 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
         self._taken = step - api.report(model).steps
 
 
+def compile_arguments(plugin: TorchDynamoPlugin) -> Mapping[str, Any] | None:
+    """What ``torch.compile`` is to be given where ``plugin`` asks for it; None where it does not."""
+    wanted = plugin.backend is not DynamoBackend.NO and not plugin.disable
+    return plugin.to_kwargs() if wanted else None
+
+
+@contextmanager
+def _compiled_already(state: Any) -> Iterator[None]:
+    """Has Accelerate compile nothing: the blocks are, and a model that is compiled as a whole has nothing between
+    them."""
+    plugin, state.dynamo_plugin = state.dynamo_plugin, TorchDynamoPlugin(backend="no")
+    try:
+        yield
+    finally:
+        state.dynamo_plugin = plugin
+
+
 def _expect_served(accelerator: Any) -> None:
     """Raises ``ConfigError`` for what forebay does not serve."""
     refused = (
@@ -186,10 +207,5 @@ def _expect_served(accelerator: Any) -> None:
             "take it out of the configuration",
         ),
         (accelerator.scaler is not None, "fp16", "use bf16, which needs no scaling of the loss"),
-        (
-            accelerator.state.dynamo_plugin.backend.value != "NO",
-            "torch.compile",
-            "compile the model's layers one by one instead, before prepare",
-        ),
     )
     expect_served("the Accelerator is asked for", refused)

@@ -1,16 +1,18 @@
-"""QLoRA: linear layers whose frozen weight bitsandbytes keeps in 4 bits (Dettmers et al., 2023, "QLoRA", section 3).
+"""Adapters over linear layers whose frozen weight bitsandbytes keeps in few bits: in 4 (Dettmers et al., 2023, "QLoRA",
+section 3), or in 8 (Dettmers et al., 2022, "LLM.int8()", section 2.1).
 
     from forebay.integrations.bitsandbytes import stream
 
     stream(model)  # before forebay.prepare; ForebayTrainer does it by itself
 
-``bitsandbytes.nn.Linear4bit`` hangs its weight on the autograd node itself, where saved-tensor hooks do not look: a
-slot would stay occupied from the forward of a block to its backward. The layers here save it as autograd has it saved,
-and call the same ops with the same arguments. Codes stream with their block; their scales are buffers, which stay on
-the device: an eighth of the codes' bytes, or a thirty-second with double quantisation.
+The layers of bitsandbytes hang their weight on the autograd node itself, where saved-tensor hooks do not look: a slot
+would stay occupied from the forward of a block to its backward. The layers here save it as autograd has it saved, and
+call the same ops with the same arguments. Codes stream with their block; their scales are buffers, which stay on the
+device: in 4 bits an eighth of the codes' bytes, or a thirty-second with double quantisation, in 8 bits 4 bytes a row.
 
-In evaluation on CPUs with AVX-512 BF16, bitsandbytes packs weights anew for a kernel of its own; here they stay as they
-are.
+In evaluation on CPUs with AVX-512 BF16, bitsandbytes packs weights of 4 bits anew for a kernel of its own; here they
+stay as they are. In 8 bits it computes evaluations everywhere, and on GPUs training too, from activations in 8 bits;
+so do the layers here.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from forebay.integrations import missing
 from forebay.runtime.hooks import is_prepared
 
 try:
-    from bitsandbytes.nn.modules import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 except ImportError as error:
     raise missing("qlora", error) from error
 
-__all__ = ["StreamedLinear4bit", "stream"]
+__all__ = ["StreamedLinear4bit", "StreamedLinear8bit", "stream"]
 
 
 class _Form(NamedTuple):
@@ -105,43 +107,142 @@ class StreamedLinear4bit(Linear4bit):
         return made.to(given)
 
 
-def stream(model: nn.Module) -> tuple[str, ...]:
-    """Has every ``Linear4bit`` of ``model`` let go of its weight between forward and backward, in place; the parameters
-    are the same objects. Returns the names of these layers.
+def _of_codes(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (outputs, inputs) as ``dtype`` whose rows are ``codes`` of 8 bits with a ``scale`` (outputs) each."""
+    return codes.to(dtype, copy=True).mul_(scale.unsqueeze(1).mul(1.0 / 127.0))
 
-    Raises ``ModelError`` for a model that is prepared, and for a layer that is not quantised yet or otherwise than as
-    ``(out_features, in_features)``; the model is then as it was.
+
+def _of_coded(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, threshold: float
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` with ``x`` in 8 bits too, but for the columns of it that reach ``threshold`` somewhere
+    (0: all of it). What ``bitsandbytes.MatMul8bitLt`` computes."""
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() == 3 else x
+    ops = torch.ops.bitsandbytes
+    coded, scales, outliers = ops.int8_vectorwise_quant.default(rows.to(torch.float16), threshold)
+    if threshold > 0.0:
+        made: torch.Tensor = ops.int8_mixed_scaled_mm.default(rows, coded, codes, scales, scale, outliers, bias)[0]
+    else:
+        made = ops.int8_scaled_mm.default(coded, codes, scales, scale, bias=bias, dtype=rows.dtype)
+    return made.reshape(*x.shape[:-1], codes.shape[0])
+
+
+class _CodedProduct(torch.autograd.Function):
+    """``x @ weight.T + bias`` for a frozen weight in 8 bits; its codes are what is saved for backward. With
+    ``threshold`` None from the weight as it is, else as ``_of_coded`` has it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        threshold: float | None,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(codes, scale)
+        if threshold is None:
+            return F.linear(x, _of_codes(codes, scale, x.dtype), bias)
+        return _of_coded(x, codes, scale, bias, threshold)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        codes, scale = ctx.saved_tensors
+        of_x = of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_bias = gradient.sum(0, dtype=ctx.bias_dtype)  # autograd adds up the other rows
+        if ctx.needs_input_grad[0]:
+            rows = gradient.reshape(-1, gradient.shape[-1]).contiguous() if gradient.dim() == 3 else gradient
+            of_rows = torch.matmul(rows.to(ctx.dtype), _of_codes(codes, scale, ctx.dtype))
+            of_x = of_rows.view(*gradient.shape[:-1], codes.shape[1])
+        return of_x, of_bias, None, None, None
+
+
+@final
+class StreamedLinear8bit(Linear8bitLt):
+    """A ``Linear8bitLt`` that lets go of its weight between forward and backward. Made by ``stream``."""
+
+    scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``bitsandbytes.nn.Linear8bitLt.forward``, with the same bits."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        # bitsandbytes trains on CPUs from the weight as it is, for want of a fast product of codes.
+        threshold = None if self.training and x.device.type == "cpu" else self.state.threshold
+        codes = self.weight.view_as(self.weight)  # a plain tensor: see StreamedLinear4bit
+        made: torch.Tensor = _CodedProduct.apply(x, bias, threshold, codes, self.scale)  # type: ignore[no-untyped-call]
+        return made
+
+
+def stream(model: nn.Module) -> tuple[str, ...]:
+    """Has every ``Linear4bit`` and ``Linear8bitLt`` of ``model`` let go of its weight between forward and backward, in
+    place; the parameters are the same objects. Returns the names of these layers.
+
+    Raises ``ModelError`` for a model that is prepared, and for a layer that is not quantised yet, of which 16 bits are
+    trained, or whose weight was not given as ``(out_features, in_features)``; the model is then as it was.
     """
     layers = [(name, module) for name, module in model.named_modules() if _is_plain(module)]
     if layers and is_prepared(model):
         raise ModelError("this model is prepared; call forebay.integrations.bitsandbytes.stream(model) before")
-    forms = [_form(name, layer) for name, layer in layers]
+    forms = [_form(name, layer) if isinstance(layer, Linear4bit) else _scale(name, layer) for name, layer in layers]
     for (_, layer), form in zip(layers, forms, strict=True):
-        state = layer.weight.quant_state
-        scales = {"scale": state.absmax}
-        if form.nested:
-            scales |= {
-                "scale_scale": state.state2.absmax,
-                "scale_table": state.state2.code,
-                "scale_offset": state.offset,
-            }
-        for name, tensor in scales.items():
-            # The tensors of the quantisation's own record: its state dict has them already, and they move together.
-            layer.register_buffer(name, tensor, persistent=False)
         # As FSDP2 does: the module stays the object that others, its adapter among them, know.
-        layer.__class__ = StreamedLinear4bit
-        layer.form, layer.scales = form, tuple(scales)
+        if isinstance(form, _Form):
+            _let_go_of_4_bits(layer, form)
+        else:
+            _let_go_of_8_bits(layer, form)
     return tuple(name for name, _ in layers)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return isinstance(module, Linear4bit) and type(module).forward is Linear4bit.forward
+    kinds = (Linear4bit, Linear8bitLt)
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+
+
+def _let_go_of_4_bits(layer: Any, form: _Form) -> None:
+    state = layer.weight.quant_state
+    scales = {"scale": state.absmax}
+    if form.nested:
+        scales |= {"scale_scale": state.state2.absmax, "scale_table": state.state2.code, "scale_offset": state.offset}
+    for name, tensor in scales.items():
+        # The tensors of the quantisation's own record: its state dict has them already, and they move together.
+        layer.register_buffer(name, tensor, persistent=False)
+    layer.__class__ = StreamedLinear4bit
+    layer.form, layer.scales = form, tuple(scales)
+
+
+def _let_go_of_8_bits(layer: Any, scale: torch.Tensor) -> None:
+    # Where the state dict of bitsandbytes looks for the scale. The codes are the weight itself, and nobody else's.
+    layer.weight.CB, layer.weight.SCB = None, scale
+    layer.state.CB = layer.state.SCB = None
+    layer.register_buffer("scale", scale, persistent=False)
+    layer.__class__ = StreamedLinear8bit
+
+
+def _scale(name: str, layer: Any) -> torch.Tensor:
+    """The scales of a layer of 8 bits, wherever bitsandbytes has them: in another place after a first forward."""
+    if layer.state.has_fp16_weights:
+        raise ModelError(
+            f"{name} trains 16 bits that it quantises in every forward (has_fp16_weights); train adapters over a model "
+            f"that is loaded in 8 bits (load_in_8bit)"
+        )
+    on_weight = vars(layer.weight).get("SCB")
+    scale: torch.Tensor | None = layer.state.SCB if on_weight is None else on_weight
+    if scale is None:
+        raise _not_quantised(name)
+    return scale
+
+
+def _not_quantised(name: str) -> ModelError:
+    return ModelError(f"{name} is not quantised yet; load the model with its quantization_config, or move it once")
 
 
 def _form(name: str, layer: Any) -> _Form:
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
-        raise ModelError(f"{name} is not quantised yet; load the model with its quantization_config, or move it once")
+        raise _not_quantised(name)
     if tuple(state.shape) != (layer.out_features, layer.in_features):
         raise ModelError(
             f"{name} was quantised from a weight of shape {tuple(state.shape)}, and it has {layer.out_features} "

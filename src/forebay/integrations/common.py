@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,18 +14,21 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from forebay import api
-from forebay.errors import ConfigError, StorageError
+from forebay.device.compiling import compile_each
+from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.loss import Loss
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime import generators
-from forebay.runtime.hooks import prepared_session
+from forebay.runtime.blocks import whole_blocks
+from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session
 from forebay.units import format_bytes, format_seconds
 
 __all__ = [
     "FOLDER",
     "Memory",
     "as_drawn_before",
+    "blocks_compiled",
     "expect_served",
     "figures",
     "in_words",
@@ -96,6 +99,32 @@ def _generators(loader: object) -> Iterator[torch.Generator]:
         generator = None if holder is None else vars(holder).get("generator")
         if isinstance(generator, torch.Generator):
             yield generator
+
+
+@contextmanager
+def blocks_compiled(model: nn.Module, names: Sequence[str] | None, how: Mapping[str, Any] | None) -> Iterator[None]:
+    """The body prepares ``model``. Before, ``torch.compile`` is applied to each of its blocks, with the arguments
+    ``how`` (None: to none): those that repeat, or those of ``names``. When the model is closed, or the body raises,
+    they are as they were.
+
+    forebay does its part between the blocks: it cannot be inside of what is compiled. Raises ``ModelError`` for a model
+    without such blocks.
+    """
+    if how is None or is_prepared(model):
+        yield
+        return
+    blocks = whole_blocks(model, names)
+    if not blocks:
+        raise ModelError(
+            "torch.compile is applied block by block, and the model has no blocks; name them: Memory(blocks=)"
+        )
+    take_off = compile_each(blocks.values(), how)
+    try:
+        yield
+    except BaseException:
+        take_off()
+        raise
+    attachment_of(model).at_end(take_off)
 
 
 def save_in(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, scheduler: Any = None) -> None:

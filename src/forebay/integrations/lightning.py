@@ -387,6 +387,7 @@ def _no_metric(*args: Any, **kwargs: Any) -> torch.Tensor:
 def _expect_served(module: LightningModule, optimizers: list[Any], precision: Precision) -> None:
     """Raises ``ConfigError`` for what forebay does not serve."""
     refused = (
+        (module._compiler_ctx is not None, "torch.compile of all of it", "compile() its layers instead, before fit"),
         (not module.automatic_optimization, "manual optimization", "let Lightning optimize, or use forebay.prepare"),
         (len(optimizers) != 1, f"{len(optimizers)} optimizers", "make one, with a parameter group for each"),
         (

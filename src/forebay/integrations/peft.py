@@ -17,7 +17,8 @@ __all__ = ["adapter_state"]
 
 def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
     """The part of ``model.state_dict()`` that PEFT may want to save: what is trained, adapters that are not, and
-    embeddings. The rest of the frozen model is not read: it may be more than the host has memory for.
+    embeddings; by its names, each in its own shape and dtype. The rest of the frozen model is not read: it may be more
+    than the host has memory for.
 
     For ``model.save_pretrained(folder, state_dict=adapter_state(model))``.
     """

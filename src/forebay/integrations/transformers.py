@@ -26,10 +26,12 @@ from forebay import api
 from forebay.errors import ConfigError, ModelError
 from forebay.exporting import replace_weights
 from forebay.integrations import missing
+from forebay.integrations.accelerate import compile_arguments
 from forebay.integrations.common import (
     FOLDER,
     Memory,
     as_drawn_before,
+    blocks_compiled,
     expect_served,
     figures,
     in_words,
@@ -44,6 +46,7 @@ from forebay.runtime.hooks import is_prepared
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import TorchDynamoPlugin
     from transformers import Trainer
     from transformers.utils import logging
 except ImportError as error:
@@ -81,6 +84,8 @@ class ForebayMixin(_Base):
         """Has Accelerate place nothing: neither the model, nor, by a copy of all of them, the optimizer's states."""
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
+        # Blocks are compiled one by one when the model is prepared, and not all of it when Accelerate is given it.
+        self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer that the Trainer makes, in front of states that are where the plan has them."""
@@ -88,7 +93,9 @@ class ForebayMixin(_Base):
         if is_prepared(self._trained):
             return made
         stream_quantised(self._trained)
-        with self.accelerator.autocast(), as_drawn_before():
+        asked = TorchDynamoPlugin(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+        compiled = blocks_compiled(self._trained, self._memory.blocks, compile_arguments(asked))
+        with compiled, self.accelerator.autocast(), as_drawn_before():
             self.optimizer = self._memory.prepare(self._trained, made, self._example(), self.args.device)
         _say(self._trained)
         return self.optimizer
@@ -214,7 +221,6 @@ def _expect_served(trainer: Trainer) -> None:
         (trainer.is_deepspeed_enabled, "DeepSpeed", "take it out of the arguments"),
         (trainer.is_fsdp_enabled, "FSDP", "take it out of the arguments"),
         (args.fp16, "fp16", "use bf16, which needs no scaling of the loss"),
-        (args.torch_compile, "torch_compile", "compile the model's layers one by one instead"),
         (args.auto_find_batch_size, "auto_find_batch_size", "the plan says beforehand whether a batch fits"),
     )
     expect_served("the trainer's arguments ask for", refused)

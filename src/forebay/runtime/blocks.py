@@ -16,7 +16,7 @@ from forebay.layout import align
 from forebay.runtime.tiles import Tiled
 from forebay.trace import Block, Model, Parameter
 
-__all__ = ["BoundModel", "find_blocks"]
+__all__ = ["BoundModel", "find_blocks", "whole_blocks"]
 
 CUTS = 32
 """Neighbouring small modules outside of repeated lists are merged up to one part in ``CUTS`` of the model."""
@@ -52,13 +52,7 @@ def find_blocks(
     for name, parameter in parameters.items():
         _refuse_immovable(name, parameter)
     modules = dict(root.named_modules())
-    if override is None:
-        starts = [name for name, _ in _repeated(root, "")]
-    else:
-        missing = [name for name in override if name not in modules]
-        if missing:
-            raise ModelError(f"blocks: the model has no module called {missing[0]!r}; see model.named_modules()")
-        starts = list(override)
+    starts = list(whole_blocks(root, override))
     groups = _group(root, starts, parameters)
     owners, asked = _owners(root), _askers(root, groups, starts, parameters)
     blocks = []
@@ -95,6 +89,18 @@ def _askers(
     return {home: list(askers) for home, askers in asked.items()}
 
 
+def whole_blocks(root: nn.Module, override: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The modules of ``root`` that are blocks by themselves, by name: those named in ``override``, where given, else
+    every child of a repeated list. Raises ``ModelError`` for a name that is no module."""
+    if override is None:
+        return dict(_repeated(root, ""))
+    modules = dict(root.named_modules())
+    missing = [name for name in override if name not in modules]
+    if missing:
+        raise ModelError(f"blocks: the model has no module called {missing[0]!r}; see model.named_modules()")
+    return {name: modules[name] for name in override}
+
+
 def _refuse_holding(root: nn.Module) -> None:
     """Raises ``ModelError`` for layers that hang their weight on autograd's nodes themselves, where no hook sees it."""
     for name, module in root.named_modules():
@@ -103,8 +109,8 @@ def _refuse_holding(root: nn.Module) -> None:
             continue
         what = type(module).__name__
         remedy = "call forebay.integrations.bitsandbytes.stream(model) before prepare()"
-        if "4" not in what:
-            remedy = "load the model in 4 bits (load_in_4bit), which forebay serves"
+        if not isinstance(module, nn.Linear):
+            remedy = "load it as it is (llm_int8_skip_modules); linear layers are served"
         raise ModelError(
             f"{name} is a {what} of bitsandbytes, which keeps its weight from forward to backward; {remedy}"
         )
@@ -119,7 +125,7 @@ def _refuse_immovable(name: str, parameter: nn.Parameter) -> None:
     if is_traceable_wrapper_subclass(value):
         raise ModelError(
             f"parameter {name} is a {type(value).__name__}, which is several tensors in one; forebay moves "
-            f"plain ones: quantise with bitsandbytes in 4 bits, or not at all"
+            f"plain ones: quantise with bitsandbytes, or not at all"
         )
     if parameter.layout is not torch.strided or not _is_dense(parameter):
         raise ModelError(f"parameter {name} is sparse or overlaps itself; make it dense (parameter.contiguous())")

@@ -43,8 +43,9 @@ def assert_same_training(
 ) -> Verdict:
     """Trains a model with forebay and in plain PyTorch, and raises ``AssertionError`` where the numbers are others.
 
-    Takes what ``train_both`` takes, and returns what it returns. Where the plan changes the numbers by its own account
-    (``Plan.changes_numbers``), they must be as near to plain PyTorch's as it promises (``Verdict.kept``).
+    Takes what ``train_both`` takes, ``batches`` of one shape among it, and returns what it returns. Where the plan
+    changes the numbers by its own account (``Plan.changes_numbers``), they must be as near to plain PyTorch's as it
+    promises (``Verdict.kept``).
     """
     verdict = train_both(make_model, batches, make_optimizer, loss_fn=loss_fn, course=course, batch=batch, **prepare)
     if not verdict.kept:

@@ -69,7 +69,7 @@ def test_what_was_there_before_comes_first(snapshot: Path) -> None:
     # 10 MiB were given back in the history and 6 are still there: both were there before. Sizes are those asked for.
     assert found.live == (10 * MiB, 16 * MiB - 5, 6 * MiB - 5, 10 * MiB - 5, 12 * MiB - 5, 10 * MiB - 5)
     names = [found.requests[event].what for event in found.events if event >= 0]
-    assert names == ["unknown", "unknown", "model.py:41 attend", "??:0 empty"]
+    assert names == ["unknown", "unknown", "model.py:41 attend", "?? empty"]
     assert found.observed == 20 * MiB
     assert "2 requests were there before" in found.notes[0]
 

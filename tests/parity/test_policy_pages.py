@@ -1,0 +1,28 @@
+"""docs/policies: a page for every policy, in its planner's words, with what it decides today."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.planners import PLANNERS
+from forebay.planners.parallel import ON_DEVICES
+from pages import policies
+from pages.uses import USES
+
+pytest.importorskip("transformers")
+pytest.importorskip("ortools")
+
+
+def test_every_policy_has_a_use() -> None:
+    assert set(USES) == set(PLANNERS) | set(ON_DEVICES)
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_its_docstring_says_more_than_its_name(name: str) -> None:
+    said = policies.told(name)
+    assert len(said) > 60 and "\n\n\n" not in said
+
+
+def test_the_pages_are_what_the_planners_say_and_decide() -> None:
+    there = {path: path.read_text(encoding="utf-8") for path in policies.FOLDER.glob("*")}
+    assert there == policies.pages(), "run scripts/docs"
