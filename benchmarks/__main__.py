@@ -6,6 +6,8 @@ scripts/bench predict
 scripts/bench planning 12 100
 scripts/bench solving 12 100 --policies rotor rockmate
 scripts/bench policies --models gpt2-xl --machines t4 rtx-4090
+scripts/bench states --models llama-16m --folder /tmp
+scripts/bench losses
 scripts/bench papers
 scripts/bench layout hard large
 scripts/bench activations gpt2-14m
@@ -60,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "planning": _planning,
             "solving": _solving,
             "policies": _policies,
+            "states": _states,
+            "losses": _losses,
             "papers": _papers,
             "layout": _layout,
             "activations": _activations,
@@ -94,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     policies.add_argument("--models", nargs="+", default=(), metavar="MODEL", help="default: all five")
     policies.add_argument("--machines", nargs="+", default=(), metavar="MACHINE", help="default: all eight")
     policies.add_argument("--shares", nargs="+", type=float, metavar="SHARE", help="of the device; default: .25 .5 1")
+    states = commands.add_parser("states", help="hold what is foretold of every policy for states against its run")
+    states.add_argument("--models", nargs="+", default=(), metavar="MODEL", help="default: all three")
+    states.add_argument("--policies", nargs="+", default=(), metavar="POLICY", help="default: all for states")
+    states.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to use")
+    states.add_argument("--rounds", type=int, default=2, help="default: 2")
+    losses = commands.add_parser("losses", help="hold updates that change the numbers against exact ones, on real text")
+    losses.add_argument("--quick", action="store_true", help="one seed, few steps: whether it works")
     papers = commands.add_parser("papers", help="hold policies against what their papers say, simulated")
     papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers")
     layout = commands.add_parser("layout", help="how low layouts of addresses are, and how long they take")
@@ -176,6 +187,29 @@ def _policies(options: argparse.Namespace) -> None:
     print(f"kept as {ARCHIVE.save(comparison).name}")
 
 
+def _states(options: argparse.Namespace) -> None:
+    from benchmarks.states.record import ARCHIVE
+    from benchmarks.states.run import MODELS, compare
+
+    # Each model is a run of its own, kept when it is done: a later one may fail, or have to be stopped.
+    for model in options.models or MODELS:
+        named = f" --policies {' '.join(options.policies)}" if options.policies else ""
+        command = f"scripts/bench states --models {model}{named} --rounds {options.rounds}"
+        print(f"{model}:", flush=True)
+        told = options.policies, options.folder, command, options.rounds
+        found = compare(model, *told, lambda line: print(line, flush=True))
+        print(f"kept as {ARCHIVE.save(found).name}", flush=True)
+
+
+def _losses(options: argparse.Namespace) -> None:
+    from benchmarks.losses.record import ARCHIVE
+    from benchmarks.losses.run import compare
+    from benchmarks.losses.table import render
+
+    found = compare("scripts/bench losses", lambda line: print(line, flush=True), quick=options.quick)
+    print(render([found]) if options.quick else f"kept as {ARCHIVE.save(found).name}")
+
+
 def _papers(options: argparse.Namespace) -> None:
     from benchmarks.papers.record import ARCHIVE
     from benchmarks.papers.run import compare
@@ -247,17 +281,21 @@ def _table(options: argparse.Namespace) -> None:
     from benchmarks import front
     from benchmarks.activations import table as activations
     from benchmarks.fasthost import table as host
+    from benchmarks.losses import table as losses
     from benchmarks.papers import table as papers
     from benchmarks.policies import table as policies
     from benchmarks.prediction import table as predictions
     from benchmarks.result import load_all
     from benchmarks.solving import table as solving
+    from benchmarks.states import table as states
     from benchmarks.table import write
     from benchmarks.updates import table as updates
 
     write(load_all())
     predictions.write()
     policies.write()
+    states.write()
+    losses.write()
     papers.write()
     solving.write()
     activations.write()

@@ -48,15 +48,16 @@ class Ran:
     seconds: tuple[float, ...]
 
 
-def measure(captured: Captured) -> Machine:
-    """The machine now: the rates of its lanes, and each distinct op of ``captured`` alone."""
+def measure(captured: Captured, disk: str | None = None) -> Machine:
+    """The machine now: the rates of its lanes, of the disk of the folder ``disk`` if one is named, and each distinct op
+    of ``captured`` alone."""
     import torch
 
     from forebay.profiler.probe import probe
     from forebay.profiler.stopwatch import ColdStopwatch
     from forebay.profiler.timing import TimingPolicy, time_ops
 
-    here = probe("cpu", refresh=True)
+    here = probe("cpu", disk=disk, refresh=True)
     policy = TimingPolicy(total=OP_SECONDS)
     return time_ops(captured.trace, captured.calls, here, torch.device("cpu"), ColdStopwatch(), policy)
 

@@ -32,10 +32,11 @@ from forebay.plans import Plan, UpdateTime
 from forebay.profiler.capture import capture
 from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
-from forebay.runtime.accumulate import LossFunction, accumulate_by_block, accumulate_in_order, gains
+from forebay.runtime.accumulate import accumulate_by_block, accumulate_in_order, gains
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.contents import LazyTensors
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session, session_of
+from forebay.runtime.losses import LossFunction
 from forebay.runtime.own_checkpointing import as_planned, leave_to_plan, left_to
 from forebay.runtime.session import Session
 from forebay.runtime.wholes import Wholes
@@ -84,6 +85,7 @@ def prepare(
     update: UpdateTime = "step",
     crash_safe: str | os.PathLike[str] | None = None,
     checksums: bool = CHECKSUMS,
+    loss_fn: LossFunction | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts a memory plan under ``model`` and ``optimizer``; the training loop stays as it is.
 
@@ -100,9 +102,11 @@ def prepare(
     "backward" lets blocks be updated in backward, as soon as their gradients are on the host, and these be used up: a
     step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a folder on the disk of ``disk``
     where what is at home there has two places, of which no update writes the one that the last checkpoint has: ``save``
-    to this folder copies none of it. It belongs to this model until ``close``. ``checksums`` (off where nobody
-    says): what is read of parameters and states on disk is held against checksums of what was written
-    (``StorageError`` where it is not that, before anything is computed with it).
+    to this folder copies none of it. It belongs to this model until ``close``. ``checksums`` (off where nobody says):
+    what is read of parameters and states on disk is held against checksums of what was written (``StorageError`` where
+    it is not that, before anything is computed with it). ``loss_fn`` is what the loop computes its loss by, of the
+    model and a batch, as ``accumulate`` takes it: what it lets go of, like the model's output, no plan leaves room for.
+    None: the loop names the output (``output = model(**batch)``), which then lives while the next forward runs.
 
     Activation checkpointing that a model of transformers does by itself is left to a plan that knows the activations.
 
@@ -131,7 +135,7 @@ def prepare(
         returning = 0 if kept is None else kept.before
         if plan is None:
             places = 1 if kept is None else 2
-            asked = budget, policy, opened, compress, micro_batches, update, places, checksums, returning
+            asked = budget, policy, opened, compress, micro_batches, update, places, checksums, returning, loss_fn
             plan = Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, partial(limits_of, returning=returning))
@@ -155,19 +159,21 @@ def profile(
     *,
     device: str = "cpu",
     blocks: Sequence[str] | None = None,
+    loss_fn: LossFunction | None = None,
 ) -> Trace:
     """One training step of ``model`` on ``batch``, forward and backward, recorded under fake tensors. Of ``batch``
     shapes and dtypes count, as in ``prepare``.
 
     No memory is taken and nothing is computed: ``model`` may be on the meta device. ``device`` is the kind that the
-    step is recorded for, ``cpu`` or ``cuda``. Activation checkpointing that a model of transformers does by itself is
-    off in it, as it is under a plan. Raises ``CaptureFailed`` naming the op for a model that cannot run so,
-    ``ModelError`` for a batch or a model that cannot be used, ``OptimizerError`` for an optimizer that is not known.
+    step is recorded for, ``cpu`` or ``cuda``; ``loss_fn`` is that of ``prepare``. Activation checkpointing that a model
+    of transformers does by itself is off in it, as it is under a plan. Raises ``CaptureFailed`` naming the op for a
+    model that cannot run so, ``ModelError`` for a batch or a model that cannot be used, ``OptimizerError`` for an
+    optimizer that is not known.
     """
     if is_prepared(model):
         raise ModelError("this model is prepared; profile it before, or call forebay.close(model) first")
     with as_planned(model):
-        return capture(model, batch, optimizer, device, blocks).trace
+        return capture(model, batch, optimizer, device, blocks, loss_fn=loss_fn).trace
 
 
 def plan(

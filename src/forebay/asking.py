@@ -26,6 +26,7 @@ from forebay.profiler.capture import capture
 from forebay.profiler.here import this_machine
 from forebay.profiler.loss import cut_for, forced_cut
 from forebay.runtime.blocks import BoundModel
+from forebay.runtime.losses import LossFunction
 from forebay.trace import Footprint, Trace
 
 __all__ = ["Asking"]
@@ -50,6 +51,7 @@ class Asking:
     disk_copies: int
     checksums: bool
     returning: int
+    loss_fn: LossFunction | None
 
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
@@ -114,7 +116,7 @@ class Asking:
             return None, Footprint(0, 0, measured=False)
         try:
             kind = torch.device(self.device.name).type
-            trace = capture(self.model, self.batch, self.optimizer, kind, self.blocks, piece).trace
+            trace = capture(self.model, self.batch, self.optimizer, kind, self.blocks, piece, self.loss_fn).trace
         except CaptureFailed as error:
             # Whatever a model does with values it does not have ends here; the plan says that it does not know.
             return None, Footprint(0, 0, measured=False, note=str(error))

@@ -73,10 +73,11 @@ class Disk:
     catalogue).
 
     The links are those of transfers in the calls ``reads`` and ``writes``, the ways in which this disk was found
-    fastest. ``duplex`` is the share of its rate that each direction keeps while both are busy.
-    ``update_rate`` is what a device inside the disk, or inside all of its drives together, updates: bytes/s of states
-    and parameters in and out and gradients in (None: there is none, and an update beside the storage is one of a
-    process on the host).
+    fastest. ``duplex`` is the share of its rate that each direction keeps while both are busy, ``shared_cores`` the
+    share that compute loses of its own while the disk is read or written, and the disk to compute (0 where the device
+    has cores of its own). ``update_rate`` is what a device inside the disk, or inside all of its drives together,
+    updates: bytes/s of states and parameters in and out and gradients in (None: there is none, and an update beside the
+    storage is one of a process on the host).
     """
 
     capacity: int
@@ -87,10 +88,13 @@ class Disk:
     writes: Calls = field(default_factory=Calls)
     duplex: float = 1.0
     update_rate: float | None = None
+    shared_cores: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.duplex <= 1:
             raise ConfigError(f"duplex of a disk is in (0, 1], got {self.duplex}")
+        if not 0 <= self.shared_cores < 1:
+            raise ConfigError(f"shared_cores of a disk is in [0, 1), got {self.shared_cores}")
         if self.update_rate is not None and self.update_rate <= 0:
             raise ConfigError(f"update_rate of a disk must be more than 0 bytes/s, got {self.update_rate}")
 

@@ -22,6 +22,7 @@ __all__ = [
     "format_apart",
     "format_bytes",
     "format_count",
+    "format_enough",
     "format_rate",
     "format_seconds",
     "parse_bytes",
@@ -56,6 +57,9 @@ _LIKE_A_SIZE = re.compile(r"\s*(?:[+-]?[0-9.]+\s*[A-Za-z]*)?\s*")
 
 _BEYOND = 10**60
 """More of anything than there is; less than a float can hold."""
+
+_GIVEN = (("B", 1), ("KiB", KiB), ("MiB", MiB), ("GiB", GiB), ("TiB", TiB))
+"""Units that a size can be read in."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P")
@@ -130,6 +134,14 @@ def format_apart(needed: int, allowed: int) -> tuple[str, str]:
     """Two sizes for one message: as ``format_bytes`` writes them, or in bytes where that would make them look equal."""
     short = format_bytes(needed), format_bytes(allowed)
     return short if short[0] != short[1] else (f"{needed} bytes", f"{allowed} bytes")
+
+
+def format_enough(nbytes: int) -> str:
+    """``nbytes`` as a size to be given, with one decimal at most and never too small: ``"32MiB"``, ``"4.8GiB"``."""
+    unit, factor = next(((u, f) for u, f in reversed(_GIVEN) if nbytes >= f), _GIVEN[0])
+    tenths = -(-10 * nbytes // factor)
+    whole, rest = divmod(tenths, 10)
+    return f"{whole}.{rest}{unit}" if rest else f"{whole}{unit}"
 
 
 def format_rate(bytes_per_second: float) -> str:

@@ -10,7 +10,7 @@ from forebay.errors import DoesNotFit
 from forebay.planners import Problem, make_plan
 from forebay.remedies import Remedy
 from forebay.trace import Block, Trace
-from forebay.units import format_bytes
+from forebay.units import format_enough
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace
@@ -44,7 +44,7 @@ def test_a_device_refusal_names_the_least_that_is_enough(policy: str) -> None:
     again = refused(asked(TRACE, ON, device=error.needed - 1), policy)
     assert again.needed == error.needed
     assert remedy(error, "device").needed == error.needed
-    assert f"device_memory {format_bytes(error.needed)}" in str(error)
+    assert f"device_memory {format_enough(error.needed)}" in str(error)
 
 
 def test_a_smaller_batch_is_an_estimate_that_holds() -> None:

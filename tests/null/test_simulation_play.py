@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forebay.errors import PlanInvalid
+from forebay.machine import Disk
 from forebay.memory import Kind, Tier
 from forebay.simulation.sharing import Sharing
 from forebay.timeline import Event, Lane
@@ -92,7 +93,26 @@ def test_one_core_of_two_is_what_a_host_lane_takes_from_compute() -> None:
     compute_bit, h2d, d2h, disk = 1, 2, 4, 16
     assert sharing.shares(h2d | d2h)[1:3] == [1.0, 1.0]
     assert sharing.shares(compute_bit | h2d | d2h)[:3] == pytest.approx([1 / 2] * 3)
-    assert sharing.shares(compute_bit | disk)[0] == 1  # a disk lane takes no core
+    assert sharing.shares(compute_bit | disk)[0] == 1  # this disk takes no core
+
+
+def test_a_disk_that_takes_a_part_of_a_core_takes_it_from_who_computes_and_updates() -> None:
+    # Compute loses a fifth beside a busy disk: a quarter of a thread. 4 s of compute, 100 bytes to read.
+    disk = replace(MACHINE.disk or Disk(1, flat_link(1), flat_link(1)), shared_cores=0.2)
+    timeline = run(compute(0), read(100), seconds=[4.0], shared_cores=1.0, disk=disk)
+    assert spans(timeline, Lane.DISK_READ) == [(0, pytest.approx(1.25))]
+    assert spans(timeline, Lane.COMPUTE) == [(0, pytest.approx(1.25 + 4 - 1.25 * 0.8))]
+    sharing = Sharing(replace(MACHINE, shared_cores=1.0, disk=disk))
+    compute_bit, h2d, update_bit, reads, writes = 1, 2, 8, 16, 32
+    # Two threads, and two disk lanes of a quarter each: and the disk is as fast beside two as beside one.
+    crowded = sharing.shares(compute_bit | h2d | reads | writes)
+    assert crowded[:2] == pytest.approx([1 / 2.5] * 2) and crowded[4:6] == pytest.approx([0.8] * 2)
+    # One thread has the core but for what the disk takes; alone the disk has all that it wants.
+    assert sharing.shares(update_bit | reads)[3] == pytest.approx(0.8) and sharing.shares(reads)[4] == 1
+    # A device with cores of its own loses nothing to a disk.
+    apart = Sharing(replace(MACHINE, disk=disk))
+    assert apart.shares(compute_bit | reads)[::4][:2] == [1, 1] and apart.alone(crowds=False) & reads
+    assert not sharing.alone(crowds=False) & reads
 
 
 def test_updates_and_copies_share_host_memory() -> None:

@@ -17,6 +17,7 @@ from forebay.units import (
     TiB,
     format_bytes,
     format_count,
+    format_enough,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -145,6 +146,21 @@ def test_what_is_printed_reads_as_the_same_size_to_one_decimal(nbytes: int) -> N
 )
 def test_format_bytes(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_a_size_to_be_given_is_enough_and_no_more_than_a_tenth_too_much(nbytes: int) -> None:
+    text = format_enough(nbytes)
+    assert nbytes <= parse_bytes(text) <= nbytes + max(nbytes // 10, 1)
+    assert len(text) <= len("1023.9GiB")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0B"), (1023, "1023B"), (1024, "1KiB"), (32 * MiB, "32MiB"), (32 * MiB + 1, "32.1MiB"), (MiB - 1, "1024KiB")],
+)
+def test_format_enough(nbytes: int, text: str) -> None:
+    assert format_enough(nbytes) == text
 
 
 @given(st.integers(min_value=0, max_value=2**60), st.integers(min_value=0, max_value=2**60))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from forebay.errors import ModelError, OptimizerError
+from forebay.errors import ModelError, OptimizerError, UsageError
 from forebay.memory import Kind
 from forebay.profiler.capture import STATES, capture
 from forebay.trace import Phase, Trace
@@ -161,6 +162,47 @@ def test_a_loss_outside_the_model_is_reckoned_with() -> None:
     trace = capture(nn.Linear(8, 4), (torch.randn(3, 8),)).trace
     # Log-probabilities, their gradient and the logits' gradient: three times 3 x 4 floats.
     assert trace.unseen_nbytes == 3 * (3 * 4 * 4)
+
+
+def of_output(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_what_the_loop_lets_go_of_is_gone_when_backward_begins(name: str) -> None:
+    case = CASES[name]
+    model, batch = case.model(torch.float32), case.inputs(0, torch.float32)
+    named, brief = traced(name), capture(model, batch, loss_fn=of_output).trace
+    with torch.no_grad():
+        output = model(**batch)
+    assert brief.held_nbytes == output.loss.nbytes and named.held_nbytes >= output.logits.nbytes + output.loss.nbytes
+    assert [op.work for _, _, op in brief.ops()] == [op.work for _, _, op in named.ops()]
+    assert footprint_of(brief).peak < footprint_of(named).peak
+
+
+def test_a_loss_of_the_loops_own_is_seen() -> None:
+    def squares(model: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        return model(*batch).square().mean()
+
+    model, batch = nn.Linear(8, 4), (torch.randn(3, 8),)
+    trace, whole = capture(model, batch, loss_fn=squares).trace, capture(model, batch).trace
+    assert trace.unseen_nbytes == 0 < whole.unseen_nbytes and trace.held_nbytes == 4
+    names = {trace.works[op.work].op for _, _, op in trace.ops()}
+    assert any("pow" in name for name in names) and any("mean" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda model, batch: model(*batch), "loss_fn returned a tensor of shape .* for the batch"),
+        (lambda model, batch: model(*batch).sum().detach(), "the loss of the batch has no gradient"),
+        (lambda model, batch: None, "loss_fn returned NoneType for the batch"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss_fn: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        capture(nn.Linear(8, 4), (torch.randn(3, 8),), loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -33,7 +33,7 @@ def test_a_disk_is_measured_in_the_way_that_the_runtime_will_use(tmp_path: Path)
     disk = found.disk
     assert disk.reads in WAYS and disk.writes in WAYS
     assert f"read in {disk.reads}, written in {disk.writes}" in found.remark
-    assert 0 < disk.duplex <= 1
+    assert 0 < disk.duplex <= 1 and 0 <= disk.shared_cores < 1
     assert [size for size, _ in disk.read.curve.points] == [64 * KiB, 256 * KiB]
     assert str(tmp_path) in found.remark
     assert not any(tmp_path.iterdir())
@@ -60,6 +60,8 @@ def test_reading_and_writing_share_a_disk() -> None:
 def test_what_no_disk_is_like_is_refused(wrong: float) -> None:
     with pytest.raises(ConfigError, match="disk"):
         Disk(MiB, LINK, LINK, duplex=wrong)
+    with pytest.raises(ConfigError, match=r"shared_cores of a disk is in \[0, 1\)"):
+        Disk(MiB, LINK, LINK, shared_cores=wrong - 0.1)  # below 0, and all
 
 
 def test_folders_of_one_file_system_have_its_room_once(tmp_path: Path) -> None:

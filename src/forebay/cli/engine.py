@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forebay.loss import Loss
     from forebay.plans import Plan, UpdateTime
     from forebay.reporting.run import RunReport
+    from forebay.runtime.losses import LossFunction
 
 __all__ = ["Engine"]
 
@@ -41,6 +42,7 @@ class Engine(Protocol):
         update: UpdateTime,
         crash_safe: Path | None,
         checksums: bool,
+        loss_fn: LossFunction,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Puts model and optimizer under a plan."""
 
@@ -48,7 +50,7 @@ class Engine(Protocol):
         self,
         model: nn.Module,
         micro_batches: Iterable[Any],
-        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        loss_fn: LossFunction,
     ) -> list[torch.Tensor]:
         """Adds up the gradients of several micro-batches, each of which passes a block before the next is fetched."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from forebay.config import TrainConfig
     from forebay.data.text import Windows
+    from forebay.runtime.losses import LossFunction
 
-__all__ = ["PATIENCE", "WARMUP_SHARE", "Accumulate", "Leg", "make_scheduler", "train_loop", "warmup_of"]
+__all__ = ["PATIENCE", "WARMUP_SHARE", "Accumulate", "Leg", "make_scheduler", "mean_loss", "train_loop", "warmup_of"]
 
 WARMUP_SHARE = 0.1
 """The learning rate rises over this share of the steps and then stays."""
@@ -115,15 +116,12 @@ def _taking(
     clipped, 0 where nobody asks for it."""
     from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-    def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        loss: torch.Tensor = model(**batch).loss / config.accumulate
-        return loss
+    loss_fn = mean_loss(config, device)
 
     def take(step: int) -> tuple[float, float]:
         first = step * config.accumulate
         batches = [windows.batch(number) for number in range(first, first + config.accumulate)]
-        total = sum(loss.item() for loss in accumulate(model, batches, mean_loss))
+        total = sum(loss.item() for loss in accumulate(model, batches, loss_fn))
         if not math.isfinite(total):
             return total, 0.0
         if config.clip_norm is not None:
@@ -134,6 +132,17 @@ def _taking(
         return total, 0.0
 
     return take
+
+
+def mean_loss(config: TrainConfig, device: str) -> LossFunction:
+    """The loss of one micro-batch, as it counts in a step. Of the model's output nothing else is kept."""
+
+    def loss_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        there = {name: tensor.to(device) for name, tensor in batch.items()}
+        loss: torch.Tensor = model(**there).loss / config.accumulate
+        return loss
+
+    return loss_of
 
 
 def _spoilt(total: float, norm: float) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from forebay.cli.engine import Engine
 from forebay.cli.keeping import shares_a_disk
+from forebay.cli.loop import mean_loss
 from forebay.cli.progress import View
 from forebay.cli.runfolder import RunFolder
 from forebay.errors import CannotServe, ConfigError, DiskFull, DoesNotFit, ModelError, NoRoomTogether
@@ -123,6 +124,7 @@ class Preparing:
             update=config.update,
             crash_safe=crash_safe,
             checksums=config.checksums,
+            loss_fn=mean_loss(config, self.device),
         )
 
 

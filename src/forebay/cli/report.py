@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from forebay.cli.loop import mean_loss
 from forebay.cli.runfolder import OWN, PLAN, REPORT, RUN, begun_with, kept_config, may_begin
 from forebay.errors import ConfigError, ForebayError, StorageError
 from forebay.plans import Plan
@@ -193,7 +194,8 @@ def _captured(config: TrainConfig, plan: Plan) -> tuple[Trace, Any]:
     machine, _ = this_machine(config.device, plan.budget.disk)
     kind, piece = machine.device_kind, plan.loss_piece
     with as_planned(found.model):
-        captured = capture(found.model, found.batch, config.optimizer, kind, loss_piece=piece)
+        loss_fn = mean_loss(config, kind)
+        captured = capture(found.model, found.batch, config.optimizer, kind, loss_piece=piece, loss_fn=loss_fn)
     return captured.trace, machine
 
 

@@ -27,7 +27,7 @@ from forebay.remedies import Remedy
 from forebay.scheduling.activations import host_nbytes
 from forebay.states import BLOCK
 from forebay.treatments import Fate
-from forebay.units import format_bytes
+from forebay.units import format_enough
 
 __all__ = [
     "Tenant",
@@ -96,7 +96,7 @@ def with_a_disk(bench: Bench, draft: Draft) -> Remedy | None:
         sizes = bench.arenas(choice)
         if sizes.disk and sizes.host <= bench.problem.limit(Tier.HOST):
             return Remedy(
-                Tier.DISK.value, sizes.disk, bench.problem.limit(Tier.DISK), f"a disk of {format_bytes(sizes.disk)}"
+                Tier.DISK.value, sizes.disk, bench.problem.limit(Tier.DISK), f"a disk of {format_enough(sizes.disk)}"
             )
     return None
 

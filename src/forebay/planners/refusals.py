@@ -17,7 +17,7 @@ from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.plans import Plan, Update
 from forebay.remedies import Remedy
 from forebay.states import BLOCK
-from forebay.units import format_apart, format_bytes
+from forebay.units import format_apart, format_bytes, format_enough, parse_bytes
 
 __all__ = ["device_too_small", "disk_too_small", "expect_there_in_backward", "host_too_small", "with_remedies"]
 
@@ -108,7 +108,7 @@ def host_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
 def with_remedies(bench: Bench, error: DoesNotFit, draft: Draft, more: Iterable[Remedy] = ()) -> DoesNotFit:
     """``error`` with the nearest things that would fit, ``more`` among them; ``draft`` is what it speaks of."""
     tier = Tier(error.tier)
-    remedies = [Remedy(tier.value, error.needed, error.allowed, f"{_AS_ASKED[tier]} {format_bytes(error.needed)}")]
+    remedies = [Remedy(tier.value, error.needed, error.allowed, f"{_AS_ASKED[tier]} {format_enough(error.needed)}")]
     if tier is Tier.DEVICE:
         remedies.extend(_smaller_batch(bench, draft))
         remedies.extend(_single_modules(bench, draft))
@@ -173,13 +173,15 @@ def _tiles(bench: Bench, draft: Draft) -> Iterator[Remedy]:
     parts = 0 if weight is None else min(PANELS, min(weight.shape) // VOCABULARY)
     if weight is None or parts < 2:
         return
-    panel, tile = weight.nbytes // parts, weight.nbytes // parts**2
+    size = format_enough(weight.nbytes // parts)
+    panel = parse_bytes(size)
+    tile = panel // parts
     left = [sum(align(p.nbytes) for p in b.parameters if len(p.shape) != 2 or p.nbytes <= panel) for b in shared]
     gradient = min(weight.nbytes if weight.trainable else 0, bench.beside(draft))
     slot = max(draft.streaming.slots, default=0)
     need = bench.device(draft) - slot - gradient + panel + max(tile, *left) + tile
     if need <= limit:
-        words = f"forebay.tile(model, '{panel}') (--tile {panel}), which cuts {weight.name}, "
+        words = f"forebay.tile(model, '{size}') (--tile {size}), which cuts {weight.name}, "
         yield Remedy(
             "tile", need, limit, f"{words}{format_bytes(weight.nbytes)}, into tiles (an estimate)", estimate=True
         )
@@ -208,7 +210,7 @@ def _all_on_device(bench: Bench) -> Iterator[Remedy]:
         Tier.DEVICE.value,
         need,
         bench.problem.limit(Tier.DEVICE),
-        f"device_memory {format_bytes(need)}, with everything on the device",
+        f"device_memory {format_enough(need)}, with everything on the device",
     )
 
 

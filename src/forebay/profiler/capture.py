@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -35,6 +36,7 @@ from forebay.profiler.values import Values
 from forebay.profiler.work import Call
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
+from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.states import moment_states
 from forebay.trace import Trace
 
@@ -72,6 +74,7 @@ def capture(
     device: str | torch.device = "cpu",
     blocks: Sequence[str] | None = None,
     loss_piece: int = 0,
+    loss_fn: LossFunction | None = None,
 ) -> Captured:
     """Records one micro-batch of training, forward and backward, of ``model`` on ``batch``.
 
@@ -81,7 +84,9 @@ def capture(
     ``optimizer`` is one of ``STATES`` or an optimizer; ``blocks`` are as in
     ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are recorded with it, backward without.
     ``loss_piece`` (0: not) is the most bytes of logits that the model's loss is computed from at a time
-    (``runtime/head.py``).
+    (``runtime/head.py``). ``loss_fn`` is what the loop computes its loss by, of the model and the batch: what it lets
+    go of is gone when backward begins. None: the loop names the model's output, which lives while the next forward
+    runs, and what it computes of it is allowed for.
 
     Raises ``ModelError`` for a batch without tensors and for a loss that cannot be computed in pieces,
     ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
@@ -102,7 +107,7 @@ def capture(
 
     def run(routing: Routing) -> tuple[_Step, Trace]:
         step = _Step(model, bound, fakes, routing, lambda: None if head is None else ChunkedHead(head, loss_piece))
-        step.run(args, kwargs)
+        step.run(_losing(batch, loss_fn), args, kwargs)
         return step, finish(
             step.recorder,
             bound.model,
@@ -130,6 +135,36 @@ def capture(
                 extremes.append(extreme)
     notes += _routing_notes(step.recorder.values, bool(extremes))
     return Captured(replace(trace, notes=tuple(notes), extremes=tuple(extremes)), step.recorder.works.calls)
+
+
+@final
+@dataclass(frozen=True)
+class _Loss:
+    """The ``loss`` of a step, what the loop keeps beside it (``kept``), and the bytes that it may take to compute which
+    are in no op."""
+
+    loss: torch.Tensor
+    kept: Any = None
+    unseen_nbytes: int = 0
+
+
+Losing = Callable[[nn.Module, Any, Any], _Loss]
+"""Calls a model with arguments and keywords, and makes the loss."""
+
+
+def _losing(batch: Any, loss_fn: LossFunction | None) -> Losing:
+    """What the loop does with ``batch``, which the arguments are made of (``call_arguments``)."""
+
+    def named(model: nn.Module, args: Any, kwargs: Any) -> _Loss:
+        output = model(*args, **kwargs)
+        loss, unseen_nbytes = scalar_loss(output)
+        return _Loss(loss, output, unseen_nbytes)
+
+    def by(function: LossFunction, model: nn.Module, args: Any, kwargs: Any) -> _Loss:
+        whole = kwargs if isinstance(batch, Mapping) else args if isinstance(batch, tuple | list) else args[0]
+        return _Loss(expect_loss(function(model, whole), "the batch"))
+
+    return named if loss_fn is None else partial(by, loss_fn)
 
 
 def _head(model: nn.Module) -> Recognised:
@@ -198,8 +233,9 @@ class _Step:
         self.held_nbytes = 0
         self.unseen_nbytes = 0
 
-    def run(self, args: Any, kwargs: Any) -> None:
-        """Forward, loss and backward. Raises ``CaptureFailed`` when the model cannot run so."""
+    def run(self, losing: Losing, args: Any, kwargs: Any) -> None:
+        """Forward, the loss that ``losing`` makes, and backward. Raises ``CaptureFailed`` when the model cannot run
+        so."""
         recorder = self.recorder
         with as_written(), torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
             torch.default_generator.manual_seed(0)  # made-up values are the same every time
@@ -211,7 +247,7 @@ class _Step:
             chunked = self._cut_loss()
             try:
                 with recorder, _quiet_torch():
-                    whole = _Whole(self._model, lambda: self._forward_and_backward(inputs, keywords))
+                    whole = _Whole(self._model, lambda: self._forward_and_backward(losing, inputs, keywords))
                     fakes = {f"model.{name}": tensor for name, tensor in state.items()}
                     functional_call(whole, fakes, (), tie_weights=True)
                 if chunked is not None and not chunked.losses:
@@ -225,19 +261,19 @@ class _Step:
                     chunked.remove()
                 recorder.remove_hooks()
 
-    def _forward_and_backward(self, args: Any, kwargs: Any) -> None:
+    def _forward_and_backward(self, losing: Losing, args: Any, kwargs: Any) -> None:
         recorder = self.recorder
         with _autocast_on(self._device), torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-            output = self._model(*args, **kwargs)
-            loss, self.unseen_nbytes = scalar_loss(output)
+            made = losing(self._model, args, kwargs)
+        self.unseen_nbytes = made.unseen_nbytes
         # A loop leaves autocast before backward, which frees the copies of parameters that autocast keeps.
         torch.clear_autocast_cache()
         recorder.begin_backward()
         with torch.autocast(self._device.type, enabled=False):
-            loss.backward()
+            made.loss.backward()
         # A loop that names the model's output (``output = model(...)``) holds it while the next forward runs.
         self.held_nbytes = recorder.roots.live_nbytes()
-        del output, loss
+        del made
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)

@@ -18,6 +18,7 @@ from forebay.layout import PAGE, align
 from forebay.machine import Disk, Link
 from forebay.memory import Kind, Ledger, Tier
 from forebay.profiler.effort import Effort
+from forebay.profiler.sharing import Feed, lost_beside
 from forebay.profiler.stopwatch import WallStopwatch, in_turns, medians, span
 from forebay.profiler.transfer_rates import both_rates, curve_of
 from forebay.tiers.arena import HostArena
@@ -38,6 +39,9 @@ _BETTER = 1.05
 
 _PATIENCE = 2
 """Times the rounds of other figures: of many ways in few rounds the luckiest would be taken for the fastest."""
+
+_MOST = 0.9
+"""Of its rate that compute can lose to a disk: what is slower still was disturbed by somebody else."""
 
 _DIRECTIONS = (Lane.DISK_READ, Lane.DISK_WRITE)
 
@@ -75,7 +79,10 @@ def measure_disk(device: Device, path: str, effort: Effort) -> DiskFound:
             trial.fill()
             write, read = trial.link(Lane.DISK_WRITE, effort), trial.link(Lane.DISK_READ, effort)
             duplex, direct = trial.duplex(effort), tier.direct
-    return DiskFound(Disk(free, read, write, str(Path(path).absolute()), reads, writes, duplex), direct)
+            # A GPU computes with cores of its own.
+            shared = trial.shared_cores(effort) if torch.device(device.name).type == "cpu" else 0.0
+    there = str(Path(path).absolute())
+    return DiskFound(Disk(free, read, write, there, reads, writes, duplex, shared_cores=shared), direct)
 
 
 def _opened(path: str, effort: Effort, reads: Calls, writes: Calls) -> DiskTier:
@@ -142,10 +149,7 @@ class _Trial:
 
     def duplex(self, effort: Effort) -> float:
         """The share of its rate that each direction keeps while both are busy: the mean of the two, in (0, 1]."""
-        size = align(min(_BATCH, self._buffer.numel(), self._file.nbytes) // 4, PAGE)
-
-        def queue(lane: Lane) -> list[Completion]:
-            return [self._device.submit(lane, self._job(lane, n, size), nbytes=size) for n in range(8)]
+        queue, size = self._queue, self._part
 
         def finished(completions: list[Completion]) -> list[Event]:
             for completion in completions:
@@ -162,6 +166,24 @@ class _Trial:
 
         taken = medians({"alone": alone, "together": together}, effort.rounds, effort.bound)
         return min(1.0, max(taken["together"] / taken["alone"], 0.01))
+
+    def shared_cores(self, effort: Effort) -> float:
+        """The share of its rate that compute loses while this disk is read or written, and the disk to compute, in
+        [0, ``_MOST``]."""
+        feeds: dict[Lane, Feed] = {lane: partial(self._feed, lane) for lane in _DIRECTIONS}
+        return min(_MOST, lost_beside(self._device, feeds, effort))
+
+    @property
+    def _part(self) -> int:
+        """Bytes of a transfer of which several are queued."""
+        return align(min(_BATCH, self._buffer.numel(), self._file.nbytes) // 4, PAGE)
+
+    def _queue(self, lane: Lane) -> list[Completion]:
+        size = self._part
+        return [self._device.submit(lane, self._job(lane, n, size), nbytes=size) for n in range(8)]
+
+    def _feed(self, lane: Lane) -> Completion:
+        return self._queue(lane)[-1]
 
     def fill(self) -> None:
         """Has real bytes in real blocks, before the first read of them."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import mean
 from typing import Any, final
 
 import torch
 
-from forebay.device.base import Completion
+from forebay.device.base import Completion, Device
 from forebay.profiler.effort import Effort, Layer
 from forebay.profiler.stopwatch import medians, rate_within
 from forebay.profiler.transfer_rates import Transfers
@@ -17,7 +17,10 @@ from forebay.profiler.update_rates import UpdateTrial
 from forebay.timeline import Lane
 from forebay.units import MiB
 
-__all__ = ["lost_share", "shared_cores"]
+__all__ = ["Feed", "lost_beside", "lost_share", "shared_cores"]
+
+Feed = Callable[[], Completion]
+"""Queues a stretch of work on a lane and returns its end."""
 
 _LAYER = Layer(256, 768, 768)
 """A product of a few milliseconds: many fit into one run, so that where it begins and ends does not matter."""
@@ -33,19 +36,25 @@ def shared_cores(transfers: Transfers, effort: Effort) -> float:
     """
     with UpdateTrial(transfers.device, effort.update_elements, "float32") as update:
         size = min(4 * MiB, transfers.nbytes)
-        lanes: dict[Lane, Callable[[], Completion]] = {
+        lanes: dict[Lane, Feed] = {
             Lane.H2D: lambda: transfers.queue(Lane.H2D, size, max(1, transfers.nbytes // size))[-1],
             Lane.UPDATE: update.submit,
         }
-        return mean(_Pair(transfers, lane, feed).loss(effort) for lane, feed in lanes.items())
+        return lost_beside(transfers.device, lanes, effort)
+
+
+def lost_beside(device: Device, lanes: Mapping[Lane, Feed], effort: Effort) -> float:
+    """The share of its rate that compute on the host's cores loses beside each of ``lanes`` and that one beside
+    compute, in [0, 1]: the mean over all. ``device`` has the lanes."""
+    return mean(_Pair(device, lane, feed).loss(effort) for lane, feed in lanes.items())
 
 
 @final
 class _Pair:
-    """Compute and one lane. ``feed`` queues a stretch of work on the lane and returns its end."""
+    """Compute and one lane."""
 
-    def __init__(self, transfers: Transfers, lane: Lane, feed: Callable[[], Completion]) -> None:
-        self._device = transfers.device
+    def __init__(self, device: Device, lane: Lane, feed: Feed) -> None:
+        self._device = device
         self._lane = lane
         self._feed = feed
         self._inputs = torch.ones(_LAYER.tokens, _LAYER.width)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
@@ -32,15 +32,13 @@ from forebay.runtime.cuts import Cutter, Segment
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
+from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass
 from forebay.runtime.turns import Turns
 from forebay.treatments import Fate
 
-__all__ = ["LossFunction", "accumulate_by_block", "accumulate_in_order", "gains"]
-
-LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-"""The loss of a model on one micro-batch, a tensor with one element."""
+__all__ = ["accumulate_by_block", "accumulate_in_order", "gains"]
 
 Key = frozenset[str]
 """The streamed blocks that one segment of a forward uses."""
@@ -50,7 +48,7 @@ def accumulate_in_order(model: nn.Module, batches: Sequence[Any], loss_fn: LossF
     """The loop: forward and backward of one micro-batch after the other. Returns the losses."""
     losses = []
     for number, batch in enumerate(batches):
-        loss = _checked(loss_fn(model, batch), number)
+        loss = expect_loss(loss_fn(model, batch), f"micro-batch {number}")
         loss.backward()
         losses.append(loss.detach())
     return losses
@@ -80,21 +78,6 @@ def accumulate_by_block(
         return _ByBlock(attachment, model, batches, loss_fn).run()
     finally:
         attachment.accumulating.release()
-
-
-def _checked(loss: Any, number: int) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UsageError(
-            f"loss_fn returned {what} for micro-batch {number}; it must return the loss, a tensor with one element "
-            f"(model(**batch).loss, or .mean() of it)"
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            f"the loss of micro-batch {number} has no gradient: nothing that is trained goes into it, or loss_fn "
-            f"computes it under torch.no_grad() or detaches it"
-        )
-    return loss
 
 
 @final
@@ -250,7 +233,7 @@ class _ByBlock:
         self._of_thread[threading.get_ident()] = one
         try:
             with one.cutter.between_blocks():
-                loss = _checked(self._loss_fn(self._model, batch), one.number)
+                loss = expect_loss(self._loss_fn(self._model, batch), f"micro-batch {one.number}")
             one.segments = one.cutter.finished(loss)
             return loss.detach()
         finally:

@@ -126,8 +126,8 @@ class Costs:
         """Bytes/s of an update on the host, in place, with the states of ``trace``."""
         self._apart = _apart(trace.state_names)
         self.storage_rate = _storage_rate(trace, machine, self.update_rate)
-        """Bytes/s of an update beside the storage: what it touches, with the states read before it and written after it
-        where a process on the host does it."""
+        """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
+        after it where a process on the host does it."""
         self.states_share = _states_share(trace)
         """Bytes of states, over those that an update of them touches."""
         self._rates: dict[str, tuple[float, str]] = {}
@@ -226,8 +226,7 @@ class Costs:
                 # Copy and sum are jobs of one lane: the one staging buffer keeps them one after the other.
                 return machine.d2h.seconds(nbytes) + ADD_TRAFFIC * nbytes / machine.host_bandwidth
             case Verb.UPDATE if action.lane is Lane.STORAGE_UPDATE:
-                self._disk(action)  # or say that there is none
-                return nbytes / self.storage_rate
+                return self._beside_storage(action)
             case Verb.UPDATE:
                 # Where the device is the host's processor, what is on it is updated as at home.
                 if action.lane is Lane.COMPUTE or (action.lane is Lane.DEVICE_UPDATE and machine.device_kind != "cpu"):
@@ -257,6 +256,15 @@ class Costs:
         if disk.update_rate is None:
             return chosen + MEMORY_TRAFFIC * action.nbytes / bandwidth
         return chosen + (disk.write if action.verb is Verb.LOAD else disk.read).seconds(action.nbytes)
+
+    def _beside_storage(self, action: Action | Outline) -> float:
+        """Seconds of an update of a chunk beside the storage. A process on the host reads the states, updates and
+        writes them one after the other."""
+        disk = self._disk(action)
+        if disk.update_rate is not None:
+            return action.nbytes / disk.update_rate
+        states = round(self.states_share * action.nbytes)
+        return disk.read.seconds(states) + action.nbytes / self.update_rate + disk.write.seconds(states)
 
     def _tensor(self, action: Action | Outline) -> Tensor:
         visits = self.trace.visits

@@ -12,7 +12,9 @@ on each of C cores. With n host lanes beside compute there are C + n threads on 
 one; with s = 1 / C, every lane runs at 1 / (1 + s n). Without compute, n threads on C cores get min(1, 1 / (s n)).
 With s = 1 work is conserved: the shares of the lanes that run add up to 1. ``shared_cores`` is what compute was seen
 to lose beside one host lane, L = 1 - 1 / (1 + s), so s = L / (1 - L); from L = 1/2 on all is shared and s stays 1.
-Disk lanes wait for the disk and take no core (O_DIRECT moves bytes without one).
+A disk lane waits for the disk most of the time (O_DIRECT moves bytes without a core), and what it takes of one is
+little: ``Disk.shared_cores`` is what compute was seen to lose beside it, D, so that it counts as d = D / (1 - D)
+threads. Beside compute or a host lane it runs at 1 / (1 + d) itself: who sleeps most is woken first, however many wait.
 
 *Host memory.* While the update lane runs beside copies, the bytes/s that they read and write there add up to at most
 ``host_bandwidth``, or to what the fastest of them was measured to reach alone; what is too much is taken from all in
@@ -60,6 +62,8 @@ class Sharing:
         within = machine.disk is not None and machine.disk.update_rate is not None
         self._threads = THREADS if within else THREADS | 1 << LANES.index(Lane.STORAGE_UPDATE)
         self._disk_duplex = 1.0 if machine.disk is None else machine.disk.duplex
+        lost = 0.0 if machine.disk is None or not self.crowding else machine.disk.shared_cores
+        self._disk_crowding = lost / (1 - lost)
         self._bandwidth = machine.host_bandwidth
         copied = 2.0 if machine.device_kind == "cpu" else 1.0
         self._traffic = [1.0 if lane is Lane.UPDATE else copied for lane in LANES]
@@ -74,7 +78,7 @@ class Sharing:
     def alone(self, *, crowds: bool) -> int:
         """The lanes whose rate is their own whatever else runs, and that take none from any other. ``crowds`` says that
         host memory may become too slow (``may_crowd``)."""
-        lanes = DISK if self._disk_duplex == 1 else 0
+        lanes = DISK if self._disk_duplex == 1 and not self._disk_crowding else 0
         if not self.crowding:
             lanes |= COMPUTE | self._threads & ~HOST
             if not crowds:
@@ -110,11 +114,12 @@ class Sharing:
 
     def _share(self, lane: int, busy: int) -> float:
         if lane & DISK:
-            return self._disk_duplex if busy & DISK == DISK else 1.0
+            share = self._disk_duplex if busy & DISK == DISK else 1.0
+            return min(share, 1 / (1 + self._disk_crowding)) if busy & (COMPUTE | self._threads) else share
         share = self._duplex if lane & (H2D | D2H) and busy & H2D and busy & D2H else 1.0
         host = (busy & self._threads).bit_count()
         if lane & (COMPUTE | self._threads):
-            threads = self.crowding * host
+            threads = self.crowding * host + self._disk_crowding * (busy & DISK).bit_count()
             # The tighter of the two: duplex was measured on the same cores, and has seen their sharing.
             share = min(share, 1 / (1 + threads) if busy & COMPUTE else 1 / max(1.0, threads))
         return share

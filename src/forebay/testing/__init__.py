@@ -21,7 +21,7 @@ from forebay.device.base import Device
 from forebay.plans import Plan
 from forebay.profiler.batch import moved_to
 from forebay.reporting.verdict import Check, Verdict
-from forebay.runtime.accumulate import LossFunction
+from forebay.runtime.losses import LossFunction
 from forebay.testing.comparing import Pair, compare, loss_of
 from forebay.testing.plain import PlainOptimizer, with_memory
 from forebay.testing.promises import Course

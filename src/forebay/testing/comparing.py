@@ -24,8 +24,9 @@ from forebay.layout import MASTER, RESIDUAL
 from forebay.plans import Plan, Update
 from forebay.profiler.batch import call_arguments, scalar_loss
 from forebay.reporting.verdict import Check
-from forebay.runtime.accumulate import LossFunction, accumulate_in_order
+from forebay.runtime.accumulate import accumulate_in_order
 from forebay.runtime.hooks import session_of
+from forebay.runtime.losses import LossFunction
 from forebay.testing.differences import Differences
 from forebay.testing.plain import PlainOptimizer
 from forebay.testing.promises import Course, Promise

@@ -14,6 +14,7 @@ from forebay.planners.states import tmo_plans
 from forebay.planners.states.tmo import swapped_blocks
 from forebay.simulation import Costs, side_by_side
 from forebay.timeline import Lane
+from forebay.units import format_enough
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 LAYERS, LINK = 8, 1e8
@@ -87,11 +88,18 @@ def test_too_small_a_device_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="device memory") as refused:
         tmo_plans(asked(TRACE, ON, device=1), 2)
     assert refused.value.needed > 1
+    assert "What would fit: device_memory" in str(refused.value) and refused.value.nearest[0].what == "device"
+    least = refused.value.nearest[0].needed
+    assert max(plan.device for plan in tmo_plans(asked(TRACE, ON, device=least), 2)) <= least
 
 
 def test_too_small_a_host_is_refused() -> None:
-    with pytest.raises(DoesNotFit, match=r"host memory: .* bytes of activations are swapped and 1 are allowed"):
+    with pytest.raises(DoesNotFit, match=r"host memory: .* of activations are swapped and 1 B are allowed") as refused:
         tmo_plans(asked(TRACE, ON, device=device(0.5), host=1), 2)
+    host = refused.value.nearest[0]
+    assert host.what == "host" and f"host_memory {format_enough(host.needed)}" in str(refused.value)
+    plans = tmo_plans(asked(TRACE, ON, device=device(0.5), host=host.needed), 2)
+    assert max(plan.host for plan in plans) <= host.needed
 
 
 def test_one_device_has_nobody_to_tell_apart() -> None:

@@ -13,7 +13,7 @@ from forebay.planners.states.drafting import cannot_serve, expect_trace
 from forebay.remedies import Remedy
 from forebay.servers import Server
 from forebay.simulation.stages import Stage, block_stages, stages_of
-from forebay.units import format_apart
+from forebay.units import format_apart, format_enough
 
 __all__ = ["ServerBench"]
 
@@ -122,7 +122,7 @@ class ServerBench:
     def refusal(self, policy: str, tier: Tier, needed: int, limit: int, where: str, *more: str) -> DoesNotFit:
         """``policy`` needs so many bytes of a tier, ``where`` says for what; ``more`` would do too."""
         words, allowed = format_apart(needed, limit)
-        remedies = [Remedy(tier.value, needed, limit, f"{tier.value}_memory {words}")]
+        remedies = [Remedy(tier.value, needed, limit, f"{tier.value}_memory {format_enough(needed)}")]
         remedies += [Remedy("policy", 0, 0, one) for one in more]
         instead = "; or ".join(remedy.words for remedy in remedies)
         text = f"{tier.value} memory: policy {policy} needs {words} {where}, and {allowed} are allowed"

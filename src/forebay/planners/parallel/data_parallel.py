@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.parallel.bench import ServerBench
 from forebay.planners.states.tmo import tmo_plans
@@ -58,7 +59,10 @@ def zero_infinity(bench: ServerBench) -> ServerPlan:
 def tmo(bench: ServerBench) -> ServerPlan:
     """Raises ``DoesNotFit``, and ``CannotServe`` for one device."""
     bench.expect_several("tmo", "orders the transfers of several devices", "offload-all, lohan or auto")
-    ways = swaps(bench)
+    try:
+        ways = swaps(bench)
+    except DoesNotFit as error:
+        raise _of_all(bench, error) from None
     said, (plans, played) = min(
         ((said, way) for said, way in ways.items() if said), key=lambda pair: max(pair[1][1].step_seconds)
     )
@@ -71,6 +75,17 @@ def tmo(bench: ServerBench) -> ServerPlan:
         reasons = ("nothing is swapped: every device has room for all",)
     host = sum(plan.host for plan in plans)
     return ServerPlan("tmo", max(played.step_seconds), shares, host, played.moved_a_step, reasons)
+
+
+def _of_all(bench: ServerBench, error: DoesNotFit) -> DoesNotFit:
+    """``error``, which speaks of one device and its part of the host, for all of them."""
+    tier, count = Tier(error.tier), bench.server.devices
+    instead = "policy zero-infinity, of which the devices keep nothing, or dapple-recompute, of which each has a part"
+    if tier is Tier.DEVICE:
+        where = "on each device for all of the model beside what cannot be swapped"
+        return bench.refusal("tmo", tier, error.needed, error.allowed, where, instead)
+    where = f"for the activations that {count} devices swap"
+    return bench.refusal("tmo", tier, count * error.needed, bench.bench.problem.limit(tier), where, instead)
 
 
 def swaps(bench: ServerBench) -> dict[str, Swaps]:

@@ -51,7 +51,7 @@ from forebay.planners.problem import Problem
 from forebay.planners.states.drafting import cannot_serve, finished, serial, streamed
 from forebay.plans import Plan, Streaming
 from forebay.remedies import Remedy
-from forebay.units import format_bytes
+from forebay.units import format_enough
 
 __all__ = ["DENSITY", "smart_infinity", "smart_infinity_compressed"]
 
@@ -112,7 +112,7 @@ def _without_a_disk(bench: Bench, name: str, draft: Draft) -> CannotServe:
     except DoesNotFit:  # for the host: then no disk helps
         return cannot_serve(name, why, "zero-offload or auto")
     return cannot_serve(
-        name, why, "zero-offload or auto", Remedy("disk", nbytes, 0, f"a disk of {format_bytes(nbytes)}")
+        name, why, "zero-offload or auto", Remedy("disk", nbytes, 0, f"a disk of {format_enough(nbytes)}")
     )
 
 

@@ -24,9 +24,10 @@ from forebay.planners.activations.choosing import level_of
 from forebay.planners.bench import Bench
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
-from forebay.planners.refusals import device_too_small
+from forebay.planners.refusals import device_too_small, with_remedies
 from forebay.planners.states.drafting import cannot_serve, expect_trace
 from forebay.plans import Plan
+from forebay.units import format_apart
 
 __all__ = ["swapped_blocks", "tmo", "tmo_plans"]
 
@@ -97,7 +98,9 @@ def _fits_host(bench: Bench, draft: Draft) -> bool:
 def _too_small(bench: Bench, draft: Draft) -> DoesNotFit:
     """``draft``, in which every block swaps, has no room."""
     if not bench.fits_device(draft):
-        return device_too_small(bench, draft)
+        return with_remedies(bench, device_too_small(bench, draft), draft)
     needed, limit = bench.arenas(draft).host, bench.problem.limit(Tier.HOST)
-    words = f"host memory: {needed} bytes of activations are swapped and {limit} are allowed; raise host_memory"
-    return DoesNotFit(words, tier=Tier.HOST.value, needed=needed, allowed=limit)
+    shown = format_apart(needed, limit)
+    words = f"host memory: {shown[0]} of activations are swapped and {shown[1]} are allowed; raise host_memory"
+    error = DoesNotFit(words, tier=Tier.HOST.value, needed=needed, allowed=limit)
+    return with_remedies(bench, error, draft)

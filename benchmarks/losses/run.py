@@ -1,0 +1,169 @@
+"""A small Llama on real text, exactly and with updates that change the numbers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import TYPE_CHECKING, Final
+
+from benchmarks.losses.record import EXACT, Comparison, Course
+from benchmarks.losses.text import byte_llama, files, losses, text_of
+from benchmarks.provenance import provenance
+
+if TYPE_CHECKING:
+    import torch
+
+    from forebay.data.text import Windows
+
+__all__ = ["TASKS", "Task", "compare"]
+
+SEEDS: Final = (0, 1, 2)
+BATCH, SEQ = 8, 64
+EVERY = 20
+"""Steps whose mean loss is a point of a curve."""
+
+WINDOWS = 512
+"""Of unseen text."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How states are updated: the ``policy`` that plans it, and of ``smart-infinity-compressed`` the share of the
+    elements of a gradient that is sent."""
+
+    policy: str
+    density: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the record calls it."""
+        return self.policy if self.density is None else f"{self.policy}, {100 * self.density:g} % sent"
+
+
+DELAYED: Final = Way("zero-offload-delayed")
+SENT: Final = tuple(Way("smart-infinity-compressed", share) for share in (0.1, 0.05, 0.02, 0.01))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: ``first`` steps in plain PyTorch at ``first_lr`` on other text (0: from nothing), then ``steps``
+    at ``lr`` in each of ``ways``, exactly too."""
+
+    name: str
+    first: int
+    first_lr: float
+    steps: int
+    lr: float
+    ways: tuple[Way, ...]
+
+
+TASKS: Final = (
+    Task("fine-tuned", 1000, 3e-3, 200, 3e-4, (*SENT, DELAYED)),
+    Task("from nothing", 0, 0.0, 1000, 1e-3, (DELAYED, SENT[0], SENT[-1])),
+)
+"""Fine-tuning is what the paper of SmartComp reports the accuracy of; a long run from nothing is what that of the
+delayed update does."""
+
+UNSEEN: Final = 4
+"""Speeches that nobody is trained on, the last ones; of the same number before them models are fine-tuned."""
+
+READ: Final = 60
+"""Speeches before those, for the first steps, and for what is trained from nothing."""
+
+
+def compare(command: str, say: Callable[[str], None], *, quick: bool = False) -> Comparison:
+    """Trains every task in every way. ``quick``: one seed, few steps."""
+    origin, courses, before = provenance(command), [], dict[str, tuple[float, float]]()
+    for task in (_quick(task) for task in TASKS) if quick else TASKS:
+        for seed in SEEDS[:1] if quick else SEEDS:
+            weights = _weights(task, seed)
+            before[f"{task.name} {seed}"] = _judged(weights, seed)
+            for way in (None, *task.ways):
+                course = _course(task, way, seed, weights)
+                courses.append(course)
+                say(
+                    f"{task.name}, seed {seed}, {course.way}: loss {course.losses[-1]:.4f}, unseen "
+                    f"{course.unseen_loss:.4f}, {course.unseen_accuracy:.2%} of its bytes guessed"
+                )
+    return Comparison(**origin, courses=tuple(courses), before=before)
+
+
+def _quick(task: Task) -> Task:
+    return replace(task, first=min(task.first, 2 * EVERY), steps=2 * EVERY)
+
+
+def _texts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Text for the first steps, for fine-tuning, and unseen."""
+    there = files()
+    read, tuned = there[-READ - 2 * UNSEEN : -2 * UNSEEN], there[-2 * UNSEEN : -UNSEEN]
+    return text_of(read), text_of(tuned), text_of(there[-UNSEEN:])
+
+
+def _windows(text: torch.Tensor, seed: int) -> Windows:
+    from forebay.data.text import Windows
+
+    return Windows(text, batch=BATCH, seq=SEQ, seed=seed)
+
+
+def _weights(task: Task, seed: int) -> Mapping[str, torch.Tensor]:
+    """What the model is before the courses begin."""
+    import torch
+
+    model = byte_llama(seed)
+    if task.first:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=task.first_lr, fused=True)
+        losses(model, optimizer, _windows(_texts()[0], seed), task.first)
+    return model.state_dict()
+
+
+def _course(task: Task, way: Way | None, seed: int, weights: Mapping[str, torch.Tensor]) -> Course:
+    """One run; ``way`` None: in plain PyTorch, whose numbers every exact policy has."""
+    import torch
+
+    import forebay
+
+    model = byte_llama(seed)
+    model.load_state_dict(weights)
+    windows = _windows(_texts()[1] if task.first else _texts()[0], seed)
+    made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, fused=way is None)
+    if way is None:
+        found = losses(model, made, windows, task.steps)
+        unseen = _judged(model.state_dict(), seed)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            budgets = {"device_memory": "256MiB", "disk": f"{folder}:64MiB", "device": "cpu"}
+            batch = windows.batch(0)
+            plan = None
+            if way.density is not None:
+                model, made = forebay.prepare(model, made, batch, policy=way.policy, **budgets)
+                plan = forebay.report(model).plan
+                forebay.close(model)
+                # What is sent of a chunk has its place in the cells, which are on the host.
+                sent = replace(plan.streaming, gradient_density=way.density)
+                plan = replace(plan, streaming=sent, host=2 * plan.host)
+                made = torch.optim.AdamW(model.parameters(), lr=task.lr)
+            model, optimizer = forebay.prepare(model, made, batch, policy=way.policy, plan=plan, **budgets)
+            found = losses(model, optimizer, windows, task.steps)
+            forebay.close(model)
+            unseen = _judged(model.state_dict(), seed)
+    points = tuple(mean(found[first : first + EVERY]) for first in range(0, task.steps, EVERY))
+    return Course(task.name, EXACT if way is None else way.name, seed, task.steps, EVERY, points, *unseen)
+
+
+def _judged(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[float, float]:
+    """Loss (nats a byte) and share of bytes that are guessed, of a model with ``weights`` on unseen text."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    model = byte_llama(seed)
+    model.load_state_dict(weights)
+    model.eval()
+    text = _texts()[2]
+    rows = text[: min(WINDOWS, text.numel() // SEQ) * SEQ].view(-1, SEQ)
+    with torch.no_grad():
+        logits = model(input_ids=rows).logits[:, :-1].reshape(-1, 256)
+    wanted = rows[:, 1:].reshape(-1)
+    guessed = (logits.argmax(-1) == wanted).double().mean()
+    return float(cross_entropy(logits, wanted)), float(guessed)

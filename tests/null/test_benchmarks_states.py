@@ -1,0 +1,134 @@
+"""The benchmarks of policies for states: which runs are as foretold, which promises are kept, what the tables say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from benchmarks.case import BenchmarkError
+from benchmarks.host import Code, Hardware
+from benchmarks.losses import record as losses
+from benchmarks.losses.run import SENT, TASKS
+from benchmarks.losses.table import render as render_losses
+from benchmarks.prediction.zoo import ZOO
+from benchmarks.states.record import ARCHIVE, Comparison, Figures, Refused, Run
+from benchmarks.states.run import GROUPED, MODELS, POLICIES, compare
+from benchmarks.states.table import render, write
+from forebay.planners import PLANNERS, STATES
+
+MiB = 1 << 20
+
+
+def run(policy: str, *ratios: float, device: int = 2, exact: bool = True, as_plain: bool = True) -> Run:
+    return Run(
+        level="host",
+        policy=policy,
+        device=4 * MiB,
+        host=8 * MiB,
+        micro_batches=GROUPED.get(policy, 1),
+        promised=(2 * MiB, 3 * MiB, 0),
+        predicted=Figures(1.0, 2 * MiB, 3 * MiB, 0),
+        measured=Figures(ratios[0], device * MiB, 3 * MiB, 0),
+        seconds=ratios,
+        ratios=ratios,
+        busy={"compute": (0.5, 0.6)},
+        exact=exact,
+        as_plain=as_plain,
+    )
+
+
+def comparison(*runs: Run, day: int = 21, model: str = "llama-16m") -> Comparison:
+    return Comparison(
+        date=datetime(2026, 11, day, tzinfo=UTC),
+        command=f"scripts/bench states --models {model}",
+        hardware=Hardware("a processor", 2, 1 << 34),
+        versions={"torch": "2.13"},
+        code=Code("abcdef0123456789", False, "fedcba9876543210"),
+        model=model,
+        kind="dense",
+        threads=2,
+        other_cores=0.0,
+        runs=runs,
+        refused=(Refused("host", "moesys", "policy moesys is for models with experts"),),
+    )
+
+
+def test_a_run_is_as_foretold_within_fifteen_percent_to_either_side_in_the_median_of_rounds() -> None:
+    assert run("l2l", 1.149).near and run("l2l", 0.851).near and run("l2l", 0.9, 1.3, 1.1).near
+    assert (
+        not run("l2l", 1.151).near and not run("l2l", 0.849).near and run("l2l", 1.2, 1.4).error == pytest.approx(0.3)
+    )
+
+
+def test_a_promise_is_kept_where_no_tier_held_more() -> None:
+    assert run("l2l", 1.0).kept and not run("l2l", 1.0, device=3).kept
+    more = run("l2l", 1.0)
+    assert not replace(more, measured=replace(more.measured, disk=1)).kept
+
+
+def test_all_policies_for_states_and_shapes_of_three_kinds() -> None:
+    kinds = {entry.kind for entry in ZOO if entry.name in MODELS}
+    assert kinds == {"dense", "encoder-decoder", "mixture of experts"} and len(MODELS) == 3
+    assert {"auto", *STATES} <= set(POLICIES) <= set(PLANNERS) and set(GROUPED) <= set(STATES)
+
+
+def test_the_newest_of_every_model_is_tabled(tmp_path: Path) -> None:
+    old, new = comparison(run("l2l", 2.0)), comparison(run("l2l", 1.0), day=22)
+    other = comparison(run("mobius", 1.2), run("lohan", 1.1, exact=False, as_plain=False), model="t5-18m")
+    for one in (old, new, other):
+        ARCHIVE.save(one, tmp_path)
+    text = render(ARCHIVE.latest(tmp_path))
+    assert "Of 3 plans 2 took what was foretold within 15 % (67 %), 3 held no more" in text
+    assert "of 2 that promise plain PyTorch's numbers 2 had its losses" in text
+    assert "| `l2l` | 4.0 MiB, 8.0 MiB | 1.000 s | 1.000 s | +0.0% | +0% |" in text
+    assert "| `mobius`, 2 micro-batches |" in text and "**+20.0%**" in text and "+100%" not in text
+    assert "- `moesys` (host): policy moesys is for models with experts" in text
+    file = tmp_path / "README.md"
+    file.write_text("<!-- states: begin -->\nold\n<!-- states: end -->\n")
+    write(file)
+    assert "old" not in file.read_text()
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(BenchmarkError, match="no model llama-17m here; did you mean llama-16m"):
+        compare("llama-17m", (), Path("/tmp"), "", 1, print)
+    with pytest.raises(BenchmarkError, match="no policy l3l here; did you mean l2l"):
+        compare("llama-16m", ["l3l"], Path("/tmp"), "", 1, print)
+
+
+# Curves of losses.
+
+
+def course(way: str, last: float, guessed: float, seed: int = 0) -> losses.Course:
+    return losses.Course("fine-tuned", way, seed, 120, 20, (3.0, 2.5, 2.4, 2.3, 2.2, last), last + 0.1, guessed)
+
+
+def test_curves_are_held_against_the_exact_one_of_the_same_seed() -> None:
+    sent = SENT[-1].name
+    found = losses.Comparison(
+        date=datetime(2026, 11, 22, tzinfo=UTC),
+        command="scripts/bench losses",
+        hardware=Hardware("a processor", 2, 1 << 34),
+        versions={"torch": "2.13"},
+        code=Code("abcdef0123456789", True, "fedcba9876543210"),
+        courses=(
+            course(losses.EXACT, 2.0, 0.5),
+            course(sent, 2.02, 0.495),
+            course(losses.EXACT, 1.0, 0.6, seed=1),
+            course(sent, 1.03, 0.605, seed=1),
+        ),
+        before={"fine-tuned 0": (3.0, 0.25), "fine-tuned 1": (3.2, 0.35)},
+    )
+    text = render_losses([found])
+    assert "| before |" in text and " 3.1000 | | 30.00% |" in text
+    assert f"| `{sent}` | 3.000 | 2.500 |" in text and "1.525 | +2.0% (+1.0%, +3.0%) |" in text
+    assert "49.50%" not in text and "+0.00 points (-0.50 points, +0.50 points)" in text
+
+
+def test_what_is_sent_goes_down_to_the_hundredth_that_the_policy_sends() -> None:
+    assert [way.density for way in SENT] == [0.1, 0.05, 0.02, 0.01]
+    tuned = next(task for task in TASKS if task.first)
+    assert set(SENT) < set(tuned.ways) and all(way.policy in PLANNERS for task in TASKS for way in task.ways)
