@@ -12,7 +12,7 @@ from forebay.calls import CHECKSUMS, Calls
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.memory import Tier
-from forebay.treatments import Fate, Selection, Treatment
+from forebay.treatments import Selection, Treatment
 
 __all__ = [
     "PLAN_SCHEMA",
@@ -25,7 +25,7 @@ __all__ = [
     "updated",
 ]
 
-PLAN_SCHEMA = 9
+PLAN_SCHEMA = 10
 
 UpdateTime = Literal["step", "backward"]
 """When an update may be made: when ``optimizer.step()`` asks for it, or in backward as soon as a block's gradients have
@@ -294,7 +294,7 @@ class Plan:
         recomputed = frozenset(self.recompute)
         for selection in self.activations:
             for block in selection.blocks:
-                if block not in recomputed and any(t.fate is Fate.KEEP and not t.bits for t in selection.treatments):
+                if block not in recomputed and not all(t.changes_bytes for t in selection.treatments):
                     raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
 
     def _check_copies(self) -> None:

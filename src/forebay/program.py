@@ -25,10 +25,10 @@ class Verb(StrEnum):
     FETCH = "fetch"  # a block's parameters into a slot
     LAND = "land"  # a gradient to the host, in the place of what was there
     ACCUMULATE = "accumulate"  # a gradient to the host, added to what has landed before
-    ENCODE = "encode"  # an activation to codes, on the device
-    DECODE = "decode"  # codes to an activation, on the device
-    OFFLOAD = "offload"  # an activation, or its codes, to the host
-    RELOAD = "reload"  # an activation, or its codes, back to the device
+    ENCODE = "encode"  # an activation to codes, or to parts, on the device
+    DECODE = "decode"  # codes, or parts, to an activation, on the device
+    OFFLOAD = "offload"  # an activation, a part of it, or codes, to the host
+    RELOAD = "reload"  # an activation, a part of it, or codes, back to the device
     UPDATE = "update"  # one chunk of a block's states, on the host (a resident block: all of it, on the device)
     LOAD = "load"  # a part of a chunk to where it is updated: its states, parameters or gradients
     STORE = "store"  # a part of a chunk home again: its states or parameters
@@ -59,7 +59,9 @@ class Action:
     ``after`` are indices of earlier actions that must be done before this one starts, beside the one before it on the
     same lane. ``nbytes`` are bytes moved (transfers) or touched (updates). ``what`` is the text of its event.
 
-    ENCODE, DECODE   the root ``tensor`` as ``bits`` bits an element; ``nbytes`` are those of the root and of its codes.
+    ENCODE, DECODE   the root ``tensor`` as ``bits`` bits an element (0: as it is), but for its last ``rest`` bytes,
+                 which are copied to a storage of their own, or back; ``nbytes`` are those of the root, of its codes and
+                 of the rest.
                  While it runs the device holds ``peak`` bytes more: what it makes, and its workspace. When it is done,
                  what ``changes`` says. DECODE: ``ops`` as of RELOAD
     COMPUTE      ``ops`` is the range of op numbers, ``recomputed`` says that they are a block's forward run again for
@@ -107,6 +109,7 @@ class Action:
     chunk: int = 0
     tensor: int = -1
     bits: int = 0
+    rest: int = 0
     ring: int = -1
     part: Kind | None = None
     apart: bool = False
@@ -147,6 +150,7 @@ class Outline(NamedTuple):
     apart: bool = False
     block: str = ""
     chosen_from: int = 0
+    rest: int = 0
 
 
 @dataclass(frozen=True)

@@ -273,10 +273,11 @@ def run_named(case: Case, program: Program) -> list[Spoiled]:
 
 def free_too_much(case: Case, program: Program) -> list[Spoiled]:
     """An offload that says that it frees more than there was."""
-    name = Step(case.trace).name
+    name, sizes = Step(case.trace).name, {i: t.nbytes for i, t in case.trace.tensors()}
     made = []
     for index, action in _numbered(program, Verb.OFFLOAD):
-        freed = (Change(Kind.ACTIVATION, -action.nbytes - 1),)
+        # Of what leaves in part the copy frees all.
+        freed = (Change(Kind.ACTIVATION, -sizes[action.tensor] - 1),)
         made.append((_with(program, index, changes=freed), frozenset((name(action.tensor),))))
     return made
 
@@ -315,8 +316,10 @@ def _moves(treated: TreatedOps, first: Action, second: Action) -> bool:
     if second.verb is Verb.OFFLOAD and first.verb is Verb.COMPUTE and not first.recomputed:
         return any(second.tensor in treated.made[n] for n in range(*first.ops))
     pairs = (Verb.OFFLOAD, Verb.RELOAD), (Verb.OFFLOAD, Verb.WRITE), (Verb.WRITE, Verb.READ), (Verb.READ, Verb.RELOAD)
-    coded = (Verb.ENCODE, Verb.OFFLOAD), (Verb.RELOAD, Verb.DECODE)
-    return (first.verb, second.verb) in (*pairs, *coded) and first.tensor == second.tensor >= 0
+    # A part that leaves as it is does so beside the copy of the rest.
+    coded = ((Verb.ENCODE, Verb.OFFLOAD),) if first.bits else ()
+    both = (first.verb, second.verb) in (*pairs, *coded, (Verb.RELOAD, Verb.DECODE))
+    return both and first.tensor == second.tensor >= 0
 
 
 def _needs(case: Case, program: Program, used: list[tuple[int, int, Use]], first: int, second: int) -> frozenset[str]:

@@ -8,6 +8,8 @@ buffers, micro-batch inputs. ``plans(trace)`` places every block anywhere that i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ from forebay.machine import Curve, Disk, Link, Machine
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming
 from forebay.trace import Block, Parameter, Phase, Trace
-from forebay.treatments import Fate, Selection, Treatment
+from forebay.treatments import Fate, Selection, Split, Treatment
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, made_bytes, peak_live
 
@@ -31,6 +33,7 @@ __all__ = [
     "machines",
     "models",
     "moved_bytes",
+    "part_nbytes",
     "plan_for",
     "plans",
     "recomputable",
@@ -208,11 +211,13 @@ def selections(draw: st.DrawFn, trace: Trace, recompute: frozenset[str], disk: b
     """Any treatments that are valid for ``trace`` when the blocks of ``recompute`` recompute."""
     chosen: dict[tuple[Treatment, ...], list[str]] = {}
     leaving = [Fate.OFFLOAD, Fate.DISK] if disk else [Fate.OFFLOAD]
-    how = st.tuples(st.sampled_from(leaving), st.sampled_from([0, 0, 2, 4, 8])) | st.just((Fate.KEEP, 4))
+    parts = st.sampled_from([None, None, Split(1, 2), Split(3, 4), Split(1, 9), Split(49, 50)])
+    how = st.tuples(st.sampled_from(leaving), st.sampled_from([0, 0, 2, 4, 8]), parts)
+    how |= st.tuples(st.just(Fate.KEEP), st.just(4), parts)
     for name in recomputable(trace):
         again = name in recompute
         ops = [(op, occurrence) for op, occurrence, movable in _names(trace, name) if again or movable]
-        ways = how | st.just((Fate.KEEP, 0)) if again else how
+        ways = how | st.just((Fate.KEEP, 0, None)) if again else how
         picked = draw(st.dictionaries(st.sampled_from(ops), ways)) if ops else {}
         if picked:
             treatments = tuple(Treatment(*op, *way) for op, way in sorted(picked.items()))
@@ -222,13 +227,23 @@ def selections(draw: st.DrawFn, trace: Trace, recompute: frozenset[str], disk: b
 
 def moved_bytes(trace: Trace, activations: tuple[Selection, ...], fate: Fate = Fate.OFFLOAD) -> list[int]:
     """Bytes of what ``activations`` move to the host (or to where ``fate`` says) in one pass: of roots of 4096 bytes or
-    more, each by its op, or of their codes."""
-    return [codes_nbytes(*one) for one, where in _treated(trace, activations) if where is fate]
+    more, each by its op, of their parts, or of codes."""
+    return [codes_nbytes(*one) for one, where, _ in _treated(trace, activations) if where is fate]
 
 
 def coded_bytes(trace: Trace, activations: tuple[Selection, ...]) -> list[int]:
     """The most bytes that each root that is encoded takes beside itself: codes, and 24 bytes an element to work in."""
-    return [codes_nbytes(*one) + 24 * (-(-one[0] // one[1]) + 256) for one, _ in _treated(trace, activations) if one[2]]
+    return [
+        codes_nbytes(*one) + 24 * (-(-one[0] // one[1]) + 256) for one, *_ in _treated(trace, activations) if one[2]
+    ]
+
+
+def part_nbytes(nbytes: int, split: Split | None) -> int:
+    """Bytes of the first parts of ``nbytes`` that ``split`` is about, up to the next cache line."""
+    if split is None:
+        return nbytes
+    exact = Fraction(nbytes * split.treated, split.parts)
+    return min(nbytes, 64 * ceil(exact / 64))
 
 
 def codes_nbytes(nbytes: int, itemsize: int, bits: int) -> int:
@@ -239,8 +254,9 @@ def codes_nbytes(nbytes: int, itemsize: int, bits: int) -> int:
     return 2 * itemsize * -(-elements // 256) + -(-elements * bits // 8)
 
 
-def _treated(trace: Trace, activations: tuple[Selection, ...]) -> list[tuple[tuple[int, int, int], Fate]]:
-    """(bytes, bytes of an element, bits) and fate of every root of 4096 bytes or more of a treated op."""
+def _treated(trace: Trace, activations: tuple[Selection, ...]) -> list[tuple[tuple[int, int, int], Fate, int]]:
+    """(bytes, bytes of an element, bits) and fate of what is treated of every root of 4096 bytes or more of a treated
+    op, and the bytes of that root."""
     found = []
     for visit in trace.visits:
         treatments = next((s.treatments for s in activations if visit.block in s.blocks), ())
@@ -254,7 +270,8 @@ def _treated(trace: Trace, activations: tuple[Selection, ...]) -> list[tuple[tup
             for tensor in made:
                 if tensor.nbytes >= 4096:
                     itemsize = 2 if tensor.dtype == "bfloat16" else 4
-                    found.append(((tensor.nbytes, itemsize, treatment.bits), treatment.fate))
+                    part = part_nbytes(tensor.nbytes, treatment.split)
+                    found.append(((part, itemsize, treatment.bits), treatment.fate, tensor.nbytes))
     return found
 
 
@@ -314,10 +331,14 @@ def plan_for(
     if recompute:  # never more than what a forward of the block makes, beside what was there
         made = made_bytes(trace)
         live += max(_visit_bytes(trace, made, name) for name in recompute)
-    # What moves may be there twice: on its way out and back; what is named may outlive what it would have been.
-    moved = [n for fate in (Fate.OFFLOAD, Fate.DISK) for n in moved_bytes(trace, activations, fate)]
-    live += 2 * sum(moved) + (sum(made_bytes(trace).values()) + sum(coded_bytes(trace, activations))) * bool(
-        activations
+    # What moves may be there twice: on its way out and back, as a whole if a part of it does, and the rest beside it;
+    # what is named may outlive what it would have been.
+    moved = [whole for _, fate, whole in _treated(trace, activations) if fate is not Fate.KEEP]
+    rests = [whole - one[0] for one, _, whole in _treated(trace, activations)]
+    live += (
+        2 * sum(moved)
+        + sum(rests)
+        + (sum(made_bytes(trace).values()) + sum(coded_bytes(trace, activations))) * bool(activations)
     )
     # The update of a resident block widens 16-bit gradients on the device, when the step's tensors are gone.
     live = max(live, *(_widened(trace, p.block, streaming.update_chunk) for p in placements if p.resident), 0)

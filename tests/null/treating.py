@@ -18,7 +18,7 @@ from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Treatment
 from tests.null.programs import plain_program
-from tests.null.strategies import codes_nbytes
+from tests.null.strategies import codes_nbytes, part_nbytes
 
 __all__ = ["TreatedOps", "treated_program"]
 
@@ -31,8 +31,8 @@ def treated_program(trace: Trace, plan: Plan, steps: int = 2, micro_batches: int
 
 class TreatedOps:
     """What a plan names in a trace: ``named`` ops of blocks that recompute, ``moved`` roots (or codes) by the op that
-    makes them, their treatments (``ways``) and bytes (``moves``). ``reads`` and ``made`` are roots by op, ``inputs``
-    those that a forward visit is given, by its first op."""
+    makes them, their treatments (``ways``), bytes (``moves``) and those that stay as they are (``rests``).
+    ``reads`` and ``made`` are roots by op, ``inputs`` those that a forward visit is given, by its first op."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         roots = {i: t.root for i, t in trace.tensors()}
@@ -64,7 +64,10 @@ class TreatedOps:
             if way.fate is not Fate.KEEP or way.bits:
                 self.moved[number] = [root for root in self.made[-1] if sizes[root] >= 4096]
                 self.ways.update(dict.fromkeys(self.moved[number], way))
-        self.moves = {r: codes_nbytes(sizes[r], itemsize[dtypes[r]], way.bits) for r, way in self.ways.items()}
+        parts = {r: part_nbytes(sizes[r], way.split) for r, way in self.ways.items()}
+        self.moves = {r: codes_nbytes(parts[r], itemsize[dtypes[r]], way.bits) for r, way in self.ways.items()}
+        self.rests = {r: sizes[r] - part for r, part in parts.items()}
+        self.coded = {r for r, way in self.ways.items() if way.bits or self.rests[r]}
         self.roots = {root for made in self.moved.values() for root in made}
 
 
@@ -121,8 +124,8 @@ class _Rewriter:
 
     def _pieces(self, action: Action) -> list[tuple[int, int]]:
         if not action.recomputed:
-            # Codes are made before Python lets go of what they are made of.
-            coded = [n + 1 for n in range(*action.ops) if any(self.ops.ways[r].bits for r in self.ops.moved.get(n, ()))]
+            # Codes and rests are made before Python lets go of what they are made of.
+            coded = [n + 1 for n in range(*action.ops) if self.ops.coded.intersection(self.ops.moved.get(n, ()))]
             cuts = sorted({action.ops[0], *coded, action.ops[1]})
             return list(pairwise(cuts)) or [action.ops]
         pieces: list[tuple[int, int]] = []
@@ -135,8 +138,9 @@ class _Rewriter:
     def _offload(self, action: Action, root: int) -> None:
         way, nbytes, compute = self.ops.ways[root], self.ops.moves[root], self.compute
         self.out[root] = compute
-        if way.bits:
-            claim = replace(action, peak=action.peak + 200_000, changes=(Change(Kind.ACTIVATION, nbytes),))
+        if root in self.ops.coded:
+            made = self.ops.rests[root] + (nbytes if way.bits else 0)
+            claim = replace(action, peak=action.peak + 200_000, changes=(Change(Kind.ACTIVATION, made),))
             self._move(Lane.COMPUTE, Verb.ENCODE, claim, root, tuple(self.hold), bits=way.bits)
             self.compute, self.hold = len(self.actions) - 1, []
         if way.fate is Fate.KEEP:
@@ -155,7 +159,9 @@ class _Rewriter:
     def _reload(self, action: Action, roots: set[int]) -> list[int]:
         for root in sorted(roots - self.back.keys()):
             way, after = self.ops.ways[root], (self.out[root], self.compute)
-            plain = replace(action, peak=self.ops.moves[root], changes=())
+            # What comes back as it is has the room of the whole.
+            peak = self.ops.moves[root] if way.bits else self.ops.nbytes[root]
+            plain = replace(action, peak=peak, changes=())
             if way.fate is Fate.DISK:
                 self._move(Lane.DISK_READ, Verb.READ, plain, root, (*after, *self.ring), ring=0)
                 after = (len(self.actions) - 1, self.compute)
@@ -166,9 +172,9 @@ class _Rewriter:
                 after = (len(self.actions) - 1,)
             if way.fate is Fate.DISK:
                 self.ring = after
-            if way.bits:
-                gone = (Change(Kind.ACTIVATION, -self.ops.moves[root]),)
-                claim = replace(action, peak=action.peak + 200_000, changes=gone)
+            if root in self.ops.coded:
+                made = self.ops.rests[root] + (self.ops.moves[root] if way.bits else 0)
+                claim = replace(action, peak=action.peak + 200_000, changes=(Change(Kind.ACTIVATION, -made),))
                 self._move(Lane.COMPUTE, Verb.DECODE, claim, root, after, bits=way.bits)
                 self.compute = len(self.actions) - 1
             self.back[root] = len(self.actions) - 1
@@ -194,5 +200,6 @@ class _Rewriter:
                 tensor=root,
                 ring=ring,
                 bits=bits,
+                rest=self.ops.rests[root] if verb in (Verb.ENCODE, Verb.DECODE) else 0,
             )
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
+from hypothesis import strategies as st
 
 import forebay
 from forebay.arenas import DISK_BLOCK, DISK_BOUNCE
@@ -18,15 +19,17 @@ from forebay.memory import ALIGNMENT
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Op, Phase, Trace, Visit
-from forebay.treatments import Fate, Selection, Treatment
+from forebay.treatments import Fate, Selection, Split, Treatment
 from tests.parity.models import CASES, Case
 from tests.parity.recomputing import AMPLE, plan_of
 
 __all__ = [
+    "SPLITS",
     "SUBJECTS",
     "Named",
     "disk_formula",
     "host_formula",
+    "in_parts",
     "larger",
     "movable",
     "moving",
@@ -51,6 +54,11 @@ SUBJECTS: Mapping[str, Case] = {
     **{name: larger(CASES[name]) for name in ("llama", "llama-tied", "gpt2", "t5", "vit", "convnet", "mixtral")},
     "used-twice": larger(CASES["used-twice"], 16),
 }
+
+
+SPLITS = st.one_of(
+    st.none(), st.integers(2, 9).flatmap(lambda parts: st.builds(Split, st.integers(1, parts - 1), st.just(parts)))
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,15 @@ def selections(named: Iterable[Named], fates: Mapping[Named, Fate] | None = None
         Selection((block,), tuple(Treatment(op, occurrence, fate) for (op, occurrence), fate in ops.items()))
         for block, ops in by_block.items()
     )
+
+
+def in_parts(plan: Plan, pick: Callable[[], Split | None]) -> Plan:
+    """``plan``, and of what it moves or makes into codes only the parts that ``pick`` says, asked for each anew."""
+    chosen = tuple(
+        replace(s, treatments=tuple(replace(t, split=pick() if t.changes_bytes else None) for t in s.treatments))
+        for s in plan.activations
+    )
+    return replace(plan, activations=chosen)
 
 
 def host_formula(named: Iterable[Named]) -> int:

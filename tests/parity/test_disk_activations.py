@@ -22,9 +22,11 @@ from forebay.timeline import Lane
 from forebay.treatments import Fate
 from tests.parity.compare import assert_same_training
 from tests.parity.offloading import (
+    SPLITS,
     SUBJECTS,
     Named,
     disk_formula,
+    in_parts,
     movable,
     moving,
     selections,
@@ -118,6 +120,7 @@ def test_any_ops_anywhere_with_late_jobs(
     chosen = {one: data.draw(st.sampled_from([Fate.OFFLOAD, Fate.DISK, None])) for one in named}
     fates = {one: fate for one, fate in chosen.items() if fate is not None}
     plan = disk_plan(name, tmp_path, fates, resident=resident, ring=ring)
+    plan = in_parts(plan, lambda: data.draw(SPLITS))
     late = (Lane.D2H, Lane.H2D, Lane.DISK_READ, Lane.DISK_WRITE)
     device = CpuDevice(AMPLE, delays=RandomDelays(seed, max_seconds=0.002, lanes=late))
     assert_nothing_changes(name, plan, device, tmp_path, steps=2)
@@ -140,6 +143,7 @@ def test_any_ops_of_recomputed_blocks(data: st.DataObject, name: str, ring: int,
     plan = treated(plan, fates, window=20_000)
     sizes = [n for one, fate in fates.items() if fate is Fate.DISK for n in one.nbytes if n >= MOVED_LEAST]
     plan = with_disk(plan, tmp_path, sizes, ring=ring)
+    plan = in_parts(plan, lambda: data.draw(SPLITS))
     expected = losses_and_gradients(case, torch.float32, None, steps=2)
     device = CpuDevice(AMPLE, delays=RandomDelays(seed, max_seconds=0.002))
     try:

@@ -1,4 +1,4 @@
-"""Activations on disk and as codes: the program is what the runtime does, in order and to the byte."""
+"""Activations on disk, as codes and in parts: the program is what the runtime does, in order and to the byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forebay.plans import Plan
 from forebay.simulation import play
 from forebay.timeline import Lane
 from forebay.trace import Trace
-from forebay.treatments import Fate, Selection, Treatment
+from forebay.treatments import Fate, Selection, Split, Treatment
 from tests.null.strategies import roomy_machine
 from tests.parity.observed import lowered
 from tests.parity.offloading import SUBJECTS, movable
@@ -25,12 +25,16 @@ from tests.parity.test_lowering_moves import batch_of, only, peak, ran
 from tests.parity.treated import eligible
 
 NEVER_CODES = ("_scaled_dot_product", "softmax", "mean", "rsqrt")
-WAYS: tuple[tuple[Fate, int], ...] = (
-    (Fate.DISK, 0),
-    (Fate.KEEP, 4),
-    (Fate.OFFLOAD, 8),
-    (Fate.DISK, 8),
-    (Fate.OFFLOAD, 0),
+WAYS: tuple[tuple[Fate, int, Split | None], ...] = (
+    (Fate.DISK, 0, None),
+    (Fate.KEEP, 4, None),
+    (Fate.OFFLOAD, 8, None),
+    (Fate.DISK, 8, Split(1, 2)),
+    (Fate.OFFLOAD, 0, Split(3, 4)),
+    (Fate.OFFLOAD, 0, None),
+    (Fate.KEEP, 8, Split(1, 3)),
+    (Fate.OFFLOAD, 4, Split(5, 8)),
+    (Fate.DISK, 0, Split(2, 5)),
 )
 
 
@@ -45,11 +49,12 @@ def planned(trace: Trace, folder: Path, *, coded: bool, again: bool, windows: tu
     names = eligible(trace) if again else movable(trace)
     chosen: dict[str, dict[tuple[str, int], Treatment]] = {}
     for i, one in enumerate(names):
-        fate, bits = WAYS[i % len(WAYS)]
+        fate, bits, split = WAYS[i % len(WAYS)]
         bits = 0 if not coded or any(word in one.op for word in NEVER_CODES) or not _floats(trace, one.op) else bits
         if again or fate is not Fate.KEEP or bits:
             ways = chosen.setdefault(one.block, {})
-            ways.setdefault((one.op, one.occurrence), Treatment(one.op, one.occurrence, fate, bits))
+            split = split if fate is not Fate.KEEP or bits else None
+            ways.setdefault((one.op, one.occurrence), Treatment(one.op, one.occurrence, fate, bits, split))
     selections = tuple(Selection((name,), tuple(ways.values())) for name, ways in chosen.items())
     plan = plan_of(trace.model, recomputable(trace.model) if again else (), resident=True, slots=2)
     liveness = Liveness(trace)

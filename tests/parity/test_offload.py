@@ -16,7 +16,7 @@ from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.timeline import Lane
 from tests.parity.compare import assert_same_training
-from tests.parity.offloading import SUBJECTS, host_formula, movable, moving, offload_plan, trace_of
+from tests.parity.offloading import SPLITS, SUBJECTS, host_formula, in_parts, movable, moving, offload_plan, trace_of
 from tests.parity.recomputing import AMPLE, plan_of
 
 WHERE = pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
@@ -75,6 +75,7 @@ def test_any_ops_may_be_moved(
     plan = plan_of(find_blocks(model).model, (), resident=resident, slots=slots)
     arena = max(0, host_formula(named) - short)
     plan = moving(plan, named, arena=arena, offload_window=windows[0], reload_window=windows[1])
+    plan = in_parts(plan, lambda: data.draw(SPLITS))
     trained = assert_same_training(case, dtype, steps=2, plan=plan, device_memory=AMPLE, device="cpu")
     forebay.close(trained)
 

@@ -14,7 +14,7 @@ from forebay.device.delays import RandomDelays
 from forebay.errors import ModelError
 from forebay.treatments import Fate
 from tests.parity.compare import adamw, assert_same_training
-from tests.parity.offloading import trace_of
+from tests.parity.offloading import SPLITS, in_parts, trace_of
 from tests.parity.recomputing import AMPLE, DROPOUT, plan_of, recomputable
 from tests.parity.test_recompute import losses_and_gradients
 from tests.parity.treated import SUBJECTS, Eligible, eligible, treated, treated_plan
@@ -44,6 +44,7 @@ def test_any_ops_may_be_named(data: st.DataObject, name: str, dtype: torch.dtype
     named = drawn(data, [one for one in eligible(trace) if one.block in blocks])
     plan = plan_of(trace.model, blocks, resident=data.draw(st.booleans()), slots=data.draw(st.integers(1, 3)))
     plan = treated(plan, named, window=data.draw(st.sampled_from(WINDOWS)))
+    plan = in_parts(plan, lambda: data.draw(SPLITS))
     model = assert_same_training(case, dtype, steps=1, plan=plan, device_memory=AMPLE, device="cpu")
     forebay.close(model)
 

@@ -159,20 +159,20 @@ class _Walker:
         """Notes what is on the device again when each of ``actions`` starts. Returns the bytes before that."""
         before = self.live.nbytes + self.live.kept + held
         for root in self.transfers.arrived(*actions):
-            if self.live.treated.ways[root].codes is None:
-                self.live.arrive(root)
+            if self.live.treated.ways[root].is_made:
+                self.live.bring_back(root)
             else:
-                self.live.encode(root)  # as codes
+                self.live.arrive(root)
         return before
 
     def _code(self, index: int, action: Action) -> None:
-        """Codes are made of a root, or read."""
+        """Codes are made of a root, or its rest is copied; or it is made whole again."""
         held, root = self._held(again=False), action.tensor
         before = self._arrive(held, index)
         self.reruns.pass_over(self.reruns.before(action.ops[0], self.next_op))
         self.transfers.act(index, action)
-        codes, live = self.live.treated.ways[root].codes, self.live
-        workspace = 0 if codes is None else codes.workspace
+        way, live = self.live.treated.ways[root], self.live
+        workspace = 0 if way.codes is None else way.codes.workspace
         op = self.next_op
         if action.verb is Verb.ENCODE:
             live.encode(root)
@@ -180,11 +180,13 @@ class _Walker:
             # What the op has read is there until it returns, and it has not yet.
             workspace += self.dropping if live.is_returning(op) else 0
             made = live.nbytes + live.kept + workspace
-            if live.treated.ways[root].leaves:
+            if way.leaves and way.codes is not None:
                 live.give_away(root)
-                self.passes.left.append(Left(root, self.number, index, live.treated.ways[root].nbytes))
+                self.passes.left.append(Left(root, self.number, index, way.in_transit))
         else:
-            made = live.nbytes + live.kept + self.step.nbytes[root] + workspace
+            # Codes are read into a storage of its own; what has come back as it is has one already.
+            taken = 0 if way.codes is None else self.step.nbytes[root]
+            made = live.nbytes + live.kept + taken + workspace
             live.arrive(root)
         self.passes.moments.append(Moment(index, made + held, op, before))
         if index == self.wanted[0]:

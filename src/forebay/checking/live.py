@@ -13,8 +13,10 @@ as if it had been remade, but it is the same root.
 
 Roots that are moved or encoded are on the device twice. First, while Python holds them, and (moved as they are) until
 they are on the host: that is the program's to say (``transfers``). All other holders hold what stands for them. Then
-again, from when they ``arrive``, until none of those holders is left. Codes are there from when they are made until the
-root arrives, but for those that are on the host in between; what nobody holds goes when forward is over.
+again, from when they ``arrive``, until none of those holders is left. Codes, and the rest of what is treated in part,
+are there from when they are made until the root arrives, but for codes that are on the host in between; what nobody
+holds goes when forward is over. A root of which a part was moved as it is comes back to a storage of its whole size,
+and has arrived when the rest has been put there too.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Live:
         # Of moved roots: who holds what stands for them; those that are on the device again.
         self._away: dict[int, int] = {}
         self._back: set[int] = set()
+        # Of those that are not as they were: bytes on the device that stand for them.
         self._codes: dict[int, int] = {}
         self._forward_goes_on = True
         self._latest = -1  # the op that ran last
@@ -199,21 +202,28 @@ class Live:
         is encoded before that. (What is encoded is made by ops that never run again.)"""
         return number == self._latest
 
-    def has_codes(self, root: int) -> bool:
-        """Whether the codes of ``root`` are on the device."""
-        return root in self._codes
+    def is_complete(self, root: int) -> bool:
+        """Whether all that ``root`` is made of again is on the device: its codes, or its first part, and the rest."""
+        way = self.treated.ways[root]
+        return self._codes.get(root) == way.rest + way.in_transit
 
     def encode(self, root: int) -> None:
-        """The codes of ``root`` are on the device."""
-        self._codes[root] = self.treated.ways[root].nbytes
+        """The codes of ``root``, and its rest, are on the device."""
+        self._codes[root] = self.treated.ways[root].made
         self.nbytes += self._codes[root]
 
     def give_away(self, root: int) -> None:
         """Only the way off the device keeps the codes of ``root`` there."""
-        self.nbytes -= self._codes.pop(root)
+        self._codes[root] -= self.treated.ways[root].in_transit
+        self.nbytes -= self.treated.ways[root].in_transit
+
+    def bring_back(self, root: int) -> None:
+        """The codes of ``root``, or the storage of which its first part fills its own, are on the device again."""
+        self._codes[root] = self._codes.get(root, 0) + self.treated.ways[root].in_transit
+        self.nbytes += self.treated.ways[root].in_transit
 
     def arrive(self, root: int) -> None:
-        """A root is on the device again, in the place of its codes if it had any; it is let go at once if nobody holds
+        """A root is on the device again, in the place of what stood for it there; it is let go at once if nobody holds
         what stands for it."""
         self.nbytes -= self._codes.pop(root, 0)
         if self.is_wanted(root):

@@ -26,7 +26,7 @@ def check_ring(step: Step, treated: Treated, program: Program, order: Order, win
         name = step.name(action.tensor) if action.tensor in treated.ways else f"tensor {action.tensor}"
         if action.tensor not in treated.ways or treated.ways[action.tensor].fate is not Fate.DISK:
             raise fault(program, index, name, f"the plan does not move {name} to disk")
-        start, end = action.ring, action.ring + -(-treated.ways[action.tensor].nbytes // PAGE) * PAGE
+        start, end = action.ring, action.ring + -(-treated.ways[action.tensor].moved // PAGE) * PAGE
         if not 0 <= start < end <= window:
             text = f"it puts {name} at bytes {start} to {end} of the ring, which has {window}; raise disk_window"
             raise fault(program, index, name, text)

@@ -1,5 +1,5 @@
-"""Whether what a plan moves off the device, or makes into codes, gets there, once in every pass, and comes back in
-time. No torch."""
+"""Whether what a plan moves off the device, or makes into codes, as a whole or in part, gets there, once in every pass,
+and comes back in time. No torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import final
 from forebay.checking.live import Live
 from forebay.checking.order import Order
 from forebay.checking.step import Step
-from forebay.checking.treated import Way
 from forebay.checking.words import fault
 from forebay.layout import PAGE
 from forebay.program import Action, Program, Verb
-from forebay.treatments import Fate
+from forebay.treatments import Fate, StandIn
 
 __all__ = ["Transfers"]
 
@@ -53,8 +52,9 @@ class Transfers:
         """The pass is over at action ``index``. Raises ``PlanInvalid`` for a root that was not treated in it as the
         plan says, or that may be on its way back: the next pass may write to its bytes on the host."""
         for root, way in self._live.treated.ways.items():
-            if way.codes is not None and root not in self._done[Verb.ENCODE]:
-                raise self._fault(index, root, f"has to be codes and is not encoded in pass {self._number}")
+            if way.is_made and root not in self._done[Verb.ENCODE]:
+                what = "in parts" if way.codes is None else "codes"
+                raise self._fault(index, root, f"has to be {what} and is not encoded in pass {self._number}")
             if way.leaves and root not in self._done[Verb.OFFLOAD]:
                 raise self._fault(index, root, f"has to be on the host and is not moved there in pass {self._number}")
             if way.fate is Fate.DISK and root not in self._done[Verb.WRITE]:
@@ -104,7 +104,7 @@ class Transfers:
                 self._reload(index, action, way)
         self._done[action.verb][root] = index
 
-    def _encode(self, index: int, action: Action, way: Way) -> None:
+    def _encode(self, index: int, action: Action, way: StandIn) -> None:
         root = action.tensor
         self._expect_codes(index, action, way)
         self._expect_first(Verb.ENCODE, "is encoded", index, root)
@@ -113,15 +113,16 @@ class Transfers:
         if not self._live.holds_first(root):
             raise self._fault(index, root, "is encoded when it is not in memory any more")
 
-    def _decode(self, index: int, action: Action, way: Way) -> None:
+    def _decode(self, index: int, action: Action, way: StandIn) -> None:
         root = action.tensor
         self._expect_codes(index, action, way)
-        if not self._live.has_codes(root):
-            raise self._fault(index, root, "may not be on the device as codes when it is decoded")
+        if not self._live.is_complete(root):
+            what = "again" if way.codes is None else "as codes"
+            raise self._fault(index, root, f"may not be on the device {what} when it is decoded")
         if not self._live.is_wanted(root):
             raise self._fault(index, root, "is not read again")
 
-    def _offload(self, index: int, action: Action, way: Way) -> None:
+    def _offload(self, index: int, action: Action, way: StandIn) -> None:
         root = action.tensor
         self._expect_bytes(index, action, way, 1)
         self._expect_first(Verb.OFFLOAD, "is on the host", index, root)
@@ -130,11 +131,11 @@ class Transfers:
         if root not in self._made or not self._order.before(self._made[root], index):
             raise self._fault(index, root, "may not be complete when it starts")
         freed = -sum(change.nbytes for change in action.changes)
-        if not 0 <= freed <= way.nbytes:
+        if not 0 <= freed <= way.in_transit:
             raise self._fault(index, root, f"has other bytes than the {freed} that this frees")
         self.offloads[root, self._number] = index
 
-    def _write(self, index: int, action: Action, way: Way) -> None:
+    def _write(self, index: int, action: Action, way: StandIn) -> None:
         root = action.tensor
         self._expect_disk(index, action, way)
         self._expect_first(Verb.WRITE, "is on disk", index, root)
@@ -142,7 +143,7 @@ class Transfers:
             raise self._fault(index, root, "may not be in the ring yet when it is written to disk")
         self._expect_ring(index, action, Verb.OFFLOAD)
 
-    def _read(self, index: int, action: Action, way: Way) -> None:
+    def _read(self, index: int, action: Action, way: StandIn) -> None:
         """May be read more than once, if its bytes in the ring were given away before it came further."""
         root = action.tensor
         self._expect_disk(index, action, way)
@@ -151,7 +152,7 @@ class Transfers:
         if root in self._done[Verb.RELOAD]:
             raise self._fault(index, root, "is on the device again already")
 
-    def _reload(self, index: int, action: Action, way: Way) -> None:
+    def _reload(self, index: int, action: Action, way: StandIn) -> None:
         root = action.tensor
         self._expect_bytes(index, action, way, 1)
         if root not in self._done[Verb.OFFLOAD]:
@@ -167,7 +168,7 @@ class Transfers:
         if not self._live.is_wanted(root):
             raise self._fault(index, root, "is not read again")
         self._coming.append(root)
-        self.reloads.append((index, way.nbytes))
+        self.reloads.append((index, way.in_transit))
 
     # What each of them has to be like.
 
@@ -178,13 +179,13 @@ class Transfers:
         if root in self._done[verb]:
             raise self._fault(index, root, f"{what} already: action {self._done[verb][root]} did that in this pass")
 
-    def _expect_bytes(self, index: int, action: Action, way: Way, to: int) -> None:
+    def _expect_bytes(self, index: int, action: Action, way: StandIn, to: int) -> None:
         if not way.leaves:
             raise self._fault(index, action.tensor, "stays on the device: the plan does not move it")
-        if action.nbytes != -(-way.nbytes // to) * to:
+        if action.nbytes != -(-way.moved // to) * to:
             raise self._fault(index, action.tensor, f"has other bytes than the {action.nbytes} that this moves")
 
-    def _expect_disk(self, index: int, action: Action, way: Way) -> None:
+    def _expect_disk(self, index: int, action: Action, way: StandIn) -> None:
         if way.fate is not Fate.DISK:
             raise self._fault(index, action.tensor, "has no place on disk: the plan does not move it there")
         self._expect_bytes(index, action, way, PAGE)
@@ -196,10 +197,12 @@ class Transfers:
             text = f"is at byte {place} of the ring, where action {earlier} put it, not at {action.ring}"
             raise self._fault(index, action.tensor, text)
 
-    def _expect_codes(self, index: int, action: Action, way: Way) -> None:
-        if way.codes is None or way.codes.bits != action.bits:
-            text = f"is kept as {way.codes.bits if way.codes else 0} bits an element, not as {action.bits}"
-            raise self._fault(index, action.tensor, text)
+    def _expect_codes(self, index: int, action: Action, way: StandIn) -> None:
+        bits = way.codes.bits if way.codes else 0
+        if not way.is_made or bits != action.bits:
+            raise self._fault(index, action.tensor, f"is kept as {bits} bits an element, not as {action.bits}")
+        if way.rest != action.rest:
+            raise self._fault(index, action.tensor, f"has other bytes that stay as they are than these {action.rest}")
 
     def _fault(self, index: int, root: int, text: str) -> Exception:
         return fault(self._program, index, self._step.name(root), f"{self._step.name(root)} {text}")

@@ -13,46 +13,32 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forebay.checking.step import Step
-from forebay.compression import MASK_BITS, Codes
+from forebay.compression import MASK_BITS
 from forebay.errors import ConfigError, PlanInvalid
 from forebay.layout import MOVED_LEAST, PAGE
 from forebay.memory import ALIGNMENT
 from forebay.plans import Plan
 from forebay.trace import NO_SAVES, Phase
-from forebay.treatments import Fate, Treatment
+from forebay.treatments import Fate, StandIn, Treatment
 
-__all__ = ["NOTHING", "Treated", "Way", "check_room", "check_treatments", "treated_by"]
+__all__ = ["NOTHING", "Treated", "check_room", "check_treatments", "treated_by"]
 
 RELU, RELU_BACKWARD = "aten.relu.default", "aten.threshold_backward.default"
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """What becomes of a root between forward and backward: where it is, and as which codes (None: as it is)."""
-
-    fate: Fate
-    codes: Codes | None
-    nbytes: int
-
-    @property
-    def leaves(self) -> bool:
-        """Whether it leaves the device."""
-        return self.fate is not Fate.KEEP
 
 
 @dataclass(frozen=True)
 class Treated:
     """What a plan names in one trace: ``named`` ops of blocks that recompute, which do not run again, and roots (of any
-    block) that are not on the device as they are between forward and backward, each with its way."""
+    block) that are not on the device as they are between forward and backward, each with what stands in for it."""
 
     named: frozenset[int] = field(default_factory=frozenset)
-    ways: Mapping[int, Way] = field(default_factory=dict)
+    ways: Mapping[int, StandIn] = field(default_factory=dict)
 
     def room(self, fate: Fate) -> int:
-        """Bytes that one pass takes on the host, or in the file on disk: each root, or its codes, begins at a multiple
-        of ``ALIGNMENT`` there, or of ``PAGE``."""
+        """Bytes that one pass takes on the host, or in the file on disk: each root, or what of it leaves, or its codes,
+        begins at a multiple of ``ALIGNMENT`` there, or of ``PAGE``."""
         to = PAGE if fate is Fate.DISK else ALIGNMENT
-        return sum(-(-way.nbytes // to) * to for way in self.ways.values() if way.fate is fate)
+        return sum(-(-way.moved // to) * to for way in self.ways.values() if way.fate is fate)
 
 
 NOTHING = Treated()
@@ -80,7 +66,7 @@ def treated_by(step: Step, plan: Plan, *, extreme: bool = False) -> Treated:
     if not plan.activations:
         return NOTHING
     named: set[int] = set()
-    ways: dict[int, Way] = {}
+    ways: dict[int, StandIn] = {}
     writers = _writers(step)
     visits: dict[str, tuple[int, ...]] = {}
     ops: dict[int, Mapping[tuple[str, int], int]] = {}
@@ -97,14 +83,14 @@ def treated_by(step: Step, plan: Plan, *, extreme: bool = False) -> Treated:
                     text = f"op {op} changes what others have made in place, which has to happen again; leave it out"
                     raise _invalid(block, treatment, text)
                 named.add(op)
-            if treatment.fate is not Fate.KEEP or treatment.bits:
+            if treatment.changes_bytes:
                 ways.update(_ways(step, plan, block, treatment, op))
     return Treated(frozenset(named), ways)
 
 
-def _ways(step: Step, plan: Plan, block: str, treatment: Treatment, op: int) -> dict[int, Way]:
+def _ways(step: Step, plan: Plan, block: str, treatment: Treatment, op: int) -> dict[int, StandIn]:
     """What becomes of the roots that ``op`` makes and that are large enough."""
-    found: dict[int, Way] = {}
+    found: dict[int, StandIn] = {}
     made = step.ops[op].made
     if treatment.bits == MASK_BITS:
         made = tuple(r for r in made if step.dtypes[r] == "bool") or made
@@ -118,15 +104,11 @@ def _ways(step: Step, plan: Plan, block: str, treatment: Treatment, op: int) -> 
     return found
 
 
-def _way(step: Step, block: str, treatment: Treatment, root: int) -> Way:
-    nbytes, codes = step.nbytes[root], None
-    if treatment.bits:
-        try:
-            codes = Codes.of(nbytes, step.dtypes[root], treatment.bits)
-        except ConfigError as error:
-            raise _invalid(block, treatment, f"it makes {step.name(root)}: {error}; leave the op out") from None
-        nbytes = codes.nbytes
-    return Way(treatment.fate, codes, nbytes)
+def _way(step: Step, block: str, treatment: Treatment, root: int) -> StandIn:
+    try:
+        return StandIn.of(treatment, step.nbytes[root], step.dtypes[root])
+    except ConfigError as error:
+        raise _invalid(block, treatment, f"it makes {step.name(root)}: {error}; leave the op out") from None
 
 
 def _check_mask(step: Step, plan: Plan, block: str, treatment: Treatment, root: int) -> None:
@@ -158,7 +140,7 @@ def check_room(plan: Plan, steps: Sequence[Step], treated: Sequence[Treated]) ->
         )
         own = [root for root, way in what.ways.items() if way.fate is fate]
         if needed > room:
-            largest = step.name(max(own, key=lambda root: (what.ways[root].nbytes, -root)))
+            largest = step.name(max(own, key=lambda root: (what.ways[root].moved, -root)))
             text = (
                 f"the plan moves {needed} bytes of activations to {where} in one micro-batch and has room for {room} "
                 f"there ({name}); the largest is {largest}; make it {needed}, or move less"

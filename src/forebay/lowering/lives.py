@@ -10,7 +10,8 @@ The lives of a root, in positions of the step
     ``Fate.DISK``), or made into codes   the op would have run again, until its last holder is gone. The time that the
                                          copies take comes on top of that (``liveness``).
 The codes of a root live from the op that makes it until they are on the host, or (``Fate.KEEP``) until they are decoded
-for whoever asks first.
+for whoever asks first. What of it is not treated (``Split``) lives from the op that makes it until whoever asks first
+has it whole again.
 """
 
 from __future__ import annotations
@@ -30,23 +31,22 @@ from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import Kind
 from forebay.scheduling.activations import described
 from forebay.trace import Phase
-from forebay.treatments import Fate, Selection, Treatment
+from forebay.treatments import Fate, Selection, StandIn, Treatment
 
 __all__ = ["Layout", "Move", "Profile"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """A root that is encoded after the op that makes it, or leaves the device, or both, and comes back. Each is equal
-    to itself alone: it is looked up often.
+    """A root that is encoded after the op that makes it, or leaves the device, as a whole or in part, and comes back.
+    Each is equal to itself alone: it is looked up often.
 
     ``root`` is its id, ``what`` says in words what it is, ``visit`` of ``block`` makes it; ``ops`` are the numbers of
     the op that does and of the one after the last during which Python holds what is to leave. It is made at position
     ``made`` and Python holds it until after the op at ``dropped``. ``asked`` is the position at which backward first
-    asks for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back. ``codes`` are what
-    takes its place (None: nothing does). They, or else the root, are on the device until after position ``until``, and
-    then for as long as their copy to the host takes, if their ``fate`` is to leave: ``leaves``. ``moved`` are the bytes
-    of what leaves, or of the codes that stay.
+    asks for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back. ``stand_in``
+    takes its place in between: its codes, or else the root, are on the device until after position ``until``, and then
+    for as long as their copy to the host takes, if they leave; the rest of it is there until after ``rest_until``.
     """
 
     root: int
@@ -60,16 +60,24 @@ class Move:
     dropped: int
     asked: int
     gone: int
-    fate: Fate
-    codes: Codes | None
+    stand_in: StandIn
     until: int
-    # Asked for at every turn, and so not worked out each time.
+    rest_until: int
+    # Of ``stand_in``. Asked for at every turn, and so not worked out each time.
     moved: int = field(init=False)
+    rest: int = field(init=False)
+    in_transit: int = field(init=False)
     leaves: bool = field(init=False)
+    codes: Codes | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "moved", self.nbytes if self.codes is None else self.codes.nbytes)
-        object.__setattr__(self, "leaves", self.fate is not Fate.KEEP)
+        for name in ("moved", "rest", "in_transit", "leaves", "codes"):
+            object.__setattr__(self, name, getattr(self.stand_in, name))
+
+    @property
+    def fate(self) -> Fate:
+        """Where it goes."""
+        return self.stand_in.fate
 
 
 @dataclass(frozen=True)
@@ -184,19 +192,20 @@ class Layout:
         """The most bytes while something is encoded after the op at a position, or decoded before it.
 
         Encoding comes while all is there that the op has read and made. Decoding comes before the op; of what is asked
-        for at once, one after the other in any order, all may be back when the last is decoded.
+        for at once, one after the other in any order, all may be back when the last is decoded, and the rest of each of
+        which a part was treated may still be beside it.
         """
         found, back, most = dict[int, int](), dict[int, int](), dict[int, int]()
-        if all(move.codes is None for move in self._moves):
+        if not any(move.stand_in.is_made for move in self._moves):
             return found
         for move in self._moves:
             if move.asked != NEVER:
-                back[move.asked] = back.get(move.asked, 0) + move.nbytes
+                back[move.asked] = back.get(move.asked, 0) + move.nbytes + move.rest
             if move.codes is not None:
                 found[move.made] = max(found.get(move.made, 0), whole[move.made] + move.codes.workspace)
-                if move.asked != NEVER:
-                    extra = move.codes.nbytes + move.codes.workspace
-                    most[move.asked] = max(most.get(move.asked, 0), extra)
+            if move.stand_in.is_made and move.asked != NEVER:
+                extra = 0 if move.codes is None else move.codes.nbytes + move.codes.workspace
+                most[move.asked] = max(most.get(move.asked, 0), extra)
         copied = {run.position: self._index.copied_nbytes(place) for place, run in self._again.items()}
         for position, extra in most.items():
             before = sum(level[position] for level in levels.values()) + copied.get(position, 0)
@@ -233,7 +242,7 @@ class Layout:
         made = self._index.made_by(place, op)
         if treatment.bits == MASK_BITS:
             return [root for root in made if self._index.dtype_of(root) == "bool"] or made
-        return made if treatment.bits or treatment.fate is not Fate.KEEP else ()
+        return made if treatment.changes_bytes else ()
 
     def _move(self, number: int, root: Root, what: str, treatment: Treatment) -> Move:
         remade, starts, ends = self._base.second
@@ -252,12 +261,11 @@ class Layout:
         dropped = max(birth, self._end - 1 if root.drop == NEVER else self._position[root.drop])
         asked = min((start for start, _ in wanted), default=NEVER)
         last = self._index.ops - 1 if root.drop == NEVER else max(root.birth, root.drop)
-        codes, until = None, dropped
-        if treatment.bits:
-            codes = Codes.of(root.nbytes, self._index.dtype_of(number), treatment.bits)
-            # What nobody asks for is let go when forward is over.
-            stay = (self._base.forward if asked == NEVER else asked) - 1
-            last, until = root.birth, max(birth, stay if treatment.fate is Fate.KEEP else birth)
+        stand_in, until = StandIn.of(treatment, root.nbytes, self._index.dtype_of(number)), dropped
+        # What nobody asks for is let go when forward is over.
+        rest_until = max(birth, (self._base.forward if asked == NEVER else asked) - 1)
+        if stand_in.codes is not None:
+            last, until = root.birth, birth if stand_in.leaves else rest_until
         return Move(
             root=number,
             nbytes=root.nbytes,
@@ -270,9 +278,9 @@ class Layout:
             dropped=dropped,
             asked=asked,
             gone=max((end for _, end in wanted), default=NEVER),
-            fate=treatment.fate,
-            codes=codes,
+            stand_in=stand_in,
             until=until,
+            rest_until=rest_until,
         )
 
     def _block(self, place: int) -> str:
@@ -283,7 +291,9 @@ def _add_move(lives: Lives, move: Move) -> None:
     """What there is of a treated root, copies under way left out."""
     lives.add(move.kind, move.made, move.dropped, move.nbytes)
     if move.codes is not None:
-        lives.add(Kind.ACTIVATION, move.made, move.until, move.codes.nbytes)
+        lives.add(Kind.ACTIVATION, move.made, move.until, move.moved)
+    if move.rest:
+        lives.add(Kind.ACTIVATION, move.made, move.rest_until, move.rest)
     if move.asked != NEVER:
         lives.add(Kind.ACTIVATION, move.asked, move.gone, move.nbytes)
 

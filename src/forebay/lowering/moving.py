@@ -1,5 +1,5 @@
-"""Activations that move or become codes, on paper: the order of copies and waits that ``runtime.stash`` and
-``runtime.depots`` keep. No torch."""
+"""Activations that move or become codes, as a whole or in part, on paper: the order of copies and waits that
+``runtime.stash`` and ``runtime.depots`` keep. No torch."""
 
 from __future__ import annotations
 
@@ -44,24 +44,25 @@ class Moving:
         self._latest: tuple[Recorded, ...] = ()
         self._written: dict[Move, Recorded] = {}
         self._reloaded: dict[Move, Recorded] = {}
-        # What is there as codes, in this pass.
+        # What is there as codes, or in part, in this pass.
         self._encoded: set[Move] = set()
         self._asking = 0  # the number of the op before which things come back
 
     def leave(self, move: Move, dropping: int) -> None:
         """The op that makes ``move`` was issued. ``dropping`` bytes go after it that are there while it is encoded."""
         if move.leaves:
-            self._window.admit(move.moved)  # before its codes are made, which are part of what the window bounds
-        if move.codes is not None:
+            self._window.admit(move.in_transit)  # before its codes are made, which are part of what the window bounds
+        if move.stand_in.is_made:
             self._encode(move, dropping)
         if move.leaves:
             self._offload(move)
 
     def end_forward(self) -> None:
-        """The last op of forward was issued: codes that nobody will ask for go, whose last reference it was."""
+        """The last op of forward was issued: what stays of what nobody will ask for goes with its last reference."""
         for move in self._unasked:
-            if move in self._encoded and not move.leaves:
-                self.freed.append(Change(Kind.ACTIVATION, -move.moved))
+            stays = move.rest if move.leaves else move.stand_in.made
+            if move in self._encoded and stays:
+                self.freed.append(Change(Kind.ACTIVATION, -stays))
             self._encoded.discard(move)
 
     def begin_backward(self, op: int) -> None:
@@ -89,37 +90,41 @@ class Moving:
     # On the device.
 
     def _encode(self, move: Move, dropping: int) -> None:
-        if move.codes is not None:
-            self._encoded.add(move)
-            self._recorder.add(
-                Lane.COMPUTE,
-                Verb.ENCODE,
-                f"encode {move.what}",
-                nbytes=move.nbytes + move.moved,
-                block=move.block,
-                peak=dropping + move.moved + move.codes.workspace,
-                changes=(Change(Kind.ACTIVATION, move.moved),),
-                tensor=move.root,
-                bits=move.codes.bits,
-            )
+        """Its codes are made, and a copy of the rest."""
+        self._encoded.add(move)
+        self._recorder.add(
+            Lane.COMPUTE,
+            Verb.ENCODE,
+            f"encode {move.what}",
+            nbytes=move.nbytes + move.stand_in.made,
+            block=move.block,
+            peak=dropping + move.stand_in.made + _workspace(move),
+            changes=(Change(Kind.ACTIVATION, move.stand_in.made),),
+            tensor=move.root,
+            bits=_bits(move),
+            rest=move.rest,
+        )
 
     def _decode(self, move: Move) -> None:
-        if move.codes is not None:
-            self._recorder.mark()  # what was computed before has taken what it frees
-            freed, self.freed = self.freed, []
-            gone = sum(change.nbytes for change in freed)
-            self._recorder.add(
-                Lane.COMPUTE,
-                Verb.DECODE,
-                f"decode {move.what}",
-                nbytes=move.nbytes + move.moved,
-                block=move.block,
-                peak=max(0, gone + move.nbytes + move.codes.workspace),
-                changes=(*_some(freed), Change(Kind.ACTIVATION, move.nbytes - move.moved)),
-                ops=(self._asking, self._asking),
-                tensor=move.root,
-                bits=move.codes.bits,
-            )
+        """It is whole again: decoded to a storage of its own, or where its first part has come back to."""
+        self._recorder.mark()  # what was computed before has taken what it frees
+        freed, self.freed = self.freed, []
+        gone = sum(change.nbytes for change in freed)
+        taken = 0 if move.codes is None else move.nbytes + _workspace(move)
+        there = move.rest + move.in_transit
+        self._recorder.add(
+            Lane.COMPUTE,
+            Verb.DECODE,
+            f"decode {move.what}",
+            nbytes=move.nbytes + move.stand_in.made,
+            block=move.block,
+            peak=max(0, gone + taken),
+            changes=(*_some(freed), Change(Kind.ACTIVATION, move.nbytes - there)),
+            ops=(self._asking, self._asking),
+            tensor=move.root,
+            bits=_bits(move),
+            rest=move.rest,
+        )
 
     # Between device, host and disk.
 
@@ -144,14 +149,14 @@ class Moving:
         self._latest = (done,)
         if place is not None:
             self._write(move, place, done)
-        self._reloads.offloaded(move, move.moved)
-        self._window.sent(done, move.moved)
+        self._reloads.offloaded(move, move.in_transit)
+        self._window.sent(done, move.in_transit)
 
     def _left(self, move: Move) -> tuple[Change, ...]:
         """What the copy of ``move`` to the host frees on the device."""
         if not self._accounts:
             return ()
-        return (Change(move.kind if move.codes is None else Kind.ACTIVATION, -move.moved),)
+        return (Change(move.kind if move.codes is None else Kind.ACTIVATION, -move.in_transit),)
 
     def _reload(self, move: Move) -> None:
         place: RingPlace | None = None
@@ -167,8 +172,8 @@ class Moving:
             after=after,
             nbytes=move.moved,
             block=move.block,
-            peak=move.moved,
-            changes=(*_some(freed), Change(Kind.ACTIVATION, move.moved)) if self._accounts else (),
+            peak=move.in_transit,
+            changes=(*_some(freed), Change(Kind.ACTIVATION, move.in_transit)) if self._accounts else (),
             ops=(self._asking, self._asking),
             tensor=move.root,
             ring=-1 if place is None else place.offset,
@@ -202,6 +207,14 @@ class Moving:
             tensor=move.root,
             ring=place.offset,
         )
+
+
+def _workspace(move: Move) -> int:
+    return 0 if move.codes is None else move.codes.workspace
+
+
+def _bits(move: Move) -> int:
+    return 0 if move.codes is None else move.codes.bits
 
 
 def _some(changes: Iterable[Change]) -> tuple[Change, ...]:

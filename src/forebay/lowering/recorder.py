@@ -147,6 +147,7 @@ class Recorder:
         ops: tuple[int, int] = (0, 0),
         tensor: int = -1,
         bits: int = 0,
+        rest: int = 0,
         ring: int = -1,
         part: Kind | None = None,
         apart: bool = False,
@@ -160,7 +161,22 @@ class Recorder:
             self._last_compute = index
         if self.sketching:
             self.outlines.append(
-                Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits, False, apart, block, chosen_from)
+                Outline(
+                    lane,
+                    verb,
+                    what,
+                    self.step,
+                    known,
+                    nbytes,
+                    ops,
+                    tensor,
+                    bits,
+                    False,
+                    apart,
+                    block,
+                    chosen_from,
+                    rest,
+                )
             )
             return Recorded(self, index)
         self.actions.append(
@@ -180,6 +196,7 @@ class Recorder:
                 ops=ops,
                 tensor=tensor,
                 bits=bits,
+                rest=rest,
                 ring=ring,
                 part=part,
                 apart=apart,

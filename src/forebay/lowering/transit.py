@@ -94,7 +94,7 @@ class Transit:
         gone, asked = np.zeros(end + 1, np.int64), np.zeros(end + 1, np.int64)
         for move in self._profile.moves:
             if move.leaves:
-                gone[move.until + 1] += move.moved
+                gone[move.until + 1] += move.in_transit
                 if move.asked != NEVER:
-                    asked[move.asked] += move.moved
+                    asked[move.asked] += move.in_transit
         return np.cumsum(gone)[:end], asked.sum() - np.cumsum(asked)[:end]

@@ -352,7 +352,7 @@ def _landings(stages: Sequence[Stage], blocks: frozenset[str]) -> Mapping[str, i
 
 def _of_compute(profile: Profile) -> tuple[Mapping[Kind, Sequence[int]], Sequence[int]]:
     """``levels`` and ``during`` of what compute makes and frees: moved roots go with their offload, what comes back
-    comes with its reload or is decoded, and codes are not its own."""
+    comes with its reload or is decoded, and codes are not its own, nor is the rest of what is treated in part."""
     if not profile.moves:
         return profile.levels, profile.during
     size = len(profile.during) + 1
@@ -361,10 +361,13 @@ def _of_compute(profile: Profile) -> tuple[Mapping[Kind, Sequence[int]], Sequenc
     for move in profile.moves:
         activations = more[Kind.ACTIVATION]
         if move.codes is None:
-            more[move.kind][move.until + 1] += move.moved
+            more[move.kind][move.until + 1] += move.in_transit
         else:
             _leave_out(activations, taken, move.made, move.moved)
             activations[move.until + 1] += move.moved
+        if move.rest:
+            _leave_out(activations, taken, move.made, move.rest)
+            activations[move.rest_until + 1] += move.rest
         if move.asked != NEVER:
             _leave_out(activations, taken, move.asked, move.nbytes)
     levels = {k: np.cumsum(m) + column(profile.levels.get(k, (0,) * size)) for k, m in more.items()}

@@ -23,7 +23,7 @@ from forebay.planners.shapes import Filling, filled, options, streamed_through, 
 from forebay.planners.speculation import candidates, second_copies
 from forebay.plans import Update
 from forebay.timeline import Lane
-from forebay.treatments import Fate
+from forebay.treatments import Fate, Treatment
 from forebay.units import format_bytes, format_seconds
 
 __all__ = [
@@ -216,11 +216,11 @@ def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
         else:
             words = "keeps what it saves" if one else "keep what they save"
         for fate, verb in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "but on the host"), (Fate.DISK, "but on disk")):
-            for bits in sorted({t.bits for t in selection.treatments if t.fate is fate}):
-                named = [t for t in selection.treatments if (t.fate, t.bits) == (fate, bits)]
+            for way in sorted({_way(t) for t in selection.treatments if t.fate is fate}):
+                named = [t for t in selection.treatments if t.fate is fate and _way(t) == way]
                 ops = Counter(t.op.removeprefix("aten.").split(".")[0] for t in named)
                 counted = (f"{n} {op}" if n > 1 else op for op, n in ops.items())
-                words += f", {verb}{f' as {bits} bits' if bits else ''}: {', '.join(counted)}"
+                words += f", {verb}{_in_words(named[0])}: {', '.join(counted)}"
         moved = sum(moved_nbytes(bench.liveness.index, (replace(selection, blocks=here[:1]),)))
         size = f" ({format_bytes(moved)} a block)" if moved else ""
         ends = f"{here[0]} {'and' if len(here) == 2 else 'to'} {here[-1]}"
@@ -229,6 +229,17 @@ def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
     spent = again_seconds(bench.costs, bench.liveness.index, draft.recompute, draft.activations)
     if spent:
         yield f"what runs again takes {format_seconds(spent)} of compute"
+
+
+def _way(treatment: Treatment) -> tuple[int, int, int]:
+    """Bits, and what of each tensor is treated."""
+    split = treatment.split
+    return treatment.bits, *((split.parts, split.treated) if split else (0, 0))
+
+
+def _in_words(treatment: Treatment) -> str:
+    bits = f" as {treatment.bits} bits" if treatment.bits else ""
+    return f"{bits}, {treatment.split} of each" if treatment.split else bits
 
 
 def _gap(bench: Bench, draft: Draft) -> Iterator[str]:

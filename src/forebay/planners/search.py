@@ -317,7 +317,8 @@ class Search:
         for block in reversed(treatments):
             for one in treatments[block]:
                 if one.fate is Fate.OFFLOAD:
-                    stays = (replace(one, fate=Fate.KEEP),) if block in again else ()
+                    split = one.split if one.bits else None
+                    stays = (replace(one, fate=Fate.KEEP, split=split),) if block in again else ()
                     changed = {**treatments, block: (*(t for t in treatments[block] if t != one), *stays)}
                     chosen = selected(liveness.trace, changed)
                     moved = liveness.host_activations(base.recompute, chosen)

@@ -71,7 +71,8 @@ def _activations(treatments: Sequence[Treatment], *, again: bool) -> str:
 
 def _fate(treatment: Treatment) -> str:
     where = {Fate.KEEP: "kept", Fate.OFFLOAD: "to the host", Fate.DISK: "to disk"}[treatment.fate]
-    return f"{where} as {treatment.bits} bit{'s' if treatment.bits > 1 else ''}" if treatment.bits else where
+    how = f"{where} as {treatment.bits} bit{'s' if treatment.bits > 1 else ''}" if treatment.bits else where
+    return how if treatment.split is None else f"with {treatment.split} {how}"
 
 
 def _names(blocks: Sequence[str]) -> str:

@@ -106,11 +106,12 @@ def encode(tensor: torch.Tensor, bits: int, generator: torch.Generator, policy: 
     return Encoded(data, tensor.dtype, tuple(tensor.shape), _strides(tensor, source), bits, policy)
 
 
-def decode(encoded: Encoded) -> torch.Tensor:
-    """The tensor that ``encoded`` stands for, on the device of its ``data``, at most a step of its group off."""
+def decode(encoded: Encoded, *, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that ``encoded`` stands for, on the device of its ``data``, at most a step of its group off; written
+    to ``into`` where that is given, of its dtype, shape and strides."""
     bits, group = encoded.bits, encoded.policy.group
     with torch.no_grad():
-        made, elements = _made(encoded)
+        made, elements = _made(encoded, into)
         low, high, codes = _parts(encoded.data, encoded.dtype, elements.numel(), group)
         for start, stop in _pieces(elements.numel(), encoded.policy):
             groups = slice(start // group, groups_of(stop, group))
@@ -144,15 +145,16 @@ def encode_mask(tensor: torch.Tensor, policy: Compression = DEFAULT) -> Mask:
     return Mask(data, tensor.dtype, tuple(tensor.shape), _strides(tensor, source), policy)
 
 
-def decode_mask(mask: Mask, value: float = 1.0) -> torch.Tensor:
-    """A tensor of the dtype, shape and strides that were encoded: ``value`` where the mask is set, 0 elsewhere.
+def decode_mask(mask: Mask, value: float = 1.0, *, into: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor of the dtype, shape and strides that were encoded: ``value`` where the mask is set, 0 elsewhere; written
+    to ``into`` where that is given, which is like it.
 
     Raises ``ConfigError`` for a ``value`` that is not finite, and for one but 1 where the dtype is not floating point.
     """
     if not math.isfinite(value) or (value != 1.0 and not mask.dtype.is_floating_point):
         raise ConfigError(f"a mask of {mask.dtype} cannot stand for 0 and {value}; give 1, or keep the tensor as it is")
     with torch.no_grad():
-        made, elements = _made(mask)
+        made, elements = _made(mask, into)
         for start, stop in _pieces(elements.numel(), mask.policy):
             marks = torch.empty(groups_of(stop - start, 8) * 8, dtype=torch.float32, device=made.device)
             _unpack(mask.data[start // 8 : -(-stop // 8)], MASK_BITS, marks)
@@ -271,9 +273,11 @@ def _padded(values: torch.Tensor, group: int) -> torch.Tensor:
     return rows.view(-1, group)
 
 
-def _made(encoded: Encoded | Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """A new tensor for what is decoded, and its elements one after the other."""
-    made = torch.empty_strided(encoded.shape, encoded.stride, dtype=encoded.dtype, device=encoded.data.device)
+def _made(encoded: Encoded | Mask, into: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``into``, or a new tensor for what is decoded, and its elements one after the other."""
+    made = into
+    if made is None:
+        made = torch.empty_strided(encoded.shape, encoded.stride, dtype=encoded.dtype, device=encoded.data.device)
     numel = 1
     for size, step in zip(encoded.shape, encoded.stride, strict=True):
         numel *= size if step or not size else 1

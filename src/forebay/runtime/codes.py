@@ -1,7 +1,7 @@
-"""Storages as codes: what ``codec`` makes of a tensor, for all the bytes that an op has made.
+"""Storages as codes: what ``codec`` makes of a tensor, for all the bytes that an op has made, or the first of them.
 
-Codes are made of a storage from end to end, in the order of memory, so that every view of it can be given again. They
-are 1-D uint8 wherever they are; what else is needed to read them is their *form*.
+Codes are made of a storage from its beginning, in the order of memory, so that every view of it can be given again.
+They are 1-D uint8 wherever they are; what else is needed to read them is their *form*.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Coder:
             self._generator = torch.Generator(self._device)
             self._generator.set_state(state)
 
-    def nbytes(self, tensor: torch.Tensor, bits: int) -> int:
-        """Bytes of the codes of the storage of ``tensor``; 0 bits: of the storage itself."""
-        nbytes, itemsize = tensor.untyped_storage().nbytes(), tensor.element_size()
-        return encoded_nbytes(nbytes // itemsize, itemsize, bits) if bits else nbytes
+    def nbytes(self, tensor: torch.Tensor, nbytes: int, bits: int) -> int:
+        """Bytes of the codes of the first ``nbytes`` of the storage of ``tensor``."""
+        itemsize = tensor.element_size()
+        return encoded_nbytes(nbytes // itemsize, itemsize, bits)
 
-    def encode(self, tensor: torch.Tensor, bits: int) -> tuple[torch.Tensor, Form]:
-        """The codes of the storage of ``tensor`` (``is_codable``), on the device, and how to read them.
+    def encode(self, tensor: torch.Tensor, nbytes: int, bits: int) -> tuple[torch.Tensor, Form]:
+        """The codes of the first ``nbytes`` of the storage of ``tensor`` (``is_codable``), on the device, and how to
+        read them.
 
-        Beside the storage this takes the bytes of the codes and ``DEFAULT.workspace_nbytes`` of its elements.
+        Beside the storage this takes the bytes of the codes and ``DEFAULT.workspace_nbytes`` of those elements.
         """
-        storage = tensor.untyped_storage()
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+        flat.set_(tensor.untyped_storage(), 0, (nbytes // tensor.element_size(),), (1,))
         made = encode_mask(flat, DEFAULT) if bits == MASK_BITS else encode(flat, bits, self._drawn(), DEFAULT)
         return made.data, replace(made, data=made.data.new_empty(0))
 
@@ -74,8 +74,17 @@ class Coder:
         return self._generator
 
 
-def decoded(codes: torch.Tensor, form: Form) -> torch.Tensor:
+def decoded(codes: torch.Tensor, form: Form, rest: torch.Tensor | None) -> torch.Tensor:
     """The bytes of the storage again, 1-D uint8, in a fresh storage of the same size: exact for what was true or false,
-    1 for every number that was not 0 where only that was kept, and else as near as the bits allow."""
-    whole = replace(form, data=codes)
-    return (decode_mask(whole) if isinstance(whole, Mask) else decode(whole)).view(torch.uint8)
+    1 for every number that was not 0 where only that was kept, and else as near as the bits allow. ``rest`` are those
+    behind them that were not made into codes."""
+    coded, beside = form.shape[0] * form.dtype.itemsize, 0 if rest is None else rest.numel()
+    made = torch.empty(coded + beside, dtype=torch.uint8, device=codes.device)
+    whole, numbers = replace(form, data=codes), made[:coded].view(form.dtype)
+    if isinstance(whole, Mask):
+        decode_mask(whole, into=numbers)
+    else:
+        decode(whole, into=numbers)
+    if rest is not None:
+        made[coded:] = rest
+    return made

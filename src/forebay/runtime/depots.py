@@ -1,7 +1,7 @@
 """Where bytes are that have left the device: an arena on the host, or a file on disk that is reached through a ring.
 
-What leaves is 1-D uint8 on the device: the storage of an activation, or its codes. A *depot* has bytes of one tier; a
-*range* are those of one thing that has left.
+What leaves is 1-D uint8 on the device: the storage of an activation, the first part of it, or codes. A *depot* has
+bytes of one tier; a *range* are those of one thing that has left.
 
     host    device -> range                   range -> device
     disk    device -> ring -> range           range -> ring -> device
@@ -31,10 +31,11 @@ __all__ = ["Depot", "DepotRow", "DiskDepot", "HostDepot", "Range"]
 
 
 class Range(ABC):
-    """Bytes of a depot that hold what is called ``what`` in the events. ``left`` is the copy that brings it off the
-    device."""
+    """``nbytes`` of a depot that hold what is called ``what`` in the events. ``left`` is the copy that brings it off
+    the device."""
 
     what: str
+    nbytes: int
     left: Completion
 
     @property

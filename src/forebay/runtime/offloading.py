@@ -27,7 +27,7 @@ from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
 from forebay.scheduling.activations import described
-from forebay.treatments import Fate, Treatment
+from forebay.treatments import Treatment
 
 __all__ = ["Offloading"]
 
@@ -82,7 +82,7 @@ class _Mode(TorchDispatchMode):
     def __init__(self, block: str, treatments: Iterable[Treatment], stash: Stash, saved: SavedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._block = block
-        self._treated = {(t.op, t.occurrence): t for t in treatments if t.fate is not Fate.KEEP or t.bits}
+        self._treated = {(t.op, t.occurrence): t for t in treatments if t.changes_bytes}
         self._counter = OpCounter()
         self._stash = stash
         self._saved = saved

@@ -40,7 +40,7 @@ from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
 from forebay.scheduling.activations import described
-from forebay.treatments import Fate, Treatment
+from forebay.treatments import Treatment
 
 __all__ = ["Choice", "Mover", "Record", "Replay", "Ticket", "not_the_same"]
 
@@ -235,7 +235,7 @@ class Record:
             made.forget()
             return made
         tickets: dict[int, Ticket] = {}
-        if self._mover is not None and (treatment.fate is not Fate.KEEP or treatment.bits):
+        if self._mover is not None and treatment.changes_bytes:
             for number, root in roots_treated(roots.values(), treatment):
                 ticket = self._mover.treat(root, treatment, described(self.choice.block, *name, number))
                 if ticket is not None:

@@ -4,9 +4,12 @@ The copies of one storage that is treated
     its *origin*    the storage that an op has made on the device. It goes when nobody holds it any more: autograd holds
                     a handle in its place (``saved.py``), and the copy off the device holds it until it is done.
     its *codes*     of fewer bits an element, where the plan says so: they are what stays or leaves in its place.
+    its *rest*      where the plan treats a part of it: a copy of what comes behind that part, in a storage of its own
+                    on the device, so that the origin can go.
     its *range*     bytes of a depot (``depots.py``), on the host or on disk, from when it leaves until the last
                     reference to its *ticket* is gone and no job uses them any longer.
-    its *arrival*   a device tensor that the range is copied back to. Without codes this is the replica.
+    its *arrival*   a device tensor that the range is copied back to. Without codes this is the replica: it has the size
+                    of the origin, the range fills the beginning of it, and the rest is copied behind that.
     its *replica*   a fresh storage on the device, until the ticket is gone and nobody looks into it.
 
 A ticket stands for all of them: every saved tensor over the storage holds the same one, so that bytes move once however
@@ -46,13 +49,14 @@ __all__ = ["Stash", "Ticket"]
 class _Treated:
     """One storage that was treated: where its bytes are, and in what form. Holds nothing of its ticket.
 
-    ``arrival`` are the bytes on the device as they were kept or came back; ``nbytes`` is how many those are. ``lost``
-    says in words why there are none any more.
+    ``arrival`` are the bytes on the device as they were kept or came back; ``nbytes`` is how many those are. ``rest``
+    are those that were not treated. ``lost`` says in words why there are none any more.
     """
 
     what: str
     nbytes: int
     form: Form | None
+    rest: torch.Tensor | None = None
     range: Range | None = None
     arrival: torch.Tensor | None = None
     reloaded: Completion | None = None
@@ -74,7 +78,7 @@ class _Treated:
 
     def leave_device(self) -> None:
         """Lets go of its bytes on the device."""
-        self.arrival = self.replica = None
+        self.arrival = self.replica = self.rest = None
 
 
 @final
@@ -179,15 +183,20 @@ class Stash:
         if bits and not is_codable(tensor, bits, signs=signs):
             self.kept += 1
             return None
-        leaves = treatment.fate is not Fate.KEEP
+        leaves, whole = treatment.fate is not Fate.KEEP, storage.nbytes()
+        part = treatment.treated_nbytes(whole)
+        # On the device until it has left, and from when it is to come back: the codes, or the whole storage.
+        in_transit = self.coder.nbytes(tensor, part, bits) if bits else whole
         if leaves:
             # Before the codes are made: they are part of what the window bounds.
             with self._told():
-                self._window.admit(self.coder.nbytes(tensor, bits))
+                self._window.admit(in_transit)
         # Without codes a look of the copy's own at the storage: it holds the bytes until they have left, whoever lets
         # go before.
-        held, form = self.coder.encode(tensor, bits) if bits else (_bytes_of(storage, self._torch_device), None)
-        treated = _Treated(what, held.numel(), form)
+        look = _bytes_of(storage, self._torch_device)
+        held, form = self.coder.encode(tensor, part, bits) if bits else (look[:part], None)
+        treated = _Treated(what, in_transit, form, self._copied(look[part:]))
+        del look
         if leaves:
             treated.range = self._room(treatment.fate, held, what)
         if treated.range is None:
@@ -205,6 +214,14 @@ class Stash:
             with self._told():
                 self._window.sent(treated.range.left, treated.nbytes)
         return ticket
+
+    def _copied(self, rest: torch.Tensor) -> torch.Tensor | None:
+        """A copy of what is not treated, in a storage of its own; None where there is nothing."""
+        if not rest.numel():
+            return None
+        copy = rest.clone()
+        self._watch.count(copy, Kind.ACTIVATION)
+        return copy
 
     def ticket_of(self, tensor: torch.Tensor) -> Ticket | None:
         """The ticket of the storage of ``tensor``, if it was treated in this pass and not changed since."""
@@ -282,7 +299,8 @@ class Stash:
                 self._device.hold_compute(treated.reloaded)
         if treated.replica is None:
             treated.replica = self._replica(treated)
-            treated.arrival = None  # codes have served; the memory comes after the compute that has read them
+            # They have served; the memory comes after the compute that has read them.
+            treated.arrival = treated.rest = None
         treated.demanded = True
         self._fill()
         return treated.replica
@@ -291,8 +309,10 @@ class Stash:
         if treated.arrival is None:
             raise SessionClosed(f"{treated.what} went when the model was closed, before its backward; prepare it again")
         if treated.form is None:
+            if treated.rest is not None:
+                treated.arrival[treated.nbytes - treated.rest.numel() :] = treated.rest
             return treated.arrival
-        replica = decoded(treated.arrival, treated.form)
+        replica = decoded(treated.arrival, treated.form, treated.rest)
         self._watch.count(replica, Kind.ACTIVATION)
         return replica
 
@@ -301,7 +321,8 @@ class Stash:
             return
         arrival = torch.empty(treated.nbytes, dtype=torch.uint8, device=self._torch_device)
         self._watch.count(arrival, Kind.ACTIVATION)
-        treated.reloaded = treated.range.back(arrival)
+        # Of a part that left as it was, its own bytes: the rest is put behind them when they are asked for.
+        treated.reloaded = treated.range.back(arrival[: treated.range.nbytes])
         treated.arrival = arrival
 
     # What is over.

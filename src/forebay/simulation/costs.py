@@ -42,7 +42,7 @@ real op costs there (torch 2.13 on a CPU: a view 0.9 to 1.1 us, a multiplication
 2.9)."""
 
 MEMORY_TRAFFIC = 2
-"""Bytes of host memory that copying a byte from one place there to another reads and writes."""
+"""Bytes of memory that copying a byte from one place there to another reads and writes."""
 
 ADD_TRAFFIC = 3
 """Bytes of host memory that adding a gradient's byte to what has landed before reads (two) and writes (one)."""
@@ -188,9 +188,7 @@ class Costs:
                 seconds = self._computed[action.ops] = self._seconds.between(first, last)
             return seconds + (last - first) * self.machine.watch_seconds * watched
         if verb is Verb.ENCODE or verb is Verb.DECODE:
-            tensor = self._tensor(action)
-            codes = Codes.of(tensor.nbytes, tensor.dtype, action.bits)
-            return self.coding(codes, encode=verb is Verb.ENCODE)
+            return self._coding(action)
         key = verb, action.lane, action.nbytes, action.apart, action.chosen_from
         known = self._moves.get(key)
         if known is None:
@@ -235,6 +233,19 @@ class Costs:
             case Verb.READ:
                 return self._disk(action).read.seconds(nbytes)
         return self._disk(action).write.seconds(nbytes)
+
+    def _coding(self, action: Action | Outline) -> float:
+        """Seconds of making codes of an activation, or of reading them, and of copying its rest."""
+        seconds = self.copying(action.rest) if action.rest else 0.0
+        if action.bits:
+            tensor = self._tensor(action)
+            codes = Codes.of(tensor.nbytes - action.rest, tensor.dtype, action.bits)
+            seconds += self.coding(codes, encode=action.verb is Verb.ENCODE)
+        return seconds
+
+    def copying(self, nbytes: int) -> float:
+        """Seconds of copying ``nbytes`` from one place on the device to another: each is read and written."""
+        return self._with_host(MEMORY_TRAFFIC * nbytes / self.machine.device_bandwidth)
 
     def coding(self, codes: Codes, *, encode: bool) -> float:
         """Seconds of making ``codes`` on the device (``encode``), or of reading them: as measured

@@ -233,7 +233,7 @@ def test_flashneuron_writes_the_first_tensors_to_the_disk_or_to_the_host_without
     check(TRACE, ON, disk)
 
 
-@pytest.mark.parametrize("policy", ["capuchin", "str"])
+@pytest.mark.parametrize("policy", ["capuchin", "str", "tsplit"])
 def test_swaps_that_hide_come_first_and_with_a_slow_link_nothing_is_swapped(policy: str) -> None:
     fast, slow = (made(policy, tight(0.6), on=machine(compute=1e9, h2d=rate, d2h=rate)) for rate in (1e12, 1e3))
     assert moved(fast) and not fast.recompute

@@ -228,7 +228,7 @@ def level_of(liveness: Liveness, groups: Sequence[Group], chosen: Sequence[Seque
     selections = selected(liveness.trace, {block: list(named.values()) for block, named in treatments.items()})
     order = dict.fromkeys(visit.block for visit in liveness.trace.visits if visit.block in option_of)
     recompute = tuple(block for block in order if option_of[block].recompute)
-    leaving = (move.moved for move in liveness.profile(recompute, selections).moves if move.leaves)
+    leaving = (move.in_transit for move in liveness.profile(recompute, selections).moves if move.leaves)
     largest = max(leaving, default=0)
     moved = liveness.host_activations(recompute, selections)
     return Level(recompute, selections, window=WINDOW * largest, moved=moved)

@@ -15,17 +15,30 @@ the items so far can take. The vertices of the convex hull are always there: ``t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.planners.activations.items import INPUT, Item, Items
-from forebay.treatments import Fate, Treatment
+from forebay.treatments import Fate, Split, Treatment
 
-__all__ = ["AGAIN", "GRID", "KEEP", "MOST", "MOVE", "Option", "menu", "option", "thinned", "thresholds", "undominated"]
+__all__ = [
+    "AGAIN",
+    "GRID",
+    "KEEP",
+    "MOST",
+    "MOVE",
+    "Option",
+    "in_parts",
+    "menu",
+    "option",
+    "thinned",
+    "thresholds",
+    "undominated",
+]
 
 MOST = 400
 """Points of a frontier that are kept as they are."""
@@ -110,6 +123,30 @@ def option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
     what cannot be made again or moved is kept."""
     family = (items.again or ()) if recompute else items.kept
     return _option(items, recompute, [_done(item, code) for item, code in zip(family, codes, strict=True)])
+
+
+def in_parts(items: Items, one: Option, splits: Mapping[tuple[str, int], Split]) -> Option:
+    """``one``, which is an option for ``items``, with ``splits`` of what it moves as it is, by op and occurrence."""
+    of = {(item.op, item.occurrence): item for item in ((items.again or ()) if one.recompute else items.kept)}
+    treatments, stays, out, back = list[Treatment](), 0, 0.0, 0.0
+    for treatment in one.treatments:
+        name = treatment.op, treatment.occurrence
+        if name in splits and treatment.fate is not Fate.KEEP and not treatment.bits:
+            treatment = replace(treatment, split=splits[name])
+            item = of[name]
+            rest = item.moved - treatment.treated_nbytes(item.moved)
+            stays += rest
+            out += item.out_seconds * rest / item.moved
+            back += item.back_seconds * rest / item.moved
+        treatments.append(treatment)
+    return replace(
+        one,
+        treatments=tuple(treatments),
+        held=one.held + stays,
+        moved=one.moved - stays,
+        out_seconds=one.out_seconds - out,
+        back_seconds=one.back_seconds - back,
+    )
 
 
 def _codes(items: Sequence[Item]) -> tuple[int, ...]:

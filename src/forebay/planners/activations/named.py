@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from forebay.compression import Codes
 from forebay.layout import MOVED_LEAST
 from forebay.lowering.index import TraceIndex
 from forebay.simulation.costs import Costs
 from forebay.trace import Phase
-from forebay.treatments import Fate, Selection
+from forebay.treatments import Fate, Selection, StandIn, Treatment
 
 __all__ = ["again_seconds", "moved_nbytes"]
 
@@ -17,20 +16,20 @@ __all__ = ["again_seconds", "moved_nbytes"]
 def moved_nbytes(
     index: TraceIndex, activations: Sequence[Selection], fates: Collection[Fate] = (Fate.OFFLOAD, Fate.DISK)
 ) -> list[int]:
-    """Bytes of every tensor that ``activations`` move in a micro-batch, to where ``fates`` say, or of its codes."""
+    """Bytes of every tensor that ``activations`` move in a micro-batch to where ``fates`` say, of its parts that do, or
+    of its codes."""
     moved = []
     for place, selection in _selected(index, activations):
         names = index.named(place)
         for t in selection.treatments:
             if t.fate in fates and (t.op, t.occurrence) in names:
                 roots = index.made_by(place, names[t.op, t.occurrence])
-                moved += [_nbytes(index, r, t.bits) for r in roots if index.roots[r].nbytes >= MOVED_LEAST]
+                moved += [_nbytes(index, r, t) for r in roots if index.roots[r].nbytes >= MOVED_LEAST]
     return moved
 
 
-def _nbytes(index: TraceIndex, root: int, bits: int) -> int:
-    nbytes = index.roots[root].nbytes
-    return Codes.of(nbytes, index.dtype_of(root), bits).nbytes if bits else nbytes
+def _nbytes(index: TraceIndex, root: int, treatment: Treatment) -> int:
+    return StandIn.of(treatment, index.roots[root].nbytes, index.dtype_of(root)).moved
 
 
 def again_seconds(costs: Costs, index: TraceIndex, recompute: Sequence[str], activations: Sequence[Selection]) -> float:

@@ -8,6 +8,7 @@ flashneuron    tensors go to the disk in the order in which they are made
 te             the first layers' activations move
 capuchin       swap what lies idle, then swap or make again by seconds a byte
 str_           the same choice made anew after each one
+tsplit         the same for parts of tensors, where memory is short
 rotor          which blocks run again, by dynamic programming
 pofo           which blocks run again and which move, by dynamic programming
 rockmate       a menu for every block, and the best of it by dynamic programming
@@ -54,6 +55,7 @@ from forebay.planners.activations.literature.str_ import str_
 from forebay.planners.activations.literature.superneurons import superneurons
 from forebay.planners.activations.literature.swapadvisor import swapadvisor
 from forebay.planners.activations.literature.te import te
+from forebay.planners.activations.literature.tsplit import tsplit
 from forebay.planners.activations.literature.vdnn import vdnn_all, vdnn_conv, vdnn_dyn
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
@@ -75,6 +77,7 @@ LITERATURE: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxy
         "joins": joins,
         "flashneuron": flashneuron,
         "pofo": pofo,
+        "tsplit": tsplit,
         "selective": selective,
         "rockmate": rockmate,
         "moccasin": moccasin,

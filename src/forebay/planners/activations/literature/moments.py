@@ -48,7 +48,7 @@ class Idle:
     """What an op of a block makes, from its last use in forward (``left``, seconds from the begin of the step) to the
     first one in backward (``asked``). ``kept`` is the op where the block does not run again, ``again`` where it does
     (None: it may not). ``free`` seconds are left if it goes and comes back in between; less than 0:
-    exposed."""
+    exposed. Nothing reads it from the first of the ops ``away`` (their numbers) on, up to the second."""
 
     layer: Layer
     name: Name
@@ -56,6 +56,7 @@ class Idle:
     again: Item | None
     left: float
     asked: float
+    away: tuple[int, int]
 
     @property
     def movable(self) -> bool:
@@ -93,8 +94,9 @@ def idle_of(bench: Bench, layers: Sequence[Layer]) -> list[Idle]:
             saved = [root for root in roots if index.roots[root].saved]
             last = max(max(index.roots[root].drop, index.roots[root].birth) for root in saved)
             asked = min((index.asked[root] for root in saved if root in index.asked), default=index.ops)
-            left, back = moments.starts[min(last + 1, index.ops)], moments.starts[asked]
-            found.append(Idle(layer, name, item, again.get(name), min(left, moments.turn), max(back, moments.turn)))
+            gone = min(last + 1, index.ops)
+            left, back = min(moments.starts[gone], moments.turn), max(moments.starts[asked], moments.turn)
+            found.append(Idle(layer, name, item, again.get(name), left, back, (gone, asked)))
     return found
 
 
