@@ -12,6 +12,7 @@ scripts/bench papers
 scripts/bench layout hard large
 scripts/bench activations gpt2-14m
 scripts/bench update
+scripts/bench instructions
 scripts/bench disk --folder /tmp
 scripts/bench disk-step --folder /tmp
 scripts/bench checkpoints --folder /tmp
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "layout": _layout,
             "activations": _activations,
             "update": _update,
+            "instructions": _instructions,
             **dict.fromkeys(HOST_TOPICS, _host),
             "table": _table,
             "keep": _keep,
@@ -117,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     activations.add_argument("--quick", action="store_true", help="small batches, one round: whether it works")
     update = commands.add_parser("update", help="hold the host's update kernels against torch's and DeepSpeed's")
     update.add_argument("--quick", action="store_true", help="few parameters, two rounds: whether it works")
+    commands.add_parser("instructions", help="count the instructions of the update kernels")
     for name, words in HOST_TOPICS.items():
         topic = commands.add_parser(name, help=words)
         topic.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
@@ -249,6 +252,12 @@ def _update(options: argparse.Namespace) -> None:
     elements = QUICK if options.quick else ELEMENTS
     comparison = compare(elements, "scripts/bench update", say=lambda line: print(line, flush=True))
     print(render([comparison]) if options.quick else f"kept as {ARCHIVE.save(comparison).name}")
+
+
+def _instructions(options: argparse.Namespace) -> None:
+    from benchmarks.updates.instructions import compare
+
+    compare(say=lambda line: print(line, flush=True))
 
 
 def _host(options: argparse.Namespace) -> None:

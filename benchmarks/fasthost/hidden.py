@@ -33,6 +33,7 @@ bytes, but those that are read are in a cache; ``n``, of the norms, 2 bytes on o
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class Stepped:
     def turn(self, steps: int, max_norm: float | None = None, *, settle: bool = False) -> float:
         """Seconds of a step among ``steps`` that follow each other; see the module's docstring."""
         self.settle()
+        gc.collect()  # so that no turn pays for the garbage of those before: that takes longer than a step
         self.step(max_norm, settle=settle)
         start = time.perf_counter()
         for _ in range(steps):

@@ -20,7 +20,7 @@ from forebay.kernels.lion import lion_kernel, lion_scalars
 from forebay.kernels.native import Apart, Form
 from forebay.kernels.team import Team
 
-__all__ = ["MAKERS", "Buffers"]
+__all__ = ["KERNELS", "MAKERS", "Buffers"]
 
 GROUP = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 STEP = 10
@@ -222,6 +222,17 @@ def _deepspeed(held: Buffers, team: Team, *, wide: bool) -> Contender:
     name = "DeepSpeedCPUAdam, all fp32" if wide else "DeepSpeedCPUAdam, bf16 with fp32 states, no master"
     return Work(name, 28 if wide else 22, optimizer.step)
 
+
+KERNELS: tuple[Callable[[Buffers, Team], Contender], ...] = (
+    _forebay,
+    _forebay_apart,
+    _forebay_wide,
+    _forebay_half,
+    lambda held, team: _low(held, team, 8),
+    lambda held, team: _low(held, team, 4),
+    _lion,
+)
+"""Each kernel of forebay once."""
 
 MAKERS: tuple[Callable[[Buffers, Team], Contender], ...] = (
     _memory,

@@ -16,6 +16,7 @@ from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import StreamedOptimizer
 from forebay.plans import Plan
+from forebay.priority import step_back
 from forebay.runtime.blocks import BoundModel
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.head import ChunkedHead, Recognised, recognise
@@ -122,7 +123,9 @@ def open_session(
     for buffer in (*store.standing.regions, *(slot.buffer for slot in pool.slots)):
         watch.adopt(buffer.untyped_storage())
     stash = Stash(device, watch, torch.device(device.name), store.depots, plan.streaming)
-    resources = Resources(device, watch, ledgers, store, pool, stash, Team(cores()), owns_device=owns_device)
+    # The lane of updates does the same (``runtime.updates``).
+    team = Team(cores(), step_back if plan.streaming.overlap_update else None)
+    resources = Resources(device, watch, ledgers, store, pool, stash, team, owns_device=owns_device)
     if kept is not None:
         resources.locks[kept.path] = kept.lock
     session = Session(plan, bound.model, bound.parameters, rule, resources, whereabouts)

@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
     "forebay.slabs",
     "forebay.config",
     "forebay.machine",
+    "forebay.priority",
     "forebay.program",
     "forebay.servers",
     "forebay.remedies",

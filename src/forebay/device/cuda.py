@@ -32,7 +32,14 @@ from forebay.device.base import Completion, Delays, Device, NoDelays
 from forebay.device.cpu import as_bytes, copies_bytes
 from forebay.device.cuda_clock import CudaClock
 from forebay.device.history import History
-from forebay.device.lanes import EventLog, LaneCompletion, ReadyCompletion, WorkerLanes, dependency_failure
+from forebay.device.lanes import (
+    EventLog,
+    LaneCompletion,
+    ReadyCompletion,
+    WorkerCompletion,
+    WorkerLanes,
+    dependency_failure,
+)
 from forebay.device.turn import Turn
 from forebay.errors import BudgetExceeded, DeviceOutOfMemory, ModelError
 from forebay.memory import Kind, Ledger, Tier, TierUsage
@@ -92,6 +99,9 @@ class _CudaCompletion(LaneCompletion):
             except RuntimeError as error:
                 return error
         return failure
+
+    def job(self) -> WorkerCompletion | None:
+        return self._issued.job()
 
     def order(self, stream: torch.cuda.Stream) -> BaseException | None:
         """Work put on ``stream`` after this call starts after this. Waits for the issue only; returns its failure."""

@@ -7,7 +7,6 @@ transfer looks like a slow one, which is what the delay stands for.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ from operator import attrgetter
 from typing import Any, final
 
 from forebay.device.base import Completion, Delays
+from forebay.device.line import Job, Line
 from forebay.device.turn import Turn
 from forebay.errors import SessionClosed
 from forebay.timeline import Event, Lane
@@ -88,6 +88,10 @@ class LaneCompletion(Completion):
         Does not count as having been told: only ``wait`` and ``synchronize`` reach whoever started the job.
         """
 
+    def job(self) -> WorkerCompletion | None:
+        """A job before whose end this is not done; None where none is known, or needed."""
+        return None
+
 
 @final
 class ReadyCompletion(LaneCompletion):
@@ -144,12 +148,15 @@ class _Untold:
 class WorkerCompletion(LaneCompletion):
     """The handle of a job of ``WorkerLanes``."""
 
-    __slots__ = ("_failure", "_finished", "_result", "_turn", "_untold")
+    __slots__ = ("_calls", "_failure", "_finished", "_lock", "_result", "_turn", "_untold")
 
     def __init__(self, untold: _Untold, turn: Turn) -> None:
         self._untold = untold
         self._turn = turn
         self._finished = threading.Event()
+        # Re-entrant, as the lock of a line is.
+        self._lock = threading.RLock()
+        self._calls: list[Callable[[], None]] = []
         self._result: Any = None
         self._failure: BaseException | None = None
 
@@ -170,49 +177,32 @@ class WorkerCompletion(LaneCompletion):
         self._finished.wait()
         return self._failure
 
+    def job(self) -> WorkerCompletion:
+        return self
+
+    def tell(self, call: Callable[[], None]) -> bool:
+        """Has ``call`` called when the job is done, in the thread that has done it. False: it is done already, and
+        nobody calls."""
+        with self._lock:
+            if self._finished.is_set():
+                return False
+            self._calls.append(call)
+        return True
+
     def _succeed(self, result: Any) -> None:
         self._result = result
-        self._finished.set()
+        self._finish()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
-        self._finished.set()
+        self._finish()
 
-
-@final
-class _Job:
-    """A queued job. ``run`` and ``after`` are dropped as soon as they have served."""
-
-    __slots__ = (
-        "after",
-        "await_one",
-        "completion",
-        "delay",
-        "nbytes",
-        "run",
-        "timed",
-        "what",
-    )
-
-    def __init__(
-        self,
-        run: Callable[[], Any],
-        after: Sequence[Completion],
-        await_one: Callable[[Completion], BaseException | None],
-        completion: WorkerCompletion,
-        delay: float,
-        nbytes: int,
-        what: str,
-        timed: bool,
-    ) -> None:
-        self.run: Callable[[], Any] | None = run
-        self.after = tuple(after)
-        self.await_one = await_one
-        self.completion = completion
-        self.delay = delay
-        self.nbytes = nbytes
-        self.what = what
-        self.timed = timed
+    def _finish(self) -> None:
+        with self._lock:
+            self._finished.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
 
 
 @final
@@ -240,7 +230,7 @@ class WorkerLanes:
         self._turn = turn or Turn()
         self._untold = _Untold()
         self._state = threading.Condition()
-        self._queues: dict[Lane, queue.SimpleQueue[_Job | None]] = {}
+        self._lines: dict[Lane, Line] = {}
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
         self._closed = False
@@ -270,14 +260,12 @@ class WorkerLanes:
                 raise SessionClosed(
                     f"{what or 'a job'} was given to the {lane.value} lane of a device that is closed; prepare again"
                 )
-            if lane not in self._queues:
+            if lane not in self._lines:
                 self._start(lane)
             completion = WorkerCompletion(self._untold, self._turn)
             delay = self._delays.seconds(lane, what)
-            self._enqueue(
-                lane,
-                _Job(run, after, await_one, completion, delay, nbytes, what, timed),
-            )
+            before = [j for c in after if isinstance(c, LaneCompletion) and (j := c.job()) is not None]
+            self._enqueue(lane, Job(run, after, await_one, completion, delay, nbytes, what, timed), before)
         return completion
 
     def synchronize(self) -> None:
@@ -296,8 +284,8 @@ class WorkerLanes:
         with self._state:
             if not self._closed:
                 self._closed = True
-                for jobs in self._queues.values():
-                    jobs.put(None)
+                for line in self._lines.values():
+                    line.end()
             threads, self._threads = self._threads, []
         for thread in threads:
             # The garbage collector may run a session's finalizer in any thread, one of ours included.
@@ -305,28 +293,27 @@ class WorkerLanes:
                 thread.join()
 
     def _start(self, lane: Lane) -> None:
-        jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._queues[lane] = jobs
+        line = self._lines[lane] = Line()
         if self._prepare_thread is not None:
             # As a job: what it raises is told like any other failure, instead of ending the thread in silence.
             completion = WorkerCompletion(self._untold, self._turn)
-            first = _Job(self._prepare_thread, (), dependency_failure, completion, 0.0, 0, "prepare", False)
-            self._enqueue(lane, first)
+            first = Job(self._prepare_thread, (), dependency_failure, completion, 0.0, 0, "prepare", False)
+            self._enqueue(lane, first, ())
         thread = threading.Thread(
             target=self._serve,
-            args=(lane, jobs),
+            args=(lane, line),
             name=f"forebay-{lane.value}",
             daemon=True,
         )
         self._threads.append(thread)
         thread.start()
 
-    def _enqueue(self, lane: Lane, job: _Job) -> None:
+    def _enqueue(self, lane: Lane, job: Job, before: Sequence[WorkerCompletion]) -> None:
         self._unfinished += 1
-        self._queues[lane].put(job)
+        self._lines[lane].put(job, before)
 
-    def _serve(self, lane: Lane, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        while (job := jobs.get()) is not None:
+    def _serve(self, lane: Lane, line: Line) -> None:
+        while (job := line.get()) is not None:
             self._finish(lane, job)
             # An idle thread must not keep a result alive: it may hold the tensors of a gradient.
             del job
@@ -335,7 +322,7 @@ class WorkerLanes:
                 if self._unfinished == 0:
                     self._state.notify_all()
 
-    def _finish(self, lane: Lane, job: _Job) -> None:
+    def _finish(self, lane: Lane, job: Job) -> None:
         failure = self._await_all(job)
         if failure is not None:
             job.run = None
@@ -357,7 +344,7 @@ class WorkerLanes:
         job.completion._succeed(result)
 
     @staticmethod
-    def _await_all(job: _Job) -> BaseException | None:
+    def _await_all(job: Job) -> BaseException | None:
         after, job.after = job.after, ()
         for dependency in after:
             failure = job.await_one(dependency)
@@ -366,7 +353,7 @@ class WorkerLanes:
         return None
 
 
-def _run_and_drop(job: _Job) -> Any:
+def _run_and_drop(job: Job) -> Any:
     """Runs the job and lets go of it before its completion is set.
 
     Whoever waits for a copy and then drops its source must see the bytes go at that moment, not when this thread

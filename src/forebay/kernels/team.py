@@ -57,13 +57,15 @@ class Team:
 
     numba's own threading layers abort the process when two Python threads use them, or bring a second OpenMP: these
     are plain threads, which kernels without the GIL keep busy. They start with the first work that is worth it and
-    end with ``close``. Raises ``ValueError`` for fewer than one thread.
+    end with ``close``. ``prepare_thread`` runs once in each of them at first. Raises ``ValueError`` for fewer than one
+    thread.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, prepare_thread: Callable[[], object] | None = None) -> None:
         if threads < 1:
             raise ValueError(f"a team has at least one thread, not {threads}")
         self.size = threads
+        self._prepare_thread = prepare_thread
         self._lock = threading.Lock()
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -127,12 +129,15 @@ class Team:
             if not self._closed and not self._threads:
                 for number in range(1, self.size):
                     name = f"forebay-team-{number}"
-                    self._threads.append(threading.Thread(target=_serve, args=(self._parts,), name=name, daemon=True))
+                    work = (self._parts, self._prepare_thread)
+                    self._threads.append(threading.Thread(target=_serve, args=work, name=name, daemon=True))
                     self._threads[-1].start()
             return not self._closed
 
 
-def _serve(parts: queue.SimpleQueue[_Part | None]) -> None:
+def _serve(parts: queue.SimpleQueue[_Part | None], prepare: Callable[[], object] | None) -> None:
+    if prepare is not None:
+        prepare()
     while (part := parts.get()) is not None:
         part.run()
         # Nor what came out of it, an error with its frames.

@@ -76,9 +76,10 @@ class Session:
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
         store = self.store
-        updater = Updater(self.device, rule, store.workspace, resources.team, store.cells, store.beside)
+        team, cells, way = resources.team, store.cells, plan.streaming
+        updater = Updater(self.device, rule, store.workspace, team, cells, store.beside, overlap=way.overlap_update)
         self.stepping = Stepping(
-            self.store, self.pool, updater, parameters, self.measure, self.torch_device, plan.streaming.delay_after
+            self.store, self.pool, updater, parameters, self.measure, self.torch_device, way.delay_after
         )
         self.contents = Contents(model, parameters, self.store, self.pool, self.stepping, self.synchronize)
         self.vigil = Vigil(VigilPolicy())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, final
 
@@ -14,6 +14,7 @@ from forebay.kernels.team import Team
 from forebay.layout import Cell, Chunk, Piece, untrained_nbytes
 from forebay.optim.arithmetic import Arithmetic, Prepared, TorchArithmetic, copied, host_arithmetic
 from forebay.optim.rules import UpdateRule
+from forebay.priority import step_back
 from forebay.runtime.applying import (
     Copy,
     Task,
@@ -42,7 +43,8 @@ KEPT: Final = 16
 class Updater:
     """Runs the update rule over blocks, on the host with the threads of ``team``. ``workspace`` (1-D uint8) is where
     16-bit gradients become fp32 for an arithmetic that does not read them itself. ``cells`` are where blocks are
-    updated that are brought to the device for it; ``beside`` is who updates those whose states stay on disk."""
+    updated that are brought to the device for it; ``beside`` is who updates those whose states stay on disk.
+    ``overlap``: updates on the host run beside compute, and leave the cores to what the device waits for."""
 
     def __init__(
         self,
@@ -52,8 +54,11 @@ class Updater:
         team: Team,
         cells: Cells | None = None,
         beside: StorageSide | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
         self._device = device
+        self._begin: Callable[[], None] = step_back if overlap else _nothing
         self._rule = rule
         self._team = team
         self._on_host = host_arithmetic(rule, team, workspace)
@@ -151,6 +156,10 @@ class Updater:
     ) -> None:
         """The job of ``submit``: updates one chunk on the host, whose ``states`` these are; ``loan`` are the parameters
         of the block, ``gradients`` the landed ones of those in ``tasks``. Runs in the update lane's thread."""
+        # Once: the lane has one thread. Updates take all cores there are, and the model's own Python goes first, which
+        # tells the device what to do; so do copies where the device's memory is the host's.
+        begin, self._begin = self._begin, _nothing
+        begin()
         if loan.apart or states.apart:
             self._take_along(state, chunk, loan, states, tasks)
         for task, pieces in batches(chunk, tasks):
@@ -225,3 +234,7 @@ class Updater:
     def _copy(self, state: BlockState, chunk: Chunk, content: torch.Tensor, parameters: torch.Tensor) -> Copy:
         """What one copy of ``chunk`` has of each piece; ``content`` are its states, ``parameters`` the block's."""
         return copy_of(state.layout, self._rule.state_names, chunk, content, partial(at_home, parameters))
+
+
+def _nothing() -> None:
+    return

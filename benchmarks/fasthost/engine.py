@@ -1,0 +1,28 @@
+"""A copy engine, played by one thread of the host: bytes, and the moment at which the last of them is there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from numba import types
+
+from forebay.kernels.jit import compiled
+from forebay.kernels.native import copy_bytes
+from forebay.kernels.stamp import STAMP
+
+__all__ = ["moved"]
+
+_CLOCK: Final = time.CLOCK_MONOTONIC
+"""That of ``time.perf_counter`` where there is ``clock_gettime``."""
+
+_clock_gettime: Final = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+
+
+@compiled
+def moved(target: Any, source: Any, nbytes: Any, moment: Any) -> Any:
+    """Copies ``nbytes`` between two addresses, without the interpreter's lock, and then puts seconds and nanoseconds on
+    the clock of ``time.perf_counter`` where ``moment``, the address of two int64, says."""
+    copy_bytes(source, target, nbytes)
+    # The stamp: what is compiled is kept until any kernel changes.
+    return _clock_gettime(_CLOCK, moment) + STAMP - STAMP
