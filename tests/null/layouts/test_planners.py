@@ -11,6 +11,7 @@ from forebay.buffers import Buffer, BufferSet
 from forebay.checking.addresses import check_addresses
 from forebay.errors import ConfigError
 from forebay.planners.layout import LAYOUTS, lay_out
+from forebay.planners.layout.aim import NEGLIGIBLE, Aim, Deadline
 from forebay.planners.layout.canonical import Outcome
 from forebay.planners.layout.exact import Search, task_of
 from forebay.planners.layout.orders import ORDERS, order_by
@@ -77,6 +78,23 @@ def test_a_tight_instance_is_laid_out_at_its_capacity(seed: int) -> None:
     found = lay_out(given, seconds=30)
     check_addresses(found)
     assert found.feasible, (found.height, found.lower_bound)
+
+
+@pytest.mark.parametrize(("over", "ends"), [(0, True), (10, True), (11, False)])
+def test_without_a_capacity_a_search_ends_where_what_is_left_is_negligible(over: int, ends: bool) -> None:
+    never = Deadline(3600.0)
+    assert NEGLIGIBLE * 100_000 == 10
+    assert Aim(100_000, None, never, never).met(100_000 + over) is ends
+    # Where there is one, what does not fit into it is never near enough.
+    assert not Aim(100_000, 100_000, never, never).met(100_000 + max(over, 1))
+
+
+def test_a_search_does_not_spend_its_time_on_what_is_negligible() -> None:
+    # The second begins at a multiple of 2, so that one byte of 40,003 is nobody's: no layout reaches the bound.
+    pair = (Buffer("a", 0, 2, 20_001, alignment=2), Buffer("b", 1, 3, 20_001, alignment=2))
+    found = lay_out(BufferSet(pair), seconds=60)
+    assert (found.height, found.lower_bound, found.proven) == (40_003, 40_002, False)
+    assert found.solve_seconds < 30
 
 
 def test_many_buffers_come_within_one_percent_of_the_bound() -> None:

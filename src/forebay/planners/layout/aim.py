@@ -15,6 +15,11 @@ from forebay.planners.layout.table import Column, Table
 __all__ = ["Aim", "Deadline", "Found", "Planner", "lower_of"]
 
 
+NEGLIGIBLE = 1e-4
+"""Where no capacity is given: the share of the bound that a layout may be higher and is not searched for any further. A
+hundredth of the 1 % that a planned run may reserve beside what is live, and less than its peak is known to."""
+
+
 @final
 class Deadline:
     """So many seconds from when it is made."""
@@ -47,7 +52,8 @@ class Deadline:
 @dataclass(frozen=True)
 class Aim:
     """How low a layout is to be: below ``bound`` bytes there is none, and none is asked for; up to ``capacity`` bytes
-    it is good enough once ``polish`` is over (None: it is never good enough). After ``deadline`` the best is taken."""
+    it is good enough once ``polish`` is over (None: once no more than ``NEGLIGIBLE`` is left). After ``deadline`` the
+    best is taken."""
 
     bound: int
     capacity: int | None
@@ -78,7 +84,9 @@ class Aim:
         """Whether a layout of so many bytes needs no further search now."""
         if height <= self.bound or self.deadline.over:
             return True
-        return self.capacity is not None and height <= self.capacity and self.polish.over
+        if self.capacity is None:
+            return height - self.bound <= NEGLIGIBLE * self.bound
+        return height <= self.capacity and self.polish.over
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ BEAM_MOST = 500
 """Buffers of the largest part that is searched with many partial layouts at a time: what one more buffer takes for all
 of them grows with the number of buffers, and a turn is to stay short."""
 
-LASTING = ("pressure", "length")
+LASTING = ("pressure-length", "pressure", "length")
 """Orders of exact searches that go on until they have seen everything: one that ends without a layout is the proof."""
 
 NODES = 4000

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.kernels.jit import compiled, part
+from forebay.kernels.jit import compiled, inlined
 from forebay.planners.layout.canonical import Task
 from forebay.planners.layout.table import Column
 
@@ -51,7 +51,7 @@ class Children(NamedTuple):
     score: NDArray[np.float64]
 
 
-@part
+@inlined
 def _lowest(task: Task, floors: Column, waiting: NDArray[np.uint8], lowest: Column) -> None:
     """The lowest address of each buffer in wait."""
     for row in range(len(task.size)):
@@ -63,7 +63,7 @@ def _lowest(task: Task, floors: Column, waiting: NDArray[np.uint8], lowest: Colu
             lowest[row] = top if step == 1 else (top + step - 1) // step * step
 
 
-@part
+@inlined
 def _lift(task: Task, floors: Column, waiting: NDArray[np.uint8], lowest: Column, least: Column) -> None:
     """No floor is below the lowest address that a buffer in wait can have there."""
     least[:] = NOWHERE
@@ -76,7 +76,7 @@ def _lift(task: Task, floors: Column, waiting: NDArray[np.uint8], lowest: Column
             floors[section] = max(floors[section], least[section])
 
 
-@part
+@inlined
 def _sort(order: Column, lowest: Column) -> None:
     """Puts rows into the order of their lowest addresses; they are nearly in it already."""
     for index in range(1, len(order)):
@@ -88,7 +88,7 @@ def _sort(order: Column, lowest: Column) -> None:
         order[place] = row
 
 
-@part
+@inlined
 def _wasted(
     task: Task,
     floors: Column,
@@ -122,7 +122,7 @@ def _wasted(
     return found
 
 
-@part
+@inlined
 def _put(task: Task, row: int, place: int, floors: Column) -> None:
     for section in range(task.start[row], task.stop[row]):
         floors[section] = place + task.size[row]

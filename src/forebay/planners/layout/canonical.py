@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.kernels.jit import compiled, part
+from forebay.kernels.jit import compiled, inlined
 
 __all__ = ["Outcome", "State", "Task", "explore"]
 
@@ -119,14 +119,14 @@ RANKED: Final = 3
 NOWHERE: Final = 1 << 62
 
 
-@part
+@inlined
 def _note(state: State, what: int, index: int, before: int) -> None:
     at = state.counters[TRAIL]
     state.trail[at, 0], state.trail[at, 1], state.trail[at, 2] = what, index, before
     state.counters[TRAIL] = at + 1
 
 
-@part
+@inlined
 def _undo(task: Task, state: State, mark: int) -> None:
     """Takes back all that the trail has from ``mark`` on."""
     for at in range(state.counters[TRAIL] - 1, mark - 1, -1):
@@ -146,7 +146,7 @@ def _undo(task: Task, state: State, mark: int) -> None:
     state.counters[TRAIL] = mark
 
 
-@part
+@inlined
 def _lift(task: Task, state: State, section: int) -> None:
     """No floor is below the lowest place that a buffer in wait can have."""
     least = NOWHERE
@@ -159,7 +159,7 @@ def _lift(task: Task, state: State, section: int) -> None:
         state.floor[section] = least
 
 
-@part
+@inlined
 def _place(task: Task, state: State, row: int) -> bool:
     """Puts ``row`` where it can be lowest, and works out what that means for those in wait. Returns whether any of them
     meets it."""
@@ -194,7 +194,7 @@ def _place(task: Task, state: State, row: int) -> bool:
     return met
 
 
-@part
+@inlined
 def _hopeless(state: State, first: int, end: int, offset: int, capacity: int) -> bool:
     """Whether what waits in one of the sections has no room above its floor."""
     for section in range(first, end):  # noqa: SIM110 (numba compiles no generator)
@@ -203,7 +203,7 @@ def _hopeless(state: State, first: int, end: int, offset: int, capacity: int) ->
     return False
 
 
-@part
+@inlined
 def _enter(
     task: Task, state: State, list_from: int, list_to: int, first: int, end: int, offset: int, rank: int
 ) -> bool:
@@ -239,7 +239,7 @@ def _enter(
     return True
 
 
-@part
+@inlined
 def _push(
     state: State, choice: bool, list_from: int, list_to: int, first: int, end: int, begin: int, stop: int
 ) -> None:
@@ -253,7 +253,7 @@ def _push(
     counters[CANDIDATES] = stop
 
 
-@part
+@inlined
 def _next(task: Task, state: State, frame: Row) -> int:
     """The next candidate of a frame that has not been tried in the shape of a twin; -1: there is none."""
     while frame[NEXT] < frame[TO]:
@@ -268,7 +268,7 @@ def _next(task: Task, state: State, frame: Row) -> int:
     return -1
 
 
-@part
+@inlined
 def _split(task: Task, state: State, frame: Row, row: int) -> bool:
     """After ``row`` was placed: if it was the last to hold sections together, a frame for the parts, and True."""
     candidates, counters = state.candidates, state.counters
@@ -285,7 +285,7 @@ def _split(task: Task, state: State, frame: Row, row: int) -> bool:
     return True
 
 
-@part
+@inlined
 def _rank(task: Task, state: State, begin: int, stop: int) -> None:
     """Ranks the buffers of a list anew, and sorts it: those first that are in the fullest section, counting what waits;
     of these the first in the order. What was placed may have made another section the fullest."""
@@ -304,7 +304,7 @@ def _rank(task: Task, state: State, begin: int, stop: int) -> None:
         state.rank[row] = index
 
 
-@part
+@inlined
 def _part(task: Task, state: State, frame: Row) -> bool:
     """Enters the next part of a frame in which somebody waits. Returns False if there is none."""
     counters, lists = state.counters, state.lists
@@ -328,7 +328,7 @@ def _part(task: Task, state: State, frame: Row) -> bool:
     return False
 
 
-@part
+@inlined
 def _try(task: Task, state: State, frame: Row, capacity: int) -> int:
     """Tries the next candidate of a frame. Returns the mode in which to go on."""
     counters = state.counters
@@ -350,7 +350,7 @@ def _try(task: Task, state: State, frame: Row, capacity: int) -> int:
     return TRY if waits else DONE
 
 
-@part
+@inlined
 def _cramped(task: Task, state: State) -> bool:
     """Whether one more turn could go over the end of a stack."""
     counters, buffers, sections = state.counters, len(task.size), len(state.floor)
