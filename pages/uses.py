@@ -68,8 +68,8 @@ USES: Mapping[str, str] = MappingProxyType(
         "swapadvisor": "Where nothing should be computed again and tensors differ much in size.",
         "joins": "For networks in which chains of blocks meet (Siamese, cross-modal), where `rotor` sees only one"
         " chain.",
-        "tsplit": "Where one op needs far more memory than the others, as in convolutional networks at large batches: it"
-        " frees at that op what costs the fewest seconds a byte, and no more of a tensor than it has to.",
+        "tsplit": "Where one op needs far more memory than the others, as in convolutional networks at large batches:"
+        " it frees at that op what costs the fewest seconds a byte, and no more of a tensor than it has to.",
         "flashneuron": "Where the disk, and not the host, has room for activations, and batches are large enough to"
         " hide its writes.",
         "pofo": "For chains of blocks over a link that is fast enough for some of them: which are computed again and"
