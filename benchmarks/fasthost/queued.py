@@ -138,7 +138,8 @@ class QueuedDevice(Device):
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self._host = CpuDevice()
-        self.name, self.ledger, self.turn = self._host.name, self._host.ledger, self._host.turn
+        host = self._host
+        self.name, self.ledger, self.history, self.turn = host.name, host.ledger, host.history, host.turn
 
     def allocate(self, nbytes: int, kind: Kind, what: str) -> torch.Tensor:
         return self._host.allocate(nbytes, kind, what)

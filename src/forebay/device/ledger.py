@@ -149,8 +149,8 @@ class StorageLedger(Watch):
             self.ledger.charge(Kind.TEMPORARY, nbytes)
         except BudgetExceeded:
             what = f"{where}the result {tuple(tensor.shape)} of {maker}"
-            error = self.ledger.exceeded(Kind.TEMPORARY, nbytes, what)
-            raise self._history.told(error, nbytes, maker, where) from None
+            # The error has no name here: its traceback has this frame, and the two would hold what the step has made.
+            raise self._history.told(self.ledger.exceeded(Kind.TEMPORARY, nbytes, what), nbytes, maker, where) from None
         self._counted[key] = _Entry(storage, self._forget, key, nbytes, self._history.made(nbytes, maker, where))
 
     def _forget(self, entry: _Entry) -> None:
