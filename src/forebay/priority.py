@@ -21,8 +21,9 @@ def step_back() -> None:
     """Has the calling thread step back behind the process's first one, for good; a second call does nothing. Nor does
     the first one where a thread has no such value of its own, which only Linux's have."""
     if sys.platform == "linux":
-        # The value of the process is that of its first thread; the thread's own may be inherited from one that has
-        # stepped back. An unprivileged thread may not come forward again.
-        process, thread = (os.getpriority(os.PRIO_PROCESS, number) for number in (os.getpid(), 0))
-        with suppress(OSError):  # a sandbox may refuse the call: then the thread stays where it is
+        # A sandbox may refuse any of these calls: then the thread stays where it is. The value of the process is that
+        # of its first thread; the thread's own may be inherited from one that has stepped back. An unprivileged thread
+        # may not come forward again.
+        with suppress(OSError):
+            process, thread = (os.getpriority(os.PRIO_PROCESS, number) for number in (os.getpid(), 0))
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(thread, min(_LAST, process + STEP)))

@@ -21,7 +21,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, final
@@ -365,8 +365,10 @@ class CudaDevice(Device):
 
     def _with_snapshot(self, error: BudgetExceeded) -> BudgetExceeded:
         if isinstance(error, DeviceOutOfMemory):
-            # With a history only where the user has torch keep one, which takes time at every allocation.
-            error.snapshot = torch.cuda.memory._snapshot(self._index)
+            # With a history only where the user has torch keep one, which takes time at every allocation. Some of its
+            # allocators give no snapshot; what is told is that the device is full, with one or without.
+            with suppress(RuntimeError):
+                error.snapshot = torch.cuda.memory._snapshot(self._index)
         return error
 
     def _out_of_memory(self, what: str, message: str) -> DeviceOutOfMemory:

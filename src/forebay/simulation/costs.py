@@ -8,7 +8,7 @@ faster than its launch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -17,16 +17,14 @@ from typing import final
 from forebay.calls import CHECKSUMS
 from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError
-from forebay.layout import MASTER, needs_master, states_nbytes, touched_nbytes
 from forebay.machine import Disk, Machine
 from forebay.program import Action, Outline, Verb
-from forebay.states import form_of, is_wide, plain_name, update_kind
+from forebay.simulation.update_rates import apart, kept, states_share, storage_rate, touched, update_rate
 from forebay.timeline import Lane
-from forebay.trace import Block, Parameter, Tensor, Trace, Work
+from forebay.trace import Block, Tensor, Trace, Work
 
 __all__ = [
     "ADD_TRAFFIC",
-    "APART",
     "SUM_TRAFFIC",
     "VIEW_SHARE",
     "Cost",
@@ -56,12 +54,6 @@ SUM_TRAFFIC = 2
 """Bytes of host memory that could be copied in the time in which a byte of a page is summed up (``tiers.sums``): a
 GiB takes 0.038 s, a copy of it 0.039 (one thread of an EPYC, memory that is not in the cache; docs/log.md,
 2026-11-22)."""
-
-APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1})
-"""By the form of the moments: how many times as long an update takes that reads one copy of a block and writes another
-as one in place. AdamW, one thread of an EPYC 9004, 8M elements, medians in nanoseconds an element: 1.09 beside 0.93 in
-place (bf16 with fp32 masters), 0.94 beside 0.76 (fp32); with moments in codes the cores bind (docs/log.md, 2026-11-22).
-Forms that nobody has measured are taken for fp32."""
 
 _ENCODING = MappingProxyType({MASK_BITS: (8, 15), 2: (96, 26), 4: (96, 24), 8: (96, 23)})
 _DECODING = MappingProxyType({MASK_BITS: (13, 26), 2: (29, 22), 4: (29, 16), 8: (21, 11)})
@@ -122,13 +114,13 @@ class Costs:
     def __init__(self, trace: Trace, machine: Machine) -> None:
         self.trace = trace
         self.machine = machine
-        self.update_rate = _update_rate(trace, machine)
+        self.update_rate = update_rate(trace, machine)
         """Bytes/s of an update on the host, in place, with the states of ``trace``."""
-        self._apart = _apart(trace.state_names)
-        self.storage_rate = _storage_rate(trace, machine, self.update_rate)
+        self._apart = apart(trace.state_names)
+        self.storage_rate = storage_rate(trace, machine, self.update_rate)
         """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
         after it where a process on the host does it."""
-        self.states_share = _states_share(trace)
+        self.states_share = states_share(trace)
         """Bytes of states, over those that an update of them touches."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
@@ -158,12 +150,11 @@ class Costs:
 
     def touched(self, block: Block) -> int:
         """Bytes that an update of ``block`` touches on the host: states, gradients and parameters."""
-        streams = _streams((block,), self.trace.state_names)
-        return sum(touched_nbytes(names, p.numel, p.nbytes) for names, p in streams)
+        return touched((block,), self.trace.state_names)
 
     def states(self, block: Block) -> int:
         """Bytes of the optimizer states of ``block``, master included."""
-        return sum(states_nbytes(names, p.numel) for names, p in _streams((block,), self.trace.state_names))
+        return kept((block,), self.trace.state_names)
 
     def work(self, index: int) -> Cost:
         """The cost of ``trace.works[index]``."""
@@ -319,61 +310,6 @@ class Costs:
         slowest = min(rates, key=lambda name: rates[name])
         stand_in = next((name for name in _SUBSTITUTES.get(dtype, ()) if name in rates), slowest)
         return rates[stand_in], f"{self.machine.name} states no rate for {dtype}: that of {stand_in} is used"
-
-
-def _update_rate(trace: Trace, machine: Machine) -> float:
-    """Bytes/s of an update on the host: those of the bytes, or what as many elements a second move where cores bind.
-
-    Where nobody has measured states of few bits, an element with them takes as long as one whose states are fp32. The
-    kernels have more instructions for fewer bytes: on two cores of an EPYC 0.8 to 0.9 times as many elements a second
-    as with fp32 moments (docs/log.md, 2026-11-21).
-    """
-    elements = sum(block.trainable_numel for block in trace.model.blocks)
-    if not elements:
-        return machine.update_rate
-    own = _touched(trace, trace.state_names) / elements
-    known = machine.update_elements.get(update_kind(trace.state_names))
-    if known is not None:
-        return min(machine.update_rate, known * own)
-    if is_wide(trace.state_names):
-        return machine.update_rate
-    moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
-    return machine.update_rate * own * elements / _touched(trace, moments)
-
-
-def _streams(blocks: Iterable[Block], states: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Parameter]]:
-    """Every parameter that is trained, with the streams that an update keeps for it."""
-    for parameter in (p for block in blocks for p in block.parameters if p.trainable):
-        yield ((MASTER, *states) if needs_master(parameter) else states), parameter
-
-
-def _touched(trace: Trace, states: tuple[str, ...]) -> int:
-    """Bytes that a step touches in its updates, with an optimizer that keeps ``states``."""
-    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(trace.model.blocks, states))
-
-
-def _storage_rate(trace: Trace, machine: Machine, update_rate: float) -> float:
-    """``Costs.storage_rate``; 0 without a disk. A process on the host reads, updates and writes one after the other."""
-    disk = machine.disk
-    if disk is None:
-        return 0.0
-    if disk.update_rate is not None:
-        return disk.update_rate
-    moved = _states_share(trace) * (1 / disk.read.curve.best + 1 / disk.write.curve.best)
-    return 1 / (1 / update_rate + moved)
-
-
-def _states_share(trace: Trace) -> float:
-    """``Costs.states_share``; 0 where nothing is trained."""
-    touched = _touched(trace, trace.state_names)
-    kept = sum(states_nbytes(streams, p.numel) for streams, p in _streams(trace.model.blocks, trace.state_names))
-    return kept / touched if touched else 0.0
-
-
-def _apart(states: tuple[str, ...]) -> float:
-    """``APART`` of an optimizer with ``states``."""
-    forms = {form_of(state).name for state in states} - {"scale"} or {"float32"}
-    return max(APART.get(form, APART["float32"]) for form in forms)
 
 
 @final

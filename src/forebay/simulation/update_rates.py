@@ -1,0 +1,81 @@
+"""How fast updates go: bytes/s on the host, beside the storage, from one copy of a block to another. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from forebay.layout import MASTER, needs_master, states_nbytes, touched_nbytes
+from forebay.machine import Machine
+from forebay.states import form_of, is_wide, plain_name, update_kind
+from forebay.trace import Block, Parameter, Trace
+
+__all__ = ["APART", "apart", "kept", "states_share", "storage_rate", "touched", "update_rate"]
+
+APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1})
+"""By the form of the moments: how many times as long an update takes that reads one copy of a block and writes another
+as one in place. AdamW, one thread of an EPYC 9004, 8M elements, medians in nanoseconds an element: 1.09 beside 0.93 in
+place (bf16 with fp32 masters), 0.94 beside 0.76 (fp32); with moments in codes the cores bind (docs/log.md, 2026-11-22).
+Forms that nobody has measured are taken for fp32."""
+
+
+def update_rate(trace: Trace, machine: Machine) -> float:
+    """Bytes/s of an update on the host: those of the bytes, or what as many elements a second move where cores bind.
+
+    Where nobody has measured states of few bits, an element with them takes as long as one whose states are fp32. The
+    kernels have more instructions for fewer bytes: on two cores of an EPYC 0.8 to 0.9 times as many elements a second
+    as with fp32 moments (docs/log.md, 2026-11-21).
+    """
+    elements = sum(block.trainable_numel for block in trace.model.blocks)
+    if not elements:
+        return machine.update_rate
+    own = touched(trace.model.blocks, trace.state_names) / elements
+    known = machine.update_elements.get(update_kind(trace.state_names))
+    if known is not None:
+        return min(machine.update_rate, known * own)
+    if is_wide(trace.state_names):
+        return machine.update_rate
+    moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
+    return machine.update_rate * own * elements / touched(trace.model.blocks, moments)
+
+
+def storage_rate(trace: Trace, machine: Machine, on_host: float) -> float:
+    """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
+    after it; 0 without a disk. A process on the host, where an update makes ``on_host`` bytes/s, reads, updates and
+    writes one after the other."""
+    disk = machine.disk
+    if disk is None:
+        return 0.0
+    if disk.update_rate is not None:
+        return disk.update_rate
+    moved = states_share(trace) * (1 / disk.read.curve.best + 1 / disk.write.curve.best)
+    return 1 / (1 / on_host + moved)
+
+
+def states_share(trace: Trace) -> float:
+    """Bytes of states, over those that an update of them touches; 0 where nothing is trained."""
+    over = touched(trace.model.blocks, trace.state_names)
+    return kept(trace.model.blocks, trace.state_names) / over if over else 0.0
+
+
+def touched(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
+    """Bytes that updates of ``blocks`` touch on the host (states, gradients, parameters), with an optimizer that keeps
+    ``states``."""
+    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(blocks, states))
+
+
+def kept(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
+    """Bytes of the ``states`` of ``blocks``, masters included."""
+    return sum(states_nbytes(streams, p.numel) for streams, p in _streams(blocks, states))
+
+
+def apart(states: tuple[str, ...]) -> float:
+    """``APART`` of an optimizer with ``states``."""
+    forms = {form_of(state).name for state in states} - {"scale"} or {"float32"}
+    return max(APART.get(form, APART["float32"]) for form in forms)
+
+
+def _streams(blocks: Iterable[Block], states: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Parameter]]:
+    """Every parameter that is trained, with the streams that an update keeps for it."""
+    for parameter in (p for block in blocks for p in block.parameters if p.trainable):
+        yield ((MASTER, *states) if needs_master(parameter) else states), parameter
