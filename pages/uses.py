@@ -21,8 +21,8 @@ USES: Mapping[str, str] = MappingProxyType(
         "resident": "To know whether the model fits as it is, and as the measure of every other policy: it is plain"
         " PyTorch.",
         "recompute": "To know whether gradient checkpointing alone is enough, with everything else on the device.",
-        "stream": "For the least device memory without computing anything twice, and as the measure of what streaming"
-        " costs.",
+        "stream": "For the least device memory without computing anything twice and without moving activations, and as"
+        " the measure of what streaming costs.",
         "stream-recompute": "For the least device memory that any plan takes without moving activations.",
         # Parameters, gradients and states.
         "l2l": "Where a layer or two is all that there is room for. It computes every layer again, which"

@@ -96,6 +96,7 @@ def _rates(machine: Machine) -> Table:
     table.add_row("kept with both directions busy", f"{machine.duplex:.0%}")
     if machine.disk is not None:
         table.add_row("kept with the disk read and written", f"{machine.disk.duplex:.0%}")
+        table.add_row("lost where the disk takes cores", f"{machine.disk.shared_cores:.0%}")
     table.add_row("lost where cores are shared", f"{machine.shared_cores:.0%}")
     table.add_row("host's part of an op", format_seconds(machine.launch_seconds))
     table.add_row("more where blocks stream", format_seconds(machine.watch_seconds))

@@ -6,11 +6,13 @@ while the layer behind it computes. ``vdnn-all`` moves the inputs of all layers,
 layers, which compute for so long that the copy hides; ``vdnn-dyn`` tries nothing moved, then ``conv``, then ``all``,
 and takes the fastest that the device has room for. O(ops), for ``dyn`` three simulated steps.
 
-Ours departs in four things. Every tensor is moved once, with the op that makes it; the layers of ``vdnn-conv`` are the
+Ours departs in five things. Every tensor is moved once, with the op that makes it; the layers of ``vdnn-conv`` are the
 products, so that it serves transformers too: what moves is what a product reads. The paper waits at the end of each
 layer for the copy of its input; here as many bytes may be under way as the largest tensor has, so that the next one
 waits for it, and compute with it where the copies are slower. Tensors below 4 KiB, or a thousandth of what their block
 saves, stay. And the algorithms of convolutions, which the paper chooses with the rest, are the library's to choose.
+Parameters and states are placed before: what ``vdnn-dyn`` compares are the three ways within one placement, so that a
+way alone, with another placement, may be faster.
 """
 
 from __future__ import annotations
