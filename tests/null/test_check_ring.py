@@ -10,12 +10,12 @@ from forebay.checking import check
 from forebay.checking.order import Order
 from forebay.checking.ring import check_ring
 from forebay.checking.step import Step
-from forebay.checking.treated import Treated, Way
+from forebay.checking.treated import Treated
 from forebay.errors import PlanInvalid
 from forebay.lowering import lower
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
-from forebay.treatments import Fate
+from forebay.treatments import Fate, StandIn
 from tests.null.synthetic import block
 from tests.null.test_check_transfers import MACHINE, chain, planned, way
 from tests.null.tracing import Layer, chain_trace
@@ -24,7 +24,7 @@ PAGE = 4096
 STEP = Step(chain_trace([block("a", ((8,), "float32", True))], [Layer("a", (2 * PAGE, PAGE, PAGE, PAGE + 1), 0, 512)]))
 FIRST, SECOND, THIRD, ODD = sorted(r for r, n in enumerate(STEP.nbytes) if n >= PAGE and STEP.saved[r])[:4]
 """Tensors of two pages, one, one, and one page and a byte."""
-WAYS = {root: Way(Fate.DISK, None, STEP.nbytes[root]) for root in (FIRST, SECOND, THIRD, ODD)}
+WAYS = {root: StandIn(STEP.nbytes[root], STEP.nbytes[root], Fate.DISK, None) for root in (FIRST, SECOND, THIRD, ODD)}
 
 
 def out(root: int, ring: int, *after: int) -> Action:

@@ -54,7 +54,10 @@ def _layout(
 
     from forebay.buffer_csv import write_offsets
     from forebay.reporting.addresses import addresses_table
+    from forebay.reporting.files import expect_folder_of
 
+    if out is not None:
+        expect_folder_of(out, "--out")  # before the search, which may take a minute
     found = _found(file, capacity, layout, seconds)
     if out is not None and found.feasible:
         write_offsets(found, out)

@@ -4,9 +4,14 @@ possible."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import update_wrapper
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any, TypeVar, cast
 
 import numba
+
+from forebay.kernels.stamp import STAMP, stamp_of
 
 __all__ = ["compiled", "inlined", "part"]
 
@@ -19,12 +24,34 @@ def compiled(function: Function) -> Function:
     A division by 0 gives what IEEE 754 says.
     """
     options = {"nogil": True, "error_model": "numpy"}
+    stamped = _stamped(function)
     try:
-        made: Function = numba.njit(cache=True, **options)(function)
+        made: Function = numba.njit(cache=True, **options)(stamped)
     except RuntimeError:
         # numba finds no folder that it may write to: every process compiles for itself.
-        made = numba.njit(**options)(function)
+        made = numba.njit(**options)(stamped)
     return made
+
+
+def _stamped(function: Function) -> Function:
+    """``function`` with a closure that changes with the sources beside its own and with those here (``stamp``). One
+    that has a closure of its own is left as it is.
+
+    The code never reads what is added; numba looks at it to tell whether what it has kept is still good.
+    """
+    plain = cast(FunctionType, function)
+    if plain.__closure__ is not None:
+        return function
+    code = plain.__code__
+    stamps = STAMP, stamp_of(Path(code.co_filename).parent)
+    made = FunctionType(
+        code.replace(co_freevars=("stamps",)),
+        plain.__globals__,
+        argdefs=plain.__defaults__,
+        closure=(CellType(stamps),),
+    )
+    made.__kwdefaults__ = plain.__kwdefaults__
+    return cast(Function, update_wrapper(made, plain))
 
 
 def part(function: Function) -> Function:

@@ -12,6 +12,7 @@ from rich.text import Text
 from forebay.recording import Replay
 from forebay.reporting.rows import NONE
 from forebay.reporting.terminal import bullets, figure_table
+from forebay.simulation.allocators.base import SMALL_SEGMENT
 from forebay.units import format_bytes
 
 __all__ = ["Fragmentation", "fragmentation_table"]
@@ -27,6 +28,12 @@ class Fragmentation:
     replays: tuple[Replay, ...]
     observed: int | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def tiny(self) -> bool:
+        """Whether less was live than an allocator asks the device for at the least: what it reserves is that, and no
+        share of anything."""
+        return 0 < self.lower_bound < SMALL_SEGMENT
 
     def to_json_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
@@ -57,12 +64,17 @@ def fragmentation_table(found: Fragmentation) -> Group:
     for one in found.replays:
         cells = (
             format_bytes(one.peak_reserved),
-            f"{one.over:.2%}",
+            NONE if found.tiny else f"{one.over:.2%}",
             format_bytes(one.unused),
             NONE if one.worst is None else str(one.worst),
         )
         table.add_row(one.allocator, *cells)
     notes = [f"live at one time, at most: {format_bytes(found.lower_bound)}"]
+    if found.tiny:
+        notes.append(
+            f"an allocator asks the device for {format_bytes(SMALL_SEGMENT)} at the least, which says nothing of less "
+            "(sizes in a CSV are bytes)"
+        )
     if found.observed is not None:
         notes.append(f"reserved at the end of the recording: {format_bytes(found.observed)}")
     return Group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 import numpy as np
@@ -45,19 +46,29 @@ def test_what_the_searches_do_not_find_it_finds() -> None:
     assert found.feasible and found.found_by == "arena: CP-SAT"
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_it_is_asked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+def test_it_is_asked_again_for_longer_between_other_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def solve_nothing(table: Table, capacity: int, seconds: float) -> tuple[Outcome, Column]:
-        asked.append(capacity)
-        return Outcome.PAUSED, np.zeros(len(table), np.int64)
+    def solve_in_the_end(table: Table, capacity: int, seconds: float) -> tuple[Outcome, Column]:
+        asked.append((capacity, seconds))
+        return (Outcome.NONE if len(asked) == 3 else Outcome.PAUSED), np.zeros(len(table), np.int64)
 
     module = import_module("forebay.planners.layout.arena")
-    for name, value in (("cpsat_is_there", lambda: there), ("solve", solve_nothing), ("ALONE", 0.1)):
+    for name, value in (("cpsat_is_there", lambda: True), ("solve", solve_in_the_end), ("ALONE", 0.0625)):
         monkeypatch.setattr(module, name, value)
     given = instance(0, Kind(count=160))
-    found = lay_out(given, seconds=0.5)
+    found = lay_out(given, seconds=60)
     check_addresses(found)
-    assert asked == ([given.capacity] if there else [])
+    assert asked == [(given.capacity, 0.25), (given.capacity, 0.5), (given.capacity, 1.0)]
+    assert "CP-SAT" not in found.found_by and (found.feasible, found.proven) == (False, True)
+
+
+def test_it_is_not_asked_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that importing it fails, and none of it can be found.
+    for name in [name for name in sys.modules if name.split(".")[0] == "ortools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    given = instance(0, Kind(count=160))
+    found = lay_out(given, seconds=0.3)
+    check_addresses(found)
     assert "CP-SAT" not in found.found_by and not found.proven

@@ -60,7 +60,8 @@ def test_the_commands_lay_out_the_file(page: Path) -> None:
         (["missing.csv"], 2, "cannot read missing.csv"),
         (["buffers.csv", "--layout", "worst-fit"], 2, "there is no layout 'worst-fit'"),
         (["buffers.csv", "--seconds", "0"], 2, "more than 0"),
-        (["buffers.csv", "--out", "no/such/folder.csv"], 1, "cannot write the addresses"),
+        (["buffers.csv", "--out", "no/such/folder.csv"], 2, "--out no/such/folder.csv: there is no folder"),
+        (["buffers.csv", "--out", "."], 1, "cannot write the addresses"),
     ],
 )
 def test_what_does_not_fit_and_what_is_wrong(page: Path, arguments: list[str], code: int, words: str) -> None:

@@ -115,6 +115,17 @@ def test_the_verb_shows_every_allocator_and_draws_them(snapshot: Path, tmp_path:
     assert shown.exit_code == 0 and "takes least" in shown.output
 
 
+@pytest.mark.parametrize(("nbytes", "told"), [(9, False), (3 * MiB, True)])
+def test_no_share_of_less_than_an_allocator_takes_at_the_least_is_shown(
+    tmp_path: Path, nbytes: int, told: bool
+) -> None:
+    file = tmp_path / "buffers.csv"
+    file.write_text(f"id,lower,upper,size\na,0,2,{nbytes}\n")
+    done = CliRunner().invoke(app, ["fragmentation", str(file)])
+    assert done.exit_code == 0, done.output
+    assert ("%" in done.output, "at the least" not in " ".join(done.output.split())) == (told, told)
+
+
 def test_misuse_of_the_verb(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text("{}")

@@ -3,10 +3,8 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
-from typing import Protocol
 
 from forebay.planners.cpsat import cpsat_is_there
 from forebay.planners.layout.ahead import compile_searches
@@ -14,51 +12,35 @@ from forebay.planners.layout.aim import Aim, Found, lower_of
 from forebay.planners.layout.beams import Beams
 from forebay.planners.layout.canonical import Outcome
 from forebay.planners.layout.cpsat import solve
-from forebay.planners.layout.exact import Search, task_of
+from forebay.planners.layout.exact import task_of
 from forebay.planners.layout.greedy import fitted, portfolio
 from forebay.planners.layout.orders import order_by
 from forebay.planners.layout.periodic import Shaker
-from forebay.planners.layout.restarts import Restarts
-from forebay.planners.layout.table import Column, Table
+from forebay.planners.layout.table import Table
+from forebay.planners.layout.turns import Improver, Turns
 
 __all__ = ["arena", "exact", "periodic"]
 
-EXACT_MOST = 2000
-"""Buffers of the largest part that is searched exactly: the pairs of those that meet are listed."""
-
-ALONE = 0.5
+ALONE = 1.0
 """Seconds of the searches here before CP-SAT is asked, where it is installed: what is easy is found in less."""
 
 CPSAT_MOST = 1000
 """Buffers of the largest part that CP-SAT is asked about."""
 
-CPSAT_SHARE = 0.8
-"""The share of the time left that it gets."""
+CPSAT_TIMES = 4.0
+"""How many times as long as the searches here it gets."""
+
+LONGER = 2.0
+"""How many times as long as the time before each of them gets, after both have found nothing: CP-SAT begins anew each
+time, so that it loses no more than half of what it was given, and what the searches here find is not put off to the
+end."""
 
 BEAM_MOST = 500
 """Buffers of the largest part that is searched with many partial layouts at a time: what one more buffer takes for all
 of them grows with the number of buffers, and a turn is to stay short."""
 
-LASTING = ("pressure-length", "pressure", "length")
-"""Orders of exact searches that go on until they have seen everything: one that ends without a layout is the proof."""
-
-NODES = 4000
-"""Nodes of one of their turns: some tens of milliseconds."""
-
-RESTARTS = 3
-"""Searches with orders of their own between two turns of those."""
-
 SHAKEN = ("area", "pressure-length")
 """Orders that local searches begin with."""
-
-
-class Improver(Protocol):
-    """A search that keeps the lowest layout that it has seen."""
-
-    best: Found
-
-    def advance(self) -> None:
-        """Goes on for some tens of milliseconds."""
 
 
 def exact(table: Table, aim: Aim) -> Found:
@@ -69,7 +51,7 @@ def exact(table: Table, aim: Aim) -> Found:
         return best
     with aim.untimed():
         compile_searches()
-    return _searched(table, aim, best, ())
+    return Turns(table, aim, best, ()).advance(aim)
 
 
 def arena(table: Table, aim: Aim) -> Found:
@@ -80,28 +62,30 @@ def arena(table: Table, aim: Aim) -> Found:
     target = aim.target(best.height)
     with aim.untimed():
         compile_searches()
-    improvers: list[Improver] = [Shaker(table, order_by(table, name), target) for name in SHAKEN]
+    improvers: Sequence[Improver] = [Shaker(table, order_by(table, name), target) for name in SHAKEN]
     if len(table) <= BEAM_MOST:
         beams = Beams(table, task_of(table), best, aim)
         improvers = [one for shaker in improvers for one in (beams, shaker)]
+    turns = Turns(table, aim, best, improvers)
     if aim.fits(best.height) or len(table) > CPSAT_MOST or not cpsat_is_there():
-        return _searched(table, aim, best, improvers)
-    best = _searched(table, aim.within(ALONE), best, improvers)
-    if best.exhausted or aim.met(best.height):
-        return best
-    return _by_cpsat(table, aim, best, improvers)
+        return turns.advance(aim)
+    return _with_cpsat(table, aim, turns)
 
 
-def _by_cpsat(table: Table, aim: Aim, best: Found, improvers: Sequence[Improver]) -> Found:
-    """CP-SAT for most of the time that is left; the searches go on where it finds nothing."""
-    if not aim.fits(best.height):
+def _with_cpsat(table: Table, aim: Aim, turns: Turns) -> Found:
+    """The searches here and CP-SAT one after the other, as long as nothing fits, each for longer every time."""
+    alone = ALONE
+    while True:
+        best = turns.advance(aim.within(alone))
+        if aim.fits(best.height) or best.exhausted or aim.deadline.over:
+            return best
         target = aim.target(best.height)
-        outcome, offsets = solve(table, target, CPSAT_SHARE * aim.deadline.left)
+        outcome, offsets = solve(table, target, min(CPSAT_TIMES * alone, aim.deadline.left))
         if outcome is Outcome.FOUND:
             return Found(offsets, int((offsets + table.size).max()), "CP-SAT")
         if outcome is Outcome.NONE:
             return replace(best, exhausted=True)
-    return _searched(table, aim, best, improvers)
+        alone *= LONGER
 
 
 def periodic(table: Table, aim: Aim) -> Found:
@@ -126,40 +110,3 @@ def _greedy(table: Table, aim: Aim) -> Found:
             break
     assert best is not None  # a portfolio is not empty
     return best
-
-
-def _searched(table: Table, aim: Aim, best: Found, improvers: Sequence[Improver]) -> Found:
-    """The better of ``best`` and what searches find until the aim is met."""
-    turns = _exact_turns(table, aim.target(best.height)) if len(table) <= EXACT_MOST else None
-    for turn in count():
-        if turns is None and not improvers:
-            break
-        outcome, offsets = next(turns) if turns is not None else (Outcome.PAUSED, None)
-        if offsets is not None:
-            return lower_of(best, Found(offsets, int((offsets + table.size).max()), "exact search"))
-        if outcome is Outcome.NONE:
-            if not aim.fits(best.height):
-                return replace(best, exhausted=True)
-            turns = None  # nothing reaches the bound, and there may be something between that and the best
-        if improvers:
-            improver = improvers[turn % len(improvers)]
-            improver.advance()
-            best = lower_of(best, improver.best)
-        if aim.met(best.height):
-            return best
-    return best
-
-
-def _exact_turns(table: Table, target: int) -> Iterator[tuple[Outcome, Column | None]]:
-    """Exact searches for ``target`` bytes in turns: what each turn ended with, and the addresses where it has found
-    some."""
-    task = task_of(table)
-    lasting = [Search(table, task, target, order_by(table, name)) for name in LASTING]
-    restarts = Restarts(table, task, target)
-    while True:
-        for _ in range(RESTARTS):
-            outcome = restarts.advance()
-            yield outcome, restarts.offsets if outcome is Outcome.FOUND else None
-        for search in lasting:
-            outcome = search.advance(NODES)
-            yield outcome, search.offsets if outcome is Outcome.FOUND else None
