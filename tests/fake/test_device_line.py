@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Iterator
 from time import perf_counter, sleep
+from types import FrameType
+from typing import NoReturn
 
 import pytest
 
+from forebay.device import lanes as lanes_module
+from forebay.device import line as line_module
 from forebay.device.base import Completion, NoDelays
 from forebay.device.lanes import EventLog, LaneCompletion, WorkerCompletion, WorkerLanes, dependency_failure
 from forebay.timeline import Lane
@@ -115,3 +121,74 @@ def test_lanes_close_behind_a_job_that_waits(lanes: WorkerLanes) -> None:
     gate.set()
     closer.join()
     assert seen == [1]
+
+
+SUBMITTING = {inspect.getfile(lanes_module), inspect.getfile(line_module)}
+
+
+class Interrupt:
+    """Ctrl-C at the ``nth`` place of ``submit`` where Python looks for one: as a function begins, or one of C ends."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename in SUBMITTING:
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+
+
+def interrupted(lanes: WorkerLanes, before: WorkerCompletion, nth: int) -> bool:
+    """Submits a job that comes after ``before``; whether it was interrupted at its ``nth`` place."""
+    profiler = sys.getprofile()
+    sys.setprofile(Interrupt(nth))
+    try:
+        lanes.submit(Lane.UPDATE, lambda: None, after=[before, before])
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(profiler)
+    return False
+
+
+@pytest.mark.parametrize("when", ["no thread yet", "first", "behind another", "nothing before it"])
+def test_lanes_end_wherever_a_call_of_submit_was_interrupted(when: str) -> None:
+    nth, was = 0, True
+    while was:
+        gates, prepared, order = (threading.Event(), threading.Event()), list[int](), list[int]()
+        lanes = WorkerLanes(perf_counter, EventLog(), NoDelays(), lambda prepared=prepared: prepared.append(1))
+        before, other = (lanes.submit(lane, gate.wait) for lane, gate in zip((Lane.H2D, Lane.D2H), gates, strict=True))
+        if when != "no thread yet":
+            lanes.submit(Lane.UPDATE, lambda: None).wait()
+        if when == "behind another":
+            lanes.submit(Lane.UPDATE, lambda order=order: order.append(0), after=[other])
+        if when == "nothing before it":
+            gates[0].set()
+            before.wait()
+        was = interrupted(lanes, before, nth)
+        behind = lanes.submit(Lane.UPDATE, lambda order=order: order.append(1), after=[before])
+        gates[0].set()
+        before.wait()
+        gates[1].set()
+        closer = threading.Thread(target=lambda lanes=lanes: (lanes.synchronize(), lanes.close()), daemon=True)
+        closer.start()
+        closer.join(10)
+        assert not closer.is_alive(), nth
+        assert behind.done() and order == [0, 1][when != "behind another" :] and prepared
+        nth += 1
+    assert nth > 10
+
+
+def test_a_lane_whose_thread_is_refused_is_started_by_the_next_job(
+    lanes: WorkerLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start"):
+            lanes.submit(Lane.UPDATE, lambda: 1)
+    assert lanes.submit(Lane.UPDATE, lambda: 2).wait() == 2
+    lanes.synchronize()

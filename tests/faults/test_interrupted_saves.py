@@ -1,9 +1,14 @@
-"""Ctrl-C while somebody waits for a checkpoint made in the background: it goes on, and nobody writes over it."""
+"""Ctrl-C while somebody waits for a checkpoint made in the background: it goes on, and nobody writes over it. At the
+end of the program too."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, final
 
 import pytest
@@ -127,3 +132,67 @@ def test_a_save_that_is_interrupted_as_it_asks_for_its_end(
     trained.save(2, background=True)
     forebay.synchronize(trained.model)
     reader.expect(trained.kept, 2, trained.content())
+
+
+ENDING = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+import forebay
+from forebay.calls import Calls
+from forebay.device.base import Delays
+from forebay.device.cpu import CpuDevice
+from forebay.timeline import Lane
+from forebay.units import MiB
+from tests.faults.trained import AMPLE, adamw, disk_plan, network, step
+
+class LateWrites(Delays):
+    delay = 0.0
+
+    def seconds(self, lane, what):
+        return self.delay if lane is Lane.DISK_WRITE else 0.0
+
+
+torch.set_num_threads(1)
+programs = []
+for depth in (1, 2):
+    folder = Path(sys.argv[1], str(depth))
+    (folder / "disk").mkdir(parents=True)
+    plan = disk_plan(folder / "disk", disk_copies=2)
+    plan = replace(plan, streaming=replace(plan.streaming, disk_writes=Calls(4096, depth)))
+    model, delays = network(), LateWrites()
+    model, optimizer = forebay.prepare(
+        model,
+        adamw(model),
+        plan=plan,
+        disk=f"{folder / 'disk'}:64MiB",
+        crash_safe=folder / "kept",
+        device_memory=AMPLE,
+        device=CpuDevice(8 * MiB, delays=delays),
+    )
+    delays.delay = 0.05
+    step(model, optimizer)
+    forebay.save(model, optimizer, folder / "kept", step=1, background=True)
+    assert not (folder / "kept" / "manifest.json").exists()
+    programs.append((model, optimizer))
+"""
+"""Two programs in one, whose last line is a save in the background; of one, several calls of a write are in flight."""
+
+
+def test_a_program_that_ends_behind_a_save_has_it_all_the_same(
+    reader: Reader, trained: Trained, tmp_path: Path
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    content = trained.step()
+    for depth in (1, 2):
+        reader.expect(tmp_path / str(depth) / "kept", 1, content)

@@ -232,7 +232,6 @@ class WorkerLanes:
         self._state = threading.Condition()
         self._lines: dict[Lane, Line] = {}
         self._threads: list[threading.Thread] = []
-        self._unfinished = 0
         self._closed = False
 
     def submit(
@@ -265,7 +264,7 @@ class WorkerLanes:
             completion = WorkerCompletion(self._untold, self._turn)
             delay = self._delays.seconds(lane, what)
             before = [j for c in after if isinstance(c, LaneCompletion) and (j := c.job()) is not None]
-            self._enqueue(lane, Job(run, after, await_one, completion, delay, nbytes, what, timed), before)
+            self._lines[lane].put(Job(run, after, await_one, completion, delay, nbytes, what, timed), before)
         return completion
 
     def synchronize(self) -> None:
@@ -274,7 +273,7 @@ class WorkerLanes:
         Not for use inside a job, which would wait for itself.
         """
         with self._turn.given_away(), self._state:
-            self._state.wait_for(lambda: self._unfinished == 0)
+            self._state.wait_for(self._idle)
         error = self._untold.take()
         if error is not None:
             raise error
@@ -293,24 +292,29 @@ class WorkerLanes:
                 thread.join()
 
     def _start(self, lane: Lane) -> None:
-        line = self._lines[lane] = Line()
-        if self._prepare_thread is not None:
-            # As a job: what it raises is told like any other failure, instead of ending the thread in silence.
-            completion = WorkerCompletion(self._untold, self._turn)
-            first = Job(self._prepare_thread, (), dependency_failure, completion, 0.0, 0, "prepare", False)
-            self._enqueue(lane, first, ())
+        line = Line()
         thread = threading.Thread(
             target=self._serve,
             args=(lane, line),
             name=f"forebay-{lane.value}",
             daemon=True,
         )
-        self._threads.append(thread)
-        thread.start()
+        try:
+            if self._prepare_thread is not None:
+                # As a job: what it raises is told like any other failure, instead of ending the thread in silence.
+                completion = WorkerCompletion(self._untold, self._turn)
+                line.put(Job(self._prepare_thread, (), dependency_failure, completion, 0.0, 0, "prepare", False), ())
+            thread.start()
+            self._threads.append(thread)
+            self._lines[lane] = line
+        except BaseException:
+            # Refused by the system, or Ctrl-C: the next job starts another, and this one ends if there is one.
+            line.end()
+            self._threads = [known for known in self._threads if known is not thread]
+            raise
 
-    def _enqueue(self, lane: Lane, job: Job, before: Sequence[WorkerCompletion]) -> None:
-        self._unfinished += 1
-        self._lines[lane].put(job, before)
+    def _idle(self) -> bool:
+        return not any(line.unfinished for line in self._lines.values())
 
     def _serve(self, lane: Lane, line: Line) -> None:
         while (job := line.get()) is not None:
@@ -318,8 +322,8 @@ class WorkerLanes:
             # An idle thread must not keep a result alive: it may hold the tensors of a gradient.
             del job
             with self._state:
-                self._unfinished -= 1
-                if self._unfinished == 0:
+                line.unfinished -= 1
+                if self._idle():
                     self._state.notify_all()
 
     def _finish(self, lane: Lane, job: Job) -> None:

@@ -66,6 +66,8 @@ class Line:
     """
 
     def __init__(self) -> None:
+        self.unfinished = 0
+        """Jobs that were put and have not ended. The lanes count them down, under the lock that they hold for puts."""
         self._jobs: deque[Job | None] = deque()
         self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # Re-entrant: the garbage collector may run a session's finalizer, which closes its lanes, while this thread
@@ -75,12 +77,21 @@ class Line:
     def put(self, job: Job, before: Sequence[WorkerCompletion]) -> None:
         """Adds ``job``, which waits for the jobs ``before``. One call at a time: the order of calls is that of jobs."""
         job.awaited = 1 + len(before)  # this call, and what it asks about
-        with self._lock:
-            self._jobs.append(job)
-        for completion in before:
-            if not completion.tell(partial(self._one_less, job)):
-                self._one_less(job)
-        self._one_less(job)
+        try:
+            with self._lock:
+                self.unfinished += 1
+                self._jobs.append(job)
+            for completion in before:
+                if not completion.tell(partial(self._one_less, job)):
+                    self._one_less(job)
+            self._one_less(job)
+        except BaseException:
+            # Ctrl-C: nobody else would count the rest, and all behind the job would wait for ever. The thread hears of
+            # it at once and waits itself for what the job comes after.
+            with self._lock:
+                job.awaited = 0
+                self._pass_on()
+            raise
 
     def end(self) -> None:
         """Nothing comes after what is there; the thread hears of it as None."""
@@ -90,15 +101,20 @@ class Line:
 
     def get(self) -> Job | None:
         """The next job, as soon as no lane has anything to do before it, or None at the end. For the one thread."""
-        return self._ready.get()
+        while (job := self._ready.get()) is not None and job.run is None:
+            pass  # it was passed on twice, and has been served
+        return job
 
     def _one_less(self, job: Job) -> None:
         """Something that ``job`` comes after is done. Runs in the thread that has done it."""
         with self._lock:
-            job.awaited -= 1
-            self._pass_on()
+            if job.awaited:  # 0: the call that queued the job was interrupted, and let it through
+                job.awaited -= 1
+                self._pass_on()
 
     def _pass_on(self) -> None:
         # The first one only: whatever is ready behind it has to wait for it.
         while self._jobs and ((first := self._jobs[0]) is None or first.awaited == 0):
-            self._ready.put(self._jobs.popleft())
+            # In this order: an interrupt between the two has a job passed on twice, and none lost.
+            self._ready.put(first)
+            self._jobs.popleft()

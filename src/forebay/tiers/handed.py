@@ -10,17 +10,17 @@ from __future__ import annotations
 import mmap
 import queue
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.errors import StorageError
 from forebay.memory import Kind, Ledger, Tier
+from forebay.tiers.crew import Crew
 from forebay.tiers.diskfile import DiskFile, DiskPolicy, Meter, TierFile, Verb
 from forebay.tiers.io import SystemIo
 from forebay.tiers.pages import map_pages
-from forebay.tiers.stripes import StripedFile, Zone
+from forebay.tiers.stripes import StripedFile, Zone, crews_for
 from forebay.tiers.sums import PageSums
 
 __all__ = ["HandedFile", "HandedPart", "hand_over", "taken_over"]
@@ -94,18 +94,16 @@ def taken_over(handed: HandedFile, meter: Meter) -> Iterator[TierFile]:
         )
 
     parts = [None if part is None else opened(part) for part in handed.parts]
-    crews: dict[Verb, ThreadPoolExecutor] = {}
+    crews: dict[Verb, Crew] = {}
     try:
         if not handed.zones and parts[0] is not None:
             yield parts[0]
             return
-        verbs: tuple[Verb, ...] = ("read", "write")
-        workers = {verb: max(1, len(parts) * handed.policy.calls(verb).depth - 1) for verb in verbs}
-        crews |= {verb: ThreadPoolExecutor(workers[verb]) for verb in verbs}
+        crews |= crews_for(len(parts), handed.policy)
         yield StripedFile(parts, handed.zones, handed.policy, crews)
     finally:
         for crew in crews.values():
-            crew.shutdown()
+            crew.close()
         for file in parts:
             if file is not None:
                 file.close()

@@ -14,11 +14,13 @@ import contextlib
 import os
 import secrets
 from bisect import bisect_left, insort
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
+from forebay.tiers.crew import Crew
 from forebay.tiers.diskfile import Buffer, TierFile, bytes_of
 from forebay.tiers.lock import FolderLock
 from forebay.tiers.sums import checksum
@@ -33,7 +35,7 @@ HOME: Final = "home-"
 class KeptFile(TierFile):
     """A file of the tier, at ``path``, that notes the checksum of what is written, which ``summing`` makes."""
 
-    def __init__(self, file: TierFile, path: Path, summing: ThreadPoolExecutor) -> None:
+    def __init__(self, file: TierFile, path: Path, summing: Crew) -> None:
         self.nbytes = file.nbytes
         self.path = path
         self._file = file
@@ -48,7 +50,7 @@ class KeptFile(TierFile):
     def write(self, offset: int, buffer: Buffer) -> None:
         view = bytes_of(buffer)
         self._forget(offset, len(view))
-        summed = self._summing.submit(checksum, view)
+        summed = self._summing.submit(partial(checksum, view))
         try:
             self._file.write(offset, view)
         finally:
@@ -103,7 +105,7 @@ class KeptFolder:
         self.files: dict[str, KeptFile] = {}
         self._token = secrets.token_hex(4)
         self._fate = _Fate.GO
-        self._summing = ThreadPoolExecutor(1, thread_name_prefix="forebay-disk-sum")  # no thread before the first sum
+        self._summing = Crew(1, "forebay-disk-sum")  # no thread before the first sum
 
     @property
     def names(self) -> frozenset[str]:
@@ -138,7 +140,7 @@ class KeptFolder:
 
     def close(self) -> None:
         """Removes the files, closed by now, unless a checkpoint names them; a second call does nothing."""
-        self._summing.shutdown()
+        self._summing.close()
         if self._fate is _Fate.GO:
             for file in self.files.values():
                 with contextlib.suppress(OSError):  # the next run in the folder removes what nobody names

@@ -12,20 +12,22 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeAlias, final
 
 from forebay.errors import DiskFull, StorageError
 from forebay.memory import Kind, Ledger
+from forebay.tiers.crew import Crew
 from forebay.tiers.disk import DiskFolder
 from forebay.tiers.diskfile import Buffer, DiskFile, DiskPolicy, TierFile, Verb, bytes_of
 from forebay.tiers.io import Io, SystemIo
 from forebay.units import format_bytes
 
-__all__ = ["DiskTier", "Folder", "Zone", "lay_out"]
+__all__ = ["DiskTier", "Folder", "Zone", "crews_for", "lay_out"]
 
 _UNLIMITED: Final = 1 << 62
 """Bytes: more than any disk."""
@@ -99,6 +101,12 @@ def lay_out(nbytes: int, room: Sequence[int], stripe: int, page: int) -> tuple[Z
     return tuple(zones)
 
 
+def crews_for(folders: int, policy: DiskPolicy) -> dict[Verb, Crew]:
+    """Who makes the calls of a file over ``folders``, beside its caller."""
+    verbs: tuple[Verb, ...] = ("read", "write")
+    return {verb: Crew(max(1, folders * policy.calls(verb).depth - 1), f"forebay-disk-{verb}") for verb in verbs}
+
+
 @final
 class DiskTier:
     """The folders of one run and the files over them. Use it as a context manager or close it.
@@ -143,15 +151,9 @@ class DiskTier:
             self._room = [_UNLIMITED if alone else self._allowed(folder) for folder in folders]
             lay_out(self.policy.padded(needed), self._room, self.policy.stripe, self.policy.alignment)
             opened.pop_all()
-        verbs: tuple[Verb, ...] = ("read", "write")
-        self._crews = {
-            verb: ThreadPoolExecutor(
-                max(1, len(folders) * self.policy.calls(verb).depth - 1), thread_name_prefix=f"forebay-disk-{verb}"
-            )
-            for verb in verbs
-        }
+        self._crews = crews_for(len(folders), self.policy)
         for crew in self._crews.values():
-            self._stack.callback(crew.shutdown)
+            self._stack.callback(crew.close)
 
     @property
     def direct(self) -> bool:
@@ -231,7 +233,7 @@ class StripedFile(TierFile):
         parts: Sequence[DiskFile | None],
         zones: Sequence[Zone],
         policy: DiskPolicy,
-        crews: dict[Verb, ThreadPoolExecutor],
+        crews: dict[Verb, Crew],
     ) -> None:
         self.nbytes = sum(zone.nbytes for zone in zones)
         self.parts = parts
@@ -273,7 +275,7 @@ class StripedFile(TierFile):
         # take the same time.
         takers = [pieces for pieces in self._cut(verb, offset, view) for _ in range(min(depth, len(pieces)))]
         # The caller's thread is one of them: with a single call in flight there is nobody to wait for.
-        others = [crew.submit(_drain, pieces, move) for pieces in takers[1:]]
+        others = [crew.submit(partial(_drain, pieces, move)) for pieces in takers[1:]]
         try:
             _drain(takers[0] if takers else deque(), move)
         finally:
