@@ -146,11 +146,11 @@ class Outline(NamedTuple):
     ops: tuple[int, int] = (0, 0)
     tensor: int = -1
     bits: int = 0
-    recomputed: bool = False
     apart: bool = False
     block: str = ""
     chosen_from: int = 0
     rest: int = 0
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)

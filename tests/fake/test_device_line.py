@@ -21,24 +21,29 @@ from forebay.timeline import Lane
 SOON = 0.05
 """Seconds in which a thread that was told of a job has begun it."""
 
+DEADLINE = 20.0
+"""Seconds after which a thread that was told of a job is not going to begin it."""
+
 
 class Asked:
     """Waits for what a job comes after, in the lane's thread, and notes whether there was anything to wait for."""
 
     def __init__(self) -> None:
         self.found: list[bool] = []
+        self.told = threading.Event()
 
     def __call__(self, completion: Completion) -> BaseException | None:
         self.found.append(completion.done())
+        self.told.set()
         return dependency_failure(completion)
 
 
 class Behind(LaneCompletion):
     """Some bytes that are there a while after a job has ended, as those of a copy that the job has only issued."""
 
-    def __init__(self, issued: WorkerCompletion) -> None:
+    def __init__(self, issued: WorkerCompletion, there: threading.Event) -> None:
         self.issued = issued
-        self.there = threading.Event()
+        self.there = there
 
     def wait(self) -> None:
         self.there.wait()
@@ -53,6 +58,22 @@ class Behind(LaneCompletion):
         return self.issued
 
 
+class Gates:
+    """What the jobs of a test wait for, until it says that they may go on."""
+
+    def __init__(self) -> None:
+        self._made: list[threading.Event] = []
+
+    def one(self) -> threading.Event:
+        """A gate that is closed until it is set."""
+        self._made.append(threading.Event())
+        return self._made[-1]
+
+    def open(self) -> None:
+        for gate in self._made:
+            gate.set()
+
+
 @pytest.fixture
 def lanes() -> Iterator[WorkerLanes]:
     made = WorkerLanes(perf_counter, EventLog(), NoDelays())
@@ -60,13 +81,21 @@ def lanes() -> Iterator[WorkerLanes]:
     made.close()
 
 
-def test_a_thread_hears_of_a_job_when_all_that_it_comes_after_is_done(lanes: WorkerLanes) -> None:
-    gates, asked, seen = (threading.Event(), threading.Event()), Asked(), []
+@pytest.fixture
+def gates(lanes: WorkerLanes) -> Iterator[Gates]:
+    """Opened before ``lanes`` are closed, which waits for every job: so a test that fails ends too."""
+    made = Gates()
+    yield made
+    made.open()
+
+
+def test_a_thread_hears_of_a_job_when_all_that_it_comes_after_is_done(lanes: WorkerLanes, gates: Gates) -> None:
+    both, asked, seen = (gates.one(), gates.one()), Asked(), []
     lanes.submit(Lane.UPDATE, lambda: None).wait()  # its thread is there, and idle
-    before = [lanes.submit(lane, gate.wait) for lane, gate in zip((Lane.D2H, Lane.DISK_READ), gates, strict=True)]
+    before = [lanes.submit(lane, gate.wait) for lane, gate in zip((Lane.D2H, Lane.DISK_READ), both, strict=True)]
     job = lanes.submit(Lane.UPDATE, lambda: seen.append("first"), after=before, await_one=asked)
     behind = lanes.submit(Lane.UPDATE, lambda: seen.append("second"))
-    for gate in gates:
+    for gate in both:
         sleep(SOON)
         assert not seen and not asked.found and not job.done()
         gate.set()
@@ -75,23 +104,22 @@ def test_a_thread_hears_of_a_job_when_all_that_it_comes_after_is_done(lanes: Wor
     assert asked.found == [True, True]
 
 
-def test_what_has_no_job_is_waited_for_by_the_thread(lanes: WorkerLanes) -> None:
-    gate, asked = threading.Event(), Asked()
-    copied = Behind(lanes.submit(Lane.H2D, gate.wait))
+def test_what_has_no_job_is_waited_for_by_the_thread(lanes: WorkerLanes, gates: Gates) -> None:
+    gate, asked = gates.one(), Asked()
+    copied = Behind(lanes.submit(Lane.H2D, gate.wait), gates.one())
     job = lanes.submit(Lane.UPDATE, lambda: None, after=[copied], await_one=asked)
     sleep(SOON)
     assert not asked.found
     gate.set()
-    while not asked.found:
-        sleep(0.001)
+    assert asked.told.wait(DEADLINE)
     assert not job.done()
     copied.there.set()
     job.wait()
     assert asked.found == [False]
 
 
-def test_a_job_that_failed_is_told_of_too(lanes: WorkerLanes) -> None:
-    gate = threading.Event()
+def test_a_job_that_failed_is_told_of_too(lanes: WorkerLanes, gates: Gates) -> None:
+    gate = gates.one()
     first = lanes.submit(Lane.H2D, lambda: gate.wait() and 1 // 0)
     second = lanes.submit(Lane.UPDATE, lambda: None, after=[first])
     gate.set()
@@ -110,16 +138,17 @@ def test_what_a_job_comes_after_may_end_while_it_is_queued(lanes: WorkerLanes) -
     assert order == list(range(300))
 
 
-def test_lanes_close_behind_a_job_that_waits(lanes: WorkerLanes) -> None:
-    gate, seen = threading.Event(), []
+def test_lanes_close_behind_a_job_that_waits(lanes: WorkerLanes, gates: Gates) -> None:
+    gate, seen = gates.one(), []
     first = lanes.submit(Lane.H2D, gate.wait)
     lanes.submit(Lane.UPDATE, lambda: seen.append(1), after=[first])
-    closer = threading.Thread(target=lanes.close)
+    closer = threading.Thread(target=lanes.close, daemon=True)
     closer.start()
     sleep(SOON)
     assert closer.is_alive()
     gate.set()
-    closer.join()
+    closer.join(DEADLINE)
+    assert not closer.is_alive()
     assert seen == [1]
 
 
