@@ -82,7 +82,7 @@ def adopt_plan(
 def expect_served(plan: Plan, *, two_places: bool, checksums: bool) -> None:
     """Raises ``ConfigError`` for a plan that has something on disk but one place for it, where an update would write
     over a checkpoint, or no memory for checksums of it."""
-    on_disk = next((p.block for p in plan.placements if Tier.DISK in (p.parameters, p.states)), None)
+    on_disk = next((p.block for p in plan.placements if p.on_disk), None)
     if on_disk is None:
         return
     if two_places and plan.streaming.disk_copies == 1:

@@ -146,7 +146,7 @@ def _filled(
         accumulation=accumulation,
         alternatives=_instead(bench, plan),
         reasons=settled.reasons,
-        notes=(*notes, *forecast.notes, *_source(machine, forecast), *_passing(beside)),
+        notes=(*notes, *forecast.notes, *_source(machine, forecast), *_passing(beside), *_unheld(bench.problem, plan)),
     )
 
 
@@ -323,3 +323,10 @@ def _passing(beside: int) -> tuple[str, ...]:
         f"loading, saving or resuming takes {format_bytes(beside)} of host memory more than is allowed for a moment: "
         f"no budget counts it; lower host_memory by as much to stay below",
     )
+
+
+def _unheld(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """That checksums were asked for and ``plan`` has nothing that they are of."""
+    if not problem.checksums or any(p.on_disk for p in plan.placements):
+        return ()
+    return ("no parameters and no states are on disk: checksums have nothing to hold",)

@@ -95,6 +95,11 @@ class Placement:
         """Whether parameters, gradients and states all stay on the device."""
         return self.states is Tier.DEVICE
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether parameters or states are on disk."""
+        return Tier.DISK in (self.parameters, self.states)
+
     def updating(self, how: Update) -> Placement:
         """The same block, updated so."""
         return self if self.update is how else replace(self, update=how)
@@ -300,8 +305,7 @@ class Plan:
     def _check_copies(self) -> None:
         """Raises for blocks on disk whose two copies there are asked for twice, or are written by somebody else."""
         for placed in self.placements if self.streaming.disk_copies > 1 else ():
-            on_disk = Tier.DISK in (placed.parameters, placed.states)
-            if on_disk and placed.update in (Update.AHEAD, Update.STORAGE):
+            if placed.on_disk and placed.update in (Update.AHEAD, Update.STORAGE):
                 raise ConfigError(
                     f"block {placed.block} is on disk in two copies, of which a checkpoint has one; set its update to "
                     f"step, got {placed.update.value}, or make disk_copies 1"

@@ -15,37 +15,17 @@ from forebay.checking.step import Step
 from forebay.layout import state_layout
 from forebay.memory import Kind
 from forebay.program import Action, Change, Program, Use, Verb
-from forebay.timeline import Lane
 from forebay.trace import Phase
 from tests.null.ahead import changes_of_homes
 from tests.null.programs import drop
+from tests.null.rearranging import behind, changed, numbered, reaches, twice
 from tests.null.strategies import Case
 from tests.null.treating import TreatedOps
 
-__all__ = ["CORRUPTIONS", "Spoiled", "behind", "reaches"]
+__all__ = ["CORRUPTIONS", "Spoiled"]
 
 Spoiled = tuple[Program, frozenset[str]]
 """A program that is wrong, and what its fault may be ascribed to."""
-
-
-def _numbered(program: Program, *verbs: Verb) -> Iterator[tuple[int, Action]]:
-    return ((i, a) for i, a in enumerate(program.actions) if a.verb in verbs)
-
-
-def _with(program: Program, index: int, **changes: object) -> Program:
-    actions = list(program.actions)
-    actions[index] = replace(actions[index], **changes)  # type: ignore[arg-type]
-    return replace(program, actions=tuple(actions))
-
-
-def _twice(program: Program, index: int) -> Program:
-    """The action once more, directly after itself."""
-    actions = [
-        replace(a, after=tuple(b + (b > index) for b in a.after)) if i > index else a
-        for i, a in enumerate(program.actions)
-    ]
-    actions.insert(index + 1, program.actions[index])
-    return replace(program, actions=tuple(actions))
 
 
 def _reads(case: Case) -> list[frozenset[str]]:
@@ -61,10 +41,10 @@ def _reads(case: Case) -> list[frozenset[str]]:
 def _in_use(case: Case, program: Program) -> Iterator[tuple[int, int, Use]]:
     """(fetch, compute, use): compute reads the block's parameters, from the slot that the fetch filled last."""
     reads = _reads(case)
-    for index, action in _numbered(program, Verb.COMPUTE):
+    for index, action in numbered(program, Verb.COMPUTE):
         for use in action.uses:
             if any(use.block in reads[op] for op in range(*action.ops)):
-                filled = [i for i, a in _numbered(program, Verb.FETCH) if i < index and a.slot == use.slot]
+                filled = [i for i, a in numbered(program, Verb.FETCH) if i < index and a.slot == use.slot]
                 yield filled[-1], index, use
 
 
@@ -76,7 +56,7 @@ def drop_fetch(case: Case, program: Program) -> list[Spoiled]:
     """The slot then holds another block, nothing, or what the same block was before its last update."""
     made, changes = [], changes_of_homes(case.plan, program)
     for fetch, use in {f: u for f, _, u in _in_use(case, program)}.items():
-        before = [(i, a) for i, a in _numbered(program, Verb.FETCH) if i < fetch and a.slot == use.slot]
+        before = [(i, a) for i, a in numbered(program, Verb.FETCH) if i < fetch and a.slot == use.slot]
         if before and before[-1][1].block == use.block:
             between = range(before[-1][0], fetch)
             if not any(i in between for i in changes.get(use.block, ())):
@@ -92,37 +72,37 @@ def swap_fetches(case: Case, program: Program) -> list[Spoiled]:
     for first, second in pairwise(used):
         a, b = program.actions[first], program.actions[second]
         if a.block != b.block:
-            spoiled = _with(program, first, block=b.block, what=b.what, nbytes=b.nbytes)
-            spoiled = _with(spoiled, second, block=a.block, what=a.what, nbytes=a.nbytes)
+            spoiled = changed(program, first, block=b.block, what=b.what, nbytes=b.nbytes)
+            spoiled = changed(spoiled, second, block=a.block, what=a.what, nbytes=a.nbytes)
             made.append((spoiled, frozenset((a.block, b.block))))
     return made
 
 
 def drop_update(case: Case, program: Program) -> list[Spoiled]:
     """A lowering updates only what has a gradient, and each of it once."""
-    return [(drop(program, i), _names(case, a.block)) for i, a in _numbered(program, Verb.UPDATE)]
+    return [(drop(program, i), _names(case, a.block)) for i, a in numbered(program, Verb.UPDATE)]
 
 
 def repeat_update(case: Case, program: Program) -> list[Spoiled]:
     """The same gradient would be applied twice."""
-    return [(_twice(program, i), _names(case, a.block)) for i, a in _numbered(program, Verb.UPDATE)]
+    return [(twice(program, i), _names(case, a.block)) for i, a in numbered(program, Verb.UPDATE)]
 
 
 def drop_landing(case: Case, program: Program) -> list[Spoiled]:
     """The gradient would be lost."""
-    return [(drop(program, i), frozenset((a.parameter,))) for i, a in _numbered(program, Verb.LAND, Verb.ACCUMULATE)]
+    return [(drop(program, i), frozenset((a.parameter,))) for i, a in numbered(program, Verb.LAND, Verb.ACCUMULATE)]
 
 
 def repeat_landing(case: Case, program: Program) -> list[Spoiled]:
     """The gradient would be added twice, or copied after it was freed."""
-    return [(_twice(program, i), frozenset((a.parameter,))) for i, a in _numbered(program, Verb.LAND, Verb.ACCUMULATE)]
+    return [(twice(program, i), frozenset((a.parameter,))) for i, a in numbered(program, Verb.LAND, Verb.ACCUMULATE)]
 
 
 def drop_state_io(case: Case, program: Program) -> list[Spoiled]:
     """States on disk that are not read, or not written back."""
     return [
         (drop(program, i), _names(case, a.block))
-        for i, a in _numbered(program, Verb.READ, Verb.WRITE)
+        for i, a in numbered(program, Verb.READ, Verb.WRITE)
         if a.chunk >= 0 and a.tensor < 0
     ]
 
@@ -132,10 +112,10 @@ def drop_detour(case: Case, program: Program) -> list[Spoiled]:
     name = Step(case.trace).name
     verbs = Verb.READ, Verb.WRITE, Verb.ENCODE, Verb.DECODE
     made = []
-    for i, a in _numbered(program, *verbs):
+    for i, a in numbered(program, *verbs):
         if a.tensor >= 0:
             # What stays as it is weighs on the computations behind it: one of them has more beside it than it says.
-            crowded = [c.what for j, c in _numbered(program, Verb.COMPUTE) if j > i]
+            crowded = [c.what for j, c in numbered(program, Verb.COMPUTE) if j > i]
             made.append((drop(program, i), frozenset((name(a.tensor), *crowded))))
     return made
 
@@ -143,8 +123,8 @@ def drop_detour(case: Case, program: Program) -> list[Spoiled]:
 def shrink_slot(case: Case, program: Program) -> list[Spoiled]:
     """One byte less than a block that is fetched into it."""
     made = []
-    for slot in {a.slot for _, a in _numbered(program, Verb.FETCH)}:
-        blocks = {a.block for _, a in _numbered(program, Verb.FETCH) if a.slot == slot}
+    for slot in {a.slot for _, a in numbered(program, Verb.FETCH)}:
+        blocks = {a.block for _, a in numbered(program, Verb.FETCH) if a.slot == slot}
         size = max(case.trace.model.block(name).nbytes for name in blocks) - 1
         slots = tuple(size if i == slot else n for i, n in enumerate(program.slots))
         made.append((replace(program, slots=slots), frozenset(blocks)))
@@ -156,11 +136,11 @@ def wrong_use(case: Case, program: Program) -> list[Spoiled]:
     made = []
     for _, index, use in _in_use(case, program):
         uses = program.actions[index].uses
-        made.append((_with(program, index, uses=tuple(u for u in uses if u != use)), _names(case, use.block)))
+        made.append((changed(program, index, uses=tuple(u for u in uses if u != use)), _names(case, use.block)))
         other = next((b for b in case.trace.model.blocks if b.name != use.block), None)
         if other is not None and other.name not in {u.block for u in uses}:
-            changed = tuple(Use(other.name, u.slot) if u == use else u for u in uses)
-            made.append((_with(program, index, uses=changed), _names(case, use.block)))
+            others = tuple(Use(other.name, u.slot) if u == use else u for u in uses)
+            made.append((changed(program, index, uses=others), _names(case, use.block)))
     return made
 
 
@@ -169,10 +149,10 @@ def shift_ops(case: Case, program: Program) -> list[Spoiled]:
     works = [case.trace.works[op.work].op for _, _, op in case.trace.ops()]
     blocks = [b.name for b in case.trace.model.blocks]
     made = []
-    for index, action in _numbered(program, Verb.COMPUTE):
+    for index, action in numbered(program, Verb.COMPUTE):
         start, stop = action.ops
         for ops in ((start + 1, stop), (start, stop - 1), (start + 1, stop + 1)):
-            made.append((_with(program, index, ops=ops), frozenset((*works, action.what, *blocks)) | _moved(case)))
+            made.append((changed(program, index, ops=ops), frozenset((*works, action.what, *blocks)) | _moved(case)))
     return made
 
 
@@ -180,7 +160,7 @@ def drop_recompute(case: Case, program: Program) -> list[Spoiled]:
     """In a chain every backward begins with an op that reads what its own forward saved last; and who comes next has
     not waited for what the recomputation has."""
     moved = _moved(case)
-    return [(drop(program, i), moved | {a.block}) for i, a in _numbered(program, Verb.COMPUTE) if a.recomputed]
+    return [(drop(program, i), moved | {a.block}) for i, a in numbered(program, Verb.COMPUTE) if a.recomputed]
 
 
 def _moved(case: Case) -> frozenset[str]:
@@ -192,7 +172,7 @@ def _moved(case: Case) -> frozenset[str]:
 def drop_offload(case: Case, program: Program) -> list[Spoiled]:
     """Then nothing is on the host that could come back."""
     name = Step(case.trace).name
-    return [(drop(program, i), frozenset((name(a.tensor),))) for i, a in _numbered(program, Verb.OFFLOAD)]
+    return [(drop(program, i), frozenset((name(a.tensor),))) for i, a in numbered(program, Verb.OFFLOAD)]
 
 
 def drop_reload(case: Case, program: Program) -> list[Spoiled]:
@@ -204,8 +184,8 @@ def drop_reload(case: Case, program: Program) -> list[Spoiled]:
 def repeat_move(case: Case, program: Program) -> list[Spoiled]:
     """Twice the memory, on the host or on the device."""
     name = Step(case.trace).name
-    moves = _numbered(program, Verb.OFFLOAD, Verb.RELOAD)
-    return [(_twice(program, i), frozenset((name(a.tensor),))) for i, a in moves]
+    moves = numbered(program, Verb.OFFLOAD, Verb.RELOAD)
+    return [(twice(program, i), frozenset((name(a.tensor),))) for i, a in moves]
 
 
 def confuse_moves(case: Case, program: Program) -> list[Spoiled]:
@@ -213,12 +193,12 @@ def confuse_moves(case: Case, program: Program) -> list[Spoiled]:
     step = Step(case.trace)
     made = []
     for verb in (Verb.OFFLOAD, Verb.RELOAD):
-        for (i, a), (_, b) in pairwise(_numbered(program, verb)):
+        for (i, a), (_, b) in pairwise(numbered(program, verb)):
             if a.tensor != b.tensor:
                 names = frozenset((step.name(a.tensor), step.name(b.tensor)))
-                made.append((_with(program, i, tensor=b.tensor, nbytes=b.nbytes), names))
-                made.append((_with(program, i, nbytes=a.nbytes - 1), names))
-                made.append((_with(program, i, tensor=-1), frozenset(("tensor -1",))))
+                made.append((changed(program, i, tensor=b.tensor, nbytes=b.nbytes), names))
+                made.append((changed(program, i, nbytes=a.nbytes - 1), names))
+                made.append((changed(program, i, tensor=-1), frozenset(("tensor -1",))))
     return made
 
 
@@ -233,8 +213,8 @@ def _asked(case: Case, program: Program) -> Iterator[tuple[int, int]]:
     """(reload, compute): the first after it that reads, in backward or running again, what it brings back."""
     treated = TreatedOps(case.trace, case.plan)
     backward = [v.phase is Phase.BACKWARD for _, v, _ in case.trace.ops()]
-    for index, reload in _numbered(program, Verb.RELOAD):
-        for reader, action in _numbered(program, Verb.COMPUTE):
+    for index, reload in numbered(program, Verb.RELOAD):
+        for reader, action in numbered(program, Verb.COMPUTE):
             if reader < index:
                 continue
             if action.ops[0] == 0 and not action.recomputed:
@@ -246,28 +226,17 @@ def _asked(case: Case, program: Program) -> Iterator[tuple[int, int]]:
                 break
 
 
-def behind(program: Program, index: int, after: int) -> Program:
-    """Action ``index`` moved behind action ``after``; nobody waits for it any longer."""
-    order = [*range(index), *range(index + 1, after + 1), index, *range(after + 1, len(program.actions))]
-    place = {old: new for new, old in enumerate(order)}
-    actions = [
-        replace(program.actions[old], after=tuple(sorted(place[a] for a in program.actions[old].after if a != index)))
-        for old in order
-    ]
-    return replace(program, actions=tuple(actions))
-
-
 def run_named(case: Case, program: Program) -> list[Spoiled]:
     """An op whose result is kept or moved runs again."""
     named = TreatedOps(case.trace, case.plan).named
     blocks = [frozenset((v.block,)) for _, v, _ in case.trace.ops()]
     made = []
-    for index, action in _numbered(program, Verb.COMPUTE):
+    for index, action in numbered(program, Verb.COMPUTE):
         start, stop = action.ops
         if action.recomputed and start - 1 in named:
-            made.append((_with(program, index, ops=(start - 1, stop)), blocks[start - 1]))
+            made.append((changed(program, index, ops=(start - 1, stop)), blocks[start - 1]))
         if action.recomputed and stop in named:
-            made.append((_with(program, index, ops=(start, stop + 1)), blocks[stop]))
+            made.append((changed(program, index, ops=(start, stop + 1)), blocks[stop]))
     return made
 
 
@@ -275,10 +244,10 @@ def free_too_much(case: Case, program: Program) -> list[Spoiled]:
     """An offload that says that it frees more than there was."""
     name, sizes = Step(case.trace).name, {i: t.nbytes for i, t in case.trace.tensors()}
     made = []
-    for index, action in _numbered(program, Verb.OFFLOAD):
+    for index, action in numbered(program, Verb.OFFLOAD):
         # Of what leaves in part the copy frees all.
         freed = (Change(Kind.ACTIVATION, -sizes[action.tensor] - 1),)
-        made.append((_with(program, index, changes=freed), frozenset((name(action.tensor),))))
+        made.append((changed(program, index, changes=freed), frozenset((name(action.tensor),))))
     return made
 
 
@@ -287,10 +256,10 @@ def understate_memory(case: Case, program: Program) -> list[Spoiled]:
     made = []
     sizes = {i: t.nbytes for i, t in case.trace.tensors() if t.root == i}
     outputs = [sum(sizes.get(v.resolve(t), 0) for t in op.outputs) for _, v, op in case.trace.ops()]
-    for index, action in _numbered(program, Verb.COMPUTE):
+    for index, action in numbered(program, Verb.COMPUTE):
         least = outputs[action.ops[0]] if action.ops[0] < action.ops[1] else 0
         if least and index == 0:  # later actions may say more than they need: gradients of one window
-            made.append((_with(program, index, peak=least - 1), frozenset((action.what,))))
+            made.append((changed(program, index, peak=least - 1), frozenset((action.what,))))
     return made
 
 
@@ -305,7 +274,7 @@ def lose_dependency(case: Case, program: Program) -> list[Spoiled]:
             subjects = _needs(case, program, used, earlier, index)
             if subjects or (earlier, index) in asked or _moves(treated, program.actions[earlier], action):
                 less = tuple(a for a in action.after if a != earlier)
-                spoiled = _with(program, index, after=less)
+                spoiled = changed(program, index, after=less)
                 if not reaches(spoiled, earlier, index):
                     made.append((spoiled, subjects | moved))  # what is lost with a fetch may be a reload before it
     return made
@@ -355,22 +324,6 @@ def _needs(case: Case, program: Program, used: list[tuple[int, int, Use]], first
     if pair == (Verb.WRITE, Verb.READ) and (a.block, a.chunk) == (b.block, b.chunk):
         return frozenset((a.block,)) if a.chunk >= 0 and b.step == a.step + 1 else frozenset()
     return frozenset()
-
-
-def reaches(program: Program, first: int, second: int) -> bool:
-    """Whether ``second`` comes after ``first`` by lanes and dependencies."""
-    before: dict[Lane, int] = {}
-    follows: list[list[int]] = []
-    for index, action in enumerate(program.actions):
-        follows.append([*action.after, *([before[action.lane]] if action.lane in before else [])])
-        before[action.lane] = index
-    seen, waiting = set[int](), [second]
-    while waiting:
-        for earlier in follows[waiting.pop()]:
-            if earlier >= first and earlier not in seen:
-                seen.add(earlier)
-                waiting.append(earlier)
-    return first in seen
 
 
 CORRUPTIONS: dict[str, Callable[[Case, Program], list[Spoiled]]] = {

@@ -8,8 +8,6 @@ buffers, micro-batch inputs. ``plans(trace)`` places every block anywhere that i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import ceil
 
 from hypothesis import strategies as st
 
@@ -23,17 +21,14 @@ from forebay.trace import Block, Parameter, Phase, Trace
 from forebay.treatments import Fate, Selection, Split, Treatment
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, made_bytes, peak_live
+from tests.null.treated_bytes import coded_bytes, moved_bytes, treated_roots
 
 __all__ = [
     "HOMES",
     "Case",
     "cases",
-    "coded_bytes",
-    "codes_nbytes",
     "machines",
     "models",
-    "moved_bytes",
-    "part_nbytes",
     "plan_for",
     "plans",
     "recomputable",
@@ -225,56 +220,6 @@ def selections(draw: st.DrawFn, trace: Trace, recompute: frozenset[str], disk: b
     return tuple(Selection(tuple(blocks), treatments) for treatments, blocks in chosen.items())
 
 
-def moved_bytes(trace: Trace, activations: tuple[Selection, ...], fate: Fate = Fate.OFFLOAD) -> list[int]:
-    """Bytes of what ``activations`` move to the host (or to where ``fate`` says) in one pass: of roots of 4096 bytes or
-    more, each by its op, of their parts, or of codes."""
-    return [codes_nbytes(*one) for one, where, _ in _treated(trace, activations) if where is fate]
-
-
-def coded_bytes(trace: Trace, activations: tuple[Selection, ...]) -> list[int]:
-    """The most bytes that each root that is encoded takes beside itself: codes, and 24 bytes an element to work in."""
-    return [
-        codes_nbytes(*one) + 24 * (-(-one[0] // one[1]) + 256) for one, *_ in _treated(trace, activations) if one[2]
-    ]
-
-
-def part_nbytes(nbytes: int, split: Split | None) -> int:
-    """Bytes of the first parts of ``nbytes`` that ``split`` is about, up to the next cache line."""
-    if split is None:
-        return nbytes
-    exact = Fraction(nbytes * split.treated, split.parts)
-    return min(nbytes, 64 * ceil(exact / 64))
-
-
-def codes_nbytes(nbytes: int, itemsize: int, bits: int) -> int:
-    """Bytes of ``nbytes`` as ``bits`` bits an element: two numbers for each 256, and the codes."""
-    if not bits:
-        return nbytes
-    elements = nbytes // itemsize
-    return 2 * itemsize * -(-elements // 256) + -(-elements * bits // 8)
-
-
-def _treated(trace: Trace, activations: tuple[Selection, ...]) -> list[tuple[tuple[int, int, int], Fate, int]]:
-    """(bytes, bytes of an element, bits) and fate of what is treated of every root of 4096 bytes or more of a treated
-    op, and the bytes of that root."""
-    found = []
-    for visit in trace.visits:
-        treatments = next((s.treatments for s in activations if visit.block in s.blocks), ())
-        if visit.phase is Phase.BACKWARD:
-            continue
-        segment = trace.segments[visit.segment]
-        names = [trace.works[op.work].op for op in segment.ops]
-        for treatment in treatments:
-            places = [i for i, name in enumerate(names) if name == treatment.op]
-            made = [segment.tensors[t] for t in segment.ops[places[treatment.occurrence]].outputs]
-            for tensor in made:
-                if tensor.nbytes >= 4096:
-                    itemsize = 2 if tensor.dtype == "bfloat16" else 4
-                    part = part_nbytes(tensor.nbytes, treatment.split)
-                    found.append(((part, itemsize, treatment.bits), treatment.fate, tensor.nbytes))
-    return found
-
-
 @st.composite
 def plans(draw: st.DrawFn, trace: Trace, disk: bool = True, recompute: bool = True, activations: bool = False) -> Plan:
     """Any plan that is valid for ``trace``: what must be on the device fits in a slot, what passes the host fits in a
@@ -333,8 +278,8 @@ def plan_for(
         live += max(_visit_bytes(trace, made, name) for name in recompute)
     # What moves may be there twice: on its way out and back, as a whole if a part of it does, and the rest beside it;
     # what is named may outlive what it would have been.
-    moved = [whole for _, fate, whole in _treated(trace, activations) if fate is not Fate.KEEP]
-    rests = [whole - one[0] for one, _, whole in _treated(trace, activations)]
+    moved = [whole for _, fate, whole in treated_roots(trace, activations) if fate is not Fate.KEEP]
+    rests = [whole - one[0] for one, _, whole in treated_roots(trace, activations)]
     live += (
         2 * sum(moved)
         + sum(rests)

@@ -16,8 +16,8 @@ from forebay.program import Action, Program, Verb
 from forebay.trace import Model, Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.ahead import ahead, issued_earlier
-from tests.null.corruptions import behind
 from tests.null.programs import drop, plain_program
+from tests.null.rearranging import behind
 from tests.null.strategies import RESIDENT, plan_for, roomy
 from tests.null.synthetic import block
 from tests.null.test_check_ahead import read_again

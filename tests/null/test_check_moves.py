@@ -19,9 +19,10 @@ from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.programs import device_standing
-from tests.null.strategies import moved_bytes, plan_for, roomy_machine
+from tests.null.strategies import plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
+from tests.null.treated_bytes import moved_bytes
 from tests.null.treating import treated_program
 
 MACHINE = roomy_machine()

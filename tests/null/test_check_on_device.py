@@ -16,9 +16,9 @@ from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from tests.null.ahead import ends_of_steps, issued_earlier
-from tests.null.corruptions import reaches
 from tests.null.on_device import on_device
 from tests.null.programs import drop, plain_program
+from tests.null.rearranging import reaches
 from tests.null.strategies import HOMES, RESIDENT, roomy, roomy_machine
 from tests.null.synthetic import ADAM, block
 from tests.null.tracing import Layer, chain_trace, unread_trace

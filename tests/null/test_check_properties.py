@@ -19,9 +19,10 @@ from forebay.trace import Block
 from forebay.treatments import Fate, Selection, Treatment
 from tests.null.corruptions import CORRUPTIONS
 from tests.null.programs import device_standing, plain_program
-from tests.null.strategies import HOMES, Case, cases, moved_bytes, plan_for, roomy_machine
+from tests.null.strategies import HOMES, Case, cases, plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace, peak_live
+from tests.null.treated_bytes import moved_bytes
 from tests.null.treating import treated_program
 
 ENOUGH = 1 << 50

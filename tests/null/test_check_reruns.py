@@ -15,8 +15,8 @@ from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Model, Phase, Trace
 from forebay.treatments import Fate, Selection, Treatment
-from tests.null.corruptions import behind
 from tests.null.programs import device_standing
+from tests.null.rearranging import behind
 from tests.null.strategies import RESIDENT, plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import TraceBuilder

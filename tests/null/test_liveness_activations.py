@@ -16,9 +16,10 @@ from forebay.plans import Placement, Streaming
 from forebay.simulation import play
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
-from tests.null.strategies import RESIDENT, Case, cases, moved_bytes, plan_for, roomy_machine
+from tests.null.strategies import RESIDENT, Case, cases, plan_for, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
+from tests.null.treated_bytes import moved_bytes
 
 # A layer makes FIRST and SECOND, which it saves, takes TEMPORARY while it makes OUT, and hands that on.
 FIRST, SECOND, OUT, TEMPORARY, N = 8192, 4096, 256, 4160, 4

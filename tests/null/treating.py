@@ -18,7 +18,7 @@ from forebay.timeline import Lane
 from forebay.trace import Phase, Trace
 from forebay.treatments import Fate, Treatment
 from tests.null.programs import plain_program
-from tests.null.strategies import codes_nbytes, part_nbytes
+from tests.null.treated_bytes import codes_nbytes, part_nbytes
 
 __all__ = ["TreatedOps", "treated_program"]
 

@@ -104,6 +104,13 @@ def test_a_tight_budget_streams_and_the_disk_takes_what_the_host_cannot(machine:
     assert found["peaks"]["host"] <= 300 * MiB
 
 
+def test_checksums_of_nothing_are_remarked(machine: Path) -> None:
+    asked = ["tiny", "--machine", machine, "--disk", "/of/that/machine:500MiB", "--policy", "resident", "--json"]
+    remark = "no parameters and no states are on disk: checksums have nothing to hold"
+    assert remark not in answer(invoke(*asked), 0)["reasons"]
+    assert answer(invoke(*asked, "--checksums"), 0)["reasons"].count(remark) == 1
+
+
 def test_it_does_not_fit(machine: Path) -> None:
     arguments = ["llama-3.2-1b", "--machine", machine, "--seq", 64, "--dtype", "bfloat16"]
     found = answer(invoke(*arguments, "--json"), 1)

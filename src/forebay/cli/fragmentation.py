@@ -19,7 +19,7 @@ from forebay.simulation.allocators import ALLOCATORS, PlannedAllocator, replay
 from forebay.snapshot import read_snapshot
 from forebay.trace import Trace
 
-__all__ = ["examine", "played"]
+__all__ = ["examine", "played", "step_of_run"]
 
 STEPS = 2
 """How often a step is played: from the second on, an allocator has what the one before has left."""
@@ -32,7 +32,7 @@ def examine(source: Path) -> Fragmentation:
     """What every allocator would have reserved for what ``source`` recorded. Raises ``ConfigError`` for what is none of
     what ``forebay fragmentation`` reads."""
     if source.is_dir():
-        return played(f"{source.name}: a step of the run", recording_of(_of_run(source), STEPS))
+        return played(f"{source.name}: a step of the run", recording_of(step_of_run(source), STEPS))
     if source.suffix == ".csv":
         return played(source.name, recording_of(read_buffers(source), STEPS))
     if source.suffix == ".json":
@@ -68,21 +68,20 @@ def _of_trace(path: Path) -> tuple[Buffer, ...]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _of_run(folder: Path) -> tuple[Buffer, ...]:
-    """A step of a run as its plan has it: the model is captured again from the run's settings."""
-    from forebay.cli.plan import capture_step, chosen_machine, make_settings
+def step_of_run(folder: Path) -> tuple[Buffer, ...]:
+    """The buffers of a step of the run in ``folder`` as its plan has it: the model is captured again from the run's
+    settings. Raises ``ConfigError`` for a folder without a run, or without its plan."""
+    from forebay.cli.recapture import captured_again
     from forebay.cli.runfolder import kept_config
-    from forebay.recipes.tasks import sample
+    from forebay.profiler.here import this_machine
 
     begun = kept_config(folder)
     if begun is None:
         raise ConfigError(f"{folder} has no run in it; give the folder of --run, or a memory snapshot")
-    settings = make_settings(begun.model_dump(include={"model", "batch", "seq", "dtype", "optimizer"}))
-    machine, _ = chosen_machine(settings, None)
-    found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype)
-    captured, _ = capture_step(settings, found, machine, None)
     try:
         plan = Plan.from_json((folder / "plan.json").read_bytes())
     except OSError:
         raise ConfigError(f"{folder} has no plan.json: the run has not ended; let it end, or give a snapshot") from None
-    return step_buffers(captured.trace, plan.recompute, plan.activations)
+    machine, _ = this_machine(begun.device)  # not its disk, which may be gone
+    trace = captured_again(begun, plan, machine.device_kind)
+    return step_buffers(trace, plan.recompute, plan.activations)

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forebay.cli.loop import mean_loss
+from forebay.cli.recapture import captured_again
 from forebay.cli.runfolder import OWN, PLAN, REPORT, RUN, begun_with, kept_config, may_begin
 from forebay.errors import ConfigError, ForebayError, StorageError
 from forebay.plans import Plan
@@ -167,9 +167,11 @@ def _foretold(shown: RunPage, config: TrainConfig) -> RunPage:
 def _simulated(shown: RunPage, config: TrainConfig) -> tuple[Trace, Timeline, int, tuple[str, ...]]:
     """The step of the run, what happens under its plan on this machine, the micro-batches of that, and remarks."""
     from forebay.checking import check
+    from forebay.profiler.here import this_machine
     from forebay.simulation import simulate
 
-    trace, machine = _captured(config, shown.plan)
+    machine, _ = this_machine(config.device, shown.plan.budget.disk)
+    trace = captured_again(config, shown.plan, machine.device_kind)
     check(trace, machine, shown.plan)
     micro_batches = 1 if shown.report is None or shown.report.together > 1 else shown.report.micro_batches
     timeline = simulate(trace, machine, shown.plan, micro_batches=micro_batches)
@@ -178,25 +180,6 @@ def _simulated(shown: RunPage, config: TrainConfig) -> tuple[Trace, Timeline, in
         return trace, timeline, micro_batches, ()
     words = "the step is drawn at the rates of this machine as they are known now; the run was planned at others"
     return trace, timeline, micro_batches, (words,)
-
-
-def _captured(config: TrainConfig, plan: Plan) -> tuple[Trace, Any]:
-    """One micro-batch of the run, captured again, and this machine."""
-    from forebay.profiler.capture import capture
-    from forebay.profiler.here import this_machine
-    from forebay.recipes.tasks import sample
-    from forebay.runtime.own_checkpointing import as_planned
-    from forebay.tiling import tile
-
-    found = sample(config.model, batch=config.batch, seq=config.seq, dtype=config.dtype)
-    if config.tile is not None:
-        tile(found.model, config.tile)
-    machine, _ = this_machine(config.device, plan.budget.disk)
-    kind, piece = machine.device_kind, plan.loss_piece
-    with as_planned(found.model):
-        loss_fn = mean_loss(config, kind)
-        captured = capture(found.model, found.batch, config.optimizer, kind, loss_piece=piece, loss_fn=loss_fn)
-    return captured.trace, machine
 
 
 def _timelines(shown: RunPage) -> dict[str, Timeline]:

@@ -14,7 +14,6 @@ from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, disk_budget, expect_policy
 from forebay.cli.preparing import device_of, optimizer_of
 from forebay.errors import ConfigError, DoesNotFit, ModelError
-from forebay.memory import Tier
 from forebay.reporting.verdict import Verdict
 from forebay.units import format_bytes, format_count
 
@@ -107,7 +106,7 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
 
 def _held(plan: Plan) -> list[str]:
     """That what is on disk had checksums, if something was there."""
-    there = plan.streaming.checksums and any(Tier.DISK in (p.parameters, p.states) for p in plan.placements)
+    there = plan.streaming.checksums and any(p.on_disk for p in plan.placements)
     return ["every read of parameters and states on disk was held against its checksums"] if there else []
 
 
