@@ -90,7 +90,6 @@ class Asking:
             update=self.update,
             disk_copies=self.disk_copies,
             checksums=self.checksums,
-            cut=None if piece else self._could(),
         )
 
         def settled(plan: Plan, bench: Bench, many: int) -> Plan:
@@ -110,13 +109,6 @@ class Asking:
         except NoRoomTogether as refusal:
             raise refusal.having(settled(refusal.alone, benches[0], 1)) from None  # made first, with all the room
         return settled(room.plan, room.bench, self.micro_batches)
-
-    def _could(self) -> Cut | None:
-        """How the loss could be computed in pieces, which nothing is tried for: a refusal says it."""
-        if self.batch is None:
-            return None
-        found = cut_for(self.model, self.batch, self.budget.device, None)
-        return None if isinstance(found, str) else found
 
     def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
         """The trace of a step on the batch; None, and the reason, where there is none to be had."""

@@ -11,7 +11,6 @@ from forebay.plans import Plan
 from forebay.units import MiB, format_bytes
 
 __all__ = [
-    "CHUNKED_FLAG",
     "DEFAULT",
     "ITEMSIZE",
     "NO_LOGITS",
@@ -30,9 +29,6 @@ __all__ = [
 Loss = Literal["auto", "plain", "chunked"]
 """``plain``: as the model computes it. ``chunked``: in pieces. ``auto``: in pieces where that is exact and the plan
 gains by it."""
-
-CHUNKED_FLAG = "--loss chunked"
-"""What a user types for it."""
 
 ITEMSIZE = 4
 """Bytes of a logit in the loss: models upcast to fp32."""

@@ -21,7 +21,7 @@ from forebay.errors import (
     PlanInvalid,
 )
 from forebay.figures import with_figures
-from forebay.loss import CHUNKED_FLAG, NO_LOGITS, Cut
+from forebay.loss import NO_LOGITS, Cut
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
@@ -51,11 +51,10 @@ def problem_of(
     update: UpdateTime = "step",
     disk_copies: int = 1,
     checksums: bool = CHECKSUMS,
-    cut: Cut | None = None,
 ) -> Problem:
     """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
-    ``compress``, ``update``, ``disk_copies``, ``checksums``, ``cut``: see ``Problem``. Raises ``ConfigError`` for
-    ``checksums`` without a disk."""
+    ``compress``, ``update``, ``disk_copies``, ``checksums``: see ``Problem``. Raises ``ConfigError`` for ``checksums``
+    without a disk."""
     expect_disk(budget.disk, checksums=checksums)
     on_disk = 0
     if budget.disk is not None and machine.disk is not None:
@@ -75,7 +74,6 @@ def problem_of(
         update=update,
         disk_copies=disk_copies,
         checksums=checksums,
-        cut=cut,
     )
 
 
@@ -91,18 +89,16 @@ def assess(
     micro_batches: int = 1,
     update: UpdateTime = "step",
     checksums: bool = CHECKSUMS,
-    could: Cut | None = None,
 ) -> PlanReport:
     """Whether ``trace`` can be trained on ``machine`` within ``budget``, how, and how fast.
 
-    ``model`` is its name in the report, ``notes`` what the report shall say beside. ``cut`` is how ``trace``
-    computes the loss, None: from all logits at once; ``could`` how it could be computed instead. ``compress``,
-    ``update``, ``checksums``: see ``Problem``. There is room for ``micro_batches`` that pass the model together. It
-    is checked before it is reported. Raises ``UsageError`` for input that cannot be used, and ``ForebayError``
-    where that check finds a fault.
+    ``model`` is its name in the report, ``notes`` what the report shall say beside. ``cut`` is how ``trace`` computes
+    the loss, None: from all logits at once. ``compress``, ``update``, ``checksums``: see ``Problem``. There is room for
+    ``micro_batches`` that pass the model together. It is checked before it is reported. Raises ``UsageError`` for input
+    that cannot be used, and ``ForebayError`` where that check finds a fault.
     """
     with collector_paused():
-        problem = problem_of(trace, machine, budget, compress, update, checksums=checksums, cut=could)
+        problem = problem_of(trace, machine, budget, compress, update, checksums=checksums)
         allowed = {tier: problem.limit(tier) for tier in Tier}
         if not machine.pinned_capacity:
             del allowed[Tier.PINNED]  # this device needs none
@@ -224,13 +220,11 @@ def choose_report(plain: PlanReport, chunked: PlanReport, cut: Cut) -> PlanRepor
         why = f"the loss in pieces is chosen by itself: {why}" + (" a step with all at once" if plain.fits else "")
         return replace(chunked, solve_seconds=spent, reasons=(*chunked.reasons, why))
     words = (
-        f"{CHUNKED_FLAG}: {format_seconds(seconds[1])} a step, {format_bytes(chunked.peak(Tier.DEVICE))} on the device"
+        f"--loss chunked: {format_seconds(seconds[1])} a step, {format_bytes(chunked.peak(Tier.DEVICE))} on the device"
     )
     peaks = {tier: chunked.peak(tier) for tier in Tier}
     other = Alternative(f"{words}; it may round otherwise", seconds[1], peaks)
-    # What a refusal says of the loss in pieces is an estimate: this is the plan.
-    others = [a for a in plain.alternatives if plain.fits or CHUNKED_FLAG not in a.words]
-    return replace(plain, solve_seconds=spent, alternatives=(other, *others))
+    return replace(plain, solve_seconds=spent, alternatives=(other, *plain.alternatives))
 
 
 def predict(trace: Trace, machine: Machine, plan: Plan, bench: Bench | None = None) -> tuple[Timeline, Forecast]:

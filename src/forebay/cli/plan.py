@@ -116,7 +116,6 @@ def _answer(
 
     device = machine.device_capacity if settings.device_memory is None else settings.device_memory
     budget = Budget(device, settings.host_memory, None, folder)
-    could: Cut | None = None
 
     def report(cut: Cut | None) -> PlanReport:
         captured, name = capture_step(settings, found, machine, cut)
@@ -133,14 +132,10 @@ def _answer(
             settings.accumulate,
             settings.update,
             settings.checksums,
-            could if cut is None else None,
         )
 
     if settings.loss == "chunked":
         return report(forced_cut(found.model, found.batch, device, here))
-    # Here nothing is tried: what a refusal says of it is an estimate in any case.
-    found_cut = cut_for(found.model, found.batch, device, None)
-    could = None if isinstance(found_cut, str) else found_cut
     plain = report(None)
     if plain.plan is not None and gives_up_nothing(plain.plan):
         return plain  # whatever the loss: it is not captured, and not planned, twice

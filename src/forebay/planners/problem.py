@@ -9,7 +9,6 @@ from forebay.budgets import Budget
 from forebay.calls import CHECKSUMS
 from forebay.compression import CODE_BITS
 from forebay.errors import ConfigError
-from forebay.loss import Cut
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.plans import UpdateTime
@@ -29,9 +28,7 @@ class Problem:
     cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
     is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
     ``update`` "backward": gradients may be used up while backward runs (``Update.BACKWARD``). ``disk_copies`` and
-    ``checksums``: as in ``Streaming``, for whatever a plan puts on disk. ``cut`` is how the loss, which is
-    computed from all logits, could be computed instead, for a refusal to say; None: it is in pieces, or nobody knows
-    how.
+    ``checksums``: as in ``Streaming``, for whatever a plan puts on disk.
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -50,7 +47,6 @@ class Problem:
     update: UpdateTime = "step"
     disk_copies: int = 1
     checksums: bool = CHECKSUMS
-    cut: Cut | None = None
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):

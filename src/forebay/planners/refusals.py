@@ -9,20 +9,23 @@ from dataclasses import replace
 from forebay.arenas import Arenas, Sizer, gradient_nbytes
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.layout import align, states_nbytes
+from forebay.loss import VOCABULARY
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.in_backward import passed, usable
-from forebay.planners.in_parts import in_parts
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.plans import Plan, Update
 from forebay.remedies import Remedy
 from forebay.states import BLOCK
-from forebay.units import format_apart, format_bytes, format_enough
+from forebay.units import format_apart, format_bytes, format_enough, parse_bytes
 
 __all__ = ["device_too_small", "disk_too_small", "expect_there_in_backward", "host_too_small", "with_remedies"]
 
 SMALLER_OPTIMIZERS = (("sgd with momentum", ("momentum_buffer",)), ("sgd", ()))
 """Optimizers with fewer states per element, by name."""
+
+PANELS = 8
+"""Parts of a weight in tiles of which one is there at a time, where a refusal proposes a size."""
 
 LEAST_SHARE = 0.01
 """A batch smaller than this share of the one asked for is no remedy."""
@@ -108,8 +111,8 @@ def with_remedies(bench: Bench, error: DoesNotFit, draft: Draft, more: Iterable[
     remedies = [Remedy(tier.value, error.needed, error.allowed, f"{_AS_ASKED[tier]} {format_enough(error.needed)}")]
     if tier is Tier.DEVICE:
         remedies.extend(_smaller_batch(bench, draft))
-        remedies.extend(in_parts(bench, draft))
         remedies.extend(_single_modules(bench, draft))
+        remedies.extend(_tiles(bench, draft))
     else:
         remedies.extend(_gradients_used_up(bench, error, draft))
         remedies.extend(_all_on_device(bench))
@@ -159,6 +162,29 @@ def _single_modules(bench: Bench, draft: Draft) -> Iterator[Remedy]:
     if nbytes < largest and need <= limit:
         words = f"blocks of single modules, named in blocks= of forebay.prepare: the largest, {name}, takes "
         yield Remedy("blocks", need, limit, f"{words}{format_bytes(nbytes)} (an estimate)", estimate=True)
+
+
+def _tiles(bench: Bench, draft: Draft) -> Iterator[Remedy]:
+    """The largest weight in tiles, where it is what does not fit: a part of it, and tiles, are in the place of the slot
+    for its block and of its gradient. Other weights that are larger than a part go with it."""
+    shared, limit = bench.streamed(draft), bench.problem.limit(Tier.DEVICE)
+    weights = [parameter for block in shared for parameter in block.parameters if len(parameter.shape) == 2]
+    weight = max(weights, key=lambda parameter: parameter.nbytes, default=None)
+    parts = 0 if weight is None else min(PANELS, min(weight.shape) // VOCABULARY)
+    if weight is None or parts < 2:
+        return
+    size = format_enough(weight.nbytes // parts)
+    panel = parse_bytes(size)
+    tile = panel // parts
+    left = [sum(align(p.nbytes) for p in b.parameters if len(p.shape) != 2 or p.nbytes <= panel) for b in shared]
+    gradient = min(weight.nbytes if weight.trainable else 0, bench.beside(draft))
+    slot = max(draft.streaming.slots, default=0)
+    need = bench.device(draft) - slot - gradient + panel + max(tile, *left) + tile
+    if need <= limit:
+        words = f"forebay.tile(model, '{size}') (--tile {size}), which cuts {weight.name}, "
+        yield Remedy(
+            "tile", need, limit, f"{words}{format_bytes(weight.nbytes)}, into tiles (an estimate)", estimate=True
+        )
 
 
 def _gradients_used_up(bench: Bench, error: DoesNotFit, draft: Draft) -> Iterator[Remedy]:
