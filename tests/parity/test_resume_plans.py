@@ -92,7 +92,7 @@ def test_codes_are_rounded_on_as_they_would_have_been() -> None:
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
 
     def codes() -> torch.Tensor:
-        return session.stash.coder.encode(values, 2)[0].clone()
+        return session.stash.coder.encode(values, values.nbytes, 2)[0].clone()
 
     before = capture(session)  # of a coder that has drawn nothing
     first = codes()

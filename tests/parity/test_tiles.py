@@ -85,7 +85,7 @@ def test_a_device_smaller_than_the_largest_parameter() -> None:
     allowed: dict[str, Any] = {"device_memory": "1400KiB", "device": "cpu"}
     assert parse_bytes(allowed["device_memory"]) < WEIGHT == 2 * 2**20
     model = Bigram()
-    with pytest.raises(forebay.ForebayError, match=r"forebay\.tile\(model, '524288'\) .*, which cuts embed\.weight"):
+    with pytest.raises(forebay.ForebayError, match=r"forebay\.tile\(model, '512KiB'\) .*, which cuts embed\.weight"):
         forebay.prepare(model, adamw(list(model.parameters())), bigram_batch(0), **allowed)
     assert forebay.tile(model, WEIGHT // PARTS) == ("embed", "head")
     model, optimizer = forebay.prepare(model, adamw(list(model.parameters())), bigram_batch(0), **allowed)
