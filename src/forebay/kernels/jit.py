@@ -60,8 +60,7 @@ def part(function: Function) -> Function:
     Python cannot call it: what would take arguments over from there is left out, which is most of what there is to
     compile where arguments are records of many arrays.
     """
-    made: Function = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-    return made
+    return _for_kernels(function)
 
 
 def inlined(function: Function) -> Function:
@@ -70,7 +69,10 @@ def inlined(function: Function) -> Function:
     In a call such a record is handed over number by number, some ten for each array, which takes longer than a short
     function does: the exact search of layouts (``planners.layout.canonical``) is three times as fast without.
     """
-    made: Function = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)(
-        function
-    )
+    return _for_kernels(function, forceinline=True)
+
+
+def _for_kernels(function: Function, **more: Any) -> Function:
+    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True, **more}
+    made: Function = numba.njit(**options)(function)
     return made
