@@ -10,7 +10,7 @@ Series
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.activations.models import ZooModel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from forebay.planners.parts import Level
     from forebay.trace import Trace
 
-__all__ = ["AUTO", "HERE", "POLICIES", "Candidate", "candidates", "same_plan"]
+__all__ = ["AUTO", "HERE", "POLICIES", "Candidate", "candidates", "never_slower", "same_plan"]
 
 AUTO, HERE = "auto", "auto-activations"
 POLICIES = ("recompute", "offload-all")
@@ -86,13 +86,27 @@ def _all(trace: Trace, machine: Machine, budgets: Sequence[tuple[str, int]]) -> 
                 trace, machine, policy, "", None, lambda bench, policy=policy: make_plan(bench.problem, policy, bench)
             )
     levels: dict[Level, None] = {}
-    for label, nbytes in budgets:
-        candidate = _foretold(trace, machine, AUTO, label, nbytes, lambda bench: make_plan(bench.problem, AUTO, bench))
+    for candidate in never_slower(
+        [
+            _foretold(trace, machine, AUTO, label, nbytes, lambda bench: make_plan(bench.problem, AUTO, bench))
+            for label, nbytes in budgets
+        ]
+    ):
         if candidate.plan is not None:
             levels[_level(candidate.plan)] = None
         yield candidate
     for label, nbytes in budgets:
         yield _foretold(trace, machine, HERE, label, nbytes, lambda bench: _here(bench, list(levels)))
+
+
+def never_slower(asked: Sequence[Candidate]) -> Iterator[Candidate]:
+    """``asked`` for several budgets, each with the plan for less where that is faster."""
+    from forebay.planners.sweep import no_slower
+
+    seconds = [None if one.predicted is None else one.predicted.step_seconds for one in asked]
+    for place, own in zip(no_slower([one.nbytes or PLENTY for one in asked], seconds), asked, strict=True):
+        found = asked[place]
+        yield replace(own, plan=found.plan, predicted=found.predicted, refusal=found.refusal)
 
 
 def _foretold(

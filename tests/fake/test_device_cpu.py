@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from forebay.device import open_device
-from forebay.device.cpu import STALL_THRESHOLD, CpuDevice
+from forebay.device.base import Completion
+from forebay.device.cpu import BRIEF, STALL_THRESHOLD, CpuDevice
 from forebay.device.delays import DelayOne, RandomDelays
 from forebay.device.fake import FakeDevice
 from forebay.errors import DeviceOutOfMemory, ModelError, SessionClosed
@@ -149,6 +150,31 @@ def test_a_copy_leaves_an_event_with_its_bytes(device: CpuDevice) -> None:
     (event,) = device.drain_events()
     assert (event.lane, event.nbytes, event.what) == (Lane.H2D, 32, "block 0")
     assert 0 <= event.start <= event.end <= device.now()
+
+
+class Noting(Completion):
+    """Is done, and notes whose thread asks."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def wait(self) -> None:
+        self.asked = threading.get_ident()
+
+    def done(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("nbytes", "by_caller"), [(BRIEF, True), (BRIEF + 1, False)])
+def test_small_copies_are_made_by_their_caller(nbytes: int, by_caller: bool) -> None:
+    device = CpuDevice()
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    device.submit(Lane.H2D, lambda: None)
+    device.synchronize()  # the lane is idle
+    before = Noting()
+    device.copy(Lane.H2D, target, source, after=(before,)).wait()
+    assert (before.asked == threading.get_ident()) == by_caller and torch.equal(target, source)
+    device.close()
 
 
 def test_a_long_hold_is_a_stall_and_a_finished_one_is_not() -> None:

@@ -11,7 +11,7 @@ from typing import Any, final
 import pytest
 
 from benchmarks.activations.models import chosen
-from benchmarks.activations.planned import Candidate
+from benchmarks.activations.planned import AUTO, Candidate, never_slower
 from benchmarks.activations.race import Entry, Pace, count, heats, merged, race, set_up
 from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
 from benchmarks.activations.run import follow, footprint, paired, rows_of
@@ -304,3 +304,16 @@ def test_a_comparison_is_read_back_and_its_section_alone_is_replaced(tmp_path: P
     write(page, [RESULT])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+
+
+def test_with_more_memory_a_faster_plan_for_less_runs() -> None:
+    asked = [
+        Candidate(AUTO, "90 %", 900, predicted=Figures(880, 0, 2.0)),
+        Candidate(AUTO, "20 %", 200, refusal="too small"),
+        Candidate(AUTO, "50 %", 500, predicted=Figures(480, 7, 1.5)),
+        Candidate(AUTO, "70 %", 700, refusal="nothing found"),
+    ]
+    found = list(never_slower(asked))
+    assert [(one.label, one.nbytes) for one in found] == [(one.label, one.nbytes) for one in asked]
+    assert [one.predicted for one in found] == [asked[2].predicted, None, asked[2].predicted, asked[2].predicted]
+    assert [one.refusal for one in found] == ["", "too small", "", ""]

@@ -168,18 +168,41 @@ def compare_policies(
     update: UpdateTime = "step",
 ) -> tuple[Candidate, ...]:
     """``policies`` on ``trace`` and ``machine`` within each of ``budgets``, in this order, for a step of
-    ``micro_batches`` that pass the model together. ``run`` is given the plan of each that fits, before the next one is
-    asked; ``tell`` hears whose it is. ``update``: see ``Problem``."""
+    ``micro_batches`` that pass the model together. Budgets differ in the device alone: with more of it ``auto`` is
+    never slower (``planners.sweep``). ``run`` is given the plan of each that fits, one after the other; ``tell`` hears
+    whose it is. ``update``: see ``Problem``."""
+    answers: dict[str, list[tuple[Candidate, Plan | None]]] = {}
+    for policy in policies:
+        asked = []
+        for budget in budgets:
+            with collector_paused():  # for one at a time: what it leaves refers to itself, and is much
+                asked.append(_candidate(trace, machine, budget, policy, micro_batches, update))
+        # The published ones answer each budget as their papers do.
+        answers[policy] = _never_slower(asked, budgets) if policy == "auto" else asked
     found = []
-    for budget in budgets:
+    for place, budget in enumerate(budgets):
         for policy in policies:
-            with collector_paused():
-                candidate, plan = _candidate(trace, machine, budget, policy, micro_batches, update)
+            candidate, plan = answers[policy][place]
             if plan is not None and run is not None:
                 tell(f"running {policy} with {format_bytes(budget.device)} on the device")
                 candidate = replace(candidate, measured=run(plan, budget))
             found.append(candidate)
     return tuple(found)
+
+
+def _never_slower(
+    asked: Sequence[tuple[Candidate, Plan | None]], budgets: Sequence[Budget]
+) -> list[tuple[Candidate, Plan | None]]:
+    """``asked``, one for each of ``budgets``, with the answer for less memory where that is faster."""
+    from forebay.planners.sweep import no_slower
+
+    taken = no_slower([budget.device for budget in budgets], [candidate.step_seconds for candidate, _ in asked])
+    found: list[tuple[Candidate, Plan | None]] = []
+    for place, (own, _), budget in zip(taken, asked, budgets, strict=True):
+        candidate, plan = asked[place]
+        candidate = replace(candidate, budget=budget.device, solve_seconds=own.solve_seconds)
+        found.append((candidate, None if plan is None else replace(plan, budget=budget)))
+    return found
 
 
 def _candidate(

@@ -244,11 +244,14 @@ class WorkerLanes:
         what: str = "",
         await_one: Callable[[Completion], BaseException | None] = dependency_failure,
         timed: bool = True,
+        brief: bool = False,
     ) -> WorkerCompletion:
         """Queues ``run`` on ``lane``. A failed dependency fails the job with the same exception, without running it.
 
         ``await_one`` says how the lane's thread waits for one of ``after`` and returns its failure. ``timed`` False:
-        the caller records the event. Raises ``SessionClosed`` after ``close``.
+        the caller records the event. ``brief``: the job takes less than handing it to another thread does, so that the
+        caller runs it, if the lane has nothing else to do and it need not wait. Raises ``SessionClosed`` after
+        ``close``.
         """
         if lane not in WORKER_LANES:
             raise ValueError(
@@ -263,8 +266,15 @@ class WorkerLanes:
                 self._start(lane)
             completion = WorkerCompletion(self._untold, self._turn)
             delay = self._delays.seconds(lane, what)
+            job = Job(run, after, await_one, completion, delay, nbytes, what, timed)
+            if brief and not delay and not self._lines[lane].unfinished and all(c.done() for c in after):
+                # With the lock: a job that is submitted meanwhile must not begin before this one has ended.
+                self._finish(lane, job)
+                if not isinstance(completion.failure(), Exception | None):
+                    completion.wait()  # an interrupt is the caller's
+                return completion
             before = [j for c in after if isinstance(c, LaneCompletion) and (j := c.job()) is not None]
-            self._lines[lane].put(Job(run, after, await_one, completion, delay, nbytes, what, timed), before)
+            self._lines[lane].put(job, before)
         return completion
 
     def synchronize(self) -> None:

@@ -17,6 +17,7 @@ parallel           published policies over several devices: simulated, and so no
 cpsat              a solver that some of them ask, where it is installed
 refusals           what was too small and what would fit
 alternatives       the best plans of another kind
+sweep              the answers for several budgets, beside each other
 """
 
 from __future__ import annotations
