@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -13,6 +12,7 @@ from forebay.budgets import expect_disk
 from forebay.calls import CHECKSUMS
 from forebay.errors import ConfigError
 from forebay.loss import Loss
+from forebay.names import meant
 from forebay.plans import UpdateTime
 from forebay.units import parse_bytes, parse_disks
 
@@ -153,8 +153,7 @@ def _refuse_unknown(settings: Mapping[Any, Any], where: str) -> None:
     known = list(TrainConfig.model_fields)
     for key in settings:
         if key not in known:
-            close = get_close_matches(str(key).replace("-", "_"), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"settings are {', '.join(known)}"
+            hint = meant(str(key).replace("-", "_"), known) or f"settings are {', '.join(known)}"
             raise ConfigError(f"{where}: {key} is not a setting; {hint}")
 
 

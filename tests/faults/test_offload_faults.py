@@ -20,7 +20,7 @@ from forebay.device.base import Delays, NoWatch, Watch
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import DelayOne
 from forebay.device.ledger import StorageLedger
-from forebay.errors import ConfigError, ForebayError, SessionClosed
+from forebay.errors import ConfigError, DeviceOutOfMemory, ForebayError, SessionClosed
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
 from forebay.plans import Plan, Streaming
@@ -28,7 +28,7 @@ from forebay.runtime.blocks import find_blocks
 from forebay.runtime.depots import HostDepot
 from forebay.runtime.stash import Stash, Ticket
 from forebay.timeline import Lane
-from forebay.treatments import Fate, Selection, Treatment
+from forebay.treatments import Fate, Selection, Split, Treatment
 from tests.parity.compare import adamw
 from tests.parity.recomputing import AMPLE, plan_of
 
@@ -226,6 +226,21 @@ def test_a_range_is_taken_as_long_as_a_copy_uses_it(late: int) -> None:
     stash.end_forward()
     device.synchronize()
     assert stash.taken == stash.kept == 0
+    device.close()
+
+
+def test_a_part_without_room_on_the_host_costs_the_device_nothing() -> None:
+    """Neither a copy of the rest, which only what leaves needs; nor, where there is no room for that copy, the part."""
+    device = CpuDevice(MOVED_LEAST)
+    stash = stash_over(torch.empty(2 * MOVED_LEAST, dtype=torch.uint8), device, watch=StorageLedger(device.ledger))
+    half = Treatment("op", 0, Fate.OFFLOAD, split=Split(1, 2))
+    assert stash.treat(torch.ones(8 * MOVED_LEAST, dtype=torch.uint8), half, "a") is None
+    assert (stash.kept, device.usage().peak) == (1, 0)
+    with pytest.raises(DeviceOutOfMemory):
+        stash.treat(torch.ones(4 * MOVED_LEAST, dtype=torch.uint8), half, "b")
+    device.synchronize()
+    assert (stash.taken, stash.kept, device.usage().live) == (0, 1, 0)
+    stash.close()
     device.close()
 
 

@@ -44,6 +44,7 @@ WITHOUT_TORCH = (
     "forebay.planning",
     "forebay.figures",
     "forebay.collector",
+    "forebay.names",
     "forebay.compression",
     "forebay.loss",
     "forebay.reporting",

@@ -172,7 +172,7 @@ def test_what_cannot_go_on_is_named(text: Path, tmp_path: Path) -> None:
         (("--resume",), 2, "give its folder as --run FOLDER"),
         (("--run", tmp_path / "none", "--resume"), 2, "there is no folder"),
         (("--run", text.parent, "--resume"), 2, "is not the folder of a run"),
-        (("--run", tmp_path / "empty", "--resume"), 2, "model is missing"),
+        (("--run", tmp_path / "empty", "--resume"), 2, "no run was begun in"),
         ((*go_on, "--lr", 0.5), 2, "--lr: the run in"),
         ((*go_on, "--seed", 3), 2, "--seed: the run in"),
         ((*go_on, "--dtype", "bfloat16"), 2, "--dtype: the run in"),

@@ -13,13 +13,13 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 from forebay.errors import ConfigError
 from forebay.machine import MACHINE_SCHEMA, Machine
+from forebay.names import meant
 
 __all__ = ["for_device", "load_machine", "machine_names", "read_machine"]
 
@@ -89,9 +89,7 @@ def _plain(name: str) -> str:
 
 def _hint(name: str) -> str:
     names = machine_names()
-    near = get_close_matches(name, names, n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"{meant}machines are {', '.join(names)}, or the file of forebay doctor --out"
+    return f"{meant(name, names)} machines are {', '.join(names)}, or the file of forebay doctor --out".lstrip()
 
 
 def _parse(content: bytes, where: str) -> Machine:
@@ -113,10 +111,7 @@ def _parse(content: bytes, where: str) -> Machine:
     known = {field.name for field in fields(Machine)}
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"{where}: {name} is no field of a machine" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise ConfigError(f"{where}: {name} is no field of a machine; {meant(name, known)}".removesuffix("; "))
     for field, value in _numbers(given):
         if not 0 <= value < math.inf:
             raise ConfigError(f"{where}: {field} must be a number of 0 or more, got {value}")

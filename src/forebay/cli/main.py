@@ -190,6 +190,9 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool, *,
     settings = {} if config_file is None else read_yaml(config_file)
     before = _of_run(flags["run"] or settings.get("run")) if resume else {}
     model = flags["model"] or settings.get("model") or before.get("model")
+    if resume and model is None:
+        folder = flags["run"] or settings["run"]
+        raise UsageError(f"--resume: no run was begun in {folder}; leave --resume out, and give --model, to begin one")
     config = make_config(settings_of(model), before, settings, flags)
     result = run_training(config, api, choose_view(Console(stderr=True)), resume=resume)
     if as_json:

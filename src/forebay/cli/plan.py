@@ -13,6 +13,7 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.config import SEQ, Size, StepSettings
 from forebay.errors import ConfigError, ModelError
 from forebay.loss import Cut
+from forebay.names import meant
 from forebay.plans import UpdateTime
 from forebay.reporting.files import writing
 from forebay.units import format_count
@@ -155,9 +156,12 @@ def expect_policy(name: str) -> None:
     from forebay.planners.parallel import ON_DEVICES
 
     if name in ON_DEVICES and name not in PLANNERS:
-        raise ConfigError(f"--policy: {name} is for several devices; say how many with --devices, as --devices 2")
+        raise ConfigError(
+            f"--policy: {name} is for several devices, which are simulated; ask forebay plan with --devices 2, or more"
+        )
     if name not in PLANNERS:
-        raise ConfigError(f"--policy: there is no {name!r}; policies are {', '.join(sorted(PLANNERS))}")
+        hint = " ".join(filter(None, (meant(name, PLANNERS), f"policies are {', '.join(sorted(PLANNERS))}")))
+        raise ConfigError(f"--policy: there is no {name!r}; {hint}")
 
 
 def write_plan(report: PlanReport, path: Path) -> None:

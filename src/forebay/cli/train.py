@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.cli.engine import Engine
 from forebay.cli.keeping import Keeper
 from forebay.cli.loop import make_scheduler, warmup_of
+from forebay.cli.plan import expect_policy
 from forebay.cli.preparing import Preparing, device_of
 from forebay.cli.progress import View
 from forebay.cli.record import jsonable
@@ -69,6 +70,7 @@ def train(config: TrainConfig, engine: Engine, view: View, *, resume: bool = Fal
     """
     if config.save_every is not None and config.run is None:
         raise ConfigError("--save-every saves steps in the folder of a run; give it as --run FOLDER")
+    expect_policy(config.policy)
     with ExitStack() as stack:
         folder = None if config.run is None else stack.enter_context(RunFolder(config.run, resume=resume))
         try:
@@ -240,7 +242,10 @@ def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder 
         return None
     found = engine.resume(trained.model, trained.optimizer, folder.checkpoint, scheduler=trained.scheduler)
     if found.step > config.steps:
-        raise ConfigError(f"--steps {config.steps}: the run in {folder.path} has taken {found.step} already")
+        raise ConfigError(
+            f"--steps {config.steps}: the run in {folder.path} has taken {found.step} already; give more of them, or "
+            f"leave --steps out for those that it was begun for"
+        )
     view.note(f"goes on behind step {found.step}, as it was saved in {folder.checkpoint}")
     return found.step
 

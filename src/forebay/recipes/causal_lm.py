@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ModelError
+from forebay.names import meant
 from forebay.recipes import load_recipe, recipe_names
 
 if TYPE_CHECKING:
@@ -55,9 +56,11 @@ def find(name: str) -> ModelSource:
         return ModelSource(name, path)
     if path.is_dir():
         return _folder(name, path)
+    # On the hub the name of a model has its owner's in front, and capitals.
+    near = meant(path.name.lower(), recipe_names())
     raise ModelError(
-        f"there is no model {name}: it is neither a recipe ({', '.join(recipe_names())}) nor a folder with a "
-        f"config.json nor a config.json"
+        f"there is no model {name}{near and f'; {near}'}: it is neither a recipe ({', '.join(recipe_names())}) nor a "
+        f"folder with a config.json nor a config.json; nothing is downloaded"
     )
 
 

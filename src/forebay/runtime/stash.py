@@ -195,25 +195,35 @@ class Stash:
         # go before.
         look = _bytes_of(storage, self._torch_device)
         held, form = self.coder.encode(tensor, part, bits) if bits else (look[:part], None)
-        treated = _Treated(what, in_transit, form, self._copied(look[part:]))
-        del look
-        if leaves:
-            treated.range = self._room(treatment.fate, held, what)
-        if treated.range is None:
-            self.kept += leaves
-            if form is None:
-                return None
-            treated.arrival = held
-            self._watch.count(held, Kind.ACTIVATION)
+        treated = _Treated(what, in_transit, form)
+        if not self._settles(treated, held, treatment.fate):
+            return None
         ticket = Ticket(self, treated, tensor._version, 1 if bits == MASK_BITS and signs else None)
         del held
         self._live.add(treated)
+        # Only now: what stays as it is needs no copy of a part. Where the device has no room for it, the ticket goes
+        # with the error, and its range with the ticket.
+        treated.rest = self._copied(look[part:])
+        del look
         self._made[storage._cdata] = weakref.ref(storage), ticket
         if treated.range is not None:
             self._reloads.offloaded(treated, treated.nbytes)
             with self._told():
                 self._window.sent(treated.range.left, treated.nbytes)
         return ticket
+
+    def _settles(self, treated: _Treated, held: torch.Tensor, fate: Fate) -> bool:
+        """Whether ``held``, what was treated, is on its way to where ``fate`` says, or is codes, which may stay."""
+        leaves = fate is not Fate.KEEP
+        if leaves:
+            treated.range = self._room(fate, held, treated.what)
+        if treated.range is None:
+            self.kept += leaves
+            if treated.form is None:
+                return False
+            treated.arrival = held
+            self._watch.count(held, Kind.ACTIVATION)
+        return True
 
     def _copied(self, rest: torch.Tensor) -> torch.Tensor | None:
         """A copy of what is not treated, in a storage of its own; None where there is nothing."""
