@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     states.add_argument("--models", nargs="+", default=(), metavar="MODEL", help="default: all three")
     states.add_argument("--policies", nargs="+", default=(), metavar="POLICY", help="default: all for states")
     states.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to use")
-    states.add_argument("--rounds", type=int, default=2, help="default: 2")
+    states.add_argument("--memory", nargs="+", default=(), metavar="MEMORY", help="host, disk; default: both")
+    states.add_argument("--rounds", type=int, default=3, help="default: 3")
     losses = commands.add_parser("losses", help="hold updates that change the numbers against exact ones, on real text")
     losses.add_argument("--quick", action="store_true", help="one seed, few steps: whether it works")
     papers = commands.add_parser("papers", help="hold policies against what their papers say, simulated")
@@ -196,10 +197,11 @@ def _states(options: argparse.Namespace) -> None:
 
     # Each model is a run of its own, kept when it is done: a later one may fail, or have to be stopped.
     for model in options.models or MODELS:
-        named = f" --policies {' '.join(options.policies)}" if options.policies else ""
+        parts = [(name, vars(options)[name]) for name in ("memory", "policies")]
+        named = "".join(f" --{name} {' '.join(chosen)}" for name, chosen in parts if chosen)
         command = f"scripts/bench states --models {model}{named} --rounds {options.rounds}"
         print(f"{model}:", flush=True)
-        told = options.policies, options.folder, command, options.rounds
+        told = options.policies, options.memory, options.folder, command, options.rounds
         found = compare(model, *told, lambda line: print(line, flush=True))
         print(f"kept as {ARCHIVE.save(found).name}", flush=True)
 

@@ -1,7 +1,8 @@
 """Plans of all policies for states, each foretold, run, and foretold again with the rates that were there afterwards.
 
-A shared host can become half as fast from one second to the next. So plans run in rounds, each between two measurements
-of the machine, and the mean of what the two foretell counts for it (as in ``prediction.rounds``).
+A shared host can become half as fast from one second to the next. So all plans run in rounds, one after the other
+between two measurements of the machine: the mean of what the two foretell counts (as in ``prediction.rounds``), and of
+the rounds the median. A measurement takes as long as five runs do, so there is none between rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.case import BenchmarkError, among
@@ -21,7 +22,7 @@ from benchmarks.host import ROOT
 from benchmarks.prediction.rounds import measure
 from benchmarks.prediction.zoo import ZOO, Entry
 from benchmarks.provenance import Timing
-from benchmarks.states.record import Comparison, Figures, Refused, Run
+from benchmarks.states.record import LEVELS, Comparison, Figures, Refused, Run, Same
 from forebay.budgets import Budget, DiskBudget
 from forebay.errors import DoesNotFit, ForebayError
 from forebay.figures import with_figures
@@ -51,7 +52,6 @@ POLICIES: Final = ("auto", *STATES, *INEXACT)
 GROUPED: Final = {"harmony": 2, "mobius": 2}
 """Micro-batches of those who have nothing to group in fewer."""
 
-ROUNDS = 2
 WARM_STEPS, STEPS = 2, 4
 LR = 1e-5
 
@@ -69,6 +69,7 @@ class _Part:
     kind: str
     runs: tuple[Run, ...]
     refused: tuple[Refused, ...]
+    same: tuple[Same, ...]
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,23 @@ class _Asked:
 
 
 def compare(
-    name: str, policies: Sequence[str], folder: Path, command: str, rounds: int, say: Callable[[str], None]
+    name: str,
+    policies: Sequence[str],
+    levels: Sequence[str],
+    folder: Path,
+    command: str,
+    rounds: int,
+    say: Callable[[str], None],
 ) -> Comparison:
-    """The model called ``name`` under ``policies`` (none: all), in a process of its own, its disk in ``folder``."""
+    """The model called ``name`` under ``policies`` within the budgets of ``levels`` (none: all), in a process of its
+    own, its disk in ``folder``."""
     among("model", [name], MODELS)
-    chosen = among("policy", policies, POLICIES)
+    chosen, within = among("policy", policies, POLICIES), among("memory", levels, LEVELS)
+    if rounds < 1:
+        raise BenchmarkError(f"there is 1 round or more, got {rounds}")
     timing = Timing(command)
-    arguments = [sys.executable, "-m", "benchmarks.states.run", name, str(folder), str(rounds), *chosen]
+    told = [name, str(folder), str(rounds), ",".join(within), *chosen]
+    arguments = [sys.executable, "-m", "benchmarks.states.run", *told]
     # It says on stderr how far it is: that takes minutes.
     done = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -109,9 +120,12 @@ def compare(
     part = load(_Part, done.stdout.strip().splitlines()[-1])
     for run in part.runs:
         say(in_words(run))
+    for other in part.same:
+        say(f"  {other.level:5} {other.policy:24} the plan of {' '.join(reversed(other.run))}")
     for one in part.refused:
         say(f"  {one.level:5} {one.policy:24} {one.reason}")
-    return Comparison(**timing.ended(), model=name, kind=part.kind, runs=part.runs, refused=part.refused)
+    found = {"runs": part.runs, "refused": part.refused, "same": part.same}
+    return Comparison(**timing.ended(), model=name, kind=part.kind, **found)
 
 
 def in_words(run: Run) -> str:
@@ -124,40 +138,43 @@ def in_words(run: Run) -> str:
     )
 
 
-def main(name: str, folder: str, rounds: int, policies: Sequence[str]) -> None:
+def main(name: str, folder: str, rounds: int, levels: Sequence[str], policies: Sequence[str]) -> None:
     """All runs of one model; the last line of the output is their JSON."""
     entry = next(entry for entry in ZOO if entry.name == name)
-    print(json.dumps(json.loads(dump(_part(entry, folder, rounds, policies)))))
+    print(json.dumps(json.loads(dump(_part(entry, folder, rounds, levels, policies)))))
 
 
-def _part(entry: Entry, folder: str, rounds: int, policies: Sequence[str]) -> _Part:
+def _part(entry: Entry, folder: str, rounds: int, levels: Sequence[str], policies: Sequence[str]) -> _Part:
     """All plans of ``entry``, each foretold and run once in every round. The first rates decide the plans."""
     from forebay.profiler.capture import capture
 
     captured = capture(entry.build(), entry.batch(), "adamw", "cpu")
     trace, machine = captured.trace, measure(captured, folder)
     refused: list[Refused] = []
-    asked = list(_plans(trace, machine, folder, policies, refused))
+    same: list[Same] = []
+    asked = list(_plans(trace, machine, folder, levels, policies, refused, same))
     plain = {count: _plain(entry, count) for count in {one.micro_batches for one in asked}}
-    foretold = [_seconds(trace, machine, one) for one in asked]
+    before = [_seconds(trace, machine, one) for one in asked]
     first = [simulate(trace, machine, one.plan, micro_batches=1) for one in asked]
-    ran: list[list[tuple[float, _Ran]]] = [[] for _ in asked]
-    for _ in range(rounds):
-        found = [_run(entry, one, folder, before) for one, before in zip(asked, foretold, strict=True)]
-        machine = measure(captured, folder)
-        after = [_seconds(trace, machine, one) for one in asked]
-        for kept, before, later, one in zip(ran, foretold, after, found, strict=True):
-            kept.append(((before + later) / 2, one))
-        foretold = after
-    runs = [_beside(*row, plain[row[0].micro_batches]) for row in zip(asked, first, ran, strict=True)]
-    return _Part(entry.kind, tuple(runs), tuple(refused))
+    ran = [[_run(entry, *each, folder) for each in zip(asked, before, strict=True)] for _ in range(rounds)]
+    machine = measure(captured, folder)
+    foretold = [mean((early, _seconds(trace, machine, one))) for one, early in zip(asked, before, strict=True)]
+    rows = zip(asked, first, foretold, zip(*ran, strict=True), strict=True)
+    runs = [_beside(*row, plain[row[0].micro_batches]) for row in rows]
+    return _Part(entry.kind, tuple(runs), tuple(refused), tuple(same))
 
 
 def _plans(
-    trace: Trace, machine: Machine, folder: str, policies: Sequence[str], refused: list[Refused]
+    trace: Trace,
+    machine: Machine,
+    folder: str,
+    levels: Sequence[str],
+    policies: Sequence[str],
+    refused: list[Refused],
+    same: list[Same],
 ) -> Iterator[_Asked]:
-    """The plans of ``policies``: with as much of the host as they want, and with so little that half of the states have
-    to go to disk; those that are the same in both are there once."""
+    """The plans of ``policies`` within the budgets of ``levels``; those that are the same are there once, under the
+    name that came first."""
     try:
         make_plan(problem_of(trace, machine, Budget(1)), "zero-offload")
         raise BenchmarkError("zero-offload fits on a device of one byte")
@@ -166,8 +183,9 @@ def _plans(
     disk = DiskBudget(folder, PLENTY // 4)
     ample = Budget(device, PLENTY, None, disk)
     host = make_plan(problem_of(trace, machine, ample), "zero-infinity").host - trace.model.parameter_nbytes
-    seen = []
-    for level, budget in (("host", ample), ("disk", replace(ample, host=host))):
+    budgets = dict(zip(LEVELS, (ample, replace(ample, host=host)), strict=True))
+    seen: list[tuple[object, tuple[str, str]]] = []
+    for level, budget in ((level, budgets[level]) for level in levels):
         for policy in policies:
             count = GROUPED.get(policy, 1)
             try:
@@ -175,10 +193,13 @@ def _plans(
             except DoesNotFit as refusal:
                 refused.append(Refused(level, policy, str(refusal)))
                 continue
-            what = policy in GROUPED, plan.placements, plan.streaming, plan.recompute, plan.activations
-            if what not in seen:
-                seen.append(what)
-                yield _Asked(level, policy, plan, count)
+            what = count, plan.placements, plan.streaming, plan.recompute, plan.activations
+            first = next((key for known, key in seen if known == what), None)
+            if first is not None:
+                same.append(Same(level, policy, first))
+                continue
+            seen.append((what, (level, policy)))
+            yield _Asked(level, policy, plan, count)
 
 
 def _planned(trace: Trace, machine: Machine, budget: Budget, policy: str, micro_batches: int) -> Plan:
@@ -200,7 +221,7 @@ def _seconds(trace: Trace, machine: Machine, asked: _Asked) -> float:
     return seconds
 
 
-def _run(entry: Entry, asked: _Asked, folder: str, foretold: float) -> _Ran:
+def _run(entry: Entry, asked: _Asked, foretold: float, folder: str) -> _Ran:
     """The plan for a few steps; says on stderr what it took beside what was ``foretold`` at first."""
     import torch
 
@@ -256,14 +277,16 @@ def _plain(entry: Entry, micro_batches: int) -> tuple[float, ...]:
     return tuple(losses)
 
 
-def _beside(asked: _Asked, first: Timeline, rounds: Sequence[tuple[float, _Ran]], plain: tuple[float, ...]) -> Run:
+def _beside(
+    asked: _Asked, first: Timeline, foretold_seconds: float, rounds: Sequence[_Ran], plain: tuple[float, ...]
+) -> Run:
     """The rounds of one plan as one line: the largest peaks measured, the medians of the seconds."""
     plan, count = asked.plan, asked.micro_batches
-    reports = [ran.report for _, ran in rounds]
+    reports = [ran.report for ran in rounds]
     peaks = plan.peaks(count)
     foretold = {usage.tier: usage.peak for usage in first.tiers} if count == 1 else peaks
     measured = {tier: max(report.measured_peaks().get(tier, 0) for report in reports) for tier in Tier}
-    seconds = [median(ran.step_seconds) for _, ran in rounds]
+    seconds = [median(ran.step_seconds) for ran in rounds]
     return Run(
         level=asked.level,
         policy=asked.policy,
@@ -271,13 +294,13 @@ def _beside(asked: _Asked, first: Timeline, rounds: Sequence[tuple[float, _Ran]]
         host=plan.budget.host or 0,
         micro_batches=count,
         promised=(peaks[Tier.DEVICE], peaks[Tier.HOST], peaks[Tier.DISK]),
-        predicted=_figures(median(each for each, _ in rounds), foretold),
+        predicted=_figures(foretold_seconds, foretold),
         measured=_figures(median(seconds), measured),
-        seconds=tuple(one for _, ran in rounds for one in ran.step_seconds),
-        ratios=tuple(own / each for own, (each, _) in zip(seconds, rounds, strict=True)),
+        seconds=tuple(one for ran in rounds for one in ran.step_seconds),
+        ratios=tuple(own / foretold_seconds for own in seconds),
         busy=_busy(first, reports[-1].timeline) if count == 1 else {},
         exact=not plan.changes_numbers,
-        as_plain=all(ran.losses == plain for _, ran in rounds),
+        as_plain=all(ran.losses == plain for ran in rounds),
     )
 
 
@@ -301,6 +324,6 @@ def _busy(foretold: Timeline, measured: Timeline) -> dict[str, tuple[float, floa
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4].split(","), sys.argv[5:])
     except ForebayError as error:
         sys.exit(str(error))

@@ -109,7 +109,9 @@ class Machine:
 
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
-    host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes).
+    host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes),
+    ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: the modes that see ops, hooks, a
+    lane's thread that is woken up).
     ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go before everything else.
     ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is written.
 
@@ -138,6 +140,7 @@ class Machine:
     shared_cores: float = 0.0
     launch_seconds: float = 0.0
     watch_seconds: float = 0.0
+    handover_seconds: float = 0.0
     disk: Disk | None = None
     op_seconds: Mapping[str, float] = field(default_factory=dict)
     update_elements: Mapping[str, float] = field(default_factory=dict)

@@ -172,6 +172,7 @@ def machines(draw: st.DrawFn, device: str = "cuda", disk: bool | None = None) ->
         shared_cores=draw(st.sampled_from([0.0, 0.5, 1.0])),
         launch_seconds=draw(st.sampled_from([0.0, 1e-5])),
         watch_seconds=draw(st.sampled_from([0.0, 1e-5])),
+        handover_seconds=draw(st.sampled_from([0.0, 1e-4])),
         disk=Disk(ENOUGH, draw(_links()), draw(_links())) if with_disk else None,
     )
 

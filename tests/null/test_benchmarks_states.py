@@ -14,7 +14,7 @@ from benchmarks.losses import record as losses
 from benchmarks.losses.run import SENT, TASKS
 from benchmarks.losses.table import render as render_losses
 from benchmarks.prediction.zoo import ZOO
-from benchmarks.states.record import ARCHIVE, Comparison, Figures, Refused, Run
+from benchmarks.states.record import ARCHIVE, LEVELS, Comparison, Figures, Refused, Run, Same, latest
 from benchmarks.states.run import GROUPED, MODELS, POLICIES, compare
 from benchmarks.states.table import render, write
 from forebay.planners import PLANNERS, STATES
@@ -22,9 +22,11 @@ from forebay.planners import PLANNERS, STATES
 MiB = 1 << 20
 
 
-def run(policy: str, *ratios: float, device: int = 2, exact: bool = True, as_plain: bool = True) -> Run:
+def run(
+    policy: str, *ratios: float, level: str = "host", device: int = 2, exact: bool = True, as_plain: bool = True
+) -> Run:
     return Run(
-        level="host",
+        level=level,
         policy=policy,
         device=4 * MiB,
         host=8 * MiB,
@@ -40,7 +42,7 @@ def run(policy: str, *ratios: float, device: int = 2, exact: bool = True, as_pla
     )
 
 
-def comparison(*runs: Run, day: int = 21, model: str = "llama-16m") -> Comparison:
+def comparison(*runs: Run, day: int = 21, model: str = "llama-16m", same: tuple[Same, ...] = ()) -> Comparison:
     return Comparison(
         date=datetime(2026, 11, day, tzinfo=UTC),
         command=f"scripts/bench states --models {model}",
@@ -53,6 +55,7 @@ def comparison(*runs: Run, day: int = 21, model: str = "llama-16m") -> Compariso
         other_cores=0.0,
         runs=runs,
         refused=(Refused("host", "moesys", "policy moesys is for models with experts"),),
+        same=same,
     )
 
 
@@ -69,23 +72,50 @@ def test_a_promise_is_kept_where_no_tier_held_more() -> None:
     assert not replace(more, measured=replace(more.measured, disk=1)).kept
 
 
+def test_the_same_plan_in_its_slowest_round_beside_its_fastest() -> None:
+    """Two steps a round: 1.1 and 1.3 are 1.2 in the median, 0.9 and 1.1 are 1.0."""
+    twice = replace(run("l2l", 1.2, 1.0), seconds=(1.1, 1.3, 0.9, 1.1))
+    assert twice.noise == pytest.approx(0.2) and run("l2l", 1.2).noise is None
+
+
 def test_all_policies_for_states_and_shapes_of_three_kinds() -> None:
     kinds = {entry.kind for entry in ZOO if entry.name in MODELS}
     assert kinds == {"dense", "encoder-decoder", "mixture of experts"} and len(MODELS) == 3
     assert {"auto", *STATES} <= set(POLICIES) <= set(PLANNERS) and set(GROUPED) <= set(STATES)
 
 
-def test_the_newest_of_every_model_is_tabled(tmp_path: Path) -> None:
+def test_parts_are_joined_by_the_newest_row_of_every_memory_and_policy() -> None:
+    whole = comparison(run("l2l", 2.0), run("elixir", 1.1), run("lohan", 3.0, level="disk"))
+    part = comparison(run("lohan", 1.0, level="disk"), day=22, same=(Same("host", "elixir", ("host", "l2l")),))
+    elsewhere = replace(comparison(run("l2l", 1.5), day=23), hardware=Hardware("another", 8, 1 << 34))
+    here, there = latest([whole, part, elsewhere]).values()
+    assert [(row.found.level, row.found.policy) for row in here] == [
+        ("host", "l2l"),
+        ("host", "elixir"),
+        ("host", "moesys"),
+        ("disk", "lohan"),
+    ]
+    assert [row.source is part for row in here] == [False, True, True, True]
+    assert here[1].found == Same("host", "elixir", ("host", "l2l")) and here[3].found == part.runs[0]
+    assert [row.source for row in there] == [elsewhere, elsewhere] and LEVELS == ("host", "disk")
+
+
+def test_the_newest_of_every_policy_is_tabled(tmp_path: Path) -> None:
     old, new = comparison(run("l2l", 2.0)), comparison(run("l2l", 1.0), day=22)
-    other = comparison(run("mobius", 1.2), run("lohan", 1.1, exact=False, as_plain=False), model="t5-18m")
+    late = run("lohan", 1.1, 1.32, level="disk", exact=False, as_plain=False)
+    other = comparison(run("mobius", 1.2), late, model="t5-18m", same=(Same("disk", "harmony", ("host", "mobius")),))
     for one in (old, new, other):
         ARCHIVE.save(one, tmp_path)
-    text = render(ARCHIVE.latest(tmp_path))
-    assert "Of 3 plans 2 took what was foretold within 15 % (67 %), 3 held no more" in text
+    text = render(ARCHIVE.every(tmp_path))
+    assert "Of 3 plans 1 took what was foretold within 15 % (33 %), 3 held no more" in text
     assert "of 2 that promise plain PyTorch's numbers 2 had its losses" in text
-    assert "| `l2l` | 4.0 MiB, 8.0 MiB | 1.000 s | 1.000 s | +0.0% | +0% |" in text
-    assert "| `mobius`, 2 micro-batches |" in text and "**+20.0%**" in text and "+100%" not in text
+    assert "in its slowest round 20 % more than in its fastest (median; 20 % at most)" in text
+    assert "| `l2l` | host | 4.0 MiB, 8.0 MiB | 1.000 s | 1.000 s | +0.0% | +0% |" in text
+    assert "| `mobius`, 2 micro-batches | host |" in text and "**+20.0%**" in text and "+100%" not in text
+    assert "host: 0 of 1 within 15 %, disk: 0 of 1 within 15 %." in text
     assert "- `moesys` (host): policy moesys is for models with experts" in text
+    assert "- `harmony` (disk): the plan of `mobius` (host)" in text
+    assert "2 of them: a processor, 2 cores" in text and "2026-11-22" in text and text.count("of them: ") == 2
     file = tmp_path / "README.md"
     file.write_text("<!-- states: begin -->\nold\n<!-- states: end -->\n")
     write(file)
@@ -94,9 +124,13 @@ def test_the_newest_of_every_model_is_tabled(tmp_path: Path) -> None:
 
 def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="no model llama-17m here; did you mean llama-16m"):
-        compare("llama-17m", (), Path("/tmp"), "", 1, print)
+        compare("llama-17m", (), (), Path("/tmp"), "", 1, print)
     with pytest.raises(BenchmarkError, match="no policy l3l here; did you mean l2l"):
-        compare("llama-16m", ["l3l"], Path("/tmp"), "", 1, print)
+        compare("llama-16m", ["l3l"], (), Path("/tmp"), "", 1, print)
+    with pytest.raises(BenchmarkError, match="no memory disc here; did you mean disk"):
+        compare("llama-16m", (), ["disc"], Path("/tmp"), "", 1, print)
+    with pytest.raises(BenchmarkError, match="1 round or more, got 0"):
+        compare("llama-16m", (), (), Path("/tmp"), "", 0, print)
 
 
 # Curves of losses.

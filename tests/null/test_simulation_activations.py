@@ -109,6 +109,19 @@ def test_what_goes_between_two_reloads_is_gone_before_the_second(order: Sequence
     assert next(u for u in done.tiers if u.tier is Tier.DEVICE).live == 2 * N
 
 
+@pytest.mark.parametrize(("kind", "seconds"), [("cpu", 1.5), ("cuda", 1.0)])
+def test_who_computes_hands_over_what_moves(kind: str, seconds: float) -> None:
+    """On ``cpu`` it takes the computing thread that long; the copies are as fast as ever."""
+    machine = replace(MACHINE, device_kind=kind, handover_seconds=0.25)
+    moved = replace(offload(N, 0, ops=(0, 1)), tensor=0)
+    program = programmed(making(0, N), moved, moved)
+    still = play(program, seconds_trace([1.0]), replace(machine, handover_seconds=0.0))
+    played = play(program, seconds_trace([1.0]), machine)
+    assert spans(played, Lane.COMPUTE) == [(0.0, seconds)]
+    lengths = [[end - start for start, end in spans(one, Lane.D2H)] for one in (still, played)]
+    assert lengths[0] == pytest.approx(lengths[1]) and len(lengths[0]) == 2
+
+
 def test_only_where_parameters_come_and_go_do_ops_take_longer() -> None:
     """On ``cpu``. Where activations move, or blocks run again, the byte ledger rests in the steps that count."""
     machine = replace(MACHINE, device_kind="cpu", watch_seconds=0.5)

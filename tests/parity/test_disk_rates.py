@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from forebay.budgets import DiskBudget
 from forebay.calls import Calls
 from forebay.device.cpu import CpuDevice
 from forebay.errors import ConfigError
 from forebay.machine import Curve, Disk, Link
-from forebay.profiler.disk_rates import WAYS, fastest, measure_disk
+from forebay.profiler.disk_rates import WAYS, DiskTrial, fastest, measure_disk
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.profiler.here import this_machine
 from forebay.profiler.probe import nominal
 from forebay.simulation.sharing import DISK, LANES, Sharing
+from forebay.tiers.diskfile import Buffer, TierFile, bytes_of
 from forebay.tiers.host import available_disk, disks_of, free_in
 from forebay.timeline import Lane
 from forebay.units import KiB, MiB
@@ -37,6 +40,50 @@ def test_a_disk_is_measured_in_the_way_that_the_runtime_will_use(tmp_path: Path)
     assert [size for size, _ in disk.read.curve.points] == [64 * KiB, 256 * KiB]
     assert str(tmp_path) in found.remark
     assert not any(tmp_path.iterdir())
+
+
+class Noted(TierFile):
+    """A file that notes which of its bytes were asked for, and where in memory they went or came from."""
+
+    nbytes = MiB
+
+    def __init__(self) -> None:
+        self.asked: dict[str, list[tuple[int, int, int]]] = {"read": [], "write": []}
+
+    def read(self, offset: int, buffer: Buffer) -> None:
+        self._note("read", offset, buffer)
+
+    def write(self, offset: int, buffer: Buffer) -> None:
+        self._note("write", offset, buffer)
+
+    def _note(self, verb: str, offset: int, buffer: Buffer) -> None:
+        assert isinstance(buffer, torch.Tensor)
+        self.asked[verb].append((offset, buffer.data_ptr(), len(bytes_of(buffer))))
+
+    def reserve(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("lane", "verb"), [(Lane.DISK_READ, "read"), (Lane.DISK_WRITE, "write")])
+def test_what_is_measured_is_never_in_a_cache_of_the_time_before(lane: Lane, verb: str) -> None:
+    """Of 512 KiB at most that a transfer moves, the next one moves others, in the file as in memory; all of the file
+    comes in turn; and nothing is read to where something is written from."""
+    device, file, size = CpuDevice(), Noted(), 64 * KiB
+    buffer = torch.zeros(4 * size, dtype=torch.uint8)
+    effort = replace(CPU_EFFORT, rounds=4, bound=0.05, disk_sizes=(size,), disk_file=MiB)
+    trial = DiskTrial(device, file, buffer)
+    trial.link(lane, effort)
+    trial.duplex(effort)
+    device.close()
+    asked = [one for one in file.asked[verb] if one[2] == size]
+    assert {offset for offset, _, _ in asked} == set(range(0, MiB, size))
+    pairs = list(pairwise(asked))
+    assert all(one[0] != other[0] and one[1] != other[1] for one, other in pairs)
+    places = {verb: {place for _, place, _ in found} for verb, found in file.asked.items()}
+    assert not places["read"] & places["write"]
 
 
 def test_a_way_is_chosen_for_what_it_takes_of_a_round_and_not_for_its_luck() -> None:

@@ -13,7 +13,7 @@ import torch
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.profiler.in_step import as_in_a_step, lane_rates, rates_of
 from forebay.profiler.nominal import typical
-from forebay.profiler.overhead import TINY, host_overhead
+from forebay.profiler.overhead import MOVED, MOVING, TINY, attached, close, host_overhead, stream
 from forebay.profiler.stopwatch import Stopwatch, WallStopwatch
 from forebay.timeline import Event, Lane
 
@@ -62,7 +62,8 @@ def test_a_model_that_streams_shows_all_lanes_and_leaves_nothing_behind() -> Non
 
 
 class Scripted(Stopwatch):
-    """Says 1 s for every other run, which is a plain one, and 3 s for the streamed ones between; it runs them all."""
+    """Says 1 s for every fourth run, which is a plain one, 3 s for the streamed ones behind it, and 4 and 10 s where
+    activations stay and where they move; it runs them all."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -71,12 +72,26 @@ class Scripted(Stopwatch):
     def seconds(self, work: Callable[[], Any]) -> float:
         self._wall.seconds(work)
         self.runs += 1
-        return 1.0 if self.runs % 2 else 3.0
+        return (1.0, 3.0, 4.0, 10.0)[(self.runs - 1) % 4]
 
 
 def test_the_hosts_part_of_an_op_is_the_step_over_its_ops() -> None:
     stopwatch = Scripted()
     found = host_overhead(stopwatch, replace(CPU_EFFORT, rounds=2))
-    assert stopwatch.runs == 2 * (3 + 4 * 2)
+    assert stopwatch.runs == 4 * (3 + 4 * 2)
     assert found.watch == pytest.approx(2 * found.launch)
+    assert found.handover == pytest.approx((10.0 - 4.0) / (2 * 5 * TINY.layers))  # 5 tensors a layer, there and back
     assert 1 / found.launch > 20 * TINY.layers  # ops: a layer has more than twenty
+
+
+def test_what_is_taken_for_transfers_of_activations_are_that() -> None:
+    model = MOVING.model()
+    model, _ = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), MOVED)
+    try:
+        model(MOVING.batch()).sum().backward()
+        session = attached(model).session
+        session.synchronize()
+        crossed = [event.what.split()[0] for event in session.measure.collect() if event.lane in (Lane.H2D, Lane.D2H)]
+    finally:
+        close(model)
+    assert crossed.count("offload") == crossed.count("reload") == len(MOVED) * MOVING.layers

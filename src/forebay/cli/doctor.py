@@ -100,6 +100,7 @@ def _rates(machine: Machine) -> Table:
     table.add_row("lost where cores are shared", f"{machine.shared_cores:.0%}")
     table.add_row("host's part of an op", format_seconds(machine.launch_seconds))
     table.add_row("more where blocks stream", format_seconds(machine.watch_seconds))
+    table.add_row("for each transfer of an activation", format_seconds(machine.handover_seconds))
     return table
 
 

@@ -1,14 +1,15 @@
 """What the host takes for one op of a training step beside its kernel, and what streaming adds to that.
 
 Measured on a model so small that its kernels take next to nothing: Python of the modules, autograd, torch's
-dispatcher; and, streamed, forebay's hooks and the handing over to lanes. On ``cpu`` all of it lies between the kernels;
-a GPU hides it as long as its queue is full.
+dispatcher; streamed, forebay's hooks and the handing over to lanes; and where activations move, the modes that see
+every op of a block, and more that is handed over. On ``cpu`` all of it lies between the kernels; a GPU hides it as long
+as its queue is full.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from forebay.budgets import Budget
 from forebay.device import open_device
+from forebay.layout import MOVED_LEAST
 from forebay.memory import Tier
 from forebay.opening import open_session
 from forebay.optim.rules import read_optimizer
@@ -26,9 +28,10 @@ from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import Stopwatch
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import Attachment, session_of
+from forebay.treatments import Fate, Selection, Treatment
 from forebay.units import MiB
 
-__all__ = ["Layers", "Overhead", "attached", "close", "host_overhead", "stream"]
+__all__ = ["MOVED", "MOVING", "TINY", "Layers", "Overhead", "attached", "close", "host_overhead", "stream"]
 
 WARM, STEPS_PER_ROUND = 3, 4
 CHUNK = 4 * MiB
@@ -37,13 +40,18 @@ CHUNK = 4 * MiB
 ROOM = 512 * MiB
 """Bytes on device and host: far more than the model takes."""
 
+WINDOW = MiB
+"""Bytes of activations on the host, and under way in each direction."""
+
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds per op of a step: ``launch`` in plain PyTorch, ``watch`` more when every block streams."""
+    """Seconds per op of a step: ``launch`` in plain PyTorch, ``watch`` more when every block streams. ``handover`` are
+    those for each transfer of an activation, to the host or back."""
 
     launch: float
     watch: float
+    handover: float
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,12 @@ class Layers:
 
 
 TINY = Layers(width=16, heads=2, layers=6, tokens=8)
+
+MOVING = replace(TINY, tokens=MOVED_LEAST // (4 * TINY.width))
+"""The same with activations that are just large enough to move."""
+
+MOVED = tuple(Treatment("aten.addmm.default", linear, Fate.OFFLOAD) for linear in (0, 1, 2, 4, 5))
+"""Of the linear layers in a layer those whose results are saved for backward."""
 
 
 @final
@@ -92,44 +106,78 @@ class _Layer(nn.Module):
 
 
 def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
-    """Measures both on the ``cpu`` device, in turns."""
-    batch = TINY.batch()
-    ops = sum(1 for _ in capture(TINY.model(), (batch,), "sgd").trace.ops())
-    plain, streamed = TINY.model(), TINY.model()
-    optimizer = torch.optim.SGD(streamed.parameters(), lr=0.0)
-    streamed, streaming = stream(streamed, optimizer)
-    session = attached(streamed).session
-    cases = {"plain": plain, "streamed": streamed}
-    taken: dict[str, list[float]] = {name: [] for name in cases}
-    try:
+    """Measures all of it on the ``cpu`` device, in turns."""
+    ops = sum(1 for _ in capture(TINY.model(), (TINY.batch(),), "sgd").trace.ops())
+    with ExitStack() as opened:
+        cases = {
+            "plain": _Case(TINY.model(), TINY.batch()),
+            "streamed": _streamed(opened, TINY),
+            "staying": _streamed(opened, MOVING),
+            "moving": _streamed(opened, MOVING, MOVED),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(WARM + STEPS_PER_ROUND * effort.rounds):
-            for name, model in cases.items():
-                taken[name].append(stopwatch.seconds(partial(_pass, model, batch)))
-                model.zero_grad()
-            # As in training, where the ledger looks at one step in many: without a step all passes would be its first.
-            streaming.step()
-            # Between steps it looks at all that this thread does, at the plain pass too.
-            session.watch.uninstall()
-    finally:
-        close(streamed)
+            for name, case in cases.items():
+                taken[name].append(stopwatch.seconds(case.forward_and_backward))
+                case.end_step()
     # The fastest quarter: whatever else the machine does only ever adds.
     least = {name: sorted(seconds[WARM:])[len(seconds) // 4] for name, seconds in taken.items()}
-    return Overhead(least["plain"] / ops, max(0.0, least["streamed"] - least["plain"]) / ops)
+    transfers = 2 * len(MOVED) * MOVING.layers
+    return Overhead(
+        least["plain"] / ops,
+        max(0.0, least["streamed"] - least["plain"]) / ops,
+        max(0.0, least["moving"] - least["staying"]) / transfers,
+    )
 
 
-def _pass(model: nn.Module, batch: torch.Tensor) -> None:
-    model(batch).sum().backward()
+@final
+class _Case:
+    """A model that is passed again and again; ``optimizer`` None: it is plain, and takes no step."""
+
+    def __init__(self, model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._model = model
+        self._batch = batch
+        self._optimizer = optimizer
+
+    def forward_and_backward(self) -> None:
+        self._model(self._batch).sum().backward()
+
+    def end_step(self) -> None:
+        self._model.zero_grad()
+        if self._optimizer is None:
+            return
+        # As in training, where the ledger looks at one step in many: without a step all passes would be its first.
+        self._optimizer.step()
+        # Between steps it looks at all that this thread does, at the passes of others too.
+        attached(self._model).session.watch.uninstall()
 
 
-def stream(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Puts every layer at home on the host, with three slots to stream through."""
+def _streamed(opened: ExitStack, layers: Layers, moved: tuple[Treatment, ...] = ()) -> _Case:
+    """``layers`` streaming, until ``opened`` is closed."""
+    model = layers.model()
+    model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), moved)
+    opened.callback(close, model)
+    return _Case(model, layers.batch(), optimizer)
+
+
+def stream(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moved: tuple[Treatment, ...] = ()
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Puts every layer at home on the host, with three slots to stream through; ``moved`` is what the ops of each have
+    made and goes to the host too, little enough for a window of ``WINDOW``."""
     bound = find_blocks(model)
-    largest = max(block.nbytes for block in bound.model.blocks)
+    blocks = bound.model.blocks
+    largest = max(block.nbytes for block in blocks)
     streaming = Streaming(
         slots=(largest,) * 3, prefetch_distance=2, gradient_window=largest, update_chunk=CHUNK, overlap_update=False
     )
-    placements = tuple(Placement(block.name, Tier.HOST, Tier.HOST, Tier.HOST) for block in bound.model.blocks)
-    plan = Plan("overhead", Budget(ROOM, ROOM), placements, streaming, device=ROOM, host=ROOM, disk=0)
+    if moved:
+        streaming = replace(streaming, offload_window=WINDOW, reload_window=WINDOW, host_activations=WINDOW)
+    placements = tuple(Placement(block.name, Tier.HOST, Tier.HOST, Tier.HOST) for block in blocks)
+    chosen = (Selection(tuple(block.name for block in blocks), moved),) if moved else ()
+    plan = Plan(
+        "overhead", Budget(ROOM, ROOM), placements, streaming, device=ROOM, host=ROOM, disk=0, activations=chosen
+    )
     device = open_device("cpu", ROOM)
     try:
         return open_session(model, optimizer, bound, read_optimizer(optimizer), plan, device, owns_device=True)

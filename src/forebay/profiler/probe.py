@@ -207,7 +207,7 @@ class _Here:
             raise ModelError(f"{self.name} multiplies matrices in no dtype that forebay trains in; use another device")
         remarks += [f"{self.name} does not multiply matrices of {dtype}" for dtype in found.refused]
         nbytes = min(self.effort.copy_sizes[-1], self.host // 8, capacity // 4) // PAGE * PAGE
-        overhead = Overhead(0.0, 0.0) if cuda else host_overhead(watch, effort())
+        overhead = Overhead(0.0, 0.0, 0.0) if cuda else host_overhead(watch, effort())
         with Transfers(device, pinner, nbytes) as transfers:
             machine = Machine(
                 name=self.name,
@@ -227,6 +227,7 @@ class _Here:
                 shared_cores=0.0 if cuda else shared_cores(transfers, effort()),
                 launch_seconds=launch_seconds(device.name, watch, effort()) if cuda else overhead.launch,
                 watch_seconds=overhead.watch,
+                handover_seconds=overhead.handover,
                 update_elements=core_bound_rates(device, effort()),
             )
         if not cuda:

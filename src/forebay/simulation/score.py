@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from forebay.machine import Machine
 from forebay.program import Action, Outline, Program, Sketch, Verb
 from forebay.simulation.costs import Costs
 from forebay.simulation.sharing import LANES, Sharing
@@ -47,6 +48,7 @@ class Score:
         watched = costs.machine.device_kind == "cpu" and bool(program.slots)
         seconds = [costs.action(action, watched=watched, summed=program.checksums) for action in actions]
         rates = [action.nbytes / s if s else 0.0 for action, s in zip(actions, seconds, strict=True)]
+        _hand_over(actions, seconds, costs.machine)
         queues: list[list[int]] = [[] for _ in LANES]
         for index, action in enumerate(actions):
             queues[PLACE[action.lane]].append(index)
@@ -73,6 +75,19 @@ class Score:
             queue = queues[place]
             queues[place] = [n for index in queue for n in (numbers.get(index, index), index)[index not in numbers :]]
         return replace(self, queues=queues, after=after, seconds=seconds, rates=[*rates, 0.0])
+
+
+def _hand_over(actions: Sequence[Action | Outline], seconds: list[float], machine: Machine) -> None:
+    """Adds to each compute of ``actions`` the host's part of the transfers of activations that come behind it: whoever
+    computes hands them over. Where a GPU computes the host works ahead."""
+    if machine.device_kind != "cpu" or not machine.handover_seconds:
+        return
+    computed = -1
+    for index, action in enumerate(actions):
+        if action.verb is Verb.COMPUTE:
+            computed = index
+        elif action.tensor >= 0 and action.lane is not Lane.COMPUTE and computed >= 0:
+            seconds[computed] += machine.handover_seconds
 
 
 def _calls(program: Program | Sketch, settled: bool) -> list[list[int]]:
