@@ -11,7 +11,7 @@ from forebay.kernels.adam import COLUMNS as ADAM
 from forebay.kernels.adam import adam_kernel, adam_scalars
 from forebay.kernels.adam_low import COLUMNS as LOW
 from forebay.kernels.adam_low import adam_low_kernel, codebook, state_nbytes
-from forebay.kernels.codes import dynamic_values, linear_values
+from forebay.kernels.codes import BINS, LOWER, MOST, code_table, dynamic_values, linear_values
 from forebay.kernels.native import Form
 from forebay.kernels.shares import BLOCK
 from tests.parity.kernel_rig import memory, run, same
@@ -38,6 +38,37 @@ def test_codes_are_the_papers(bits: int, signed: bool) -> None:
     found = dynamic_values(bits, signed=signed)
     assert len(found) == 2**bits
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "signed"), [(8, True), (8, False), (4, True)])
+def test_magnitudes_change_their_decade_between_two_codes(bits: int, signed: bool) -> None:
+    """Halfway between the last value of a decade and the first of the next one, to a millionth."""
+    table, values = code_table(bits, signed=signed), dynamic_values(bits, signed=signed).astype(np.float64)
+    positive = values[values >= 0]
+    lasts = [2**j - 1 for j in range(bits)] if signed else [2**j - 2 for j in range(1, bits + 1)]
+    middles = np.array([(positive[last] + positive[last + 1]) / 2 for last in lasts])
+    found = []
+    for x in (middles * (1 - 1e-6), middles * (1 + 1e-6)):
+        whole, lower = x.astype(np.float32).view(np.int32), table[LOWER : LOWER + BINS].view(np.int32)
+        found.append(table[MOST + ((whole - lower[whole >> 24 & 15]) >> 24 & 15)].tolist())
+    above = [*lasts[1:], len(positive) - 1]
+    assert found == [lasts, above]
+
+
+def test_every_parameter_is_rounded_as_torch_rounds() -> None:
+    """Processors that round to bf16 take tiny numbers for 0, and keep a part of a NaN."""
+    count = 4 * BLOCK
+    held, states = memory(count, Form.BF16, Form.BF16, states=0), LowStates(count, 8)
+    states.codes[0].fill_(127)
+    held.master[BLOCK : 2 * BLOCK] *= 1e-39
+    held.master[2 * BLOCK + 7] = float("nan")
+    held.master[3 * BLOCK :] = torch.arange(BLOCK, dtype=torch.int32).add(0x3F80_7F80).view(torch.float32)
+    before = held.master.clone()
+    scalars = adam_scalars(1, lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, coupled=False, maximize=False)
+    kernel = adam_low_kernel(Form.BF16, Form.BF16, 8, coupled=False)
+    run(kernel, [held.row(4) + states.addresses()], scalars, codebook(8))
+    assert same(held.master, before)
+    assert same(held.parameter, before.bfloat16())
 
 
 class LowStates:

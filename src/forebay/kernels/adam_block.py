@@ -23,15 +23,14 @@ __all__ = ["GRADIENT", "SCALES", "begin_block", "finish_block"]
 GRADIENT, TARGET, FIRST, SECOND, BOOK, OWN, SCALES, CODES = range(8)
 """Streams: gradient, master, the two blocks of new moments, what is only read, the parameter, scales, codes."""
 
-_FLOAT, _HALF_FLOAT, _I8, _I16, _I32, _I64 = (
+_FLOAT, _HALF_FLOAT, _I16, _I32, _I64 = (
     ir.FloatType(),
     ir.HalfType(),
-    ir.IntType(8),
     ir.IntType(16),
     ir.IntType(32),
     ir.IntType(64),
 )
-_FLOATS, _INTS, _SHORTS, _BYTES = (ir.VectorType(element, LANES) for element in (_FLOAT, _I32, _I16, _I8))
+_FLOATS, _INTS, _SHORTS, _BITS = (ir.VectorType(element, LANES) for element in (_FLOAT, _I32, _I16, ir.IntType(1)))
 _QUIET_NAN: Final = 0x7FC0
 
 
@@ -39,30 +38,32 @@ def _kinds(bits: int) -> tuple[Code, Code]:
     return (Code.SIGNED_8, Code.UNSIGNED_8) if bits == 8 else (Code.SIGNED_4, Code.LINEAR_4)
 
 
-def _places(builder: Any, packs: bool) -> Any:
-    """A loop over the bytes of a block's codes, ``LANES`` at a time."""
-    zero, step = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
-    return cgutils.for_range_slice(builder, zero, ir.Constant(_I64, HALF if packs else BLOCK), step, intp=_I64)
+def _places(builder: Any, kind: Code) -> Any:
+    """A loop over the bytes of a block's codes, ``kind.width`` at a time."""
+    zero, step = ir.Constant(_I64, 0), ir.Constant(_I64, kind.width)
+    return cgutils.for_range_slice(builder, zero, ir.Constant(_I64, HALF if kind.packs else BLOCK), step, intp=_I64)
 
 
-def _parts(builder: Any, place: Any, packs: bool) -> list[Any]:
-    """The first elements of bytes from ``place`` on."""
-    return [place, builder.add(place, ir.Constant(_I64, HALF))] if packs else [place]
+def _parts(builder: Any, place: Any, kind: Code) -> list[Any]:
+    """The first elements of what ``Lanes.decoded`` has of the bytes from ``place`` on."""
+    starts = (0, HALF) if kind.packs else range(0, kind.width, LANES)
+    return [builder.add(place, ir.Constant(_I64, start)) for start in starts]
 
 
 @final
 class _Step:
     """Writes the arithmetic of a step. ``scalars_at`` are ``adam_scalars``."""
 
-    def __init__(self, lanes: Lanes, scalars_at: Any, parameter: Form, gradient: Form, *, coupled: bool) -> None:
+    def __init__(self, lanes: Lanes, scalars_at: Any, gradient: Form, *, coupled: bool) -> None:
         self._lanes = lanes
-        self._parameter = parameter
         self._gradient = gradient
         self.coupled = coupled
         builder = lanes.builder
         at = builder.inttoptr(scalars_at, _FLOAT.as_pointer())
+        zero, one = ir.Constant(_FLOAT, 0.0), ir.Constant(_FLOAT, 1.0)
         numbers = [builder.load(builder.gep(at, [ir.Constant(_I64, place)]), align=4) for place in range(9)]
-        self.near = builder.fcmp_ordered("!=", numbers[2], ir.Constant(_FLOAT, 0.0))
+        near, up = (builder.fcmp_ordered(*how) for how in (("!=", numbers[2], zero), ("==", numbers[8], one)))
+        self.usual = builder.and_(near, up)
         self._numbers = [lanes.splat(number) for number in numbers]
 
     def gradients(self, at: Any, place: Any) -> Any:
@@ -75,18 +76,16 @@ class _Step:
             return builder.fpext(builder.bitcast(raw, ir.VectorType(_HALF_FLOAT, LANES)), _FLOATS)
         return lanes.floats(builder.shl(builder.zext(raw, _INTS), lanes.integer(16)))
 
-    def moments(self, g: Any, p_at: Any, place: Any, m: Any, v: Any, *, near: bool) -> list[Any]:
-        """Both moments after the step. ``near``: the scalar of that name."""
+    def moments(self, g: Any, p_at: Any, place: Any, m: Any, v: Any, *, usual: bool) -> list[Any]:
+        """Both moments after the step. ``usual``: the scalar ``near`` is not 0, and the sign is 1."""
         lanes, builder = self._lanes, self._lanes.builder
-        decay, rate, _, beta2, rest2, *_, sign = self._numbers
-        signed = builder.fmul(g, sign)
+        decay, rate, near, beta2, rest2, *_, sign = self._numbers
+        signed = g if usual else builder.fmul(g, sign)
         if self.coupled:
             g = signed = lanes.fma(lanes.load(p_at, place, _FLOAT, TARGET), decay, signed)
-            apart = builder.fsub(g, m)
-        else:
-            # A change of sign rounds nothing, and squares do not see it.
-            apart = lanes.fma(g, sign, builder.fneg(m))
-        m = lanes.fma(rate, apart, m if near else signed)
+        # A change of sign rounds nothing, and squares do not see it.
+        far = m if usual else builder.select(builder.fcmp_ordered("!=", near, lanes.number(0)), m, signed)
+        m = lanes.fma(rate, builder.fsub(signed, m), far)
         return [m, lanes.fma(builder.fmul(rest2, g), g, builder.fmul(v, beta2))]
 
     def parameters(self, p: Any, m: Any, v: Any) -> Any:
@@ -99,13 +98,48 @@ class _Step:
         below = builder.fadd(builder.fdiv(root, bias2), eps)
         return builder.fadd(p, builder.fdiv(builder.fmul(pace, m), below))
 
+
+@final
+class _Narrow:
+    """Writes parameters that are narrower than their master, rounded to nearest, ties to even."""
+
+    def __init__(self, lanes: Lanes, form: Form) -> None:
+        self._lanes = lanes
+        self._form = form
+        self._fast = lanes.rounds and form is Form.BF16
+        if self._fast:
+            self._other = cgutils.alloca_once(lanes.builder, _BITS)
+            lanes.builder.store(ir.Constant(_BITS, [0] * LANES), self._other)
+
     def keep(self, own_at: Any, place: Any, p: Any) -> None:
-        """Writes parameters that are narrower than their master, rounded to nearest, ties to even."""
+        """Writes ``LANES`` of a block; ``mend`` comes after all of them."""
         lanes, builder = self._lanes, self._lanes.builder
-        if self._parameter is Form.FP16:
+        if not self._fast:
+            self._exact(own_at, place, p)
+            return
+        narrow, other = lanes.rounded(p)
+        lanes.store(own_at, place, narrow, OWN)
+        builder.store(builder.or_(builder.load(self._other), other), self._other)
+
+    def mend(self, own_at: Any, wide_at: Any, stream: int) -> None:
+        """Writes the block again, from its parameters in fp32, if the processor has rounded one of them its own way."""
+        if not self._fast:
+            return
+        lanes, builder = self._lanes, self._lanes.builder
+        other = builder.bitcast(builder.load(self._other), _I16)
+        zero, step, end = (ir.Constant(_I64, value) for value in (0, LANES, BLOCK))
+        with (
+            builder.if_then(builder.icmp_signed("!=", other, ir.Constant(_I16, 0)), likely=False),
+            cgutils.for_range_slice(builder, zero, end, step, intp=_I64) as (place, _),
+        ):
+            self._exact(own_at, place, lanes.load(wide_at, place, _FLOAT, stream))
+
+    def _exact(self, own_at: Any, place: Any, p: Any) -> None:
+        lanes, builder = self._lanes, self._lanes.builder
+        if self._form is Form.FP16:
             narrow = builder.bitcast(builder.fptrunc(p, ir.VectorType(_HALF_FLOAT, LANES)), _SHORTS)
             lanes.store(own_at, place, narrow, OWN)
-        if self._parameter is not Form.BF16:
+        if self._form is not Form.BF16:
             return
         bits = lanes.bits(p)
         odd = builder.and_(builder.lshr(bits, lanes.integer(16)), lanes.integer(1))
@@ -176,37 +210,33 @@ def begin_block(
     found = constants(forms, bits, coupled)
     if found is None:
         return None
-    own, given = (Form(form) for form in divmod(found[0], 16))
-    kinds = _kinds(found[1])
+    given, kinds = Form(found[0] % 16), _kinds(found[1])
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         groups = [cgutils.unpack_tuple(builder, argument) for argument in arguments[:5]]
         (g_at, wide_at), codes_at, new_at, table_at, factors = groups
         lanes = Lanes(context, builder, BOOK)
-        step = _Step(lanes, arguments[5], own, given, coupled=bool(found[2]))
+        step = _Step(lanes, arguments[5], given, coupled=bool(found[2]))
         sums, splats = _Sums(lanes), [lanes.splat(factor) for factor in factors]
 
-        def loop(place: Any, *, near: bool) -> None:
+        def loop(place: Any, *, usual: bool) -> None:
             held = [
-                lanes.unpacked(lanes.load(at, place, _I8, CODES), kind)
-                for at, kind in zip(codes_at, kinds, strict=True)
+                lanes.decoded(at, place, CODES, table, kind)
+                for at, table, kind in zip(codes_at, table_at, kinds, strict=True)
             ]
-            for here, *pair in zip(_parts(builder, place, kinds[0].packs), *held, strict=True):
-                m, v = (
-                    builder.fmul(lanes.decoded(code, table, kind), splat)
-                    for code, table, kind, splat in zip(pair, table_at, kinds, splats, strict=True)
-                )
+            for here, *pair in zip(_parts(builder, place, kinds[0]), *held, strict=True):
+                m, v = (builder.fmul(value, splat) for value, splat in zip(pair, splats, strict=True))
                 g = step.gradients(g_at, here)
-                made = step.moments(g, wide_at, here, m, v, near=near)
+                made = step.moments(g, wide_at, here, m, v, usual=usual)
                 sums.add(g, made)
                 for at, moment, stream in zip(new_at, made, (FIRST, SECOND), strict=True):
                     lanes.store(at, here, moment, stream)
 
         # Asked once, and not for every vector.
-        with builder.if_else(step.near) as branches:
-            for branch, near in zip(branches, (True, False), strict=True):
-                with branch, _places(builder, kinds[0].packs) as (place, _):
-                    loop(place, near=near)
+        with builder.if_else(step.usual) as branches:
+            for branch, usual in zip(branches, (True, False), strict=True):
+                with branch, _places(builder, kinds[0]) as (place, _):
+                    loop(place, usual=usual)
         return context.make_tuple(builder, signature.return_type, sums.results())
 
     result = types.UniTuple(types.float32, 3)
@@ -244,21 +274,21 @@ def finish_block(
         groups = [cgutils.unpack_tuple(builder, argument) for argument in arguments[:5]]
         (wide_at, wide_out, own_out), codes_out, new_at, table_at, factors = groups
         lanes = Lanes(context, builder, BOOK)
-        step = _Step(lanes, arguments[5], own, given, coupled=bool(found[2]))
-        splats = [lanes.splat(factor) for factor in factors]
-        with _places(builder, kinds[0].packs) as (place, _):
+        step = _Step(lanes, arguments[5], given, coupled=bool(found[2]))
+        narrow, splats = _Narrow(lanes, own), [lanes.splat(factor) for factor in factors]
+        with _places(builder, kinds[0]) as (place, _):
             made: list[list[Any]] = [[], []]
-            for here in _parts(builder, place, kinds[0].packs):
+            for here in _parts(builder, place, kinds[0]):
                 new = [lanes.load(at, here, _FLOAT, stream) for at, stream in zip(new_at, (FIRST, SECOND), strict=True)]
                 p = step.parameters(lanes.load(wide_at, here, _FLOAT, TARGET), *new)
                 lanes.store(wide_out, here, p, to_wide)
-                step.keep(own_out, here, p)
-                for moment, splat, table, kind, found_codes in zip(new, splats, table_at, kinds, made, strict=True):
-                    found_codes.append(lanes.encoded(builder.fmul(moment, splat), table, kind))
-            for at, found_codes in zip(codes_out, made, strict=True):
-                low, *high = found_codes
-                whole = builder.or_(low, builder.shl(high[0], lanes.integer(4))) if high else low
-                lanes.store(at, place, builder.trunc(whole, _BYTES), to_codes)
+                narrow.keep(own_out, here, p)
+                for moment, splat, normal in zip(new, splats, made, strict=True):
+                    normal.append(builder.fmul(moment, splat))
+            for at, normal, table, kind in zip(codes_out, made, table_at, kinds, strict=True):
+                low, *high = (lanes.encoded(normal[n :: 1 + kind.packs], table, kind) for n in range(1 + kind.packs))
+                lanes.store(at, place, lanes.joined(low, high[0]) if high else low, to_codes)
+        narrow.mend(own_out, wide_out, to_wide)
         return context.get_dummy_value()
 
     return types.void(_TRIPLE, _PAIR, _PAIR, _PAIR, _FACTORS, _NUMBER, forms, bits, coupled, apart), generate

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.kernels.adam_block import GRADIENT, SCALES, begin_block, finish_block
-from forebay.kernels.codes import TABLE, code_table
+from forebay.kernels.codes import code_table
 from forebay.kernels.jit import compiled, part
 from forebay.kernels.native import Apart, Form, as_float, copy_bytes, greater, load, magnitude, store, written
 from forebay.kernels.shares import BLOCK, portions
@@ -43,12 +43,9 @@ def state_nbytes(count: int, bits: int) -> tuple[int, int]:
 
 
 def codebook(bits: int) -> Floats:
-    """What the kernel for ``bits`` (8 or 4) reads of its codes: a table for each moment, fp32 [2, TABLE]."""
-    book = np.zeros((2, TABLE), dtype=np.float32)
-    book[0] = code_table(bits, signed=True)
-    if bits == 8:
-        book[1] = code_table(bits, signed=False)
-    return book
+    """What the kernel for ``bits`` (8 or 4) reads of its codes: a table for each moment, fp32 [2, TABLE]. Of the second
+    a linear code reads no more than where bytes are."""
+    return np.stack([code_table(bits, signed=signed) for signed in (True, False)])
 
 
 _FP32: Final = int(Form.FP32)

@@ -12,7 +12,7 @@ decade of one, which is the same with 1 added to the code.
 
 A block of ``forebay.kernels.shares.BLOCK`` values shares a scale, its largest magnitude.
 
-*Tables* of 16 or 32 entries are what vectors look things up in (``lanes``): each fits in one or two registers.
+*Tables* of 16 entries are what vectors look things up in (``lanes``): each fits in one register.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "BINS",
+    "GATHER",
     "LEAST",
+    "LOWER",
     "MOST",
-    "OCTAVES",
     "OFFSET",
+    "PLANES",
     "RISE",
     "SLOPE",
     "START",
-    "START_SLOT",
     "TABLE",
-    "THRESHOLD",
     "code_table",
     "dynamic_values",
     "linear_values",
@@ -40,14 +41,15 @@ __all__ = [
 
 Floats = npt.NDArray[np.float32]
 
-RISE, START, THRESHOLD, START_SLOT, SLOPE, OFFSET, MOST, TABLE = 0, 16, 32, 64, 96, 112, 128, 144
+RISE, START, LOWER, SLOPE, OFFSET, MOST, GATHER, PLANES, TABLE = 0, 16, 32, 48, 64, 80, 96, 128, 256
 """Where the parts of a table begin, and the length of it (see ``code_table``)."""
 
-OCTAVES: Final = 32
-"""Entries of what is looked up by the exponent of a magnitude."""
+BINS: Final = 16
+"""Entries of what is looked up by the magnitude that is encoded: one for two octaves, the last of which begins at 1/2.
+Decades are longer than three octaves, so that no two of them begin in one bin."""
 
 LEAST: Final = 2.0**-25
-"""Smaller magnitudes have the codes of this one: the exponents of larger ones differ in their last five bits."""
+"""Smaller magnitudes have the codes of this one: those of larger ones differ in the last four bits of their bins."""
 
 _ENTRIES: Final = 16
 
@@ -69,18 +71,34 @@ def dynamic_values(bits: int, *, signed: bool) -> Floats:
 
     A signed code is ``2**(bits - 1) - 1`` for 0 and grows with its value; an unsigned one is 0 for 0.
     """
+    wide = [*_magnitudes(*_range(bits, signed=signed)), 1.0]
+    positive = _lines(bits, signed=signed) if bits == 8 else np.array(wide, dtype=np.float32)
+    negative = -positive[-2::-1] if signed else positive[:0]
+    return np.concatenate([negative, np.zeros(1, dtype=np.float32), positive])
+
+
+def _lines(bits: int, *, signed: bool) -> Floats:
+    """The values of the codes above 0, as ``RISE`` and ``START`` have them."""
     last, first = _range(bits, signed=signed)
-    positive = _magnitudes(last, first)
-    if bits == 8:
-        table = code_table(bits, signed=signed)
-        codes = np.arange(2**first, 2 ** (last + 1))
-        fraction, exponent = np.frexp((2 * codes + 1).astype(np.float32))
-        entry = exponent - 2
-        # Rounded once: the product and the sum of these are exact in fp64.
-        exact = table[RISE + entry].astype(np.float64) * (2.0 * fraction) + table[START + entry]
-        positive = exact.astype(np.float32).tolist()
-    negative = [-value for value in reversed(positive)] if signed else []
-    return np.array([*negative, 0.0, *positive, 1.0], dtype=np.float32)
+    rise, start = _decades(last, first)
+    odd = 2 * np.arange(2**first, 2 ** (last + 1) + 1) + 1
+    entry = np.frexp(odd.astype(np.float32))[1] - 2
+    # Rounded once: the product and the sum of these are exact in fp64.
+    exact: npt.NDArray[np.float64] = rise[entry].astype(np.float64) * odd + start[entry]
+    return exact.astype(np.float32)
+
+
+def _decades(last: int, first: int) -> tuple[Floats, Floats]:
+    """``RISE`` and ``START`` of ``code_table``."""
+    rise, start = np.zeros(_ENTRIES, dtype=np.float32), np.zeros(_ENTRIES, dtype=np.float32)
+    for j in range(first, last + 1):
+        range_of = np.float32(0.9 * 10.0 ** (j - last))
+        rise[j] = range_of / np.float32(2 ** (j + 1))
+        lowest = 10.0 ** (j - last) * (0.1 + 0.9 * 0.5 / 2**j)
+        # From the decade's first value: where they are small, the errors of the two numbers would be large.
+        start[j] = lowest - float(range_of) * (1 + 0.5 / 2**j)
+    start[last + 1] = 1.0
+    return rise, start
 
 
 def linear_values() -> Floats:
@@ -92,38 +110,43 @@ def code_table(bits: int, *, signed: bool) -> Floats:
     """What decodes and encodes a dynamic code: fp32 [TABLE].
 
     ``RISE``, ``START``
-        8 bits: a magnitude code ``n``, written ``2 n + 1 = 2**(j + 1) * f`` with ``f`` from 1 to 2, has the value
-        ``rise * f + start`` with the entry of ``j`` modulo 16. 4 bits: ``RISE`` are the values themselves, by code.
-    ``THRESHOLD``, ``START_SLOT``
-        by the last five bits of the exponent of a magnitude ``x``: the slot of its code is the start slot (an integer)
-        or, where ``x`` is below the threshold, the one before that.
+        8 bits: a magnitude code ``n``, with ``2**j`` the leading bit of it, has the value ``rise * (2 n + 1) + start``
+        with the entry of ``j`` modulo 16. 4 bits: ``RISE`` are the values themselves, by code.
+    ``LOWER``
+        by bin, which is the exponent of a magnitude ``x`` without its last bit, modulo 16: an integer that is taken off
+        the bits of ``x``. Below the value with which a decade begins ``x`` falls into the bin before.
     ``SLOPE``, ``OFFSET``, ``MOST``
-        by slot: the code is ``min(floor(slope * x + offset), most)``; a signed one is that from the code of 0 on.
+        by bin: the code is ``min(floor(slope * x + offset), most)``; a signed one is that from the code of 0 on.
+    ``GATHER``
+        64 bytes, and 64 more: where in two registers of 16 integers the first bytes of these are, in the first half and
+        again in the second; and where the last bytes are.
+    ``PLANES``
+        8 bits, signed: the values above 0 in four parts of 128 bytes, the first byte of each value, the second ...
     """
     table = np.zeros(TABLE, dtype=np.float32)
     rows = _slots(bits, signed=signed)
     # Magnitude codes begin with that of 0, which an unsigned code has below its first decade.
     zero = rows[0][3]
-    for slot, (_, slope, offset, most) in enumerate(rows):
-        table[[SLOPE + slot, OFFSET + slot, MOST + slot]] = slope, offset - zero, most - zero
-    starts = np.zeros(OCTAVES, dtype=np.int32)
-    for octave in range(OCTAVES):
-        low, high = 2.0 ** (octave - OCTAVES + 1), 2.0 ** (octave - OCTAVES + 2)
-        starts[octave] = sum(np.float32(row[0]) <= low for row in rows)
-        inside = [row[0] for row in rows if low < np.float32(row[0]) < high]
-        table[THRESHOLD + octave] = inside[0] if inside else np.inf
-    table[START_SLOT : START_SLOT + OCTAVES] = starts.view(np.float32)
+    for place in range(BINS):
+        low, high = 4.0**place * 2.0 ** (1 - 2 * BINS), 4.0**place * 2.0 ** (3 - 2 * BINS)
+        begun = [row for row in rows if np.float32(row[0]) < high]
+        inside = [row[0] for row in begun if np.float32(row[0]) > low]
+        if len(inside) > 1:
+            raise ValueError(f"two decades of a code of {bits} bits begin between {low} and {high}")
+        _, slope, offset, most = begun[-1]
+        table[[SLOPE + place, OFFSET + place, MOST + place]] = slope, offset - zero, most - zero
+        if inside:
+            begin, threshold = np.array([low, inside[0]], dtype=np.float32).view(np.int32)
+            table[LOWER + place : LOWER + place + 1] = np.array([threshold - begin], dtype=np.int32).view(np.float32)
+    words = np.arange(64) % 32 * 4
+    table[GATHER:PLANES] = np.concatenate([words, words + 3]).astype(np.uint8).view(np.float32)
     if bits == 4:
         table[RISE : RISE + _ENTRIES] = dynamic_values(4, signed=signed)
         return table
-    last, first = _range(bits, signed=signed)
-    for j in range(first, last + 1):
-        rise = np.float32(0.9 * 10.0 ** (j - last))
-        lowest = 10.0 ** (j - last) * (0.1 + 0.9 * 0.5 / 2**j)
-        table[RISE + j] = rise
-        # From the decade's first value: where they are small, the errors of the two numbers would be large.
-        table[START + j] = lowest - float(rise) * (1 + 0.5 / 2**j)
-    table[START + last + 1] = 1.0
+    table[RISE : RISE + _ENTRIES], table[START : START + _ENTRIES] = _decades(*_range(bits, signed=signed))
+    if signed:
+        values = _lines(bits, signed=True).view(np.uint8).reshape(-1, 4)
+        table[PLANES:] = np.ascontiguousarray(values.T).view(np.float32).ravel()
     return table
 
 
