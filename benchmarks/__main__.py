@@ -10,6 +10,7 @@ scripts/bench states --models llama-16m --folder /tmp
 scripts/bench losses
 scripts/bench papers
 scripts/bench layout hard large
+scripts/bench fits
 scripts/bench activations gpt2-14m
 scripts/bench update
 scripts/bench instructions
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "losses": _losses,
             "papers": _papers,
             "layout": _layout,
+            "fits": _fits,
             "activations": _activations,
             "update": _update,
             "instructions": _instructions,
@@ -112,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers")
     layout = commands.add_parser("layout", help="how low layouts of addresses are, and how long they take")
     layout.add_argument("topics", nargs="*", metavar="TOPIC", help="default: hard, large and traces")
+    fits = commands.add_parser("fits", help="lay out buffers that are known to fit, with OR-Tools and without")
+    fits.add_argument("files", nargs="*", type=Path, metavar="FILE", help="as A.1048576.csv; default: sets made here")
+    fits.add_argument("--styles", nargs="+", default=(), metavar="STYLE", help="default: all of those made here")
+    fits.add_argument("--without-ortools", action="store_true", help="only as where OR-Tools is not installed")
     activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
     activations.add_argument(
         "models", nargs="*", metavar="MODEL", help="default: all of benchmarks/activations/models.py"
@@ -229,6 +235,17 @@ def _layout(options: argparse.Namespace) -> None:
     compare(options.topics, say=lambda line: print(line, flush=True))
 
 
+def _fits(options: argparse.Namespace) -> None:
+    from benchmarks.fits.record import ARCHIVE
+    from benchmarks.fits.run import compare
+
+    ways = (False,) if options.without_ortools else (False, True)
+    named = [*map(str, options.files), *(["--styles", *options.styles] if options.styles else [])]
+    command = " ".join(["scripts/bench fits", *named, *(["--without-ortools"] if options.without_ortools else [])])
+    found = compare(options.files, options.styles, ways, command, say=lambda line: print(line, flush=True))
+    print(f"kept as {ARCHIVE.save(found).name}")
+
+
 def _activations(options: argparse.Namespace) -> None:
     from benchmarks.activations.models import chosen
     from benchmarks.activations.record import ARCHIVE
@@ -292,6 +309,7 @@ def _table(options: argparse.Namespace) -> None:
     from benchmarks import front
     from benchmarks.activations import table as activations
     from benchmarks.fasthost import table as host
+    from benchmarks.fits import table as fits
     from benchmarks.losses import table as losses
     from benchmarks.papers import table as papers
     from benchmarks.policies import table as policies
@@ -309,6 +327,7 @@ def _table(options: argparse.Namespace) -> None:
     losses.write()
     papers.write()
     solving.write()
+    fits.write()
     activations.write()
     updates.write()
     host.write()

@@ -11,7 +11,7 @@ from typing import Any, final
 from benchmarks.case import BenchmarkError
 from benchmarks.host import Code, CpuMeter, Hardware, code, hardware, versions
 
-__all__ = ["SCHEMA", "Provenance", "TimedProvenance", "Timing", "provenance"]
+__all__ = ["SCHEMA", "Provenance", "TimedProvenance", "Timing", "in_words", "provenance"]
 
 SCHEMA = 1
 
@@ -83,3 +83,10 @@ class Timing:
             "threads": torch.get_num_threads(),
             "other_cores": others,
         }
+
+
+def in_words(one: Provenance) -> str:
+    """A line of Markdown about the run that a record is of."""
+    commit = f"commit {one.code.revision[:12]}{', changed since' if one.code.dirty else ''}"
+    where = f"{one.hardware.cpu}, {one.hardware.cores} cores"
+    return f"- `{one.command}`: {where}; {commit}; {one.date:%Y-%m-%d %H:%M} UTC\n"

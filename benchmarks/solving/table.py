@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.host import ROOT
+from benchmarks.provenance import in_words
 from benchmarks.solving.record import ARCHIVE, AUTO, TARGET, Comparison, Room, Solved, latest
 from benchmarks.table import replace_between
 from forebay.units import format_bytes
@@ -75,6 +76,4 @@ def _runs(comparisons: Sequence[Comparison], rows: Sequence[Solved]) -> Iterator
     """The runs that the figures are of."""
     for one in comparisons:
         if any(row is kept for row in one.rows for kept in rows):
-            commit = f"commit {one.code.revision[:12]}{', changed since' if one.code.dirty else ''}"
-            where = f"{one.hardware.cpu}, {one.hardware.cores} cores"
-            yield f"- `{one.command}`: {where}; {commit}; {one.date:%Y-%m-%d %H:%M} UTC\n"
+            yield in_words(one)

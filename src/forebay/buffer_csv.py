@@ -36,9 +36,12 @@ def _buffers(path: Path, lines: Iterator[list[str]]) -> Iterator[Buffer]:
     missing = [name for name in _NEEDED if name not in header]
     unknown = [name for name in header if name not in _KNOWN]
     if missing or unknown or len(set(header)) != len(header):
+        old = ""
+        if {"start", "end"} <= set(header):
+            old = "; files of older versions of minimalloc say buffer,start,end: call these columns id,lower,upper"
         raise ConfigError(
             f"{path}: the first line must name the columns {','.join(_NEEDED)} (and alignment, offset where there are "
-            f"some), each once; it is {','.join(header)!r}"
+            f"some), each once; it is {','.join(header)!r}{old}"
         )
     place = {name: header.index(name) for name in header}
     for number, line in enumerate(lines, start=2):

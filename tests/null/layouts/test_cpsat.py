@@ -14,8 +14,9 @@ from benchmarks.layout.instances import Kind, instance
 from forebay.buffers import Addresses, Buffer, BufferSet
 from forebay.checking.addresses import check_addresses
 from forebay.planners.layout import lay_out
-from forebay.planners.layout.canonical import Outcome
+from forebay.planners.layout.aim import Aim, Found
 from forebay.planners.layout.cpsat import solve
+from forebay.planners.layout.placing import Outcome
 from forebay.planners.layout.table import Column, Table
 from tests.null.layouts.making import buffer_tuples, least_height
 
@@ -39,7 +40,18 @@ def test_it_finds_the_least_height_and_nothing_below(buffers: tuple[Buffer, ...]
         assert found.feasible
 
 
-def test_what_the_searches_do_not_find_it_finds() -> None:
+class Nothing:
+    """Searches that find nothing."""
+
+    def __init__(self, table: Table, aim: Aim, best: Found, improvers: object) -> None:
+        self.best = best
+
+    def advance(self, aim: Aim) -> Found:
+        return self.best
+
+
+def test_what_the_searches_do_not_find_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("forebay.planners.layout.arena"), "Turns", Nothing)
     given = instance(0, Kind(count=160))
     found = lay_out(given, seconds=60)
     check_addresses(found)
@@ -54,12 +66,21 @@ def test_it_is_asked_again_for_longer_between_other_searches(monkeypatch: pytest
         return (Outcome.NONE if len(asked) == 3 else Outcome.PAUSED), np.zeros(len(table), np.int64)
 
     module = import_module("forebay.planners.layout.arena")
-    for name, value in (("cpsat_is_there", lambda: True), ("solve", solve_in_the_end), ("ALONE", 0.0625)):
+    for name, value in (
+        ("cpsat_is_there", lambda: True),
+        ("solve", solve_in_the_end),
+        ("ALONE", 0.0625),
+        ("Turns", Nothing),
+    ):
         monkeypatch.setattr(module, name, value)
     given = instance(0, Kind(count=160))
     found = lay_out(given, seconds=60)
     check_addresses(found)
-    assert asked == [(given.capacity, 0.25), (given.capacity, 0.5), (given.capacity, 1.0)]
+    assert [seconds for _, seconds in asked] == [0.25, 0.5, 1.0]
+    assert given.capacity is not None
+    # What is live in all sections has the bottom, and the rest what is above it.
+    (room,) = {capacity for capacity, _ in asked}
+    assert 0.9 * given.capacity < room < given.capacity
     assert "CP-SAT" not in found.found_by and (found.feasible, found.proven) == (False, True)
 
 

@@ -34,6 +34,7 @@ def test_columns_may_come_in_any_order(tmp_path: Path) -> None:
     [
         ("", "first line must name"),
         ("id,lower,upper\n1,0,2\n", "first line must name"),
+        ("buffer,start,end,size\n1,0,2,3\n", "older versions .* call these columns id,lower,upper"),
         ("id,lower,upper,size,gaps\n1,0,2,3,0-1\n", "first line must name"),
         ("id,lower,upper,size\n1,0,2\n", "line 2: 4 values"),
         ("id,lower,upper,size\n1,0,2,x\n", "line 2: .*whole numbers"),

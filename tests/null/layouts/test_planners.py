@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.layout.instances import Kind, instance, random_buffers
-from forebay.buffers import Buffer, BufferSet
+from forebay.buffers import Addresses, Buffer, BufferSet
 from forebay.checking.addresses import check_addresses
 from forebay.errors import ConfigError
 from forebay.planners.layout import LAYOUTS, lay_out
 from forebay.planners.layout.aim import NEGLIGIBLE, Aim, Deadline
-from forebay.planners.layout.canonical import Outcome
 from forebay.planners.layout.exact import Search, task_of
+from forebay.planners.layout.greedy import flowed
 from forebay.planners.layout.orders import ORDERS, order_by
+from forebay.planners.layout.placing import Outcome
 from forebay.planners.layout.table import Table, parts_of
 from tests.null.layouts.making import buffer_tuples, least_height
 
@@ -125,3 +129,24 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ConfigError, match="id of its own"):
         BufferSet((Buffer("b", 0, 1, 1), Buffer("b", 1, 2, 1)))
     assert lay_out(BufferSet(())).height == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(buffers=buffer_tuples(alignments=(1, 1, 4)))
+def test_as_time_goes(buffers: tuple[Buffer, ...]) -> None:
+    offsets = np.zeros(len(buffers), np.int64)
+    for part in parts_of(Table.of(buffers)):
+        found = flowed(part)
+        assert found.height == int((found.offsets + part.size).max())
+        offsets[part.number] = found.offsets
+    check_addresses(Addresses(BufferSet(buffers), tuple(offsets.tolist()), "", False, 0.0))
+
+
+@pytest.mark.parametrize("layout", ["arena", "best-fit"])
+def test_what_is_too_much_to_search_is_placed_as_time_goes(layout: str) -> None:
+    given = random_buffers(100_000, seed=0)
+    start = time.process_time()
+    found = lay_out(given, layout, seconds=1.0)
+    assert time.process_time() - start < 20
+    check_addresses(found)
+    assert "as time goes" in found.found_by and found.gap < 0.5

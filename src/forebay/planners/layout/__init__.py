@@ -4,10 +4,12 @@ best-fit    placed one after the other in several orders, the lowest layout is t
 periodic    best fit, its order improved by local search (Imanishi and Xu, ISMM 2024)
 roam        what lives long first, then each stretch of time by itself (Shu et al. 2023; its layout half)
 exact       depth-first search over canonical layouts (Moffitt, ASPLOS 2023)
-arena       all of that and a beam search (``beams``) in turns, until nothing is left to gain or the time is over: the
-            default
+arena       all of that, a beam search (``beams``), exact searches on joined buffers (``multilevel``) and local ones
+            with a pool of what finds no gap (``pools``) in turns, until nothing is left to gain or the time is over:
+            the default
 
-Each is asked part by part: what shares no time can be laid out apart. The compiled functions are compiled ahead of
+Each is asked part by part: what shares no time can be laid out apart, above what is live as long as all that it meets
+(``ground``). The compiled functions are compiled ahead of
 the time that a search has (``ahead``), which takes some seconds once, and kept on disk (``kernels.jit``).
 """
 
@@ -23,9 +25,10 @@ from forebay.errors import ConfigError
 from forebay.planners.layout.ahead import compile_greedy
 from forebay.planners.layout.aim import Aim, Deadline, Found, Planner
 from forebay.planners.layout.arena import arena, exact, periodic
-from forebay.planners.layout.greedy import best_fit
+from forebay.planners.layout.greedy import best_fit, flowed
+from forebay.planners.layout.ground import grounded
 from forebay.planners.layout.roam import roam
-from forebay.planners.layout.table import Table, parts_of
+from forebay.planners.layout.table import Table
 
 __all__ = ["LAYOUTS", "lay_out"]
 
@@ -43,6 +46,12 @@ POLISH = 0.3
 """Seconds after which a layout that fits is not made lower any more, and as much again for each ``MANY`` buffers."""
 
 MANY = 2000
+
+PAIR = 2e-9
+"""Seconds that looking at a pair of buffers takes, about: every planner looks at all pairs that a part has."""
+
+ONE_PASS = 1.0
+"""Seconds that one look at all of them may take, even where no time is left."""
 
 
 def lay_out(given: BufferSet, layout: str = "arena", seconds: float | None = None) -> Addresses:
@@ -72,11 +81,13 @@ def lay_out(given: BufferSet, layout: str = "arena", seconds: float | None = Non
 
 
 def _by_parts(buffers: tuple[Buffer, ...], planner: Planner, aim: Aim) -> tuple[tuple[int, ...], list[Found]]:
-    """The offsets of all buffers, and what was found for each part: those that take the most memory first, since they
-    decide."""
+    """The offsets of all buffers, and what was found for each part that is above the ground (``ground``): those that
+    take the most memory first, since they decide. For one so large that all its pairs cannot be looked at in the time
+    that is left, buffers are placed as time goes."""
     offsets = np.zeros(len(buffers), np.int64)
     found = []
-    for part in sorted(parts_of(Table.of(buffers)), key=lambda part: -part.peak):
-        found.append(planner(part, aim))
-        offsets[part.number] = found[-1].offsets
+    for one in sorted(grounded(Table.of(buffers), offsets), key=lambda one: -one.peak):
+        short = PAIR * len(one.part) ** 2 > max(ONE_PASS, aim.deadline.left)
+        found.append(flowed(one.part) if short else planner(one.part, aim.above(one.base)))
+        offsets[one.part.number] = one.base + found[-1].offsets
     return tuple(offsets.tolist()), found

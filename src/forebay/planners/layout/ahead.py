@@ -14,9 +14,11 @@ from forebay.buffers import Buffer
 from forebay.planners.layout.aim import Aim, Deadline, Found
 from forebay.planners.layout.beams import Beams
 from forebay.planners.layout.exact import Search, task_of
-from forebay.planners.layout.greedy import fitted, stacked
+from forebay.planners.layout.greedy import fitted, flowed, stacked
+from forebay.planners.layout.multilevel import Multilevel
 from forebay.planners.layout.orders import order_by
 from forebay.planners.layout.periodic import Shaker
+from forebay.planners.layout.pools import Pools
 from forebay.planners.layout.table import Table
 
 __all__ = ["compile_greedy", "compile_searches"]
@@ -34,6 +36,7 @@ def compile_greedy() -> None:
     order = order_by(table, "size")
     fitted(table, order, "")
     stacked(table, order, "")
+    flowed(table)
 
 
 @cache
@@ -44,5 +47,8 @@ def compile_searches() -> None:
     Shaker(table, order, 1).advance()
     task = task_of(table)
     Search(table, task, 2, order).advance(1)
-    none_yet = Found(np.zeros(2, np.int64), 3, "")
-    Beams(table, task, none_yet, Aim(2, 2, Deadline(0), Deadline(0))).advance()
+    none_yet = Found(np.arange(2), 3, "")
+    aim = Aim(2, 2, Deadline(0), Deadline(0))
+    Beams(table, task, none_yet, aim).advance()
+    Pools(table, none_yet, aim).advance()
+    Multilevel(table, none_yet, 2).advance()

@@ -53,12 +53,13 @@ class Deadline:
 class Aim:
     """How low a layout is to be: below ``bound`` bytes there is none, and none is asked for; up to ``capacity`` bytes
     it is good enough once ``polish`` is over (None: once no more than ``NEGLIGIBLE`` is left). After ``deadline`` the
-    best is taken."""
+    best is taken. ``base`` bytes lie below all that, and count where shares are asked for."""
 
     bound: int
     capacity: int | None
     polish: Deadline
     deadline: Deadline
+    base: int = 0
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -67,6 +68,11 @@ class Aim:
         yield
         for deadline in (self.polish, self.deadline):
             deadline.put_off(time.perf_counter() - start)
+
+    def above(self, base: int) -> Aim:
+        """The same for what lies above ``base`` bytes."""
+        room = None if self.capacity is None else self.capacity - base
+        return replace(self, bound=self.bound - base, capacity=room, base=base)
 
     def within(self, seconds: float) -> Aim:
         """The same with so many seconds from now on, and no more than there are."""
@@ -80,12 +86,17 @@ class Aim:
         """Bytes that a search is to reach, where a layout of ``height`` bytes is known."""
         return self.bound if self.capacity is None or self.fits(height) else self.capacity
 
+    def next_target(self, height: int, missed: int) -> int:
+        """Bytes that are to be tried where a layout of ``height`` is known, and ``missed`` bytes were tried in vain:
+        what is wanted, and half way between the two where that is there."""
+        return (missed + height) // 2 if self.fits(height) else self.target(height)
+
     def met(self, height: int) -> bool:
         """Whether a layout of so many bytes needs no further search now."""
         if height <= self.bound or self.deadline.over:
             return True
         if self.capacity is None:
-            return height - self.bound <= NEGLIGIBLE * self.bound
+            return height - self.bound <= NEGLIGIBLE * (self.base + self.bound)
         return height <= self.capacity and self.polish.over
 
 

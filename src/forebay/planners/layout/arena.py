@@ -3,19 +3,20 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from forebay.planners.cpsat import cpsat_is_there
 from forebay.planners.layout.ahead import compile_searches
 from forebay.planners.layout.aim import Aim, Found, lower_of
 from forebay.planners.layout.beams import Beams
-from forebay.planners.layout.canonical import Outcome
 from forebay.planners.layout.cpsat import solve
 from forebay.planners.layout.exact import task_of
 from forebay.planners.layout.greedy import fitted, portfolio
+from forebay.planners.layout.multilevel import Multilevel
 from forebay.planners.layout.orders import order_by
 from forebay.planners.layout.periodic import Shaker
+from forebay.planners.layout.placing import Outcome
+from forebay.planners.layout.pools import Pools
 from forebay.planners.layout.table import Table
 from forebay.planners.layout.turns import Improver, Turns
 
@@ -39,6 +40,12 @@ BEAM_MOST = 500
 """Buffers of the largest part that is searched with many partial layouts at a time: what one more buffer takes for all
 of them grows with the number of buffers, and a turn is to stay short."""
 
+JOINED_MOST = 1000
+"""Buffers of the largest part that are joined to blocks: all pairs of them are looked at, again and again."""
+
+POOLED_MOST = 3000
+"""Buffers of the largest part that is searched with a pool: of 20,000 it finds no lower layouts in 10 seconds."""
+
 SHAKEN = ("area", "pressure-length")
 """Orders that local searches begin with."""
 
@@ -55,21 +62,29 @@ def exact(table: Table, aim: Aim) -> Found:
 
 
 def arena(table: Table, aim: Aim) -> Found:
-    """Greedy layouts first; then exact searches, local ones and beams take turns."""
+    """Greedy layouts first; then searches of all kinds take turns."""
     best = _greedy(table, aim)
     if aim.met(best.height):
         return best
-    target = aim.target(best.height)
     with aim.untimed():
         compile_searches()
-    improvers: Sequence[Improver] = [Shaker(table, order_by(table, name), target) for name in SHAKEN]
-    if len(table) <= BEAM_MOST:
-        beams = Beams(table, task_of(table), best, aim)
-        improvers = [one for shaker in improvers for one in (beams, shaker)]
-    turns = Turns(table, aim, best, improvers)
+    turns = Turns(table, aim, best, _improvers(table, aim, best))
     if aim.fits(best.height) or len(table) > CPSAT_MOST or not cpsat_is_there():
         return turns.advance(aim)
     return _with_cpsat(table, aim, turns)
+
+
+def _improvers(table: Table, aim: Aim, best: Found) -> list[Improver]:
+    """Whose turn it is after each exact search, one after the other; which there are depends on how many buffers there
+    are."""
+    target, count = aim.target(best.height), len(table)
+    pools = [Pools(table, best, aim)] if count <= POOLED_MOST else []
+    joined = [Multilevel(table, best, target)] if table.aligned and count <= JOINED_MOST else []
+    beams = [Beams(table, task_of(table), best, aim)] if count <= BEAM_MOST else []
+    found: list[Improver] = []
+    for name in SHAKEN:
+        found += [*joined, *pools, *beams, *joined, *pools, Shaker(table, order_by(table, name), target)]
+    return found
 
 
 def _with_cpsat(table: Table, aim: Aim, turns: Turns) -> Found:

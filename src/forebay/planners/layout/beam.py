@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.kernels.jit import compiled, inlined
-from forebay.planners.layout.canonical import Task
+from forebay.planners.layout.placing import Task
 from forebay.planners.layout.table import Column
 
 __all__ = ["FEWEST", "Children", "Level", "grow", "keep"]

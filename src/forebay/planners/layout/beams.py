@@ -9,7 +9,7 @@ import numpy as np
 
 from forebay.planners.layout.aim import Aim, Found
 from forebay.planners.layout.beam import FEWEST, Children, Level, grow, keep
-from forebay.planners.layout.canonical import Task
+from forebay.planners.layout.placing import Task
 from forebay.planners.layout.table import Column, Table
 
 __all__ = ["Beams"]
@@ -130,8 +130,7 @@ class Beams:
 
     def _begun(self) -> _Run:
         """A search in which nothing has found a place yet."""
-        aim, height = self._aim, self.best.height
-        within = (self._missed + height) // 2 if aim.fits(height) else aim.target(height)
+        within = self._aim.next_target(self.best.height, self._missed)
         count, sections, width = len(self._areas), len(self._total), self._width
         most = width * min(FEWEST, count)
         parent, row, place = (np.empty(most, np.int64) for _ in range(3))

@@ -9,6 +9,7 @@ canonical    no buffer goes below the one before it
 dominance    no buffer goes as high as the end of another one that could be put below it first
 sections     what waits in a section has to fit above its floor: the top of what is there, the lowest place that any
              buffer in wait can have, and the address of the buffer before
+waste        that again for those that can only come above some address, and that address
 overhead     a buffer that nobody in wait meets is put where it is: if that does not help, nothing does instead
 twins        of buffers that are alike in all but their id the first has been tried for all
 parts        where no buffer in wait spans two neighbouring sections, what lies before and what lies after are searched
@@ -19,74 +20,31 @@ The search is a loop over frames on a stack of its own, so that it can be stoppe
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.kernels.jit import compiled, inlined
+from forebay.planners.layout.placing import (
+    CANDIDATES,
+    LISTS,
+    MODE,
+    NODES,
+    NOWHERE,
+    RANKED,
+    TOP,
+    TRAIL,
+    Row,
+    State,
+    Task,
+    hopeless,
+    note,
+    put,
+    undo,
+    wasteful,
+)
 
-__all__ = ["Outcome", "State", "Task", "explore"]
-
-Row = NDArray[np.int64]
-
-
-class Outcome(IntEnum):
-    """How a search stands after some nodes; ``CRAMPED``: a stack is to be made longer before it can go on."""
-
-    FOUND = 0
-    NONE = 1
-    PAUSED = 2
-    CRAMPED = 3
-
-
-class Task(NamedTuple):
-    """What is searched: of each buffer its sections, bytes, alignment, place in an order and twins (a number that is
-    equal for those that are alike), those that it is live together with (``links`` from ``links_at`` on), and of each
-    section those that are live in it."""
-
-    start: Row
-    stop: Row
-    size: Row
-    alignment: Row
-    place: Row
-    twin: Row
-    links_at: Row
-    links: Row
-    members_at: Row
-    members: Row
-
-
-class State(NamedTuple):
-    """How far it is. ``offsets`` are below 0 for what waits, ``lowest`` is the least address that it can have.
-    ``floor`` is the least that any of them can have in a section, ``total`` are their bytes and ``spans`` how many of
-    them go on into the next section. ``rank`` says whose turn it is first. ``stamps`` marks sections; ``trail`` has
-    what was changed, to be undone in reverse order."""
-
-    offsets: Row
-    lowest: Row
-    rank: Row
-    floor: Row
-    total: Row
-    spans: Row
-    stamps: Row
-    counters: Row
-    candidates: Row
-    lists: Row
-    trail: NDArray[np.int64]
-    frames: NDArray[np.int64]
-
-
-# Counters.
-TOP: Final = 0
-TRAIL: Final = 1
-CANDIDATES: Final = 2
-LISTS: Final = 3
-MODE: Final = 4
-NODES: Final = 5
-STAMP: Final = 6
-COUNTERS: Final = 7
+__all__ = ["FRAME", "explore"]
 
 # Columns of a frame: either a choice of the next buffer, or parts one after the other (in CHOICE: 0). Both have the
 # buffers in question, as a piece of the lists, and candidates (buffers, or sections at which parts begin).
@@ -109,98 +67,6 @@ TRY: Final = 0
 PART: Final = 1
 DONE: Final = 2
 FAILED: Final = 3
-
-# What a row of the trail is about.
-PLACED: Final = 0
-FLOOR: Final = 1
-LOWEST: Final = 2
-RANKED: Final = 3
-
-NOWHERE: Final = 1 << 62
-
-
-@inlined
-def _note(state: State, what: int, index: int, before: int) -> None:
-    at = state.counters[TRAIL]
-    state.trail[at, 0], state.trail[at, 1], state.trail[at, 2] = what, index, before
-    state.counters[TRAIL] = at + 1
-
-
-@inlined
-def _undo(task: Task, state: State, mark: int) -> None:
-    """Takes back all that the trail has from ``mark`` on."""
-    for at in range(state.counters[TRAIL] - 1, mark - 1, -1):
-        what, index, before = state.trail[at, 0], state.trail[at, 1], state.trail[at, 2]
-        if what == FLOOR:
-            state.floor[index] = before
-        elif what == LOWEST:
-            state.lowest[index] = before
-        elif what == RANKED:
-            state.rank[index] = before
-        else:
-            state.offsets[index] = -1
-            for section in range(task.start[index], task.stop[index]):
-                state.total[section] += task.size[index]
-                if section + 1 < task.stop[index]:
-                    state.spans[section] += 1
-    state.counters[TRAIL] = mark
-
-
-@inlined
-def _lift(task: Task, state: State, section: int) -> None:
-    """No floor is below the lowest place that a buffer in wait can have."""
-    least = NOWHERE
-    for at in range(task.members_at[section], task.members_at[section + 1]):
-        other = task.members[at]
-        if state.offsets[other] < 0:
-            least = min(least, state.lowest[other])
-    if least != NOWHERE and state.floor[section] < least:
-        _note(state, FLOOR, section, state.floor[section])
-        state.floor[section] = least
-
-
-@inlined
-def _place(task: Task, state: State, row: int) -> bool:
-    """Puts ``row`` where it can be lowest, and works out what that means for those in wait. Returns whether any of them
-    meets it."""
-    offset = state.lowest[row]
-    top = offset + task.size[row]
-    state.offsets[row] = offset
-    _note(state, PLACED, row, 0)
-    for section in range(task.start[row], task.stop[row]):
-        _note(state, FLOOR, section, state.floor[section])
-        state.floor[section] = top
-        state.total[section] -= task.size[row]
-        if section + 1 < task.stop[row]:
-            state.spans[section] -= 1
-    state.counters[STAMP] += 1
-    first, end = task.start[row], task.stop[row]
-    met = False
-    for at in range(task.links_at[row], task.links_at[row + 1]):
-        other = task.links[at]
-        if state.offsets[other] >= 0:
-            continue
-        met = True
-        if state.lowest[other] < top:
-            _note(state, LOWEST, other, state.lowest[other])
-            step = task.alignment[other]
-            state.lowest[other] = (top + step - 1) // step * step
-            for section in range(task.start[other], task.stop[other]):
-                state.stamps[section] = state.counters[STAMP]
-            first, end = min(first, task.start[other]), max(end, task.stop[other])
-    for section in range(first, end):
-        if state.stamps[section] == state.counters[STAMP]:
-            _lift(task, state, section)
-    return met
-
-
-@inlined
-def _hopeless(state: State, first: int, end: int, offset: int, capacity: int) -> bool:
-    """Whether what waits in one of the sections has no room above its floor."""
-    for section in range(first, end):  # noqa: SIM110 (numba compiles no generator)
-        if max(offset, state.floor[section]) + state.total[section] > capacity:
-            return True
-    return False
 
 
 @inlined
@@ -300,7 +166,7 @@ def _rank(task: Task, state: State, begin: int, stop: int) -> None:
     for index in range(stop - begin):
         row = rows[order[index]]
         state.lists[begin + index] = row
-        _note(state, RANKED, row, state.rank[row])
+        note(state, RANKED, row, state.rank[row])
         state.rank[row] = index
 
 
@@ -332,17 +198,18 @@ def _part(task: Task, state: State, frame: Row) -> bool:
 def _try(task: Task, state: State, frame: Row, capacity: int) -> int:
     """Tries the next candidate of a frame. Returns the mode in which to go on."""
     counters = state.counters
-    _undo(task, state, frame[MARK])
+    undo(task, state, frame[MARK])
     counters[CANDIDATES], counters[LISTS] = frame[TO], frame[LISTED]
     row = _next(task, state, frame)
     if row < 0:
         counters[TOP] -= 1
         return FAILED
     counters[NODES] += 1
-    if not _place(task, state, row):
+    if not put(task, state, row):
         frame[NEXT] = frame[TO]
     offset = state.offsets[row]
-    if _hopeless(state, frame[FIRST], frame[END], offset, capacity):
+    first, end = frame[FIRST], frame[END]
+    if hopeless(state, first, end, offset, capacity) or wasteful(task, state, first, end, offset, capacity):
         return TRY
     if _split(task, state, frame, row):
         return PART

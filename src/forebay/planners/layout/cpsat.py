@@ -11,7 +11,7 @@ from math import gcd
 import numpy as np
 
 from forebay.planners.cpsat import solver_of
-from forebay.planners.layout.canonical import Outcome
+from forebay.planners.layout.placing import Outcome
 from forebay.planners.layout.table import Column, Table
 
 __all__ = ["solve"]
@@ -25,11 +25,10 @@ def solve(table: Table, capacity: int, seconds: float) -> tuple[Outcome, Column]
     there are none, ``PAUSED`` where the time was over. On one thread, as all searches here."""
     from ortools.sat.python import cp_model
 
-    unit = gcd(*table.size.tolist())
     # Where addresses need only be multiples of what divides all sizes, no others are needed: the same in small numbers.
-    coarse = not np.any(unit % table.alignment)
-    steps = np.full(len(table), unit) if coarse else table.alignment
-    unit = unit if coarse else gcd(unit, *table.alignment.tolist())
+    coarse = table.aligned
+    steps = np.full(len(table), table.unit) if coarse else table.alignment
+    unit = table.unit if coarse else gcd(table.unit, *table.alignment.tolist())
     model = cp_model.CpModel()
     lives, places, addresses = [], [], []
     rows = zip(table.lower.tolist(), table.upper.tolist(), table.size.tolist(), steps.tolist(), strict=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from forebay.planners.layout.canonical import COUNTERS, FRAME, NODES, Outcome, State, Task, explore
+from forebay.planners.layout.canonical import FRAME, explore
+from forebay.planners.layout.placing import COUNTERS, NODES, Outcome, State, Task
 from forebay.planners.layout.table import Column, Table
 
 __all__ = ["Search", "task_of"]
@@ -17,9 +18,9 @@ def task_of(table: Table) -> Task:
     """The buffers of ``table``, all of one rank."""
     start, stop = table.sections
     count, sections = len(table), int(stop.max())
-    together = [np.flatnonzero((start < stop[row]) & (start[row] < stop)) for row in range(count)]
-    links = [rows[rows != row] for row, rows in enumerate(together)]
-    members = [np.flatnonzero((start <= section) & (section < stop)) for section in range(sections)]
+    together = (start[:, None] < stop) & (start < stop[:, None])
+    np.fill_diagonal(together, False)
+    at = np.arange(sections)[:, None]
     alike = np.stack([start, stop, table.size, table.alignment], axis=1)
     twin = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
     return Task(
@@ -29,16 +30,17 @@ def task_of(table: Table) -> Task:
         table.alignment,
         np.zeros(count, np.int64),
         twin.astype(np.int64),
-        *_joined(links),
-        *_joined(members),
+        *_listed(together),
+        *_listed((start <= at) & (at < stop)),
     )
 
 
-def _joined(lists: list[Column]) -> tuple[Column, Column]:
-    """Where each of ``lists`` begins, and where the last one ends, in all of them in a row."""
-    at = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum([len(rows) for rows in lists], out=at[1:])
-    return at, np.concatenate([*lists, np.zeros(0, np.int64)]).astype(np.int64)
+def _listed(chosen: NDArray[np.bool_]) -> tuple[Column, Column]:
+    """The columns that each row has chosen, one row behind the other, and before them where each begins and the last
+    ends."""
+    at = np.zeros(len(chosen) + 1, np.int64)
+    np.cumsum(chosen.sum(axis=1), out=at[1:])
+    return at, np.nonzero(chosen)[1].astype(np.int64)
 
 
 @final
@@ -78,8 +80,7 @@ class Search:
 def _reachable(table: Table, capacity: int) -> int:
     """The most of ``capacity`` that any layout can use: where all sizes are multiples of something, and that is one of
     all alignments, so are all addresses of a canonical layout."""
-    unit = gcd(*table.size.tolist())
-    return capacity // unit * unit if not np.any(unit % table.alignment) else capacity
+    return capacity // table.unit * table.unit if table.aligned else capacity
 
 
 def _begun(task: Task, order: Column) -> State:

@@ -1,7 +1,8 @@
 """Placing buffers one after the other, compiled. No torch.
 
 ``fit`` takes them in an order and puts each into a gap among those that are there already and live at the same time.
-``stack`` takes the lowest place that any buffer can have, so that memory fills from below as a skyline rises.
+``stack`` takes the lowest place that any buffer can have, so that memory fills from below as a skyline rises. ``flow``
+takes them as time goes, like an allocator that does not know what comes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 from forebay.kernels.jit import compiled, part
 from forebay.planners.layout.table import Column, Lives
 
-__all__ = ["BEST", "FIRST", "fit", "stack"]
+__all__ = ["BEST", "FIRST", "fit", "flow", "stack"]
 
 FIRST, BEST = False, True
 """Which gap a buffer gets: the lowest that holds it, or the one that it fills best."""
@@ -84,4 +85,43 @@ def stack(rank: Column, lives: Lives, offsets: Column) -> int:
             other = waiting[index]
             if lives.lower[other] < end and start < lives.upper[other] and lowest[other] < top:
                 lowest[other] = _aligned(top, lives.alignment[other])
+    return height
+
+
+@compiled
+def flow(events: Column, lives: Lives, offsets: Column) -> int:
+    """Places buffers as time goes, each into the gap between those that are live then that it fills best, and writes
+    their addresses into ``offsets``. Returns the height (bytes).
+
+    ``events`` are in the order of time: a row where that buffer begins, and -1 - row where it ends. It takes no more
+    time than there are events times buffers live at once, where the others take the square of all.
+    """
+    there = np.empty(len(lives.size), np.int64)  # by address
+    count, height = 0, 0
+    for event in events:
+        if event < 0:
+            slot = 0
+            while there[slot] != -1 - event:
+                slot += 1
+            count -= 1
+            for index in range(slot, count):
+                there[index] = there[index + 1]
+            continue
+        nbytes, step = lives.size[event], lives.alignment[event]
+        top, slot, found, least = 0, count, -1, np.int64(1 << 62)
+        for index in range(count):
+            address = offsets[there[index]]
+            here = _aligned(top, step)
+            room = address - here
+            if room >= nbytes and room - nbytes < least:
+                slot, found, least = index, here, room - nbytes
+            top = address + lives.size[there[index]]
+        if found < 0:
+            found = _aligned(top, step)
+        offsets[event] = found
+        height = max(height, found + nbytes)
+        for index in range(count, slot, -1):
+            there[index] = there[index - 1]
+        there[slot] = event
+        count += 1
     return height

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from forebay.planners.layout.aim import Aim, Found, empty, lower_of
-from forebay.planners.layout.fits import BEST, FIRST, fit, stack
+from forebay.planners.layout.fits import BEST, FIRST, fit, flow, stack
 from forebay.planners.layout.orders import ORDERS, order_by
 from forebay.planners.layout.table import Column, Table
 
-__all__ = ["best_fit", "fitted", "portfolio"]
+__all__ = ["best_fit", "fitted", "flowed", "portfolio"]
 
 
 def fitted(table: Table, order: Column, by: str, best: bool = BEST) -> Found:
@@ -27,6 +27,16 @@ def stacked(table: Table, order: Column, by: str) -> Found:
     rank[order] = np.arange(len(table))
     offsets = empty(table)
     return Found(offsets, int(stack(rank, table.lives, offsets)), by)
+
+
+def flowed(table: Table) -> Found:
+    """The buffers placed as time goes."""
+    rows = np.arange(len(table))
+    times = np.concatenate([table.lower, table.upper])
+    events = np.concatenate([rows, -1 - rows])
+    order = np.lexsort((events >= 0, times))  # of one time, those that end are gone before others begin
+    offsets = empty(table)
+    return Found(offsets, int(flow(events[order], table.lives, offsets)), "as time goes")
 
 
 def best_fit(table: Table, aim: Aim) -> Found:

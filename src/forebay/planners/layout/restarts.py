@@ -12,8 +12,8 @@ from typing import final
 
 import numpy as np
 
-from forebay.planners.layout.canonical import Outcome, Task
 from forebay.planners.layout.exact import Search
+from forebay.planners.layout.placing import Outcome, Task
 from forebay.planners.layout.table import Column, Table
 
 __all__ = ["Restarts", "luby"]

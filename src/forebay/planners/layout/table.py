@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import NamedTuple, final
 
 import numpy as np
@@ -76,6 +77,16 @@ class Table:
     def length(self) -> Column:
         """Of each buffer the ranks of time that it is live for."""
         return self.upper - self.lower
+
+    @cached_property
+    def unit(self) -> int:
+        """The most bytes of which all sizes are multiples."""
+        return gcd(*self.size.tolist())
+
+    @property
+    def aligned(self) -> bool:
+        """Whether any sum of sizes is an address that is as well aligned as all have to be."""
+        return not np.any(self.unit % self.alignment)
 
     @cached_property
     def live(self) -> Column:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Protocol, final
 
 from forebay.planners.layout.aim import Aim, Found, lower_of
-from forebay.planners.layout.canonical import Outcome
 from forebay.planners.layout.exact import Search, task_of
 from forebay.planners.layout.orders import order_by
+from forebay.planners.layout.placing import Outcome
 from forebay.planners.layout.restarts import Restarts
 from forebay.planners.layout.table import Column, Table
 
