@@ -28,7 +28,7 @@ from itertools import chain
 
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
-from forebay.planners.activations.choosing import drafted, leanest, narrow, seeds, still
+from forebay.planners.activations.choosing import all_moved, drafted, leanest, narrow, seeds, still
 from forebay.planners.activations.swapping import swapped
 from forebay.planners.bench import Bench
 from forebay.planners.device_updates import fastest_there
@@ -159,6 +159,8 @@ def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, sing
     what the programme over all blocks proposes; without ``single_blocks`` that of the shapes alone. Raises
     ``DoesNotFit``."""
     lean = leanest(bench) if seeded else []
+    if seeded and not anything_fits(bench, [*map(narrow, lean), *among]):
+        lean.append(all_moved(bench))  # what the programme counts for a block may be more than moving all of it needs
     narrowest = list(map(narrow, lean))
     if not anything_fits(bench, [*narrowest, *among]):
         least = least_device(bench, [*among, *narrowest])

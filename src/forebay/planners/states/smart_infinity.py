@@ -48,6 +48,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.homes import at_storage, least_at_storage
 from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
+from forebay.planners.shapes import options, streamed_through
 from forebay.planners.states.drafting import cannot_serve, finished, serial, streamed
 from forebay.plans import Plan, Streaming
 from forebay.remedies import Remedy
@@ -75,15 +76,21 @@ def smart_infinity_compressed(problem: Problem, bench: Bench | None = None) -> P
 
 def _made(bench: Bench, name: str, density: float | None) -> Plan:
     _expect_served(bench, name, compressed=density is not None)
-    draft = serial(streamed(bench))
-    draft = replace(draft, streaming=replace(draft.streaming, gradient_density=density))
     if not bench.problem.limit(Tier.DISK):
-        raise _without_a_disk(bench, name, draft)
+        # Whatever the device has room for: with more of that there would still be no disk.
+        raise _without_a_disk(bench, name, _sent(streamed_through(bench, options(bench)[-1], 0), density))
+    draft = _sent(streamed(bench), density)
     try:
         settled = at_storage(bench, draft)
     except DoesNotFit as error:
         raise refused(bench, error, least_at_storage(bench, draft)) from None
     return finished(bench, name, settled, _said(bench, density))
+
+
+def _sent(draft: Draft, density: float | None) -> Draft:
+    """``draft`` with updates behind backward and such a share of each gradient sent (None: all of it)."""
+    settled = serial(draft)
+    return replace(settled, streaming=replace(settled.streaming, gradient_density=density))
 
 
 def _expect_served(bench: Bench, name: str, *, compressed: bool) -> None:

@@ -64,7 +64,7 @@ def _around_attention(
 
 def _moving(room: Room) -> Answer | None:
     base, able = _kept(room.layers), _able(room.layers)
-    choice, level = fewest(able, base, lambda layer: _with(layer, MOVE), room.level, room.fits)
+    choice, level = fewest(able, base, lambda layer: _with(layer, MOVE), room.level, room.over)
     if level is None:
         return None
     count = sum(option.moved > 0 for option in choice.values())

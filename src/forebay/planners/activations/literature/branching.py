@@ -72,8 +72,9 @@ class Found:
 
     def proof(self, what: str) -> str:
         """In words, how near to the optimum it is; ``what`` the value counts."""
-        near = "the optimum" if not self.gap else f"at most {self.gap:.1%} more seconds {what} than the optimum"
-        return f"{near} of the integer programme"
+        if not self.gap:
+            return "the optimum of the integer programme"
+        return f"the optimum of the integer programme has at most {self.gap:.1%} fewer seconds {what}"
 
 
 def affordable(variables: int) -> int:

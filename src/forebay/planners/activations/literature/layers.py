@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from forebay.planners.activations.choosing import level_of
 from forebay.planners.activations.groups import Group
 from forebay.planners.activations.items import INPUT, Item, Items
+from forebay.planners.activations.literature.fewest import fewest_that_fit
 from forebay.planners.activations.literature.graph import Name, OpGraph
 from forebay.planners.activations.menu import AGAIN, KEEP, MOVE, Option, option
 from forebay.planners.bench import Bench
@@ -158,10 +159,10 @@ def fewest(
     base: Choice,
     change: Callable[[Layer], Option],
     level: Callable[[Choice], Level],
-    fits: Callable[[Level], bool],
+    over: Callable[[Level], int],
 ) -> tuple[Choice, Level | None]:
-    """``base`` with the fewest of ``layers``, from the first on, as ``change`` makes them, such that it ``fits``; None
-    beside all of them changed where that does not do either.
+    """``base`` with the fewest of ``layers``, from the first on, as ``change`` makes them, such that nothing is
+    ``over`` (bytes that lack); None beside all of them changed where that does not do either.
 
     From the first on: when their turn comes in backward, what the later ones held is gone.
     """
@@ -169,18 +170,10 @@ def fewest(
     def changed(count: int) -> Choice:
         return {**base, **{layer.name: change(layer) for layer in layers[:count]}}
 
-    low, high = 0, len(layers)
-    last = level(changed(high))
-    if not fits(last):
-        return changed(high), None
-    while low < high:
-        middle = (low + high) // 2
-        one = level(changed(middle))
-        if fits(one):
-            high, last = middle, one
-        else:
-            low = middle + 1
-    return changed(high), last
+    count = fewest_that_fit(len(layers), lambda count: over(level(changed(count))))
+    if count is None:
+        return changed(len(layers)), None
+    return changed(count), level(changed(count))
 
 
 def read_by_products(bench: Bench, layers: Sequence[Layer]) -> frozenset[tuple[str, Name]]:

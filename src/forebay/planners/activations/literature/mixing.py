@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forebay.planners.activations.items import Item
+from forebay.planners.activations.literature.fewest import fewest_that_fit
 from forebay.planners.activations.literature.graph import Name
 from forebay.planners.activations.literature.layers import Choice, Layer
 from forebay.planners.activations.literature.moments import Idle
@@ -56,18 +57,12 @@ def _option(layer: Layer, moves: Mapping[Name, Move]) -> Option:
 def fewest_moves(room: Room, moves: Sequence[Move]) -> tuple[int, Level] | None:
     """How many of ``moves``, which are in order, have to be made so that they fit, and what a plan then says; None
     where all of them do not."""
-    low, high = 0, len(moves)
-    level = room.level(choice_of(moves))
-    if not room.fits(level):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        one = room.level(choice_of(moves[:middle]))
-        if room.fits(one):
-            high, level = middle, one
-        else:
-            low = middle + 1
-    return high, level
+
+    def level(count: int) -> Level:
+        return room.level(choice_of(moves[:count]))
+
+    count = fewest_that_fit(len(moves), lambda count: room.over(level(count)))
+    return None if count is None else (count, level(count))
 
 
 def as_many_as_need_be(room: Room, moves: Sequence[Move]) -> Answer | None:

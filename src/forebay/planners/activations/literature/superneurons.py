@@ -35,9 +35,9 @@ def superneurons(problem: Problem, bench: Bench | None = None) -> Plan:
 
 def _decide(room: Room) -> Answer | None:
     able = [layer for layer in room.layers if layer.may_rerun]
-    cheap, level = fewest(able, {}, partial(_checkpointed, fate=KEEP), room.level, room.fits)
+    cheap, level = fewest(able, {}, partial(_checkpointed, fate=KEEP), room.level, room.over)
     if level is None:
-        moved, level = fewest(room.layers, cheap, _off, room.level, room.fits)
+        moved, level = fewest(room.layers, cheap, _off, room.level, room.over)
         if level is None:
             return None
         count, again = (sum(map(test, moved.values())) for test in (moves, reruns))

@@ -32,10 +32,10 @@ def _decide(room: Room) -> Answer | None:
     able = [layer for layer in room.layers if all_moved(layer).moved]
     window = max((all_moved(layer).moved for layer in able), default=0)
     level = partial(room.level, window=window)
-    choice, found = fewest(able, {}, all_moved, level, room.fits)
+    choice, found = fewest(able, {}, all_moved, level, room.over)
     if found is None:
         # A smaller buffer may do.
-        choice, found = fewest(able, {}, all_moved, room.level, room.fits)
+        choice, found = fewest(able, {}, all_moved, room.level, room.over)
     if found is None:
         return None
     count = sum(option.moved > 0 for option in choice.values())
