@@ -7,7 +7,7 @@ scripts/bench planning 12 100
 scripts/bench solving 12 100 --policies rotor rockmate
 scripts/bench policies --models gpt2-xl --machines t4 rtx-4090
 scripts/bench states --models llama-16m --folder /tmp
-scripts/bench losses
+scripts/bench losses --tasks fine-tuned --seeds 0
 scripts/bench papers
 scripts/bench layout hard large
 scripts/bench fits
@@ -31,7 +31,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     states.add_argument("--memory", nargs="+", default=(), metavar="MEMORY", help="host, disk; default: both")
     states.add_argument("--rounds", type=int, default=3, help="default: 3")
     losses = commands.add_parser("losses", help="hold updates that change the numbers against exact ones, on real text")
+    losses.add_argument("--tasks", nargs="+", default=(), metavar="TASK", help="default: both")
+    losses.add_argument("--seeds", nargs="+", type=int, default=(), metavar="SEED", help="default: all three")
+    losses.add_argument("--ways", nargs="+", default=(), metavar="WAY", help="default: all, the exact one too")
     losses.add_argument("--quick", action="store_true", help="one seed, few steps: whether it works")
     papers = commands.add_parser("papers", help="hold policies against what their papers say, simulated")
     papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers")
@@ -213,12 +216,30 @@ def _states(options: argparse.Namespace) -> None:
 
 
 def _losses(options: argparse.Namespace) -> None:
+    from shlex import join
+
     from benchmarks.losses.record import ARCHIVE
-    from benchmarks.losses.run import compare
+    from benchmarks.losses.run import SEEDS, TASKS, WAYS, compare, quick
     from benchmarks.losses.table import render
 
-    found = compare("scripts/bench losses", lambda line: print(line, flush=True), quick=options.quick)
-    print(render([found]) if options.quick else f"kept as {ARCHIVE.save(found).name}")
+    tasks = {task.name: task for task in TASKS}
+    _expect_known("tasks", options.tasks, tasks)
+    _expect_known("ways", options.ways, WAYS)
+    ways = options.ways or WAYS
+    named = f" --ways {join(options.ways)}" if options.ways else ""
+    for name in options.tasks or tasks:
+        for seed in options.seeds or (SEEDS[:1] if options.quick else SEEDS):
+            # Each is kept when it is done: a later one may fail, or have to be stopped.
+            task = quick(tasks[name]) if options.quick else tasks[name]
+            command = f"scripts/bench losses --tasks {join([name])} --seeds {seed}{named}"
+            found = compare(task, seed, ways, command, lambda line: print(line, flush=True))
+            print(render([found]) if options.quick else f"kept as {ARCHIVE.save(found).name}", flush=True)
+
+
+def _expect_known(what: str, asked: Sequence[str], known: Collection[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise BenchmarkError(f"unknown {what}: {name}; there are {', '.join(known)}")
 
 
 def _papers(options: argparse.Namespace) -> None:

@@ -45,6 +45,8 @@ USES: Mapping[str, str] = MappingProxyType(
         " under `harmony`.",
         "angel-ptm": "Where all room that activations leave should go to parameters, filled as early as can be; it uses"
         " the disk.",
+        "angel-ptm-lock-free": "Where states on disk are what the step waits for and a loss that lags by some steps is"
+        " acceptable: other numbers than those of plain PyTorch.",
         "smart-infinity": "Where drives compute, or where host memory is short of states: these stay on disk and are"
         " updated there.",
         "smart-infinity-compressed": "For fine-tuning over drives that compute, where gradients are what the link"

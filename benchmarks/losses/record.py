@@ -1,15 +1,16 @@
-"""What is kept of one run over the policies that change the numbers: one JSON file a run."""
+"""What is kept of runs over the policies that change the numbers: one JSON file for each task and seed of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from benchmarks.archive import Archive
+from benchmarks.host import slug
 from benchmarks.provenance import Provenance
 
-__all__ = ["ARCHIVE", "EXACT", "Comparison", "Course"]
+__all__ = ["ARCHIVE", "EXACT", "Comparison", "Course", "Joined", "joined"]
 
 EXACT = "exact"
 """The course that all others are held against."""
@@ -31,6 +32,11 @@ class Course:
     unseen_loss: float
     unseen_accuracy: float
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What a newer course takes the place of an older one for."""
+        return self.task, self.way, self.seed
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +47,35 @@ class Comparison(Provenance):
     courses: tuple[Course, ...]
     before: Mapping[str, tuple[float, float]]
 
+
+@final
+@dataclass(frozen=True)
+class Joined:
+    """The newest courses of one machine, of all ``runs`` that have one of them; those without an exact course of the
+    same task and seed are left out."""
+
+    runs: tuple[Comparison, ...]
+    courses: tuple[Course, ...]
+    before: Mapping[str, tuple[float, float]]
+
     def exact(self, course: Course) -> Course:
         """The exact course of the same task and seed."""
-        return next(c for c in self.courses if (c.task, c.seed, c.way) == (course.task, course.seed, EXACT))
+        return next(c for c in self.courses if c.key == (course.task, EXACT, course.seed))
+
+
+def joined(comparisons: Sequence[Comparison]) -> tuple[Joined, ...]:
+    """``comparisons``, in order of their dates, for each machine."""
+    return tuple(
+        _joined([one for one in comparisons if slug(one.hardware) == machine])
+        for machine in dict.fromkeys(slug(one.hardware) for one in comparisons)
+    )
+
+
+def _joined(comparisons: Sequence[Comparison]) -> Joined:
+    newest = {course.key: course for one in comparisons for course in one.courses}
+    whole = {key: course for key, course in newest.items() if (course.task, EXACT, course.seed) in newest}
+    runs = tuple(one for one in comparisons if any(whole.get(course.key) is course for course in one.courses))
+    return Joined(runs, tuple(whole.values()), {name: pair for one in runs for name, pair in one.before.items()})
 
 
 ARCHIVE = Archive("losses-", Comparison)

@@ -1,4 +1,4 @@
-"""The table of loss curves in ``benchmarks/README.md``, from the newest run."""
+"""The table of loss curves in ``benchmarks/README.md``, from the newest course of every way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Final
 
-from benchmarks.losses.record import ARCHIVE, EXACT, Comparison, Course
+from benchmarks.losses.record import ARCHIVE, EXACT, Comparison, Course, Joined, joined
 from benchmarks.table import README, replace_between
 
 __all__ = ["render", "write"]
@@ -18,29 +18,33 @@ POINTS: Final = 6
 
 def write(path: Path = README) -> None:
     """Replaces the generated part of the README."""
-    replace_between("losses", render(ARCHIVE.latest()), path)
+    replace_between("losses", render(ARCHIVE.every()), path)
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
-    """The newest courses as Markdown. ``comparisons`` are the newest of their machines."""
+    """The newest courses as Markdown. ``comparisons`` are in order of their dates."""
     if not comparisons:
         return "No comparison is kept yet.\n"
-    return "\n".join(line for one in comparisons for line in _told(one))
+    return "\n".join(line for one in joined(comparisons) for line in _told(one))
 
 
-def _told(one: Comparison) -> Iterator[str]:
+def _told(one: Joined) -> Iterator[str]:
     for task in dict.fromkeys(course.task for course in one.courses):
         courses = [course for course in one.courses if course.task == task]
         yield f"### {task}, {courses[0].steps:,} steps\n"
         yield _table(one, courses)
+    yield "".join(_run(run) for run in one.runs)
+
+
+def _run(one: Comparison) -> str:
     changed = ", changed since" if one.code.dirty else ""
-    yield (
-        f"{one.hardware.cpu}, torch {one.versions.get('torch', '')}; commit {one.code.revision[:12]}{changed}; "
-        f"{one.date:%Y-%m-%d %H:%M} UTC. `{one.command}`\n"
+    return (
+        f"- `{one.command}`: {one.hardware.cpu}, torch {one.versions.get('torch', '')}; commit "
+        f"{one.code.revision[:12]}{changed}; {one.date:%Y-%m-%d %H:%M} UTC\n"
     )
 
 
-def _table(one: Comparison, courses: Sequence[Course]) -> str:
+def _table(one: Joined, courses: Sequence[Course]) -> str:
     first = courses[0]
     places = [round((place + 1) * len(first.losses) / POINTS) - 1 for place in range(POINTS)]
     heads = " | ".join(f"step {(place + 1) * first.every:,}" for place in places)
@@ -57,7 +61,7 @@ def _table(one: Comparison, courses: Sequence[Course]) -> str:
     return "".join(lines)
 
 
-def _line(one: Comparison, own: Sequence[Course], places: Sequence[int]) -> str:
+def _line(one: Joined, own: Sequence[Course], places: Sequence[int]) -> str:
     """The means of all seeds, and in brackets what single seeds differ by from the exact course with the same seed."""
     pairs = [(course, one.exact(course)) for course in own]
     curve = [f"{mean(course.losses[place] for course in own):.3f}" for place in places]

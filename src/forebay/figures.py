@@ -7,7 +7,7 @@ from dataclasses import replace
 from forebay.lowering import Liveness, accumulation_of, sketch
 from forebay.machine import Machine
 from forebay.plans import Plan, Update
-from forebay.simulation import Costs, Score, pace, together
+from forebay.simulation import Costs, Score, pace, settled_seconds, together
 from forebay.trace import Trace
 
 __all__ = ["source_of", "with_figures"]
@@ -32,7 +32,7 @@ def with_figures(
 
     def seconds(micro_batches: int) -> float:
         program = sketch(trace, plan, micro_batches=micro_batches, liveness=liveness)
-        return pace(Score.of(program, costs, settled=not plan.streaming.overlap_update))[-1]
+        return settled_seconds(pace(Score.of(program, costs, settled=not plan.streaming.overlap_update)), program)
 
     step = seconds(1) if plan.step_seconds is None else plan.step_seconds
     # Where updates use gradients up in backward, a step is one backward.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
@@ -77,6 +77,10 @@ def problem_of(
     )
 
 
+NOTABLE = 100
+"""An output is spoken of where it is at least this part of the device's peak."""
+
+
 def assess(
     model: str,
     trace: Trace,
@@ -142,7 +146,14 @@ def _filled(
         accumulation=accumulation,
         alternatives=_instead(bench, plan),
         reasons=settled.reasons,
-        notes=(*notes, *forecast.notes, *_source(machine, forecast), *_passing(beside), *_unheld(bench.problem, plan)),
+        notes=(
+            *notes,
+            *forecast.notes,
+            *_source(machine, forecast),
+            *_passing(beside),
+            *_unheld(bench.problem, plan),
+            *_named(trace, peaks),
+        ),
     )
 
 
@@ -208,11 +219,22 @@ def _seconds(plan: Plan) -> float | None:
     return plan.seconds_of_step(count, count)
 
 
+def _in_pieces(plain: PlanReport, chunked: PlanReport, cut: Cut) -> Iterator[Alternative]:
+    """What would do for ``chunked``, which does not fit either: the nearest, and tiles, if ``plain`` has them not."""
+    rounded = "" if cut.exact else " (it may round otherwise)"
+    known = {other.words for other in plain.alternatives}
+    for number, other in enumerate(chunked.alternatives):
+        if other.words not in known and (number == 0 or "--tile " in other.words):
+            yield replace(other, words=f"--loss chunked{rounded} with {other.words}")
+
+
 def choose_report(plain: PlanReport, chunked: PlanReport, cut: Cut) -> PlanReport:
     """The report that a user is given of the two: ``chunked`` where it gains and gives the same bits; else ``plain``,
     with the other one as an alternative if it gains."""
     spent = plain.solve_seconds + chunked.solve_seconds
     seconds = [inf if report.seconds is None else report.seconds for report in (plain, chunked)]
+    if not plain.fits and not chunked.fits:
+        return replace(plain, solve_seconds=spent, alternatives=(*plain.alternatives, *_in_pieces(plain, chunked, cut)))
     if not chunked.fits or seconds[1] >= seconds[0]:
         return replace(plain, solve_seconds=spent)
     if cut.exact:
@@ -324,3 +346,12 @@ def _unheld(problem: Problem, plan: Plan) -> tuple[str, ...]:
     if not problem.checksums or any(p.on_disk for p in plan.placements):
         return ()
     return ("no parameters and no states are on disk: checksums have nothing to hold",)
+
+
+def _named(trace: Trace, peaks: Mapping[Tier, int]) -> tuple[str, ...]:
+    """What a loop holds of the step before by naming its output, where that is something."""
+    nbytes = trace.held_nbytes
+    if nbytes * NOTABLE < peaks.get(Tier.DEVICE, 0):
+        return ()
+    words = "is for a loop that still names a step's output while the next forward runs (output = model(**batch))"
+    return (f"{format_bytes(nbytes)} of the device {words}; forebay train lets go of it before",)

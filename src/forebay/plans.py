@@ -25,7 +25,7 @@ __all__ = [
     "updated",
 ]
 
-PLAN_SCHEMA = 10
+PLAN_SCHEMA = 11
 
 UpdateTime = Literal["step", "backward"]
 """When an update may be made: when ``optimizer.step()`` asks for it, or in backward as soon as a block's gradients have
@@ -131,6 +131,8 @@ class Streaming:
     (``Update.BACKWARD``). ``overlap_update`` lets the updates of later blocks run under the next forward.
     ``delay_after`` (None: never) is the number of steps after which updates are delayed: that of a step then runs under
     forward and backward of the next one, which see parameters without it, and so make other numbers.
+    ``update_every`` (1: each step updates all blocks) is the number of steps in which every block that is not resident
+    is updated once, in turns; its gradients are added up meanwhile, which makes other numbers.
     ``gradient_density`` (None: it goes as it is) is the share of the elements of a gradient that go to an update beside
     the storage (``Update.STORAGE``): the largest, and the rest is added to the gradient of the next step; below 1 that
     makes other numbers. ``poison`` fills slots with NaN when they are released (debugging).
@@ -154,6 +156,7 @@ class Streaming:
     update_window: int = 0
     overlap_update: bool = True
     delay_after: int | None = None
+    update_every: int = 1
     gradient_density: float | None = None
     poison: bool = False
 
@@ -164,9 +167,7 @@ class Streaming:
             raise ConfigError(f"update_chunk must be 1024 elements or more, got {self.update_chunk}")
         if self.disk_copies not in (1, 2):
             raise ConfigError(f"disk_copies must be 1 or 2, got {self.disk_copies}")
-        if self.delay_after is not None and self.delay_after < 0:
-            raise ConfigError(f"delay_after must be 0 steps or more, or None for never, got {self.delay_after}")
-        self._check_density()
+        self._check_changes()
         for name, nbytes in (
             ("gradient_window", self.gradient_window),
             ("offload_window", self.offload_window),
@@ -191,8 +192,12 @@ class Streaming:
             if any(size <= 0 for size in sizes) or list(sizes) != sorted(sizes, reverse=True):
                 raise ConfigError(f"{name} must be positive sizes in bytes, largest first, got {sizes}")
 
-    def _check_density(self) -> None:
-        """Raises for a ``gradient_density`` that is no share."""
+    def _check_changes(self) -> None:
+        """Raises for numbers of steps, or a ``gradient_density``, that are none."""
+        if self.delay_after is not None and self.delay_after < 0:
+            raise ConfigError(f"delay_after must be 0 steps or more, or None for never, got {self.delay_after}")
+        if self.update_every < 1:
+            raise ConfigError(f"update_every must be 1 step or more, got {self.update_every}")
         if self.gradient_density is not None and not 0 < self.gradient_density <= 1:
             raise ConfigError(
                 f"gradient_density is a share, above 0 and at most 1, or None for gradients as they are, got "
@@ -286,8 +291,7 @@ class Plan:
         if self.updated(Update.BACKWARD) and not self.streaming.gradient_slots:
             raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
         self._check_copies()
-        if self.streaming.delay_after is not None:
-            self._check_delay()
+        self._check_late()
         if self.streaming.gradient_density is not None:
             self._check_density(self.streaming.gradient_density)
         chosen = [block for selection in self.activations for block in selection.blocks]
@@ -323,6 +327,13 @@ class Plan:
                 "a plan with a gradient_density below 1 must say in changes_numbers that not all of a gradient is sent"
             )
 
+    def _check_late(self) -> None:
+        """Raises for updates that cannot come late, or do and nobody says so."""
+        if self.streaming.update_every > 1:
+            self._check_turns()
+        if self.streaming.delay_after is not None:
+            self._check_delay()
+
     def _check_delay(self) -> None:
         """Raises for updates that cannot be delayed, or are and nobody says so."""
         for placed in self.placements:
@@ -338,6 +349,17 @@ class Plan:
                 )
         if not self.changes_numbers:
             raise ConfigError("a plan with delay_after must say in changes_numbers that updates come a step late")
+
+    def _check_turns(self) -> None:
+        """Raises for updates that cannot be made in turns, or are and nobody says so."""
+        if self.streaming.delay_after is not None:
+            raise ConfigError("updates come in turns (update_every) or a step late (delay_after), not both")
+        for placed in self.placements:
+            if placed.update is not Update.STEP:
+                how = f"set the update of block {placed.block} to step, got {placed.update.value}"
+                raise ConfigError(f"updates in turns (update_every) are made after their step; {how}")
+        if not self.changes_numbers:
+            raise ConfigError("a plan with update_every above 1 must say in changes_numbers that blocks take turns")
 
     def updated(self, how: Update) -> tuple[str, ...]:
         """The blocks that are updated so."""

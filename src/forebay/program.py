@@ -122,7 +122,8 @@ class Program:
 
     ``slots`` are the device slots in bytes, shared ones and dedicated ones. ``standing`` are the bytes of every tier
     that are there all the time, by kind. ``micro_batches`` forward and backward passes make a step; ``steps`` steps
-    are in the program, the last of which is like all that would follow. ``checksums``: as in ``Streaming``.
+    are in the program, the last ``round`` of which are like all that would follow: in so many every block is updated
+    once (``Streaming.update_every``). ``checksums``: as in ``Streaming``.
     """
 
     actions: tuple[Action, ...]
@@ -131,6 +132,12 @@ class Program:
     steps: int
     micro_batches: int
     checksums: bool = CHECKSUMS
+    round: int = 1
+
+    @property
+    def settled(self) -> range:
+        """The steps that are like all that would follow."""
+        return range(self.steps - self.round, self.steps)
 
 
 class Outline(NamedTuple):
@@ -162,3 +169,9 @@ class Sketch:
     steps: int
     micro_batches: int
     checksums: bool
+    round: int = 1
+
+    @property
+    def settled(self) -> range:
+        """As of ``Program``."""
+        return range(self.steps - self.round, self.steps)

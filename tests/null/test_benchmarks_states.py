@@ -11,7 +11,7 @@ import pytest
 from benchmarks.case import BenchmarkError
 from benchmarks.host import Code, Hardware
 from benchmarks.losses import record as losses
-from benchmarks.losses.run import SENT, TASKS
+from benchmarks.losses.run import SENT, TASKS, WAYS
 from benchmarks.losses.table import render as render_losses
 from benchmarks.prediction.zoo import ZOO
 from benchmarks.states.record import ARCHIVE, LEVELS, Comparison, Figures, Refused, Run, Same, latest
@@ -140,21 +140,25 @@ def course(way: str, last: float, guessed: float, seed: int = 0) -> losses.Cours
     return losses.Course("fine-tuned", way, seed, 120, 20, (3.0, 2.5, 2.4, 2.3, 2.2, last), last + 0.1, guessed)
 
 
-def test_curves_are_held_against_the_exact_one_of_the_same_seed() -> None:
-    sent = SENT[-1].name
-    found = losses.Comparison(
-        date=datetime(2026, 11, 22, tzinfo=UTC),
-        command="scripts/bench losses",
+def courses(*found: losses.Course, day: int = 22) -> losses.Comparison:
+    return losses.Comparison(
+        date=datetime(2026, 11, day, tzinfo=UTC),
+        command=f"scripts/bench losses on the {day}th",
         hardware=Hardware("a processor", 2, 1 << 34),
         versions={"torch": "2.13"},
         code=Code("abcdef0123456789", True, "fedcba9876543210"),
-        courses=(
-            course(losses.EXACT, 2.0, 0.5),
-            course(sent, 2.02, 0.495),
-            course(losses.EXACT, 1.0, 0.6, seed=1),
-            course(sent, 1.03, 0.605, seed=1),
-        ),
-        before={"fine-tuned 0": (3.0, 0.25), "fine-tuned 1": (3.2, 0.35)},
+        courses=found,
+        before={f"fine-tuned {one.seed}": (3.0 + one.seed / 5, 0.25 + one.seed / 10) for one in found},
+    )
+
+
+def test_curves_are_held_against_the_exact_one_of_the_same_seed() -> None:
+    sent = SENT[-1].name
+    found = courses(
+        course(losses.EXACT, 2.0, 0.5),
+        course(sent, 2.02, 0.495),
+        course(losses.EXACT, 1.0, 0.6, seed=1),
+        course(sent, 1.03, 0.605, seed=1),
     )
     text = render_losses([found])
     assert "| before |" in text and " 3.1000 | | 30.00% |" in text
@@ -162,7 +166,19 @@ def test_curves_are_held_against_the_exact_one_of_the_same_seed() -> None:
     assert "49.50%" not in text and "+0.00 points (-0.50 points, +0.50 points)" in text
 
 
+def test_curves_of_several_runs_are_one_table_of_the_newest() -> None:
+    """A way that was run later joins those that were there; a seed whose exact course is missing waits for it."""
+    first, second, third = (way.name for way in SENT[:3])
+    old = courses(course(losses.EXACT, 2.0, 0.5), course(first, 2.5, 0.5), course(second, 2.1, 0.5), day=20)
+    new = courses(course(first, 2.02, 0.5), day=21)
+    lone = courses(course(third, 2.04, 0.5, seed=1), day=22)
+    text = render_losses([old, new, lone])
+    assert "+1.0% (+1.0%)" in text and "+5.0% (+5.0%)" in text and "+25.0%" not in text and third not in text
+    assert "on the 20th" in text and "on the 21th" in text and "on the 22th" not in text
+
+
 def test_what_is_sent_goes_down_to_the_hundredth_that_the_policy_sends() -> None:
     assert [way.density for way in SENT] == [0.1, 0.05, 0.02, 0.01]
     tuned = next(task for task in TASKS if task.first)
+    assert len(WAYS) == len({way.name for task in TASKS for way in task.ways}) + 1
     assert set(SENT) < set(tuned.ways) and all(way.policy in PLANNERS for task in TASKS for way in task.ways)

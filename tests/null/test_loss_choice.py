@@ -13,7 +13,7 @@ from forebay.loss import Cut
 from forebay.memory import Tier
 from forebay.planning import choose_plan, choose_report
 from forebay.plans import Placement, Plan
-from forebay.reporting.forecast import PlanReport
+from forebay.reporting.forecast import Alternative, PlanReport
 from tests.null.test_plan_report import PLAN, STEP
 
 EXACT, OTHER = Cut(1024, 65536, exact=True), Cut(1024, 65536, exact=False)
@@ -135,3 +135,23 @@ def test_a_plan_in_pieces_says_so() -> None:
 def test_fewer_than_no_bytes_are_refused() -> None:
     with pytest.raises(ConfigError, match="loss_piece must be 0 bytes or more"):
         replace(PLAN, loss_piece=-1)
+
+
+def test_where_neither_fits_what_would_do_for_pieces_is_said_too() -> None:
+    """The nearest of them, and tiles; what the plain loss has as well is not said twice."""
+
+    def refusing(*words: str) -> PlanReport:
+        return replace(report(None), alternatives=tuple(Alternative(one) for one in words))
+
+    plain = refusing("device_memory 9MiB", "the optimizer sgd")
+    pieces = refusing("device_memory 6MiB", "the optimizer sgd", "--tile 1MiB, which cuts head")
+    said = [other.words for other in choose_report(plain, pieces, EXACT).alternatives]
+    assert said == [
+        "device_memory 9MiB",
+        "the optimizer sgd",
+        "--loss chunked with device_memory 6MiB",
+        "--loss chunked with --tile 1MiB, which cuts head",
+    ]
+    assert "--loss chunked (it may round otherwise) with device_memory 6MiB" in [
+        other.words for other in choose_report(plain, pieces, OTHER).alternatives
+    ]

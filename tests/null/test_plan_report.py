@@ -13,10 +13,13 @@ from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.phases import PHASES, PhasePeaks
+from forebay.planning import assess
 from forebay.plans import Placement, Plan, Streaming
 from forebay.reporting.forecast import Alternative, PlanReport, StepForecast
 from forebay.reporting.plan import plan_table
 from forebay.timeline import Lane
+from forebay.units import format_bytes
+from tests.null.planning import ENOUGH, chain, machine
 
 MiB = 2**20
 GiB = 2**30
@@ -202,3 +205,16 @@ def test_second_copies_are_a_part_of_the_peak() -> None:
     assert row(shown, "peak") == "peak 60.0 MiB 300.0 MiB 400.0 MiB"
     assert "second copies: that part of the peak which updates under backward take" in " ".join(shown.split())
     assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_what_a_loop_holds_by_naming_the_output_is_said_where_it_counts() -> None:
+    trace = chain(3)
+    peak = assess("chain", trace, machine(), Budget(ENOUGH), "stream").peak(Tier.DEVICE)
+
+    def said(held: int) -> list[str]:
+        notes = assess("chain", replace(trace, held_nbytes=held), machine(), Budget(ENOUGH), "stream").notes
+        return [note for note in notes if "names a step's output" in note]
+
+    assert said(peak // 1000) == []
+    (note,) = said(peak // 10)
+    assert note.startswith(format_bytes(peak // 10)) and note.endswith("forebay train lets go of it before")

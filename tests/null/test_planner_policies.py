@@ -36,6 +36,7 @@ FOR_OTHERS = {
     "mobius",
     "smart-infinity",
     "smart-infinity-compressed",
+    "angel-ptm-lock-free",
     "hydra",
     "tmo",
     "selective",

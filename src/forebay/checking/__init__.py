@@ -11,10 +11,12 @@ transfers   what is moved to the host or to disk, or made into codes, gets there
 ring        what is on its way to disk, or from there, is not overwritten in the ring on the host
 residency   a parameter is read from a slot that holds its block, with the values of the step: of a block that is
             updated ahead of its step, out of the copy that the updates of the steps before have made
+rounds      blocks that are updated in turns have one turn in every round of steps
 gradients   every gradient lands once in every pass, when it is complete
 passing     gradients that are used up in backward are left alone in their slots until their updates have read them
-updates     every trainable element is updated once in every step, after its gradient, with its states; what of that is
-            done on the device for a block whose home is elsewhere gets there and home again (``cells``)
+updates     every trainable element is updated once in every step that is its turn, after its gradient, with its
+            states; what of that is done on the device for a block whose home is elsewhere gets there and home again
+            (``cells``)
 capacity    the device has room at every instant, within the budget and within what the plan promises (``transit``)
 
 All of it is proved for the trace and for each of its extremes: the routes that take the most memory.
@@ -36,6 +38,7 @@ from forebay.checking.order import Order
 from forebay.checking.passing import check_gradient_slots
 from forebay.checking.residency import Residency
 from forebay.checking.ring import check_ring
+from forebay.checking.rounds import Turns
 from forebay.checking.step import Step
 from forebay.checking.treated import Treated, check_room, check_treatments, treated_by
 from forebay.checking.updates import Updates
@@ -104,9 +107,10 @@ class _Proof:
         check_ring(step, self.treated, program, order, plan.streaming.disk_window)
         residency = Residency(step, program, order, plan, passes)
         residency.check()
-        landed = landings(step, program, order, placements, passes)
+        turns = Turns(plan, program)
+        landed = landings(step, program, order, placements, passes, turns)
         check_gradient_slots(step.trace.model, plan, program, order)
-        Updates(step, plan, program, order, self.layouts, passes, landed, residency.sources).check()
+        Updates(step, plan, program, order, self.layouts, passes, landed, residency.sources, turns).check()
         check_device(
             step,
             live,

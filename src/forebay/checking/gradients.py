@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from forebay.checking.computing import Made, Passes
 from forebay.checking.order import Order
+from forebay.checking.rounds import Turns
 from forebay.checking.step import Step
 from forebay.checking.words import fault
 from forebay.plans import Placement
@@ -16,12 +17,13 @@ __all__ = ["landings"]
 
 
 def landings(
-    step: Step, program: Program, order: Order, placements: Mapping[str, Placement], passes: Passes
+    step: Step, program: Program, order: Order, placements: Mapping[str, Placement], passes: Passes, turns: Turns
 ) -> dict[tuple[int, int], int]:
     """For every gradient that leaves, (parameter, pass): the action by whose end it has landed.
 
     Raises ``PlanInvalid`` for one that lands never or twice, before it is complete, in the wrong way (the first
-    micro-batch replaces, the others add), or over one that the update of the step before may not have read yet.
+    micro-batch replaces what an update has used up, the others add), or over one that the update of the step before may
+    not have read yet.
     """
     ids = step.ids
     moves: dict[int, list[int]] = defaultdict(list)
@@ -45,15 +47,18 @@ def landings(
         for place, gradient in enumerate(gradients):
             until = starts[place + 1] if place + 1 < len(starts) else len(program.actions)
             group = [index for index in own if gradient.action <= index < until]
-            _check_group(step, program, order, gradient, group)
+            _check_group(step, program, order, gradient, group, turns)
             landed[parameter, gradient.number] = group[-1]
     return landed
 
 
-def _check_group(step: Step, program: Program, order: Order, gradient: Made, group: Sequence[int]) -> None:
+def _check_group(
+    step: Step, program: Program, order: Order, gradient: Made, group: Sequence[int], turns: Turns
+) -> None:
     """The actions that land one gradient: together they move its bytes once."""
     actions, name = program.actions, step.name(gradient.parameter)
-    first = gradient.number % program.micro_batches == 0
+    number, begins = divmod(gradient.number, program.micro_batches)
+    first = begins == 0 and turns.replaces(step.block_of[gradient.parameter], number)
     verb = Verb.LAND if first else Verb.ACCUMULATE
     size = step.nbytes[gradient.parameter]
     if not group:

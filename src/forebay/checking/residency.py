@@ -44,6 +44,7 @@ class Residency:
         self._there = frozenset((*plan.updated(Update.DEVICE), *plan.updated(Update.STORAGE)))
         self._ends = passes.ends
         self._late = 0 if plan.streaming.delay_after is None else 1
+        self._in_turns = plan.streaming.update_every > 1
         self._blocks = {b.name: b for b in step.trace.model.blocks}
         self._fetches: dict[int, list[int]] = defaultdict(list)
         self._changes: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -157,8 +158,10 @@ class Residency:
         order, changes = self._order, self._changes[block]
         two, source = block in self._two_copies, self._source.get(fetch, fetch)
         now = self._program.actions[index].step - self._late
-        if now - 1 in changes:
-            _, last = changes[now - 1]
+        # Where blocks are updated in turns that of this one may be several steps ago.
+        before = max((step for step in changes if step < now), default=-1) if self._in_turns else now - 1
+        if before in changes:
+            _, last = changes[before]
             if not order.before(last, source):
                 raise self._stale(index, block, source, f"without {self._words(last)}")
             if two and source < self._ends[now - 1]:

@@ -1,4 +1,5 @@
-"""Whether every trainable element is updated once in every step, after its gradient and with its states. No torch."""
+"""Whether every trainable element is updated once in every step, or every turn, after its gradient and with its states.
+No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from forebay.arenas import UPDATE_RING
 from forebay.checking.cells import Cells, Work
 from forebay.checking.computing import Passes
 from forebay.checking.order import Order
+from forebay.checking.rounds import Turns
 from forebay.checking.step import Step
 from forebay.checking.words import fault, listed
 from forebay.layout import PAGE, StateLayout
@@ -45,6 +47,7 @@ class Updates:
         passes: Passes,
         landed: Mapping[tuple[int, int], int],
         sources: Mapping[int, int],
+        turns: Turns,
     ) -> None:
         self._step = step
         self._plan = plan
@@ -53,6 +56,7 @@ class Updates:
         self._layouts = layouts
         self._passes = passes
         self._landed = landed
+        self._turns = turns
         self._fetched = {read: fetch for fetch, read in sources.items()}
         self._placements = {p.block: p for p in plan.placements}
         self._ahead = frozenset(plan.updated(Update.AHEAD))
@@ -85,6 +89,7 @@ class Updates:
             for step in range(self._program.steps):
                 if placement.resident:
                     self._check_resident(name, step)
+                if placement.resident or not self._turns.has_turn(name, step):
                     continue
                 for chunk in range(len(chunks)):
                     self._check_chunk(placement, chunk, step)
@@ -229,7 +234,7 @@ class Updates:
             if not self._order.before(user, write):
                 text = f"it writes the states of chunk {chunk} of block {block}, which action {user} may still change"
                 raise fault(self._program, write, block, text)
-        earlier = self._seen[Verb.WRITE][block, chunk, step - 1]
+        earlier = self._seen[Verb.WRITE][block, chunk, self._turns.previous(block, step)]
         if earlier and not self._order.before(earlier[0], read):
             text = f"it reads states of chunk {chunk} of block {block} that action {earlier[0]} may not have written"
             raise fault(self._program, read, block, text)
@@ -260,7 +265,7 @@ class Updates:
 
     def _source(self, block: str, step: int, updates: list[int]) -> int | None:
         """The read that the updates of a step work on: after the write of the step before, before every update."""
-        writes = self._seen[Verb.WRITE][block, -1, step - 1]
+        writes = self._seen[Verb.WRITE][block, -1, self._turns.previous(block, step)]
         reads = [i for s in range(self._program.steps) for i in self._seen[Verb.READ][block, -1, s]]
         # Not one whose buffer has gone to a fetch since.
         known = [

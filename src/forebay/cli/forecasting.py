@@ -67,27 +67,14 @@ def plan(
 ) -> None:
     """Say whether a training run fits, on which tiers, and how fast it will be. Needs neither weights nor a GPU."""
     with errors_as_messages():
-        flags = {
-            "model": model,
-            "batch": batch,
-            "seq": seq,
-            "dtype": dtype,
-            "accumulate": accumulate,
-            "optimizer": optimizer,
-            "device_memory": device_memory,
-            "host_memory": host_memory,
-            "disk": one_disk(disk),
-            "machine": machine,
-            "policy": policy,
-            "loss": loss,
-            "compress": compress,
-            "update": update,
-            "tile": tile,
-            "checksums": checksums,
-            "devices": devices,
-        }
+        flags = _flags(locals())
         if not _plan(flags, out, json):
             raise typer.Exit(EXIT_NO)
+
+
+def _flags(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a verb, of which ``make_settings`` takes those that it knows; all of its disks as one."""
+    return {**given, "disk": one_disk(given["disk"])}
 
 
 def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
@@ -146,19 +133,7 @@ def compare(
 ) -> None:
     """Put policies side by side: the step, what each tier holds, what crosses each link."""
     with errors_as_messages():
-        flags = {
-            "model": model,
-            "batch": batch,
-            "seq": seq,
-            "dtype": dtype,
-            "accumulate": accumulate,
-            "optimizer": optimizer,
-            "host_memory": host_memory,
-            "disk": one_disk(disk),
-            "machine": machine,
-            "update": update,
-            "devices": devices,
-        }
+        flags = _flags(locals())
         if not _compare(flags, budgets, policies, measure, plot, json):
             raise typer.Exit(EXIT_NO)
 

@@ -30,10 +30,11 @@ def lower(
 ) -> Program:
     """What the runtime does under ``plan`` in ``steps`` steps of ``micro_batches`` passes each.
 
-    ``steps`` None: two, or as many more as it takes until the last is like all that would follow. The first step
-    has no record of the order of blocks yet, and fetches on demand. Updates ahead of their step are written down as all
-    steps make them that get what they took for granted; with several micro-batches the runtime makes those of its first
-    step too early, and again. ``liveness`` is that of the trace, if the caller has it.
+    ``steps`` None: two, or as many more as it takes until the last is like all that would follow; where blocks are
+    updated in turns, until a whole round of steps is. The first step has no record of the order of blocks yet, and
+    fetches on demand. Updates ahead of their step are written down as all steps make them that get what they took for
+    granted; with several micro-batches the runtime makes those of its first step too early, and again. ``liveness`` is
+    that of the trace, if the caller has it.
 
     Raises ``ConfigError`` for a plan of another model and ``DeviceOutOfMemory`` when the slots cannot hold the
     blocks that are in use at one time.
@@ -47,6 +48,7 @@ def lower(
         steps=done,
         micro_batches=micro_batches,
         checksums=plan.streaming.checksums,
+        round=min(done, plan.streaming.update_every),
     )
 
 
@@ -54,7 +56,8 @@ def sketch(trace: Trace, plan: Plan, *, micro_batches: int = 1, liveness: Livene
     """``lower`` for who asks for nothing but seconds. Raises what that raises."""
     recorder = Recorder(in_step_with_compute=trace.device == "cpu", sketching=True)
     slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness)
-    return Sketch(tuple(recorder.outlines), slots, done, micro_batches, plan.streaming.checksums)
+    every = plan.streaming.update_every
+    return Sketch(tuple(recorder.outlines), slots, done, micro_batches, plan.streaming.checksums, min(done, every))
 
 
 def _walked(
@@ -72,12 +75,16 @@ def _walked(
     sizes = arenas_of(trace.model, plan, trace.state_names)
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
     done, before, after = 0, None, walker.state()
-    while done < steps if steps is not None else done < 2 or (before != after and done < MOST_STEPS):
+    # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.
+    settling, left_of_round = True, plan.streaming.update_every - 1
+    while done < steps if steps is not None else settling or left_of_round:
         recorder.step = done
         for left in reversed(range(micro_batches)):
             walker.micro_batch(last=not left)
         walker.optimizer_step()
         done, before, after = done + 1, after, walker.state()
+        left_of_round -= not settling
+        settling = settling and (done < 2 or (before != after and done < MOST_STEPS))
     walker.homes.queue_all()
     return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done
 

@@ -26,6 +26,7 @@ from forebay.lowering.stages import Cut, Landing, Stage
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update
 from forebay.program import Change, Use, Verb
+from forebay.scheduling.rounds import Rounds
 from forebay.scheduling.slots import Slot, SlotPool
 from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
@@ -84,6 +85,7 @@ class Walker:
         # Gradients of resident blocks: those of the first pass stay until the update, later ones are added to them.
         self._kept = 0
         self._first_pass = True
+        self._rounds = Rounds.of(plan)
         # Where updates are delayed: the blocks whose slots are without the last one.
         self._late: Sequence[str] = ()
         # Compute that is issued and not yet written down: positions, the stage that they are of, blocks read.
@@ -228,7 +230,8 @@ class Walker:
 
     def optimizer_step(self) -> None:
         """The updates, and the first fetches of the next pass."""
-        names = [n for n in self.pool.order.in_order_of_use(self.homes.blocks) if self._trained.get(n)]
+        trained = [n for n in self.pool.order.in_order_of_use(self.homes.blocks) if self._trained.get(n)]
+        names = [n for n in trained if self._rounds.has_turn(n, self._recorder.step)]
         last = [n for n in names if self.homes.blocks[n].placement.resident][-1:]
         delayed = self._plan.streaming.delay_after is not None
         if delayed:
@@ -246,7 +249,9 @@ class Walker:
                     self.homes.step(home, tasks)
         if not self._plan.streaming.overlap_update:
             self.homes.settle()
-        self._tasks.clear()
+        for name in names:
+            # What has landed of others waits for their turn, and the gradients of the next step are added to it.
+            self._tasks.pop(name, None)
         self._kept, self._first_pass = 0, True
         self.pool.order.begin(TRAINING)
         self.pool.prefetch()

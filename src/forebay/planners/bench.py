@@ -18,11 +18,11 @@ from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.in_backward import passed
 from forebay.planners.known import Known
-from forebay.planners.parts import Draft, delays, omissions, recomputable, slot_options
+from forebay.planners.parts import Draft, delays, omissions, recomputable, slot_options, turns
 from forebay.planners.problem import Problem
 from forebay.plans import Plan, Streaming, Update
 from forebay.program import Outline, Program, Sketch
-from forebay.simulation import Costs, Forecast, Score, pace, play, summarise
+from forebay.simulation import Costs, Forecast, Score, pace, play, settled_seconds, summarise
 from forebay.states import state_changes
 from forebay.timeline import Timeline
 from forebay.trace import Block
@@ -204,6 +204,7 @@ class Bench:
                 *changes(draft.activations),
                 *state_changes(self.problem.state_names),
                 *delays(draft.streaming),
+                *turns(draft.streaming),
                 *omissions(draft.streaming),
             ),
         )
@@ -232,7 +233,7 @@ class Bench:
             paced = self.known.paced.get(draft)
             if paced is None:
                 program, score = self.sketched(draft)
-                paced = pace(score)[-1], len(program.actions)
+                paced = settled_seconds(pace(score), program), len(program.actions)
                 self.known.paced[draft] = paced
             # What another bench has simulated counts all the same: what is found does not depend on who came before.
             self.simulated += 1
@@ -257,7 +258,8 @@ class Bench:
         eased = self.known.eased
         if (draft, part) not in eased:
             program, score = self.sketched(draft)
-            eased[draft, part] = pace(score.times(list(map(part, program.actions))))[-1]
+            times = list(map(part, program.actions))
+            eased[draft, part] = settled_seconds(pace(score.times(times)), program)
         return eased[draft, part]
 
     def played(self, plan: Plan) -> tuple[Program, Timeline]:

@@ -32,7 +32,7 @@ from forebay.planners.shapes import Filling, filled, options, streamed_through, 
 from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alike, fits
 from forebay.plans import Update
 from forebay.program import Outline, Verb
-from forebay.simulation import pace
+from forebay.simulation import pace, settled_seconds
 from forebay.states import is_wide
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
@@ -188,7 +188,7 @@ def _relieved(bench: Bench, base: Draft, names: Sequence[str]) -> float:
         elif action.verb is Verb.UPDATE and action.block in chosen:
             due.setdefault(action.block, action)
             updates.append(index)  # it holds up no other on its lane
-    return pace(score.instead(updates, loaded, bench.costs))[-1]
+    return settled_seconds(pace(score.instead(updates, loaded, bench.costs)), program)
 
 
 def _loaded(sizer: Sizer, block: Block) -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "slot_options",
     "slots_for",
     "streaming_through",
+    "turns",
 ]
 
 SHARED_SLOTS = 3
@@ -151,6 +152,16 @@ def delays(streaming: Streaming) -> tuple[str, ...]:
         return ()
     late = "the update of each step comes a step late: forward and backward see parameters without it"
     return (f"{late} (delayed parameter update, from step {streaming.delay_after + 1} on)",)
+
+
+def turns(streaming: Streaming) -> tuple[str, ...]:
+    """What updates in turns do to the numbers, in words (``Plan.changes_numbers``)."""
+    if streaming.update_every == 1:
+        return ()
+    return (
+        f"blocks off the device are updated in turns, each once in {streaming.update_every} steps with the sum of its "
+        f"gradients: forward and backward see parameters without those of up to {streaming.update_every - 1} steps",
+    )
 
 
 def omissions(streaming: Streaming) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class Contents:
         """Has every parameter and state replaced at home: gives all blocks. They have no values until the end, and none
         at all where that is not reached."""
         self._settle()
-        self._stepping.delay.show()
+        self._stepping.show()
         self._stepping.in_backward.forget()
         self.unwritten |= set(self._parameters)
         for block, state in self._store.blocks.items():
@@ -111,7 +111,7 @@ class Contents:
         values, and ``GradientUsedUp`` while some blocks are updated and others are not."""
         self.expect_written()
         self._stepping.in_backward.expect_whole()
-        self._stepping.delay.show()
+        self._stepping.show()
         for state in self._store.blocks.values():
             state.queue_deferred()
         return self._store.blocks
@@ -128,7 +128,7 @@ class Contents:
         every element are in the parameter's shape, codes and scales in one dimension. What no update has had of its
         gradient, where that does not go whole, is among them."""
         self._stepping.in_backward.expect_whole()
-        self._stepping.delay.show()
+        self._stepping.show()
         state, spec = self.state(name), self.spec_of[name]
         steps = state.steps.get(name, 0)
         if not steps:
@@ -149,7 +149,7 @@ class Contents:
             self._expect_residual(name, saved.get(RESIDUAL))
         self._stepping.in_backward.expect_whole()
         self._settle()
-        self._stepping.delay.show()
+        self._stepping.show()
         for block in dict.fromkeys(self._block_of[name] for name in states):
             state = self._store.blocks[block]
             self._stepping.speculation.drop(state)

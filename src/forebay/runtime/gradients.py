@@ -101,7 +101,8 @@ class GradientBuffer:
     the gradients that have landed here: a wrapper that somebody kept must not pass the next one off as its own.
     ``version`` is raised by whatever may change the bytes: who has read them at one version knows them until the next.
     ``landings`` counts what has landed since the buffer was empty, or zeroed, or an optimizer step took what was there.
-    ``deferred`` is the update that is going to read the bytes and is not queued yet.
+    ``deferred`` is the update that is going to read the bytes and is not queued yet. ``waiting``: a step has taken what
+    has landed, and its update is still to come (``runtime.waiting``).
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class GradientBuffer:
         self.generation = 0
         self.version = 0
         self.landings = 0
+        self.waiting = False
         self._landing = landing
         self._deferred = deferred or Deferred()
         # Where others' gradients land next, nothing may read a norm behind the update's back.

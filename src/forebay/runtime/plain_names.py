@@ -59,7 +59,7 @@ class PlainNames:
         names must stay tied in what is saved. The next step sees every update that is in it (``delay``): one that
         begins with what was saved is the same step."""
         self._session.stepping.in_backward.expect_whole()
-        self._session.stepping.delay.show()
+        self._session.stepping.show()
         reference = self._exports.get(name)
         made = reference() if reference is not None else None
         if made is None or not any(value is made for value in state.values()):
@@ -82,7 +82,7 @@ class PlainNames:
             raise UsageError("load_state_dict(assign=True) would replace the prepared parameters; use assign=False")
         self._session.stepping.in_backward.expect_whole()
         self._session.synchronize()
-        self._session.stepping.delay.show()
+        self._session.stepping.show()
         # torch copies the loaded value into param.data: for the time of the load that is a tensor of its own, with
         # the present value, because torch copies nothing when the shapes differ.
         for local, full in own.items():

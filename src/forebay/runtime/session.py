@@ -24,6 +24,7 @@ from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
+from forebay.scheduling.rounds import Rounds
 from forebay.tiers.lock import FolderLock
 from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
@@ -79,7 +80,14 @@ class Session:
         team, cells, way = resources.team, store.cells, plan.streaming
         updater = Updater(self.device, rule, store.workspace, team, cells, store.beside, overlap=way.overlap_update)
         self.stepping = Stepping(
-            self.store, self.pool, updater, parameters, self.measure, self.torch_device, way.delay_after
+            self.store,
+            self.pool,
+            updater,
+            parameters,
+            self.measure,
+            self.torch_device,
+            way.delay_after,
+            Rounds.of(plan),
         )
         self.contents = Contents(model, parameters, self.store, self.pool, self.stepping, self.synchronize)
         self.vigil = Vigil(VigilPolicy())
@@ -112,7 +120,7 @@ class Session:
             # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
             self.store.landing.empty()
             if training:
-                self.stepping.delay.begin()
+                self.stepping.begin()
             else:
                 self.stepping.delay.show()
             self.stash.begin_forward()
@@ -243,7 +251,7 @@ class Session:
         self.expect_open()
         if self.phase is Phase.BACKWARD:  # it has raised, and autograd has not said so
             self.end_backward()
-        self.stepping.delay.end()
+        self.stepping.give_up()
         self._pass_over()
 
     def _pass_over(self) -> None:

@@ -19,6 +19,8 @@ from forebay.runtime.measure import Measurement
 from forebay.runtime.speculation import Speculation, SpeculationPolicy
 from forebay.runtime.store import Store
 from forebay.runtime.updates import Updater
+from forebay.runtime.waiting import Waiting
+from forebay.scheduling.rounds import Rounds
 from forebay.scheduling.slots import SlotPool
 
 __all__ = ["Groups", "Hyperparameters", "Stepping"]
@@ -47,7 +49,8 @@ class Stepping:
         parameters: Mapping[str, nn.Parameter],
         measure: Measurement,
         device: torch.device,
-        delay_after: int | None = None,
+        delay_after: int | None,
+        rounds: Rounds,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -57,6 +60,7 @@ class Stepping:
         self._device = device
         self.hyperparameters: Hyperparameters = _nobody
         self.delay = Delay(pool, delay_after)
+        self.waiting = Waiting(store.blocks, rounds)
         self.speculation = Speculation(store.blocks.values(), updater, SpeculationPolicy())
         self.in_backward = BackwardUpdates(store.blocks, updater, parameters, self._tasks_now)
 
@@ -65,7 +69,7 @@ class Stepping:
         it."""
         since = self._measure.now()
         self.in_backward.make_room(state, buffer.parameter.name)
-        buffer.land(gradient)
+        self.waiting.receive(buffer, gradient)
         self._measure.waited(since)
         parameter.grad = LandedGradient(buffer, self._device)
 
@@ -94,9 +98,32 @@ class Stepping:
         self.in_backward.expect_taken_over(groups)
         self.speculation.raise_failed(self._store.blocks)
 
+    def begin(self) -> None:
+        """A training step begins."""
+        self.delay.begin()
+        self.waiting.begin()
+
+    def give_up(self) -> None:
+        """No step follows the passes since the last one."""
+        self.delay.end()
+        self.waiting.end()
+
+    def show(self) -> None:
+        """Has whatever reads parameters and states next see every update, those too for whose turn gradients wait.
+        Raises ``UsageError`` in the middle of a step."""
+        self.delay.show()
+        owed = {state.block.name for state in self.waiting.owed()}
+        for state in self._in_order_of_use() if owed else ():
+            if state.block.name in owed:
+                names = [name for name, buffer in state.gradients.items() if buffer.waiting]
+                groups = self.hyperparameters(names)
+                self._update(state, {n: Task(state.steps[n] + 1, groups[n]) for n in names if n in groups})
+        self.waiting.begin_round()
+
     def step(self, groups: Groups) -> None:
         """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
         forward will want the blocks. Those on the device are queued when they are needed (``deferred``)."""
+        self.waiting.end()
         if self.delay.holds(max((n for s in self._store.blocks.values() for n in s.steps.values()), default=0)):
             self._step_late(groups)
             return
@@ -109,20 +136,38 @@ class Stepping:
             if state.placement.resident:
                 gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
                 self._updater.run_resident(state, tasks, gradients)
+                _count(state, tasks)
             else:
                 left = self.in_backward.left(state, tasks)
                 self._land_replaced(state, left)
-                self._pool.invalidate(state.block.name)
-                if state.streamed is not None:
-                    state.streamed.deferred.put(partial(self._updater.submit, state, tasks))
-                elif state.passing is not None:
-                    self.in_backward.finish(state, left)
-                elif not self.speculation.commit(state, tasks):
-                    self._updater.submit(state, tasks)
-            for name in tasks:
-                state.steps[name] += 1
+                if self.waiting.has_turn(state.block.name):
+                    self._update(state, tasks, left)
+                else:
+                    self._keep_waiting(state, tasks)
+        self.waiting.turn()
         self.in_backward.forget()
         self.speculation.end_step(self._store.blocks)
+
+    def _update(self, state: BlockState, tasks: Mapping[str, Task], left: Mapping[str, Task] | None = None) -> None:
+        """Queues the update of a block whose gradients have landed; ``left`` are those of ``tasks`` that no update in
+        backward has used up."""
+        self._pool.invalidate(state.block.name)
+        if state.streamed is not None:
+            state.streamed.deferred.put(partial(self._updater.submit, state, tasks))
+        elif state.passing is not None:
+            self.in_backward.finish(state, tasks if left is None else left)
+        elif not self.speculation.commit(state, tasks):
+            self._updater.submit(state, tasks)
+        for name in tasks:
+            state.gradients[name].waiting = False
+        _count(state, tasks)
+
+    def _keep_waiting(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
+        """What has landed waits for the turn of the block, and is no longer ``param.grad``, which zero_grad() drops."""
+        for name in tasks:
+            if self._parameters[name].grad is not None:
+                self.waiting.put(state.gradients[name])
+                self._parameters[name].grad = None
 
     def _step_late(self, groups: Groups) -> None:
         """``step`` where updates are delayed (``delay``): the device does not see this one before the next step."""
@@ -135,15 +180,19 @@ class Stepping:
         # read the one that it replaces.
         for state, tasks in reversed(updated):
             self._updater.submit(state, tasks)
-            for name in tasks:
-                state.steps[name] += 1
+            _count(state, tasks)
 
     def _tasks(self, state: BlockState, groups: Groups) -> dict[str, Task]:
         return {
             p.name: Task(state.steps[p.name] + 1, groups[p.name])
             for p in state.block.parameters
-            if p.name in groups and self._parameters[p.name].grad is not None
+            if p.name in groups and self._has_gradient(state, p.name)
         }
+
+    def _has_gradient(self, state: BlockState, name: str) -> bool:
+        """Whether a step has something to update a parameter with: a gradient, or what waits of earlier ones."""
+        waits = name in state.gradients and state.gradients[name].waiting
+        return waits or self._parameters[name].grad is not None
 
     def _tasks_now(self, state: BlockState) -> dict[str, Task]:
         return self._tasks(state, self.hyperparameters(state.gradients.keys()))
@@ -159,8 +208,14 @@ class Stepping:
                 # Another parameter's, or a view: a copy, since landing it must not overwrite what is being read.
                 gradient = gradient.value().to(self._device, copy=True)
             if gradient is not None:
+                buffer.waiting = False  # it takes the place of all that has landed
                 self.land(state, parameter, gradient.detach(), buffer)
 
     def _in_order_of_use(self) -> Iterator[BlockState]:
         blocks = self._store.blocks
         return (blocks[name] for name in self._pool.order.in_order_of_use(blocks))
+
+
+def _count(state: BlockState, tasks: Mapping[str, Task]) -> None:
+    for name in tasks:
+        state.steps[name] += 1

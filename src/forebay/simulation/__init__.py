@@ -10,7 +10,7 @@ swapped (``swapping``), or that stay (``pipeline``).
 
 from forebay.simulation.costs import Costs
 from forebay.simulation.forecast import Forecast, forecast, limits, simulate, summarise
-from forebay.simulation.play import pace, play
+from forebay.simulation.play import pace, play, settled_seconds
 from forebay.simulation.score import Score
 from forebay.simulation.several import SeveralForecast, alternating, side_by_side
 from forebay.simulation.together import PassesForecast, by_turns, draws, together
@@ -28,6 +28,7 @@ __all__ = [
     "limits",
     "pace",
     "play",
+    "settled_seconds",
     "side_by_side",
     "simulate",
     "summarise",

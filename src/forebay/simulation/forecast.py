@@ -12,7 +12,7 @@ from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.program import Program, Verb
 from forebay.simulation.costs import Costs, is_copy_beside
-from forebay.simulation.play import play
+from forebay.simulation.play import play, settled_seconds
 from forebay.simulation.sharing import LANES
 from forebay.timeline import Lane, Timeline, covered
 from forebay.trace import Trace
@@ -47,7 +47,8 @@ much. An assumption, as above."""
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one step is predicted to take once all steps are alike: the last of a program.
+    """What one step is predicted to take once all steps are alike: the last of a program, or the mean of its last round
+    (``Program.round``).
 
     Seconds: ``step_seconds``, between ``low`` and ``high`` by the error stated for where the figures are from;
     ``busy`` of each lane in the step; ``limits``, the least that each lane needs for what the step must do
@@ -106,8 +107,8 @@ def forecast(
 
 def summarise(timeline: Timeline, program: Program, costs: Costs) -> Forecast:
     """The forecast in ``timeline``, which came of playing ``program`` at ``costs``."""
-    step = timeline.step_seconds[-1]
-    busy = _busy_in_last_step(timeline)
+    step = settled_seconds(timeline.step_seconds, program)
+    busy = _busy(timeline, program.round)
     floor = _limits(program, costs)
     error = _error(busy, step, costs)
     tokens = costs.trace.tokens * program.micro_batches
@@ -120,8 +121,8 @@ def summarise(timeline: Timeline, program: Program, costs: Costs) -> Forecast:
         binding=max(LANES, key=lambda lane: busy[lane]),
         limits=floor,
         busy=busy,
-        moved=_moved_in_last_step(program),
-        disk_written=_written_in_last_step(program, costs),
+        moved=_moved(program),
+        disk_written=_written(program, costs),
         peaks={usage.tier: usage.peak for usage in timeline.tiers},
         measured_share=costs.measured_share,
         notes=costs.notes,
@@ -158,41 +159,43 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
             Lane.DISK_WRITE: machine.disk.write.curve.best,
             Lane.STORAGE_UPDATE: costs.storage_rate,
         }
-    moved = _moved_in_last_step(program)
+    moved = _moved(program)
     seconds = {lane: nbytes / rates[lane] if lane in rates else 0.0 for lane, nbytes in moved.items()}
     if machine.disk is not None and machine.disk.update_rate is None:
         # What goes to a process on the host that updates beside the storage goes from memory to memory.
         for action in program.actions:
-            if action.step == program.steps - 1 and action.lane in rates and is_copy_beside(action):
-                seconds[action.lane] += costs.action(action) - action.nbytes / rates[action.lane]
+            if action.step in program.settled and action.lane in rates and is_copy_beside(action):
+                seconds[action.lane] += (costs.action(action) - action.nbytes / rates[action.lane]) / program.round
     seconds[Lane.COMPUTE] += costs.arithmetic_seconds * program.micro_batches
     return seconds
 
 
-def _moved_in_last_step(program: Program) -> dict[Lane, int]:
-    """Bytes of each lane; of compute those of updates that run there (an op's are in its seconds)."""
+def _moved(program: Program) -> dict[Lane, int]:
+    """Bytes of each lane in a step; of compute those of updates that run there (an op's are in its seconds)."""
     moved: dict[Lane, int] = dict.fromkeys(LANES, 0)
     for action in program.actions:
-        if action.step == program.steps - 1 and action.verb is not Verb.COMPUTE:
+        if action.step in program.settled and action.verb is not Verb.COMPUTE:
             moved[action.lane] += action.nbytes
-    return moved
+    return {lane: nbytes // program.round for lane, nbytes in moved.items()}
 
 
-def _written_in_last_step(program: Program, costs: Costs) -> int:
-    """Bytes that go to disk, those of updates beside the storage among them."""
-    last = [action for action in program.actions if action.step == program.steps - 1]
+def _written(program: Program, costs: Costs) -> int:
+    """Bytes that go to disk in a step, those of updates beside the storage among them."""
+    last = [action for action in program.actions if action.step in program.settled]
     beside = sum(a.nbytes for a in last if a.lane is Lane.STORAGE_UPDATE)
-    return sum(a.nbytes for a in last if a.verb is Verb.WRITE) + round(costs.states_share * beside)
+    return (sum(a.nbytes for a in last if a.verb is Verb.WRITE) + round(costs.states_share * beside)) // program.round
 
 
-def _busy_in_last_step(timeline: Timeline) -> dict[Lane, float]:
-    """Seconds of each lane inside the last step: work of one step that runs under the next counts there."""
-    *_, start, end = accumulate(timeline.step_seconds, initial=0.0)
+def _busy(timeline: Timeline, steps: int) -> dict[Lane, float]:
+    """Seconds of each lane inside the last ``steps``, for each of them: work of one step that runs under the next
+    counts there."""
+    ends = [*accumulate(timeline.step_seconds, initial=0.0)]
+    start, end = ends[-1 - steps], ends[-1]
     inside: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
     for event in timeline.events:
         if event.end > start and event.start < end:
             inside[event.lane].append((max(event.start, start), min(event.end, end)))
-    return {lane: covered(spans) for lane, spans in inside.items()}
+    return {lane: covered(spans) / steps for lane, spans in inside.items()}
 
 
 def _error(busy: Mapping[Lane, float], step: float, costs: Costs) -> float:

@@ -10,7 +10,7 @@ from typing import final
 from forebay.errors import PlanInvalid
 from forebay.machine import Machine
 from forebay.memory import Tier
-from forebay.program import Program, Verb
+from forebay.program import Program, Sketch, Verb
 from forebay.simulation.account import DeviceAccount, standing_usages, with_compute
 from forebay.simulation.clock import COMPUTE, Clock, Witness
 from forebay.simulation.costs import Costs
@@ -18,7 +18,7 @@ from forebay.simulation.score import Score
 from forebay.timeline import Event, Lane, Level, Timeline
 from forebay.trace import Trace
 
-__all__ = ["pace", "play", "step_seconds_of"]
+__all__ = ["pace", "play", "settled_seconds", "step_seconds_of"]
 
 
 def play(
@@ -63,6 +63,11 @@ def pace(score: Score) -> tuple[float, ...]:
     clock = Clock(score)
     clock.run()
     return step_seconds_of(score, clock.end)
+
+
+def settled_seconds(step_seconds: Sequence[float], program: Program | Sketch) -> float:
+    """Seconds of a step that is like all that would follow: the mean of the last round of ``program``."""
+    return sum(step_seconds[-program.round :]) / program.round
 
 
 def _refuse_unplayable(program: Program) -> None:

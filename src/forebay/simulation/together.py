@@ -16,7 +16,7 @@ from forebay.lowering import Liveness, parked_nbytes, sketch
 from forebay.plans import Plan
 from forebay.program import Sketch, Verb
 from forebay.simulation.costs import Costs
-from forebay.simulation.play import pace
+from forebay.simulation.play import pace, settled_seconds
 from forebay.simulation.score import Score
 from forebay.timeline import CROSSING, Lane
 from forebay.trace import Phase, Trace
@@ -43,7 +43,7 @@ def together(plan: Plan, costs: Costs, micro_batches: int, *, liveness: Liveness
     program = sketch(trace, plan, liveness=liveness)
     times = _times(program, trace, micro_batches)
     score = Score.of(program, costs, settled=not plan.streaming.overlap_update)
-    seconds = pace(score.times(times))[-1]
+    seconds = settled_seconds(pace(score.times(times)), program)
     moved = _moved(program, times)
     parked = parked_nbytes(trace, plan)
     if parked and micro_batches > 1:
@@ -90,9 +90,9 @@ def _times(program: Sketch, trace: Trace, micro_batches: int) -> list[int]:
 
 
 def _moved(program: Sketch, times: Sequence[int]) -> dict[Lane, int]:
-    """Bytes that cross in the last step, of which each action is done so many ``times``."""
+    """Bytes that cross in a step that is like all that would follow, of which each action is done so many ``times``."""
     moved = dict.fromkeys(CROSSING, 0)
     for action, count in zip(program.actions, times, strict=True):
-        if action.step == program.steps - 1 and action.lane in moved:
+        if action.step in program.settled and action.lane in moved:
             moved[action.lane] += action.nbytes * count
-    return moved
+    return {lane: nbytes // program.round for lane, nbytes in moved.items()}

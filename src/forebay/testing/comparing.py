@@ -164,7 +164,9 @@ def _pass(model: nn.Module, pair: Pair, number: int, course: Course, device: tor
 
 def _take_over(pair: Pair) -> None:
     """Gives the plain model forebay's parameters, and the states of its optimizer."""
-    session, values = _session(pair.model), api.parameters(pair.model)
+    session = _session(pair.model)
+    session.contents.whole()  # first: reading states gives blocks their turn, after which parameters are others
+    values = api.parameters(pair.model)
     for name, parameter in pair.plain.named_parameters():
         states = session.read_states(name) if parameter.requires_grad else {}
         pair.plain_optimizer.take_over(parameter, values[name], states)

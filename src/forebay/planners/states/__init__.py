@@ -28,7 +28,7 @@ from types import MappingProxyType
 
 from forebay.planners.bench import Bench
 from forebay.planners.problem import Problem
-from forebay.planners.states.angel_ptm import angel_ptm
+from forebay.planners.states.angel_ptm import angel_ptm, angel_ptm_lock_free
 from forebay.planners.states.elixir import elixir
 from forebay.planners.states.harmony import harmony
 from forebay.planners.states.hydra import hydra
@@ -49,6 +49,7 @@ __all__ = [
     "SEVERAL",
     "STATES",
     "angel_ptm",
+    "angel_ptm_lock_free",
     "elixir",
     "harmony",
     "hydra",
@@ -86,7 +87,11 @@ STATES: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType
 """By the name that ``policy`` takes, in the order of publication."""
 
 INEXACT: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
-    {"zero-offload-delayed": zero_offload_delayed, "smart-infinity-compressed": smart_infinity_compressed}
+    {
+        "zero-offload-delayed": zero_offload_delayed,
+        "angel-ptm-lock-free": angel_ptm_lock_free,
+        "smart-infinity-compressed": smart_infinity_compressed,
+    }
 )
 """Those that change the numbers, which is asked for by their names."""
 

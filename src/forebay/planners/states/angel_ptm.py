@@ -7,6 +7,16 @@ orders page moves, computation and communication by it: what is used next is bro
 What the host has no room for is on SSD. Their lock-free update lets the states on SSD be updated apart from forward and
 backward, which then see older parameters.
 
+``angel-ptm`` is the exact schedule: updates are over before the next forward begins. ``angel-ptm-lock-free`` is the
+same with the lock-free update. In the paper one thread goes round the layers, updates each with what has been added up
+of its gradients since the last round, and clears that; another adds what the GPU sends; the GPU takes whatever
+parameters are there. A round takes as many steps as the SSDs make it take. Here that is a number of the plan
+(``Streaming.update_every``): of 2, 4, 8 and 16 steps, no more than there are blocks, the fewest with which a step is as
+fast, within 2 %, as with any. Each step updates the blocks whose turn it is, under the next forward, with the sum of
+their gradients since their last turn; so a run is the same each time, a gradient waits for fewer steps than a round
+has, and no forward sees half an update. It changes the numbers, so it is asked for by its name, and plan and report say
+it. Clipping sees the sums, and each parameter's count of steps is that of its updates.
+
 Ours departs in five things.
 
 - A plan cuts slots before the step, of the sizes with which any run of blocks that follow each other has room, as many
@@ -18,8 +28,8 @@ Ours departs in five things.
 - Where all parameters fit, room that is left goes to gradients and states of blocks, whose update then runs on the
   device.
 - What goes to disk first are states, then parameters, those of the last blocks first, as in every policy with a disk.
-- The lock-free update is not offered: it makes other numbers, and forebay's delayed updates (``zero_offload``) ask for
-  parameters that stay on the device. Updates are over before the next forward begins.
+- Of the lock-free update there is one copy of the parameters, not a second in which the GPU finds older ones: a block
+  that had its turn is waited for by the forward that wants it, where the paper's GPU goes on without it.
 
 Several devices are not planned for.
 """
@@ -29,28 +39,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, roomy, sizes_at_once
 from forebay.planners.problem import Problem
-from forebay.planners.states.drafting import all_stays, expect_trace, finished, most_slots, serial, streamed, with_homes
+from forebay.planners.states.drafting import (
+    all_stays,
+    cannot_serve,
+    expect_trace,
+    finished,
+    most_slots,
+    serial,
+    streamed,
+    with_homes,
+)
 from forebay.plans import Plan
 from forebay.trace import Block
 from forebay.units import format_bytes
 
-__all__ = ["angel_ptm", "pages"]
+__all__ = ["ROUNDS", "angel_ptm", "angel_ptm_lock_free", "pages"]
+
+LOCK_FREE = "angel-ptm-lock-free"
+
+ROUNDS: Final = (2, 4, 8, 16)
+"""Steps that a round of updates may take."""
+
+NO_FASTER: Final = 1.02
+"""A longer round is worth its older parameters where a step gains more than this ratio."""
 
 
 def angel_ptm(problem: Problem, bench: Bench | None = None) -> Plan:
     """Slots for the longest run of blocks that the device has room for, fetched as early as they are free; homes on the
     host and, as far as need be, on disk. Raises ``DoesNotFit``, and ``ConfigError`` without a batch."""
     bench = bench or Bench(problem)
-    expect_trace(bench, "angel-ptm", "the life of every tensor of a step")
+    draft = _draft(bench, "angel-ptm")
+    return finished(bench, "angel-ptm", draft, *_said(draft))
+
+
+def angel_ptm_lock_free(problem: Problem, bench: Bench | None = None) -> Plan:
+    """The same with updates in turns, which change the numbers. Raises what that raises, and ``CannotServe`` where
+    updates shall be made in backward, or where all of them are made on the device."""
+    if problem.update == "backward":
+        why = "adds gradients up over several steps, and update='backward' uses them up at once"
+        raise cannot_serve(LOCK_FREE, why, "angel-ptm, or this one with update='step'")
+    bench = bench or Bench(problem)
+    draft = _draft(bench, LOCK_FREE)
+    if all(placed.resident for placed in draft.placements):
+        why = "makes updates of what is off the device in turns, and the device has room for everything"
+        raise cannot_serve(LOCK_FREE, why, "angel-ptm or auto")
+    blocks = sum(not placed.resident for placed in draft.placements)
+    every = {steps: _in_turns(draft, steps) for steps in ROUNDS if steps <= max(blocks, ROUNDS[0])}
+    best = min(bench.seconds(each) for each in every.values())
+    steps = next(steps for steps, each in every.items() if bench.seconds(each) <= NO_FASTER * best)
+    said = f"each step updates one in {steps} of the blocks whose states are off the device, as lock-free update"
+    return finished(bench, LOCK_FREE, every[steps], *_said(draft), said)
+
+
+def _draft(bench: Bench, policy: str) -> Draft:
+    expect_trace(bench, policy, "the life of every tensor of a step")
     base = serial(streamed(bench))
     draft = _early(all_stays(bench, base) or most_slots(bench, base, partial(pages, bench.streamed(base))))
-    draft = with_homes(bench, draft)
-    return finished(bench, "angel-ptm", draft, *_said(draft))
+    return with_homes(bench, draft)
+
+
+def _in_turns(draft: Draft, steps: int) -> Draft:
+    return replace(draft, streaming=replace(draft.streaming, overlap_update=True, update_every=steps))
 
 
 def pages(blocks: Sequence[Block], count: int) -> tuple[int, ...]:
