@@ -106,6 +106,20 @@ def test_a_prefetch_one_ahead_stalls_for_what_compute_does_not_hide(compute: flo
     assert busy(made.device.drain_events(), Lane.STALL) == len(fetched) * max(0.0, FETCH - compute)
 
 
+def test_blocks_are_fetched_ahead_up_to_the_first_that_is_still_to_change() -> None:
+    made = rig(5, slots=4, distance=3, compute=1.0)
+    made.run(there_and_back(5))
+    changing = set(names(5))
+    before = len(made.source.fetched)
+    made.pool.order.begin("training")
+    for block, fetched in (("0", ["0"]), ("2", ["0"]), ("1", ["0", "1", "2"]), ("3", ["0", "1", "2"])):
+        made.pool.invalidate(block)
+        changing.discard(block)
+        made.pool.prefetch(changing)
+        assert made.source.fetched[before:] == fetched
+    assert made.pool.upcoming() == ["0", "1", "2"]
+
+
 def busy(events: Sequence[Event], lane: Lane) -> float:
     return sum(event.end - event.start for event in events if event.lane is lane)
 

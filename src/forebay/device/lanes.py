@@ -148,12 +148,16 @@ class _Untold:
 class WorkerCompletion(LaneCompletion):
     """The handle of a job of ``WorkerLanes``."""
 
-    __slots__ = ("_calls", "_failure", "_finished", "_lock", "_result", "_turn", "_untold")
+    __slots__ = ("_calls", "_done", "_failure", "_gate", "_lock", "_result", "_turn", "_untold")
 
     def __init__(self, untold: _Untold, turn: Turn) -> None:
         self._untold = untold
         self._turn = turn
-        self._finished = threading.Event()
+        self._done = False
+        # Closed until the job is done; whoever waits goes through and leaves it open. A ``threading.Event`` takes a
+        # lock and a condition more, for every job.
+        self._gate = threading.Lock()
+        self._gate.acquire()
         # Re-entrant, as the lock of a line is.
         self._lock = threading.RLock()
         self._calls: list[Callable[[], None]] = []
@@ -161,9 +165,9 @@ class WorkerCompletion(LaneCompletion):
         self._failure: BaseException | None = None
 
     def wait(self) -> Any:
-        if not self._finished.is_set():
+        if not self._done:
             with self._turn.given_away():
-                self._finished.wait()
+                self._pass()
         if self._failure is not None:
             self._untold.told(self._failure)
             # Without the frames of an earlier waiter: every raise would lengthen the shared traceback.
@@ -171,10 +175,10 @@ class WorkerCompletion(LaneCompletion):
         return self._result
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self._done
 
     def failure(self) -> BaseException | None:
-        self._finished.wait()
+        self._pass()
         return self._failure
 
     def job(self) -> WorkerCompletion:
@@ -184,10 +188,16 @@ class WorkerCompletion(LaneCompletion):
         """Has ``call`` called when the job is done, in the thread that has done it. False: it is done already, and
         nobody calls."""
         with self._lock:
-            if self._finished.is_set():
+            if self._done:
                 return False
             self._calls.append(call)
         return True
+
+    def _pass(self) -> None:
+        """Blocks until the job is done."""
+        if not self._done:
+            with self._gate:
+                pass
 
     def _succeed(self, result: Any) -> None:
         self._result = result
@@ -199,7 +209,8 @@ class WorkerCompletion(LaneCompletion):
 
     def _finish(self) -> None:
         with self._lock:
-            self._finished.set()
+            self._done = True
+            self._gate.release()
             calls, self._calls = self._calls, []
         for call in calls:
             call()

@@ -230,31 +230,39 @@ class Walker:
 
     def optimizer_step(self) -> None:
         """The updates, and the first fetches of the next pass."""
+        self.pool.order.begin(TRAINING)
         trained = [n for n in self.pool.order.in_order_of_use(self.homes.blocks) if self._trained.get(n)]
         names = [n for n in trained if self._rounds.has_turn(n, self._recorder.step)]
         last = [n for n in names if self.homes.blocks[n].placement.resident][-1:]
         delayed = self._plan.streaming.delay_after is not None
         if delayed:
             self._show_latest(names)
-        for name in reversed(names) if delayed else names:
-            home, tasks = self.homes.blocks[name], frozenset(self._trained[name])
-            if home.placement.resident:
+        changing, first = set(trained), self.pool.upcoming()
+        for name in reversed(trained) if delayed else trained:
+            if name in names:
                 # zero_grad() follows the step: it frees all gradients at once.
                 freed = (Change(Kind.GRADIENT, -self._kept),) if [name] == last and self._kept else ()
-                self.homes.update_resident(home, tasks, freed)
-            else:
-                if not delayed:
-                    self.pool.invalidate(name)
-                if not self._in_backward.step(home):
-                    self.homes.step(home, tasks)
+                self._step_block(name, freed, delayed=delayed)
+            changing.discard(name)
+            if name in first and not delayed:
+                self.pool.prefetch(changing)
         if not self._plan.streaming.overlap_update:
             self.homes.settle()
         for name in names:
             # What has landed of others waits for their turn, and the gradients of the next step are added to it.
             self._tasks.pop(name, None)
         self._kept, self._first_pass = 0, True
-        self.pool.order.begin(TRAINING)
         self.pool.prefetch()
+
+    def _step_block(self, name: str, freed: tuple[Change, ...], *, delayed: bool) -> None:
+        home, tasks = self.homes.blocks[name], frozenset(self._trained[name])
+        if home.placement.resident:
+            self.homes.update_resident(home, tasks, freed)
+            return
+        if not delayed:
+            self.pool.invalidate(name)
+        if not self._in_backward.step(home):
+            self.homes.step(home, tasks)
 
     def _show_latest(self, names: Sequence[str]) -> None:
         """The slots get what the delayed updates of the step before have made (``runtime.delay``); those of ``names``

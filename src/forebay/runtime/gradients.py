@@ -110,6 +110,7 @@ class GradientBuffer:
     ) -> None:
         self.parameter = parameter
         self._host = host
+        self._whole: torch.Tensor | None = None
         self.passes: Final = host is None
         self._free: tuple[Completion, ...] = ()
         self.arrived: Completion | None = None
@@ -130,6 +131,13 @@ class GradientBuffer:
             raise self.gone()
         return self._host
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """The landed bytes in the shape of the parameter: one view for as long as they have their place."""
+        if self._whole is None:
+            self._whole = shaped(self.host, self.parameter)
+        return self._whole
+
     def gone(self) -> ForebayError:
         """What is said to whoever asks for a gradient that is no longer here."""
         if self.passes:
@@ -145,11 +153,11 @@ class GradientBuffer:
 
     def lend(self, host: torch.Tensor, free: tuple[Completion, ...]) -> None:
         """The gradient has its place at ``host``, whose last reader is done when ``free`` are."""
-        self._host, self._free = host, free
+        self._host, self._free, self._whole = host, free, None
 
     def use_up(self) -> None:
         """The update that reads the bytes is queued; their place is another's from now on, behind that update."""
-        self._host, self._free = None, ()
+        self._host, self._free, self._whole = None, (), None
         self.arrived = self.read_by = None
         self.landings = 0
         self.generation += 1  # who holds the gradient must not take the next one's bytes for it
@@ -172,7 +180,7 @@ class GradientBuffer:
     def norm(self, op: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
         """``op(gradient, *args)``, a norm of what has landed."""
         self.settle()
-        return self._norms.of(shaped(self.host, self.parameter), self.landings, self.version, op, args)
+        return self._norms.of(self.whole, self.landings, self.version, op, args)
 
     def settle(self) -> None:
         """Waits until the landed bytes are there."""
@@ -187,8 +195,7 @@ class GradientBuffer:
 
     def _arrives(self, arrived: Completion) -> None:
         self.arrived = arrived
-        landed = shaped(self.host, self.parameter)
-        self._norms.landed(landed, self.landings, self.version, arrived, self.parameter.name)
+        self._norms.landed(self.whole, self.landings, self.version, arrived, self.parameter.name)
 
     def _before_write(self) -> None:
         self.version += 1
@@ -215,17 +222,19 @@ class LandedGradient(torch.Tensor):
 
     buffer: GradientBuffer
     piece: torch.Tensor
+    is_whole: bool
     generation: int
 
     @staticmethod
     def __new__(cls, buffer: GradientBuffer, device: torch.device, piece: torch.Tensor | None = None) -> LandedGradient:
         """A wrapper for all of ``buffer``, or for ``piece``, a view of its bytes."""
+        is_whole = piece is None
         if piece is None:
-            piece = shaped(buffer.host, buffer.parameter)
+            piece = buffer.whole
         made: LandedGradient = torch.Tensor._make_wrapper_subclass(
             cls, piece.shape, strides=piece.stride(), dtype=piece.dtype, device=device, requires_grad=False
         )
-        made.buffer, made.piece, made.generation = buffer, piece, buffer.generation
+        made.buffer, made.piece, made.is_whole, made.generation = buffer, piece, is_whole, buffer.generation
         return made
 
     def __init__(self, buffer: GradientBuffer, device: torch.device, piece: torch.Tensor | None = None) -> None:
@@ -238,6 +247,8 @@ class LandedGradient(torch.Tensor):
         """Whether this is what has landed in ``buffer``, all of it, element for element."""
         if self.buffer is not buffer or self.generation != buffer.generation:
             return False
+        if self.is_whole:
+            return True
         spec, piece = buffer.parameter, self.piece
         same_place = piece.data_ptr() == buffer.host.data_ptr()
         return same_place and tuple(piece.shape) == spec.shape and piece.stride() == spec.stride

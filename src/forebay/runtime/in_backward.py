@@ -131,6 +131,8 @@ class BackwardUpdates:
     def finish(self, state: BlockState, tasks: Tasks) -> None:
         """The rest of a step: ``tasks`` are those of ``left``, and all of their gradients have landed."""
         self._use_up(state, tasks)
+        if state.passing is not None:
+            state.passing.used_up.clear()  # whoever reads the block from here on reads what the step has made
 
     def forget(self) -> None:
         """Forgets what was made for a step: it has been taken, or will not come, since all values are replaced. Slots

@@ -203,7 +203,6 @@ class Measurement:
         self.micro_batches, self._passes = max(1, self._passes), 0
         # Passes that failed are counted in both, or in neither.
         self.together, self._together = min(self._together, self.micro_batches), 1
-        self._gather()
 
     @property
     def elapsed(self) -> float:
@@ -212,12 +211,12 @@ class Measurement:
 
     def forget(self) -> None:
         """Drops the events so far."""
-        self._gather()
+        self.gather()
         self._events.clear()
 
     def collect(self) -> tuple[Event, ...]:
         """Every event so far, in the order of their start within each step."""
-        self._gather()
+        self.gather()
         return tuple(self._events)
 
     def timeline(
@@ -234,5 +233,7 @@ class Measurement:
             arenas,
         )
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
+        """Takes over what the device has recorded, whose own memory is for some steps only. To be called while it has
+        work queued: it takes the time of a few kernels."""
         self._events.extend(self._device.drain_events())

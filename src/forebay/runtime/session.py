@@ -147,6 +147,7 @@ class Session:
     def end_forward(self, *, backward_follows: bool) -> None:
         """The root module's forward ended, with a result or with an exception."""
         self.measure.end()
+        self.measure.gather()
         if self.gathering is None:
             self.stash.end_forward()
         self._whereabouts.block = ""
@@ -235,11 +236,11 @@ class Session:
         self.expect_open()
         self.stepping.expect_possible(groups)
         self.watch.activate(False)
+        # The next pass begins where the record begins: its first blocks are fetched as soon as they are updated.
+        self.pool.order.begin(TRAINING)
         self.stepping.step(groups)
         if not self.plan.streaming.overlap_update:
             self.store.settle()
-        # The next pass begins where the record begins: its first blocks are fetched as soon as they are updated.
-        self.pool.order.begin(TRAINING)
         self.pool.prefetch()
         self.measure.end_step()
         self.vigil.step_ended()

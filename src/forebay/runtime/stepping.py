@@ -128,25 +128,34 @@ class Stepping:
             self._step_late(groups)
             return
         self.delay.end()
-        for state in self._in_order_of_use():
-            tasks = self._tasks(state, groups)
+        every = [(state, self._tasks(state, groups)) for state in self._in_order_of_use()]
+        changing, first = {state.block.name for state, tasks in every if tasks}, self._pool.upcoming()
+        for state, tasks in every:
             if not tasks:
                 self.speculation.drop(state)
                 continue
-            if state.placement.resident:
-                gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
-                self._updater.run_resident(state, tasks, gradients)
-                _count(state, tasks)
-            else:
-                left = self.in_backward.left(state, tasks)
-                self._land_replaced(state, left)
-                if self.waiting.has_turn(state.block.name):
-                    self._update(state, tasks, left)
-                else:
-                    self._keep_waiting(state, tasks)
+            self._step_block(state, tasks)
+            changing.discard(state.block.name)
+            if state.block.name in first:
+                # Now, and not behind the last of them all: until its first block is there the device has nothing to do.
+                self._pool.prefetch(changing)
         self.waiting.turn()
         self.in_backward.forget()
         self.speculation.end_step(self._store.blocks)
+
+    def _step_block(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
+        """Queues the update of one block, or takes it over, or has its gradients wait for its turn."""
+        if state.placement.resident:
+            gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
+            self._updater.run_resident(state, tasks, gradients)
+            _count(state, tasks)
+            return
+        left = self.in_backward.left(state, tasks)
+        self._land_replaced(state, left)
+        if self.waiting.has_turn(state.block.name):
+            self._update(state, tasks, left)
+        else:
+            self._keep_waiting(state, tasks)
 
     def _update(self, state: BlockState, tasks: Mapping[str, Task], left: Mapping[str, Task] | None = None) -> None:
         """Queues the update of a block whose gradients have landed; ``left`` are those of ``tasks`` that no update in

@@ -7,7 +7,7 @@ This is the scheduling core of block streaming. It knows blocks by name and size
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol, final
 
@@ -171,10 +171,17 @@ class SlotPool:
         with self._lock:
             slot.readers -= 1
 
-    def prefetch(self) -> None:
-        """Starts the fetches of the next blocks in the recorded order, as far as slots can be had for them."""
-        ahead = self.order.upcoming(self._distance)
+    def upcoming(self) -> list[str]:
+        """The blocks that ``prefetch`` is about."""
+        return self.order.upcoming(self._distance)
+
+    def prefetch(self, changing: Collection[str] = ()) -> None:
+        """Starts the fetches of the next blocks in the recorded order, as far as slots can be had for them, and
+        up to the first that is ``changing``: an update of its home is still to be queued."""
+        ahead = self.upcoming()
         for block in ahead:
+            if block in changing:
+                return
             if block in self._where or block not in self._sizes:
                 continue
             slot = self._slot_for(block, frozenset(ahead))
