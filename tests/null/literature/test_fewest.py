@@ -15,7 +15,7 @@ def test_it_is_found_in_hardly_more_questions_than_bisection_asks(most: int, pow
 
         def over(count: int, answer: int = answer, asked: list[int] = asked) -> int:
             asked.append(count)
-            return round(1e6 * ((answer - 0.5) ** power - count**power))
+            return int(1e6 * ((answer - 0.5) ** power - count**power))
 
         assert fewest_that_fit(most, over) == answer
         assert len(asked) <= 2 + most.bit_length() + SPARE
@@ -27,7 +27,7 @@ def test_nothing_need_be_done_and_nothing_that_can_be_is_enough() -> None:
 
 
 def test_what_falls_evenly_takes_few_questions() -> None:
-    asked = []
+    asked: list[int] = []
 
     def over(count: int) -> int:
         asked.append(count)

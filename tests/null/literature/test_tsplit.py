@@ -101,7 +101,7 @@ def test_a_link_that_is_trusted_less_gains_where_little_may_be_under_way() -> No
 def test_tensors_that_are_alike_are_looked_at_through_one_of_them() -> None:
     """The same moves as with each by itself, as a little more time to make each again has it."""
     alike = [(40, 10.0 * place, 200.0 - 7 * place, 30.0) for place in range(9)]
-    apart = [(*rest, again + place * 1e-9) for place, (*rest, again) in enumerate(alike)]
+    apart = [(size, left, back, again + place * 1e-9) for place, (size, left, back, again) in enumerate(alike)]
     assert said(lying(*alike)) == said(lying(*apart))
 
 
