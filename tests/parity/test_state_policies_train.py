@@ -129,6 +129,8 @@ def test_it_trains_with_the_same_numbers(plain: Plain, policy: str, tmp_path: Pa
         return
     plan = planned(plain.trace, policy, budget)
     assert plan.planner == policy and any(not placement.resident for placement in plan.placements)
+    # In turns other numbers come out (test_update_turns.py): a round of one step is what is exact of them.
+    plan = replace(plan, streaming=replace(plan.streaming, update_every=1))
     # Delayed updates come behind steps that are exact: all of these are.
     assert plan.streaming.delay_after is None or plan.streaming.delay_after >= STEPS
     model = plain.case.model(torch.float32)
