@@ -245,7 +245,8 @@ def report(model: nn.Module) -> RunReport:
 def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFunction) -> list[torch.Tensor]:
     """Adds up the gradients of several micro-batches; parameters and gradients cross the link once for all of them.
 
-    The same as ``for batch in micro_batches: loss_fn(model, batch).backward()``, with the same numbers, bit for bit.
+    The same as ``for batch in micro_batches: loss_fn(model, batch).backward()``, with the same numbers, bit for bit
+    (under updates in turns those of a loop that adds what waits to the sum of the micro-batches, and not to the first).
     ``loss_fn`` calls the model and returns the loss of one micro-batch, a tensor with one element, scaled as it is to
     count (divided by the number of micro-batches for their mean). The losses are returned, in order, detached, in the
     shape and dtype that they came in. On a prepared model every micro-batch passes a block before the next block is

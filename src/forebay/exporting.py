@@ -64,6 +64,7 @@ def export(
         raise ModelError(
             f"the states of {wholes[0].name} are in tiles, which no other program has; leave the optimizer"
         )
+    session.contents.whole()  # parameters and states are of the same moment, whichever is read first
     source = _source(model, session, wide=True)
     states = None if optimizer is None else _states(session, optimizer)
     target = new_folder(Path(folder))
@@ -83,6 +84,7 @@ def replace_weights(model: nn.Module, folder: Path) -> list[Path]:
     Raises ``StorageError`` when the folder cannot be written.
     """
     session = prepared_session(model)
+    session.contents.whole()
     try:
         for old in (*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors", folder / INDEX):
             old.unlink(missing_ok=True)

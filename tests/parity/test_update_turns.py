@@ -274,3 +274,45 @@ def test_the_program_is_what_the_runtime_does(name: str) -> None:
     steps = lower(trace_of(CASES[name], torch.float32), plan).steps
     program = lower(trace_of(CASES[name], torch.float32), plan, steps=steps)
     assert lowered(program) == by_lane(observed(CASES[name], plan, steps=steps).last)
+
+
+def test_a_scaler_would_unscale_what_waits_twice() -> None:
+    """The first step has nothing that waited; the second is refused before its sums are touched."""
+    case, name = CASES["llama"], "llama"
+    run = Turning(name, planned(name), torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    try:
+
+        def unscaled(step: int) -> None:
+            scaler.scale(run.model(**case.inputs(step, torch.float32))["loss"]).backward()
+            scaler.unscale_(run.optimizer)
+
+        unscaled(0)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        with pytest.raises(UsageError, match="a GradScaler has unscaled already"):
+            unscaled(1)
+    finally:
+        run.close()
+
+
+def test_a_resume_in_the_middle_of_a_round_goes_back(tmp_path: Path) -> None:
+    """As behind a loss that is not finite: what waits is dropped with the values that it was for."""
+    case, name = CASES["llama"], "llama"
+    run = Turning(name, planned(name), torch.float32)
+    try:
+        passed(run.model, case, torch.float32, 0)
+        run.step()
+        forebay.save(run.model, run.optimizer, tmp_path / "checkpoint", step=1)
+        kept = {n: p.clone() for n, p in forebay.parameters(run.model).items()}
+        for step in (1, 2):
+            passed(run.model, case, torch.float32, step)
+            run.step()
+        passed(run.model, case, torch.float32, 3)
+        forebay.resume(run.model, run.optimizer, tmp_path / "checkpoint")
+        run.optimizer.zero_grad()
+        found = dict(forebay.parameters(run.model))
+        assert found.keys() == kept.keys() and all(torch.equal(found[n], kept[n]) for n in kept)
+    finally:
+        run.close()

@@ -94,8 +94,7 @@ class Contents:
         """Has every parameter and state replaced at home: gives all blocks. They have no values until the end, and none
         at all where that is not reached."""
         self._settle()
-        self._stepping.show()
-        self._stepping.in_backward.forget()
+        self._stepping.forget()
         self.unwritten |= set(self._parameters)
         for block, state in self._store.blocks.items():
             self._pool.invalidate(block)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from forebay.device.base import Completion, Device
 from forebay.device.lanes import dependency_failure
-from forebay.errors import ForebayError, GradientUsedUp
+from forebay.errors import ForebayError, GradientUsedUp, UsageError
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.norms import Norms
 from forebay.runtime.tensors import flat, shaped
@@ -102,7 +102,8 @@ class GradientBuffer:
     ``version`` is raised by whatever may change the bytes: who has read them at one version knows them until the next.
     ``landings`` counts what has landed since the buffer was empty, or zeroed, or an optimizer step took what was there.
     ``deferred`` is the update that is going to read the bytes and is not queued yet. ``waiting``: a step has taken what
-    has landed, and its update is still to come (``runtime.waiting``).
+    has landed, and its update is still to come (``runtime.waiting``). ``adds_up``: what has landed is a sum with what
+    had waited.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class GradientBuffer:
         self.generation = 0
         self.version = 0
         self.landings = 0
-        self.waiting = False
+        self.waiting = self.adds_up = False
         self._landing = landing
         self._deferred = deferred or Deferred()
         # Where others' gradients land next, nothing may read a norm behind the update's back.
@@ -209,6 +210,7 @@ class GradientBuffer:
 
 
 aten = torch.ops.aten
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _IN_PLACE_SCALE = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar})
 _NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim})
 
@@ -370,6 +372,12 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
     copies: list[tuple[LandedGradient, torch.Tensor]] = []
 
     def materialise(gradient: LandedGradient) -> torch.Tensor:
+        if func is _UNSCALE and gradient.buffer.adds_up and not _is_one(args[2]):
+            raise UsageError(
+                f"this plan updates blocks in turns: the gradient of {gradient.buffer.parameter.name} is a sum with "
+                f"that of steps before, which a GradScaler has unscaled already; train in bfloat16, or without a "
+                f"scaler, or take policy angel-ptm"
+            )
         for known, copy in copies:
             if known is gradient:
                 return copy
@@ -390,7 +398,7 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _changed(func: Any, args: Any, kwargs: Any) -> set[int]:
     """The ``id`` of every landed gradient that ``func`` writes to; one that is only read has not changed."""
-    if func is aten._amp_foreach_non_finite_check_and_unscale_.default and _is_one(args[2]):
+    if func is _UNSCALE and _is_one(args[2]):
         return set()  # a scale of exactly 1, as in ``_scale``; the check has been made
     parameters = func._schema.arguments
     given = [*zip((p for p in parameters if not p.kwarg_only), args, strict=False)]

@@ -134,6 +134,10 @@ class BackwardUpdates:
         if state.passing is not None:
             state.passing.used_up.clear()  # whoever reads the block from here on reads what the step has made
 
+    def has_used(self, state: BlockState) -> bool:
+        """Whether gradients of ``state`` were used up that no step has been taken for: it is not to be read."""
+        return state.passing is not None and bool(state.passing.used_up)
+
     def forget(self) -> None:
         """Forgets what was made for a step: it has been taken, or will not come, since all values are replaced. Slots
         are free again."""

@@ -120,6 +120,13 @@ class Stepping:
                 self._update(state, {n: Task(state.steps[n] + 1, groups[n]) for n in names if n in groups})
         self.waiting.begin_round()
 
+    def forget(self) -> None:
+        """What steps have left to be done is not done any more: all values are replaced. Raises what ``Delay.show``
+        raises."""
+        self.delay.show()
+        self.waiting.forget()
+        self.in_backward.forget()
+
     def step(self, groups: Groups) -> None:
         """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
         forward will want the blocks. Those on the device are queued when they are needed (``deferred``)."""
@@ -129,7 +136,9 @@ class Stepping:
             return
         self.delay.end()
         every = [(state, self._tasks(state, groups)) for state in self._in_order_of_use()]
-        changing, first = {state.block.name for state, tasks in every if tasks}, self._pool.upcoming()
+        # A gradient that backward has used up and no step is for is forgotten behind them all: nothing reads it before.
+        changing = {state.block.name for state, tasks in every if tasks or self.in_backward.has_used(state)}
+        first = self._pool.upcoming()
         for state, tasks in every:
             if not tasks:
                 self.speculation.drop(state)

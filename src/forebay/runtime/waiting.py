@@ -3,7 +3,7 @@
 A step takes what has landed of every block. That of a block which has its turn goes into the update; that of another
 stays where it landed, ``param.grad`` is given up, and the next gradient is added to it on the host. So ``zero_grad()``
 behind the step drops nothing that waits, and what clipping and the update see of a block is the sum since its last
-turn.
+turn. A step that is left out drops that sum with its own gradients: by then they are one number.
 
 What is saved has no place for gradients: a ``state_dict``, of model or optimizer, and a checkpoint give every block its
 turn first, and the next round begins behind them. In the middle of a step they are refused, since what has landed by
@@ -55,6 +55,14 @@ class Waiting:
         """Nobody waits any more."""
         self._step = 0
 
+    def forget(self) -> None:
+        """What waits is dropped, and a round begins."""
+        for state in self._blocks.values():
+            for buffer in state.gradients.values():
+                buffer.waiting = False
+        self.begin_round()
+        self.end()
+
     def put(self, buffer: GradientBuffer) -> None:
         """A step has taken what has landed, and no update reads it yet: the next gradient is added to it."""
         buffer.waiting = True
@@ -62,6 +70,7 @@ class Waiting:
 
     def receive(self, buffer: GradientBuffer, gradient: torch.Tensor) -> None:
         """Lands ``gradient``, the first of a step: added to what waits, or in the place of what is used up."""
+        buffer.adds_up = buffer.waiting
         if buffer.waiting:
             buffer.waiting = False
             buffer.accumulate(gradient)

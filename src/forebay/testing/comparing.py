@@ -301,6 +301,7 @@ def _resumed(pair: Pair, course: Course, found: Differences) -> None:
             api.resume(model, optimizer, folder)
             for number, (left, right) in enumerate(zip(_further(other, course, accumulate), straight, strict=True)):
                 found.note("losses after a resume", left, right, f"pass {number + 1}")
+            _session(model).contents.whole()  # as the model had been that the plain one has taken over
             _note_parameters("parameters after a resume", other, found, "at the end", 0.0)
             _note_states("optimizer states after a resume", other, found, 0.0)
             _note_buffers("buffers after a resume", other, found, 0.0)

@@ -92,11 +92,11 @@ class Promise:
         if density is not None and density < 1:
             # Gradients are exact, clipped too; an update has a part of them.
             return cls(roundings=rounded, updates=None, losses=None, outcome=None)
-        if rounded:
-            return cls(roundings=rounded, updates=rounded, losses=None, outcome=None)
         if plan.streaming.update_every > 1:
             # A step updates the blocks whose turn it is; before the next look the others have had theirs.
-            return cls(updates=None, losses=None, outcome=None)
+            return cls(roundings=rounded, updates=None, losses=None, outcome=None)
+        if rounded:
+            return cls(roundings=rounded, updates=rounded, losses=None, outcome=None)
         delay = plan.streaming.delay_after
         if delay is not None and 2 * course.steps > delay + 1:
             return cls(losses=None, outcome=None)
