@@ -12,6 +12,7 @@ from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, capture_step, chosen_machine, disk_budget, with_ops
 from forebay.collector import collector_paused
 from forebay.errors import ConfigError, DoesNotFit, UnitError
+from forebay.names import meant
 from forebay.reporting.comparison import LINKS, Candidate, Measured
 from forebay.reporting.files import expect_folder_of, writing
 from forebay.reporting.side_by_side import Comparison
@@ -101,7 +102,8 @@ def parse_policies(text: str | None) -> tuple[str, ...]:
     names = [name.strip() for name in ("all" if text is None else text).split(",")]
     for name in names:
         if name not in sets:
-            raise ConfigError(f"--policies: there is no policy {name!r}; there are {', '.join(sets)}")
+            hint = " ".join(filter(None, (meant(name, sets), f"there are {', '.join(sets)}")))
+            raise ConfigError(f"--policies: there is no policy {name!r}; {hint}")
     return tuple(dict.fromkeys(policy for name in names for policy in sets[name]))
 
 

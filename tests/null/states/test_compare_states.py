@@ -145,8 +145,15 @@ def test_policies_are_sets_or_names_with_commas() -> None:
     assert parse_policies("rotor,states,auto") == ("rotor", "auto", *STATES)
     assert parse_policies("auto,all") == tuple(dict.fromkeys(("auto", *PLANNERS)))
     for wrong in ("rotors", "rotor,", "", "all,none", "rotor stream"):
-        with pytest.raises(ConfigError, match=r"--policies: there is no policy .*; there are all, states, activations"):
+        with pytest.raises(
+            ConfigError, match=r"--policies: there is no policy .*; .*there are all, states, activations"
+        ):
             parse_policies(wrong)
+    for near, name in {"auto,tspilt": "tsplit", "state": "states"}.items():
+        with pytest.raises(ConfigError, match=rf"'{near.split(',')[-1]}'; did you mean {name}\? there are all, states"):
+            parse_policies(near)
+    with pytest.raises(ConfigError, match=r"'xyz'; there are all, states"):
+        parse_policies("xyz")
 
 
 def test_the_flags_of_compare_are_these() -> None:
