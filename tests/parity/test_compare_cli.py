@@ -44,9 +44,9 @@ def test_policies_for_states_side_by_side(paper: Path) -> None:
             assert row["peaks"]["device"] <= 3 * MiB and row["peaks"]["disk"] == 0
     assert not any(row["feasible"] for row in none)
     assert all("What would fit" in row["reason"] for row in none)
-    # The others are for a mixture of experts, for steps of several micro-batches, or for a disk.
+    # The others are for a mixture of experts, or for steps of several micro-batches.
     others = {row["policy"] for row in none if "device memory" not in row["reason"]}
-    assert others == {"moesys", "harmony", "mobius", "smart-infinity"}
+    assert others == {"moesys", "harmony", "mobius"}
 
 
 def test_tables_without_json(paper: Path) -> None:

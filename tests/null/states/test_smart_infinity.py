@@ -37,12 +37,13 @@ def made(
     *,
     trace: Trace = TRACE,
     on: Machine = ON,
+    device: int = ENOUGH,
     host: int = ENOUGH,
     disk: int = ENOUGH,
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
     update: UpdateTime = "step",
 ) -> Plan:
-    wanted = asked(replace(trace, state_names=states), on, device=ENOUGH, host=host, disk=disk, states=states)
+    wanted = asked(replace(trace, state_names=states), on, device=device, host=host, disk=disk, states=states)
     return make_plan(replace(wanted, update=update), policy)
 
 
@@ -134,6 +135,27 @@ def test_no_disk_says_what_would_do() -> None:
     disk, policy = refused.value.nearest
     assert disk.what == "disk" and "a disk of" in disk.words and policy.words == "policy zero-offload or auto"
     assert made(disk=disk.needed).disk == disk.needed
+
+
+def test_too_small_a_device_without_a_disk_says_both() -> None:
+    """With either of them alone the other would be missing."""
+    with pytest.raises(DoesNotFit, match=r"^device memory: .* and at once: a disk of") as refused:
+        made(device=1, disk=0)
+    device, disk = refused.value.nearest[0], refused.value.nearest[-1]
+    assert (device.what, disk.what) == ("device", "disk") and "policy smart-infinity updates" in disk.words
+    for alone in ((device.needed, 0), (1, disk.needed)):
+        with pytest.raises(DoesNotFit):
+            made(device=alone[0], disk=alone[1])
+    plan = made(device=device.needed, disk=disk.needed)
+    assert (plan.device, plan.disk) == (device.needed, disk.needed)
+
+
+def test_too_small_a_host_is_not_helped_by_a_disk() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        made(device=1, host=1, disk=0)
+    assert refused.value.tier == "device" and not any(
+        one.words.startswith("and at once: a disk") for one in refused.value.nearest
+    )
 
 
 def test_too_small_a_disk_says_by_how_much() -> None:

@@ -61,6 +61,8 @@ NAME, COMPRESSED = "smart-infinity", "smart-infinity-compressed"
 DENSITY: Final = 0.01
 """Share of the elements of a gradient that are sent."""
 
+WHY_A_DISK: Final = "updates optimizer states where they are stored, on disk"
+
 
 def smart_infinity(problem: Problem, bench: Bench | None = None) -> Plan:
     """Everything streams; states on disk, updated there. Raises ``CannotServe`` without a disk, or for an optimizer
@@ -76,10 +78,16 @@ def smart_infinity_compressed(problem: Problem, bench: Bench | None = None) -> P
 
 def _made(bench: Bench, name: str, density: float | None) -> Plan:
     _expect_served(bench, name, compressed=density is not None)
-    if not bench.problem.limit(Tier.DISK):
-        # Whatever the device has room for: with more of that there would still be no disk.
-        raise _without_a_disk(bench, name, _sent(streamed_through(bench, options(bench)[-1], 0), density))
-    draft = _sent(streamed(bench), density)
+    no_disk = not bench.problem.limit(Tier.DISK)
+    try:
+        draft = _sent(streamed(bench), density)
+    except DoesNotFit as error:
+        if not no_disk:
+            raise
+        least = _sent(streamed_through(bench, options(bench)[-1], 0), density)
+        raise _without_either(bench, name, least, error) from None
+    if no_disk:
+        raise _without_a_disk(bench, name, draft)
     try:
         settled = at_storage(bench, draft)
     except DoesNotFit as error:
@@ -113,14 +121,26 @@ def _expect_served(bench: Bench, name: str, *, compressed: bool) -> None:
 
 
 def _without_a_disk(bench: Bench, name: str, draft: Draft) -> CannotServe:
-    why = "updates optimizer states where they are stored, on disk, and no disk is allowed"
+    disk = _disk_for(bench, draft)
+    return cannot_serve(name, f"{WHY_A_DISK}, and no disk is allowed", "zero-offload or auto", *disk)
+
+
+def _without_either(bench: Bench, name: str, draft: Draft, error: DoesNotFit) -> DoesNotFit:
+    """``error``, for the device, with the disk that is asked for too: more device memory alone does not do."""
+    message, nearest = str(error), error.nearest
+    for disk in _disk_for(bench, draft):
+        both = replace(disk, words=f"and at once: {disk.words}, since policy {name} {WHY_A_DISK}")
+        message, nearest = f"{message}; {both.words}", (*nearest, both)
+    return DoesNotFit(message, tier=error.tier, needed=error.needed, allowed=error.allowed, nearest=nearest)
+
+
+def _disk_for(bench: Bench, draft: Draft) -> tuple[Remedy, ...]:
+    """The disk on which the states of ``draft`` have room; nothing where it is the host that is too small."""
     try:
         nbytes = bench.arenas(at_storage(bench, draft, any_disk=True)).disk
-    except DoesNotFit:  # for the host: then no disk helps
-        return cannot_serve(name, why, "zero-offload or auto")
-    return cannot_serve(
-        name, why, "zero-offload or auto", Remedy("disk", nbytes, 0, f"a disk of {format_enough(nbytes)}")
-    )
+    except DoesNotFit:
+        return ()
+    return (Remedy(Tier.DISK.value, nbytes, 0, f"a disk of {format_enough(nbytes)}"),)
 
 
 def _said(bench: Bench, density: float | None) -> str:
