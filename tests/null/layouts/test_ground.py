@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from forebay.buffers import Addresses, Buffer, BufferSet
 from forebay.checking.addresses import check_addresses
+from forebay.planners.layout import ground
 from forebay.planners.layout.greedy import stacked
-from forebay.planners.layout.ground import grounded
+from forebay.planners.layout.ground import WORK, grounded
 from forebay.planners.layout.orders import order_by
-from forebay.planners.layout.table import Table
+from forebay.planners.layout.table import Table, parts_of
 from tests.null.layouts.making import buffer_tuples, least_height
 
 
@@ -55,3 +57,29 @@ def test_what_takes_an_alignment_away_is_not_given_the_bottom() -> None:
     neither = Buffer("neither", 1, 3, 6, alignment=4)
     (left,) = grounded(Table.of((odd, neither)), offsets)
     assert left.base == 0 and left.part.number.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("count", [200, 3000])
+def test_nested_lives_take_no_more_work_than_allowed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last in, first out, with a short life before each next one: at each level one is live throughout, and all others
+    are looked at again."""
+    looked_at: list[int] = []
+
+    def counted(table: Table) -> list[Table]:
+        looked_at.append(len(table))
+        return parts_of(table)
+
+    monkeypatch.setattr(ground, "parts_of", counted)
+    nested = [Buffer(f"nested{at}", 2 * at, 4 * count - 2 * at, 1 + at % 7) for at in range(count)]
+    short = [Buffer(f"short{at}", 2 * at, 2 * at + 1, 1 + at % 5) for at in range(count)]
+    buffers = (*nested, *short)
+    offsets = np.zeros(2 * count, np.int64)
+    left = list(grounded(Table.of(buffers), offsets))
+    assert sum(looked_at) <= WORK + 2 * len(buffers)
+    assert bool(left) == (count**2 > WORK)
+    for one in left:
+        offsets[one.part.number] = one.base + stacked(one.part, order_by(one.part, "length"), "").offsets
+    given = BufferSet(buffers)
+    found = Addresses(given, tuple(offsets.tolist()), "", False, 0.0)
+    check_addresses(found)
+    assert found.height == given.lower_bound
