@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,12 +12,15 @@ from hypothesis import strategies as st
 from benchmarks.layout.instances import Kind, instance
 from forebay.buffers import Addresses, Buffer, BufferSet
 from forebay.checking.addresses import check_addresses
-from forebay.planners.layout.aim import Found
+from forebay.planners.layout import multilevel
+from forebay.planners.layout.aim import Deadline, Found
 from forebay.planners.layout.draws import sown
 from forebay.planners.layout.joining import Blocks, Taste, join
-from forebay.planners.layout.multilevel import Multilevel
+from forebay.planners.layout.multilevel import TRIES, Multilevel
 from forebay.planners.layout.table import Column, Table, parts_of
 from tests.null.layouts.making import buffer_tuples, least_height
+
+LATER = Deadline(1e6)
 
 
 def none_yet(table: Table) -> Found:
@@ -28,7 +33,7 @@ def test_what_is_found_is_within_the_capacity(buffers: tuple[Buffer, ...], more:
     for part in parts_of(Table.of(buffers)):
         rows = tuple(buffers[number] for number in part.number)
         capacity = max(part.peak, least_height(rows) - 1 + more)
-        search = Multilevel(part, none_yet(part), capacity)
+        search = Multilevel(part, none_yet(part), capacity, LATER)
         search.advance()
         if search.best.by != "none yet":
             assert search.best.height <= capacity
@@ -70,7 +75,7 @@ def test_tight_instances_are_found(count: int, seed: int) -> None:
     given = instance(seed, Kind(count=count))
     assert given.capacity is not None
     (part,) = parts_of(Table.of(given.buffers))
-    search = Multilevel(part, none_yet(part), given.capacity)
+    search = Multilevel(part, none_yet(part), given.capacity, LATER)
     for _ in range(300):
         search.advance()
         if search.best.height <= given.capacity:
@@ -80,3 +85,19 @@ def test_tight_instances_are_found(count: int, seed: int) -> None:
     found = Addresses(given, tuple(offsets.tolist()), "", False, 0.0)
     check_addresses(found)
     assert found.feasible
+
+
+@pytest.mark.parametrize(("deadline", "tries"), [(LATER, TRIES), (Deadline(0), 1)])
+def test_a_turn_ends_with_the_time(deadline: Deadline, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(*given: Any) -> int:
+        made.append(join(*given))
+        return made[-1]
+
+    monkeypatch.setattr(multilevel, "join", counted)
+    given = instance(0, Kind(count=40))
+    (part,) = parts_of(Table.of(given.buffers))
+    search = Multilevel(part, none_yet(part), part.peak - 1, deadline)  # there is none
+    search.advance()
+    assert len(made) == tries and search.best.by == "none yet"

@@ -51,4 +51,4 @@ def compile_searches() -> None:
     aim = Aim(2, 2, Deadline(0), Deadline(0))
     Beams(table, task, none_yet, aim).advance()
     Pools(table, none_yet, aim).advance()
-    Multilevel(table, none_yet, 2).advance()
+    Multilevel(table, none_yet, 2, aim.deadline).advance()

@@ -40,8 +40,9 @@ BEAM_MOST = 500
 """Buffers of the largest part that is searched with many partial layouts at a time: what one more buffer takes for all
 of them grows with the number of buffers, and a turn is to stay short."""
 
-JOINED_MOST = 1000
-"""Buffers of the largest part that are joined to blocks: all pairs of them are looked at, again and again."""
+JOINED_MOST = 500
+"""Buffers of the largest part that are joined to blocks: all pairs of them are looked at, again and again. One set of
+blocks of 950 buffers takes a second, where a turn of the others takes some hundredths."""
 
 POOLED_MOST = 3000
 """Buffers of the largest part that is searched with a pool: of 20,000 it finds no lower layouts in 10 seconds."""
@@ -79,7 +80,7 @@ def _improvers(table: Table, aim: Aim, best: Found) -> list[Improver]:
     are."""
     target, count = aim.target(best.height), len(table)
     pools = [Pools(table, best, aim)] if count <= POOLED_MOST else []
-    joined = [Multilevel(table, best, target)] if table.aligned and count <= JOINED_MOST else []
+    joined = [Multilevel(table, best, target, aim.deadline)] if table.aligned and count <= JOINED_MOST else []
     beams = [Beams(table, task_of(table), best, aim)] if count <= BEAM_MOST else []
     found: list[Improver] = []
     for name in SHAKEN:

@@ -12,7 +12,7 @@ from typing import final
 
 import numpy as np
 
-from forebay.planners.layout.aim import Found
+from forebay.planners.layout.aim import Deadline, Found
 from forebay.planners.layout.draws import sown
 from forebay.planners.layout.exact import Search, task_of
 from forebay.planners.layout.ground import grounded
@@ -45,16 +45,17 @@ NODES = 8000
 """Nodes of one search: some milliseconds."""
 
 TRIES = 3
-"""Sets of blocks in one go, between two looks at the clock: some tens of milliseconds."""
+"""Sets of blocks in one go, if there is time: each takes some milliseconds, of hundreds of buffers some tenths of a
+second."""
 
 
 @final
 class Multilevel:
     """Searches for a layout of ``table`` within ``capacity`` bytes, which ``best`` becomes; no alignment may be asked
-    for that not all sizes have."""
+    for that not all sizes have. When ``deadline`` is over, a turn ends with the set of blocks that it is at."""
 
-    def __init__(self, table: Table, best: Found, capacity: int) -> None:
-        self._table, self._capacity, self.best = table, capacity, best
+    def __init__(self, table: Table, best: Found, capacity: int, deadline: Deadline) -> None:
+        self._table, self._capacity, self.best, self._deadline = table, capacity, best, deadline
         self._draw, self._state = np.random.default_rng(SEED), sown()
         self._start, self._stop = table.sections
         self._room = np.full(int(self._stop.max()), capacity, np.int64)
@@ -63,9 +64,9 @@ class Multilevel:
         self._area = float((table.size * (self._stop - self._start)).sum())
 
     def advance(self) -> None:
-        """Some sets of blocks more."""
-        for _ in range(TRIES):
-            if self.best.height <= self._capacity:
+        """Some sets of blocks more, at least one."""
+        for tried in range(TRIES):
+            if self.best.height <= self._capacity or (tried and self._deadline.over):
                 break
             self._try()
 
