@@ -35,7 +35,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.case import BenchmarkError, DeviceKind
+from benchmarks.case import BenchmarkError, DeviceKind, among
 from benchmarks.cases import CASES, find
 
 __all__ = ["main"]
@@ -259,12 +259,17 @@ def _layout(options: argparse.Namespace) -> None:
 def _fits(options: argparse.Namespace) -> None:
     from benchmarks.fits.record import ARCHIVE
     from benchmarks.fits.run import compare
+    from benchmarks.layout.unseen import STYLES
 
     ways = (False,) if options.without_ortools else (False, True)
-    named = [*map(str, options.files), *(["--styles", *options.styles] if options.styles else [])]
-    command = " ".join(["scripts/bench fits", *named, *(["--without-ortools"] if options.without_ortools else [])])
-    found = compare(options.files, options.styles, ways, command, say=lambda line: print(line, flush=True))
-    print(f"kept as {ARCHIVE.save(found).name}")
+    files = [str(file) for file in options.files]
+    # Each style is kept when it is done: a later one may fail, or have to be stopped.
+    parts = [()] if files else [(style,) for style in among("style", options.styles, tuple(STYLES))]
+    for styles in parts:
+        named = ["--styles", *styles] if styles else files
+        command = " ".join(["scripts/bench fits", *named, *(["--without-ortools"] if options.without_ortools else [])])
+        found = compare(options.files, styles, ways, command, say=lambda line: print(line, flush=True))
+        print(f"kept as {ARCHIVE.save(found).name}", flush=True)
 
 
 def _activations(options: argparse.Namespace) -> None:

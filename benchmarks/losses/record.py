@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from benchmarks.archive import Archive
@@ -33,9 +33,10 @@ class Course:
     unseen_accuracy: float
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """What a newer course takes the place of an older one for."""
-        return self.task, self.way, self.seed
+    def key(self) -> tuple[str, str, int, int]:
+        """What a newer course takes the place of an older one for. Of as many steps: one of more would be held against
+        an exact course of fewer."""
+        return self.task, self.way, self.seed, self.steps
 
 
 @final
@@ -52,15 +53,15 @@ class Comparison(Provenance):
 @dataclass(frozen=True)
 class Joined:
     """The newest courses of one machine, of all ``runs`` that have one of them; those without an exact course of the
-    same task and seed are left out."""
+    same task, seed and steps are left out."""
 
     runs: tuple[Comparison, ...]
     courses: tuple[Course, ...]
     before: Mapping[str, tuple[float, float]]
 
     def exact(self, course: Course) -> Course:
-        """The exact course of the same task and seed."""
-        return next(c for c in self.courses if c.key == (course.task, EXACT, course.seed))
+        """The exact course of the same task, seed and steps."""
+        return next(c for c in self.courses if c.key == replace(course, way=EXACT).key)
 
 
 def joined(comparisons: Sequence[Comparison]) -> tuple[Joined, ...]:
@@ -73,7 +74,7 @@ def joined(comparisons: Sequence[Comparison]) -> tuple[Joined, ...]:
 
 def _joined(comparisons: Sequence[Comparison]) -> Joined:
     newest = {course.key: course for one in comparisons for course in one.courses}
-    whole = {key: course for key, course in newest.items() if (course.task, EXACT, course.seed) in newest}
+    whole = {key: course for key, course in newest.items() if replace(course, way=EXACT).key in newest}
     runs = tuple(one for one in comparisons if any(whole.get(course.key) is course for course in one.courses))
     return Joined(runs, tuple(whole.values()), {name: pair for one in runs for name, pair in one.before.items()})
 

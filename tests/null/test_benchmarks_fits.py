@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.archive import Archive
 from benchmarks.case import BenchmarkError
 from benchmarks.fits import run
 from benchmarks.fits.record import ARCHIVE, LIMIT, Comparison, Fitted, latest
@@ -85,6 +87,39 @@ def test_a_set_is_laid_out_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "cpsat_is_there", lambda: False)
     with pytest.raises(BenchmarkError, match="--without-ortools"):
         compare((), [], (True,), "", print)
+
+
+def test_each_style_is_kept_when_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[list[Path], list[str], str]] = []
+
+    def compared(files: list[Path], styles: list[str], ways: tuple[bool, ...], command: str, say: object) -> Comparison:
+        if len(asked) == 2:
+            raise BenchmarkError("it broke")
+        asked.append((files, styles, command))
+        return replace(
+            comparison(row(f"{styles}")), command=command, date=datetime(2026, 11, 1 + len(asked), tzinfo=UTC)
+        )
+
+    kept: list[Comparison] = []
+
+    def keep(archive: object, one: Comparison) -> Path:
+        kept.append(one)
+        return tmp_path
+
+    monkeypatch.setattr(run, "compare", compared)
+    monkeypatch.setattr(Archive, "save", keep)
+    first, second = tuple(STYLES)[:2]
+    assert main(["fits", "--without-ortools"]) == 1 and "it broke" in capsys.readouterr().err
+    assert [styles for _, styles, _ in asked] == [[first], [second]]
+    assert [one.command for one in kept] == [
+        f"scripts/bench fits --styles {style} --without-ortools" for style in (first, second)
+    ]
+    del asked[:]
+    assert main(["fits", "--styles", second, "grwn"]) == 1 and not asked
+    assert main(["fits", "A.12.csv", "B.12.csv"]) == 0
+    assert asked == [([Path("A.12.csv"), Path("B.12.csv")], [], "scripts/bench fits A.12.csv B.12.csv")]
 
 
 def test_a_machine_without_ortools(tmp_path: Path) -> None:

@@ -177,6 +177,16 @@ def test_curves_of_several_runs_are_one_table_of_the_newest() -> None:
     assert "on the 20th" in text and "on the 21th" in text and "on the 22th" not in text
 
 
+def test_courses_of_other_lengths_are_not_held_against_each_other() -> None:
+    long = courses(course(losses.EXACT, 2.0, 0.5), course(SENT[0].name, 2.02, 0.5), day=20)
+    short = courses(replace(course(losses.EXACT, 9.0, 0.1), steps=40), day=21)
+    (found,) = losses.joined([long, short])
+    assert len(found.courses) == 3 and found.exact(long.courses[1]) is long.courses[0]
+    alone = courses(replace(course(SENT[0].name, 9.0, 0.1), steps=40), day=21)
+    (found,) = losses.joined([long, alone])
+    assert found.courses == long.courses and found.runs == (long,)
+
+
 def test_what_is_sent_goes_down_to_the_hundredth_that_the_policy_sends() -> None:
     assert [way.density for way in SENT] == [0.1, 0.05, 0.02, 0.01]
     tuned = next(task for task in TASKS if task.first)
