@@ -328,38 +328,26 @@ class Plan:
             )
 
     def _check_late(self) -> None:
-        """Raises for updates that cannot come late, or do and nobody says so."""
-        if self.streaming.update_every > 1:
-            self._check_turns()
-        if self.streaming.delay_after is not None:
-            self._check_delay()
-
-    def _check_delay(self) -> None:
-        """Raises for updates that cannot be delayed, or are and nobody says so."""
+        """Raises for updates that cannot come late, in turns or delayed, or do and nobody says so."""
+        turns, delayed = self.streaming.update_every > 1, self.streaming.delay_after is not None
+        if not turns and not delayed:
+            return
+        if turns and delayed:
+            raise ConfigError("updates come in turns (update_every) or a step late (delay_after), not both")
+        late = "updates in turns (update_every)" if turns else "delayed updates (delay_after)"
         for placed in self.placements:
-            if placed.resident or placed.parameters is not Tier.DEVICE:
+            if delayed and (placed.resident or placed.parameters is not Tier.DEVICE):
                 raise ConfigError(
                     f"delay_after delays the update of block {placed.block} on the host, whose parameters stay on the "
                     f"device meanwhile: its parameters must be on the device and its states elsewhere"
                 )
             if placed.update is not Update.STEP:
-                raise ConfigError(
-                    f"delayed updates run on the host after their step; set the update of block {placed.block} to "
-                    f"step, got {placed.update.value}"
-                )
-        if not self.changes_numbers:
-            raise ConfigError("a plan with delay_after must say in changes_numbers that updates come a step late")
-
-    def _check_turns(self) -> None:
-        """Raises for updates that cannot be made in turns, or are and nobody says so."""
-        if self.streaming.delay_after is not None:
-            raise ConfigError("updates come in turns (update_every) or a step late (delay_after), not both")
-        for placed in self.placements:
-            if placed.update is not Update.STEP:
                 how = f"set the update of block {placed.block} to step, got {placed.update.value}"
-                raise ConfigError(f"updates in turns (update_every) are made after their step; {how}")
+                raise ConfigError(f"{late} are made after their step; {how}")
         if not self.changes_numbers:
-            raise ConfigError("a plan with update_every above 1 must say in changes_numbers that blocks take turns")
+            what = "update_every above 1" if turns else "delay_after"
+            words = "blocks take turns" if turns else "updates come a step late"
+            raise ConfigError(f"a plan with {what} must say in changes_numbers that {words}")
 
     def updated(self, how: Update) -> tuple[str, ...]:
         """The blocks that are updated so."""
