@@ -165,9 +165,12 @@ class Noting(Completion):
         return True
 
 
-@pytest.mark.parametrize(("nbytes", "by_caller"), [(BRIEF, True), (BRIEF + 1, False)])
-def test_small_copies_are_made_by_their_caller(nbytes: int, by_caller: bool) -> None:
-    device = CpuDevice()
+@pytest.mark.parametrize(
+    ("opened", "nbytes", "by_caller"),
+    [({}, BRIEF, True), ({}, BRIEF + 1, False), ({"brief": 0}, 1, False)],
+)
+def test_small_copies_are_made_by_their_caller(opened: dict[str, int], nbytes: int, by_caller: bool) -> None:
+    device = CpuDevice(**opened)  # type: ignore[arg-type]
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     device.submit(Lane.H2D, lambda: None)
     device.synchronize()  # the lane is idle

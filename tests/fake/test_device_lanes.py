@@ -12,7 +12,8 @@ import pytest
 
 from forebay.device.base import Completion, NoDelays
 from forebay.device.delays import DelayOne, RandomDelays
-from forebay.device.lanes import WORKER_LANES, EventLog, ReadyCompletion, WorkerLanes
+from forebay.device.event_log import EventLog
+from forebay.device.lanes import WORKER_LANES, ReadyCompletion, WorkerLanes
 from forebay.errors import SessionClosed
 from forebay.timeline import Event, Lane
 

@@ -15,7 +15,8 @@ import pytest
 from forebay.device import lanes as lanes_module
 from forebay.device import line as line_module
 from forebay.device.base import Completion, NoDelays
-from forebay.device.lanes import EventLog, LaneCompletion, WorkerCompletion, WorkerLanes, dependency_failure
+from forebay.device.event_log import EventLog
+from forebay.device.lanes import LaneCompletion, WorkerCompletion, WorkerLanes, dependency_failure
 from forebay.timeline import Lane
 
 SOON = 0.05

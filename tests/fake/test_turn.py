@@ -9,7 +9,8 @@ from time import perf_counter
 import pytest
 
 from forebay.device.base import NoDelays
-from forebay.device.lanes import EventLog, WorkerLanes
+from forebay.device.event_log import EventLog
+from forebay.device.lanes import WorkerLanes
 from forebay.device.turn import Cancelled, Part, Turn
 from forebay.errors import UsageError
 from forebay.timeline import Lane

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import forebay.device.cpu
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.profiler.in_step import as_in_a_step, lane_rates, rates_of
 from forebay.profiler.nominal import typical
@@ -75,9 +76,17 @@ class Scripted(Stopwatch):
         return (1.0, 3.0, 4.0, 10.0)[(self.runs - 1) % 4]
 
 
-def test_the_hosts_part_of_an_op_is_the_step_over_its_ops() -> None:
-    stopwatch = Scripted()
+def test_the_hosts_part_of_an_op_is_the_step_over_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch, copies, made_by = Scripted(), forebay.device.cpu._copy_bytes, set[int]()
+
+    def noting(*tensors: torch.Tensor) -> None:
+        made_by.add(threading.get_ident())
+        copies(*tensors)
+
+    monkeypatch.setattr(forebay.device.cpu, "_copy_bytes", noting)
     found = host_overhead(stopwatch, replace(CPU_EFFORT, rounds=2))
+    # Small as they are: what is measured is for those that are handed over to a lane.
+    assert made_by and threading.get_ident() not in made_by
     assert stopwatch.runs == 4 * (3 + 4 * 2)
     assert found.watch == pytest.approx(2 * found.launch)
     assert found.handover == pytest.approx((10.0 - 4.0) / (2 * 5 * TINY.layers))  # 5 tensors a layer, there and back

@@ -2,6 +2,7 @@
 
     base      the contract: buffers, lanes, completions, marks, the clock
     lanes     worker threads that serve the lanes
+    event_log what they did, until somebody drains it
     delays    injected delays, for tests
     cpu       torch's ``cpu`` with a byte ledger as its device memory
     cuda      an NVIDIA GPU: streams, events, the caching allocator under a budget

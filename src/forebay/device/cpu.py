@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
+from forebay.device.event_log import EventLog
 from forebay.device.history import History
-from forebay.device.lanes import EventLog, ReadyCompletion, WorkerLanes
+from forebay.device.lanes import ReadyCompletion, WorkerLanes
 from forebay.device.turn import Turn
 from forebay.errors import DeviceOutOfMemory
 from forebay.memory import Kind, Ledger, Tier, TierUsage
@@ -32,8 +33,9 @@ STALL_THRESHOLD = 10e-6
 
 
 BRIEF = 64 * KiB
-"""Bytes of a copy that its caller makes. A thread that is woken up for a gradient of a bias takes a core from those
-that compute, who wait for each other: some 100 microseconds, in which 64 KiB are copied ten times."""
+"""Bytes of a copy that its caller makes, if nothing else is asked for. A thread that is woken up for a gradient of a
+bias takes a core from those that compute, who wait for each other: some 100 microseconds, in which 64 KiB are copied
+ten times."""
 
 
 @final
@@ -42,15 +44,24 @@ class CpuDevice(Device):
 
     It may be a part ``of`` another: its bytes count there too, its lanes are its own, and its events are on the same
     clock; where it has no ``delays`` it has those of the other. Threads that train on parts of one device compute in
-    turns.
+    turns. Copies of ``brief`` bytes or less are made by who asks for them, if their lane is idle; with 0 every copy is
+    handed over to its lane's thread.
     """
 
-    def __init__(self, budget: int | None = None, *, delays: Delays | None = None, of: CpuDevice | None = None) -> None:
+    def __init__(
+        self,
+        budget: int | None = None,
+        *,
+        delays: Delays | None = None,
+        of: CpuDevice | None = None,
+        brief: int = BRIEF,
+    ) -> None:
         self.name = "cpu"
         self.ledger = Ledger(Tier.DEVICE, budget, None if of is None else of.ledger)
         self.history: History = History() if of is None else of.history
         self.turn = Turn() if of is None else of.turn
         self._delays: Delays = delays or (NoDelays() if of is None else of._delays)
+        self._brief = brief
         self._origin: float = time.perf_counter() if of is None else of._origin
         self._log = EventLog()
         # Grad mode is thread-local and starts enabled: a copy in a lane would otherwise be recorded by autograd.
@@ -129,7 +140,7 @@ class CpuDevice(Device):
             raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")
         move = _copy_bytes if copies_bytes(target, source) else _copy_values
         nbytes, job = source.nbytes, partial(move, target, source)
-        return self._lanes.submit(lane, job, after=after, nbytes=nbytes, what=what, brief=nbytes <= BRIEF)
+        return self._lanes.submit(lane, job, after=after, nbytes=nbytes, what=what, brief=nbytes <= self._brief)
 
     def launch(
         self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""

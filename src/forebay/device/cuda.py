@@ -31,9 +31,9 @@ import torch
 from forebay.device.base import Completion, Delays, Device, NoDelays
 from forebay.device.cpu import as_bytes, copies_bytes
 from forebay.device.cuda_clock import CudaClock
+from forebay.device.event_log import EventLog
 from forebay.device.history import History
 from forebay.device.lanes import (
-    EventLog,
     LaneCompletion,
     ReadyCompletion,
     WorkerCompletion,

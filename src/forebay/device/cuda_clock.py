@@ -11,7 +11,7 @@ from typing import final
 import torch
 
 from forebay.device.cpu import STALL_THRESHOLD
-from forebay.device.lanes import EventLog
+from forebay.device.event_log import EventLog
 from forebay.timeline import Event, Lane
 
 __all__ = ["CudaClock"]

@@ -1,4 +1,4 @@
-"""Lanes served by worker threads, and the log of what they did. No torch here.
+"""Lanes served by worker threads. No torch here.
 
 One thread per lane runs its jobs in the order of submission. A job waits for what it depends on, then for the
 delay that a test injected, then runs. The event's start lies after the first wait and before the delay: a delayed
@@ -11,21 +11,18 @@ import threading
 import time
 import traceback
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, final
 
 from forebay.device.base import Completion, Delays
+from forebay.device.event_log import EventLog
 from forebay.device.line import Job, Line
 from forebay.device.turn import Turn
 from forebay.errors import SessionClosed
 from forebay.timeline import Event, Lane
 
 __all__ = [
-    "EVENT_LIMIT",
     "WORKER_LANES",
-    "EventLog",
     "LaneCompletion",
     "ReadyCompletion",
     "WorkerCompletion",
@@ -44,38 +41,6 @@ WORKER_LANES = (
     Lane.DISK_WRITE,
 )
 """The lanes that take jobs. ``COMPUTE`` and ``STALL`` only name events: the caller's own thread is their worker."""
-
-EVENT_LIMIT = 200_000
-"""Events kept between two calls of ``drain_events`` (about 40 MB); older ones are dropped and counted."""
-
-
-@final
-class EventLog:
-    """Events of all lanes until somebody drains them; safe to use from several threads."""
-
-    def __init__(self, limit: int = EVENT_LIMIT) -> None:
-        self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=limit)
-        self._dropped = 0
-
-    @property
-    def dropped(self) -> int:
-        """How many events were dropped, oldest first, because nobody drained the log."""
-        return self._dropped
-
-    def add(self, event: Event) -> None:
-        """Adds one event."""
-        with self._lock:
-            if len(self._events) == self._events.maxlen:
-                self._dropped += 1
-            self._events.append(event)
-
-    def drain(self) -> list[Event]:
-        """The events since the last call, in order of their start."""
-        with self._lock:
-            events = list(self._events)
-            self._events.clear()
-        return sorted(events, key=attrgetter("start"))
 
 
 class LaneCompletion(Completion):

@@ -4,6 +4,9 @@ Measured on a model so small that its kernels take next to nothing: Python of th
 dispatcher; streamed, forebay's hooks and the handing over to lanes; and where activations move, the modes that see
 every op of a block, and more that is handed over. On ``cpu`` all of it lies between the kernels; a GPU hides it as long
 as its queue is full.
+
+Copies as small as those of this model are otherwise made by who asks for them (``device.cpu.BRIEF``). Here all of them
+go to the lanes' threads, as those of a model do that is worth streaming.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from forebay.budgets import Budget
-from forebay.device import open_device
+from forebay.device.cpu import BRIEF, CpuDevice
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Tier
 from forebay.opening import open_session
@@ -47,7 +50,8 @@ WINDOW = MiB
 @dataclass(frozen=True)
 class Overhead:
     """Seconds per op of a step: ``launch`` in plain PyTorch, ``watch`` more when every block streams. ``handover`` are
-    those for each transfer of an activation, to the host or back."""
+    those for each transfer of an activation, to the host or back. Both are those of transfers that a lane's thread
+    makes."""
 
     launch: float
     watch: float
@@ -153,18 +157,22 @@ class _Case:
 
 
 def _streamed(opened: ExitStack, layers: Layers, moved: tuple[Treatment, ...] = ()) -> _Case:
-    """``layers`` streaming, until ``opened`` is closed."""
+    """``layers`` streaming, all copies handed over, until ``opened`` is closed."""
     model = layers.model()
-    model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), moved)
+    model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), moved, brief=0)
     opened.callback(close, model)
     return _Case(model, layers.batch(), optimizer)
 
 
 def stream(
-    model: nn.Module, optimizer: torch.optim.Optimizer, moved: tuple[Treatment, ...] = ()
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    moved: tuple[Treatment, ...] = (),
+    *,
+    brief: int = BRIEF,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts every layer at home on the host, with three slots to stream through; ``moved`` is what the ops of each have
-    made and goes to the host too, little enough for a window of ``WINDOW``."""
+    made and goes to the host too, little enough for a window of ``WINDOW``. ``brief``: see ``CpuDevice``."""
     bound = find_blocks(model)
     blocks = bound.model.blocks
     largest = max(block.nbytes for block in blocks)
@@ -178,7 +186,7 @@ def stream(
     plan = Plan(
         "overhead", Budget(ROOM, ROOM), placements, streaming, device=ROOM, host=ROOM, disk=0, activations=chosen
     )
-    device = open_device("cpu", ROOM)
+    device = CpuDevice(ROOM, brief=brief)
     try:
         return open_session(model, optimizer, bound, read_optimizer(optimizer), plan, device, owns_device=True)
     except BaseException:
