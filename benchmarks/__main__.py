@@ -262,7 +262,7 @@ def _fits(options: argparse.Namespace) -> None:
     from benchmarks.layout.unseen import STYLES
 
     ways = (False,) if options.without_ortools else (False, True)
-    files = [str(file) for file in options.files]
+    files = [file.name for file in options.files]  # where they are is of no account
     # Each style is kept when it is done: a later one may fail, or have to be stopped.
     parts = [()] if files else [(style,) for style in among("style", options.styles, tuple(STYLES))]
     for styles in parts:
