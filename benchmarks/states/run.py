@@ -33,7 +33,7 @@ from forebay.planning import problem_of
 from forebay.plans import Plan
 from forebay.records import dump, load
 from forebay.simulation import simulate
-from forebay.timeline import Timeline, busy_of
+from forebay.timeline import Timeline, busy_of, typical_seconds
 from forebay.units import GiB
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ GROUPED: Final = {"harmony": 2, "mobius": 2}
 """Micro-batches of those who have nothing to group in fewer."""
 
 WARM_STEPS, STEPS = 2, 4
+"""Where blocks are updated in turns there are so many more that both are whole rounds."""
 LR = 1e-5
 
 ROOMY = 1.25
@@ -82,7 +83,12 @@ class _Ran:
     @property
     def step_seconds(self) -> tuple[float, ...]:
         """Of the steps that count."""
-        return self.report.timeline.step_seconds[WARM_STEPS:]
+        return self.report.timeline.step_seconds[_steps(self.report.plan)[0] :]
+
+    @property
+    def typical_seconds(self) -> float:
+        """Of one of them."""
+        return typical_seconds(self.step_seconds, self.report.plan.streaming.update_every)
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,12 @@ def _seconds(trace: Trace, machine: Machine, asked: _Asked) -> float:
     return seconds
 
 
+def _steps(plan: Plan) -> tuple[int, int]:
+    """How many steps are taken before those that count, and how many count."""
+    every = plan.streaming.update_every
+    return -(-WARM_STEPS // every) * every, -(-STEPS // every) * every
+
+
 def _run(entry: Entry, asked: _Asked, foretold: float, folder: str) -> _Ran:
     """The plan for a few steps; says on stderr what it took beside what was ``foretold`` at first."""
     import torch
@@ -236,7 +248,7 @@ def _run(entry: Entry, asked: _Asked, foretold: float, folder: str) -> _Ran:
     )
     losses = []
     try:
-        for _ in range(WARM_STEPS + STEPS):
+        for _ in range(sum(_steps(asked.plan))):
             losses.append(_take(model, batch, count))
             optimizer.step()
             optimizer.zero_grad()
@@ -246,7 +258,7 @@ def _run(entry: Entry, asked: _Asked, foretold: float, folder: str) -> _Ran:
         forebay.close(model)
         gc.collect()
     ran = _Ran(report, tuple(losses))
-    took = median(ran.step_seconds)
+    took = ran.typical_seconds
     print(f"  {asked.level} {asked.policy}: {foretold:.3f} s foretold, {took:.3f} s", file=sys.stderr, flush=True)
     return ran
 
@@ -286,7 +298,7 @@ def _beside(
     peaks = plan.peaks(count)
     foretold = {usage.tier: usage.peak for usage in first.tiers} if count == 1 else peaks
     measured = {tier: max(report.measured_peaks().get(tier, 0) for report in reports) for tier in Tier}
-    seconds = [median(ran.step_seconds) for ran in rounds]
+    seconds = [ran.typical_seconds for ran in rounds]
     return Run(
         level=asked.level,
         policy=asked.policy,
@@ -300,7 +312,7 @@ def _beside(
         ratios=tuple(own / foretold_seconds for own in seconds),
         busy=_busy(first, reports[-1].timeline) if count == 1 else {},
         exact=not plan.changes_numbers,
-        as_plain=all(ran.losses == plain for ran in rounds),
+        as_plain=all(ran.losses[: len(plain)] == plain for ran in rounds),
     )
 
 

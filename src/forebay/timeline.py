@@ -11,10 +11,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from operator import itemgetter
+from statistics import median
 
 from forebay.memory import ArenaUsage, Kind, Tier, TierUsage
 
-__all__ = ["CROSSING", "Event", "Lane", "Level", "Timeline", "busy_of", "covered", "merge_busy", "moved_of"]
+__all__ = [
+    "CROSSING",
+    "Event",
+    "Lane",
+    "Level",
+    "Timeline",
+    "busy_of",
+    "covered",
+    "merge_busy",
+    "moved_of",
+    "typical_seconds",
+]
 
 
 class Lane(StrEnum):
@@ -90,6 +102,17 @@ class Timeline:
     def moved(self) -> dict[Lane, int]:
         """Bytes that each lane moved."""
         return moved_of(self.events)
+
+
+def typical_seconds(step_seconds: Sequence[float], length: int = 1) -> float:
+    """Seconds of a step, of those that took ``step_seconds``: the median. Where the steps of a round of ``length`` are
+    not alike (``Streaming.update_every``) the median over whole rounds, counted from the last step back, of the mean of
+    a round; of fewer steps than a round, their mean. Raises ``ValueError`` for no steps."""
+    if not step_seconds:
+        raise ValueError("no step has been timed")
+    length = min(length, len(step_seconds))
+    ends = range(len(step_seconds), length - 1, -length)
+    return median(sum(step_seconds[end - length : end]) / length for end in ends)
 
 
 def busy_of(events: Sequence[Event]) -> dict[Lane, float]:

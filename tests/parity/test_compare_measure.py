@@ -34,6 +34,16 @@ def invoke(model: str, policies: str, *arguments: str) -> Result:
     )
 
 
+def test_updates_in_turns_are_timed_in_whole_rounds() -> None:
+    done = invoke("tiny", "angel-ptm-lock-free", "--budgets", "1MiB", "--json")
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)
+    found = row["measured"]
+    # Rounds are powers of two from 2 on: three steps would be none, or one and a half.
+    assert found["reason"] is None and found["steps"] in (4, 8, 16)
+    assert found["moved"]["h2d"] == row["moved"]["h2d"]  # the mean of whole rounds, as foretold
+
+
 @pytest.mark.usefixtures("few")
 def test_measured_beside_predicted(tmp_path: Path) -> None:
     done = invoke("tiny", "states", "--budgets", "1MiB", "--disk", f"{tmp_path}:64MiB", "--json")

@@ -169,6 +169,7 @@ def _simulated(shown: RunPage, config: TrainConfig) -> tuple[Trace, Timeline, in
     from forebay.checking import check
     from forebay.profiler.here import this_machine
     from forebay.simulation import simulate
+    from forebay.timeline import typical_seconds
 
     machine, _ = this_machine(config.device, shown.plan.budget.disk)
     trace = captured_again(config, shown.plan, machine.device_kind)
@@ -176,7 +177,8 @@ def _simulated(shown: RunPage, config: TrainConfig) -> tuple[Trace, Timeline, in
     micro_batches = 1 if shown.report is None or shown.report.together > 1 else shown.report.micro_batches
     timeline = simulate(trace, machine, shown.plan, micro_batches=micro_batches)
     predicted = shown.plan.seconds_of_step(micro_batches)
-    if not predicted or abs(timeline.step_seconds[-1] / predicted - 1) <= SLACK:
+    every = shown.plan.streaming.update_every
+    if not predicted or abs(typical_seconds(timeline.step_seconds[-every:], every) / predicted - 1) <= SLACK:
         return trace, timeline, micro_batches, ()
     words = "the step is drawn at the rates of this machine as they are known now; the run was planned at others"
     return trace, timeline, micro_batches, (words,)

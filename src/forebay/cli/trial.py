@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -23,6 +22,7 @@ from forebay.profiler.batch import call_arguments, scalar_loss, with_values
 from forebay.recipes.tasks import sample
 from forebay.reporting.comparison import LINKS, Measured
 from forebay.tiers.host import available_host_memory
+from forebay.timeline import typical_seconds
 from forebay.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ WARM_STEPS: Final = 2
 """Steps that do not count: the first one records the order in which blocks are used."""
 
 STEPS: Final = 3
-"""Steps that are timed."""
+"""Steps that are timed; where blocks are updated in turns so many more that they are whole rounds."""
 
 SEED: Final = 0
 LEARNING_RATE: Final = 1e-4
@@ -94,24 +94,27 @@ class Trials:
         model, optimizer = self._prepared(model, optimizer, batch, plan, budget)
         try:
             torch.manual_seed(SEED)  # dropout draws the same in every run
-            losses = self._losses(model, optimizer, batch, WARM_STEPS)
+            # A block's first update makes it ready: in turns, all have had one after a round.
+            every = plan.streaming.update_every
+            warm, steps = max(WARM_STEPS, every), -(-STEPS // every) * every
+            losses = self._losses(model, optimizer, batch, warm)
             # Nothing is under way at either end, so that what lies between is all that the timed steps moved.
             api.synchronize(model)
             before = _end(api.report(model).timeline.events)
-            losses += self._losses(model, optimizer, batch, STEPS)
+            losses += self._losses(model, optimizer, batch, steps)
             api.synchronize(model)
             report = api.report(model)
         finally:
             api.close(model)
         events = [event for event in report.timeline.events if event.start >= before]
-        moved = {lane: sum(event.nbytes for event in events if event.lane is lane) // STEPS for lane in LINKS}
+        moved = {lane: sum(event.nbytes for event in events if event.lane is lane) // steps for lane in LINKS}
         return Measured(
-            steps=STEPS,
-            step_seconds=median(report.timeline.step_seconds[WARM_STEPS:]),
+            steps=steps,
+            step_seconds=typical_seconds(report.timeline.step_seconds[warm:], every),
             peaks=report.measured_peaks(),
             moved=moved,
             losses=losses,
-            as_plain=None if self._plain is None else losses == self._plain,
+            as_plain=None if self._plain is None else losses[: len(self._plain)] == self._plain,
         )
 
     def _run_plain(self, plan: Plan) -> tuple[float, ...]:

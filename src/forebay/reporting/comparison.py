@@ -35,8 +35,9 @@ UNDER = "  measured"
 class Measured:
     """What a few steps under a policy's plan came to here.
 
-    ``step_seconds`` is the median of ``steps`` steps after the warm-up, None where the run failed; ``reason`` says then
-    why. ``peaks`` are bytes of every tier over the whole run, ``moved`` bytes that crossed each of ``LINKS`` in a step.
+    ``step_seconds`` is that of ``steps`` steps after the warm-up (``timeline.typical_seconds``), None where the run
+    failed; ``reason`` says then why. ``peaks`` are bytes of every tier over the whole run, ``moved`` bytes that crossed
+    each of ``LINKS`` in a step.
     ``losses`` are those of every step, and ``as_plain`` whether plain PyTorch has the same, bit for bit (None: it was
     not run).
     """

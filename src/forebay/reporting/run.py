@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from forebay.errors import ConfigError
 from forebay.memory import ArenaUsage, Tier, TierUsage
 from forebay.plans import Plan
 from forebay.reporting.steps import for_keeping
-from forebay.timeline import Lane, Timeline
+from forebay.timeline import Lane, Timeline, typical_seconds
 
 __all__ = ["RUN_SCHEMA", "RunReport"]
 
@@ -55,9 +54,10 @@ class RunReport:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of the median step (the first one records the order and is slower); None before the first."""
+        """Seconds of the median step (the first one records the order and is slower), or of one of the median round
+        where blocks are updated in turns; None before the first."""
         if self.timeline.step_seconds:
-            return median(self.timeline.step_seconds)
+            return typical_seconds(self.timeline.step_seconds, self.plan.streaming.update_every)
         return self.elapsed / self.steps if self.steps else None
 
     @property

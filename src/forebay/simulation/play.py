@@ -15,7 +15,7 @@ from forebay.simulation.account import DeviceAccount, standing_usages, with_comp
 from forebay.simulation.clock import COMPUTE, Clock, Witness
 from forebay.simulation.costs import Costs
 from forebay.simulation.score import Score
-from forebay.timeline import Event, Lane, Level, Timeline
+from forebay.timeline import Event, Lane, Level, Timeline, typical_seconds
 from forebay.trace import Trace
 
 __all__ = ["pace", "play", "settled_seconds", "step_seconds_of"]
@@ -67,7 +67,7 @@ def pace(score: Score) -> tuple[float, ...]:
 
 def settled_seconds(step_seconds: Sequence[float], program: Program | Sketch) -> float:
     """Seconds of a step that is like all that would follow: the mean of the last round of ``program``."""
-    return sum(step_seconds[-program.round :]) / program.round
+    return typical_seconds(step_seconds[-program.round :], program.round)
 
 
 def _refuse_unplayable(program: Program) -> None:

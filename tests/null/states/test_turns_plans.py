@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 
@@ -15,8 +15,10 @@ from forebay.planners import INEXACT, PLANNERS, Problem, make_plan
 from forebay.planners.states.angel_ptm import ROUNDS
 from forebay.plans import Plan, Streaming, Update
 from forebay.program import Verb
+from forebay.reporting.run import RunReport
 from forebay.scheduling.rounds import Rounds
 from forebay.simulation import simulate
+from forebay.timeline import typical_seconds
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 TRACE = chain(6)
@@ -71,6 +73,18 @@ def test_its_program_is_right_within_its_budgets_and_a_step_takes_the_mean_of_a_
     assert peaks[Tier.DEVICE] <= TURNS.device <= DEVICE and peaks[Tier.HOST] <= TURNS.host
     assert TURNS.step_seconds == pytest.approx(mean(timeline.step_seconds[-EVERY:]))
     assert len(set(timeline.step_seconds[-EVERY:])) > 1  # the last step alone would be another figure
+    # What is measured stands beside it: a run that does as foretold is not said to be slower, or faster.
+    ran = replace(timeline, step_seconds=(9.0, *timeline.step_seconds[-EVERY:] * 3))
+    report = RunReport(TURNS, ran, elapsed=sum(ran.step_seconds), steps=len(ran.step_seconds))
+    assert report.step_ratio == pytest.approx(1.0)
+    assert median(ran.step_seconds) != pytest.approx(TURNS.step_seconds)
+
+
+def test_steps_in_turns_are_timed_in_whole_rounds_and_others_each_by_itself() -> None:
+    assert typical_seconds((9.0, 1.0, 3.0, 2.0, 4.0, 1.0, 9.0), 2) == 3.0  # rounds of 5, 3, 2: the first step is left
+    assert typical_seconds((9.0, 1.0, 2.0)) == 2.0 and typical_seconds((1.0, 2.0), 4) == 1.5
+    with pytest.raises(ValueError, match="no step"):
+        typical_seconds((), 2)
 
 
 def test_the_round_is_the_shortest_that_is_as_fast_as_any() -> None:
