@@ -92,15 +92,15 @@ def test_a_set_is_laid_out_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPat
 def test_each_style_is_kept_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[list[Path], list[str], str]] = []
+    asked: list[tuple[list[Path], tuple[str, ...], str]] = []
 
-    def compared(files: list[Path], styles: list[str], ways: tuple[bool, ...], command: str, say: object) -> Comparison:
+    def compared(
+        files: list[Path], styles: tuple[str, ...], ways: tuple[bool, ...], command: str, say: object
+    ) -> Comparison:
         if len(asked) == 2:
             raise BenchmarkError("it broke")
         asked.append((files, styles, command))
-        return replace(
-            comparison(row(f"{styles}")), command=command, date=datetime(2026, 11, 1 + len(asked), tzinfo=UTC)
-        )
+        return replace(comparison(row()), command=command)
 
     kept: list[Comparison] = []
 
@@ -112,14 +112,14 @@ def test_each_style_is_kept_when_it_is_done(
     monkeypatch.setattr(Archive, "save", keep)
     first, second = tuple(STYLES)[:2]
     assert main(["fits", "--without-ortools"]) == 1 and "it broke" in capsys.readouterr().err
-    assert [styles for _, styles, _ in asked] == [[first], [second]]
+    assert [styles for _, styles, _ in asked] == [(first,), (second,)]
     assert [one.command for one in kept] == [
         f"scripts/bench fits --styles {style} --without-ortools" for style in (first, second)
     ]
     del asked[:]
     assert main(["fits", "--styles", second, "grwn"]) == 1 and not asked
     assert main(["fits", "A.12.csv", "B.12.csv"]) == 0
-    assert asked == [([Path("A.12.csv"), Path("B.12.csv")], [], "scripts/bench fits A.12.csv B.12.csv")]
+    assert asked == [([Path("A.12.csv"), Path("B.12.csv")], (), "scripts/bench fits A.12.csv B.12.csv")]
 
 
 def test_a_machine_without_ortools(tmp_path: Path) -> None:

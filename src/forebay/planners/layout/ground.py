@@ -23,7 +23,7 @@ __all__ = ["Raised", "grounded"]
 NEVER = 1 << 62
 """No buffer has a multiple of so many bytes."""
 
-WORK = 1_000_000
+WORK = 300_000
 """Rows that are looked at, each part's anew where one is given the bottom: a tenth of a second. Where lives are nested,
 each part is but one row smaller than that before it, and all of them are as many rows as there are pairs."""
 
