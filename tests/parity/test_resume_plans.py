@@ -16,8 +16,9 @@ from forebay.plans import Plan
 from forebay.runtime.hooks import prepared_session
 from tests.parity.device_updating import on_device
 from tests.parity.models import CASES
+from tests.parity.scheduled import Scheduled, passed
 from tests.parity.speculating import MIXED, Run, counters, speculating
-from tests.parity.test_delayed_updates import Late, passed
+from tests.parity.test_delayed_updates import late
 
 STEPS = 3
 
@@ -66,14 +67,14 @@ def test_updates_a_step_late_are_all_in_it(tmp_path: Path) -> None:
     the one that goes on from there."""
     case, dtype = CASES["llama"], torch.float32
 
-    def steps(late: Late, which: range) -> list[torch.Tensor]:
+    def steps(run: Scheduled, which: range) -> list[torch.Tensor]:
         found = []
         for step in which:
-            found += passed(late.model, case, dtype, step)
-            late.step()
+            found += passed(run.model, case, dtype, step)
+            run.step()
         return found
 
-    first, second = Late("llama", dtype), Late("llama", dtype)
+    first, second = late("llama", dtype), late("llama", dtype)
     steps(first, range(STEPS))
     forebay.save(first.model, first.optimizer, tmp_path / "kept", step=STEPS, scheduler=first.scheduler)
     expected = steps(first, range(STEPS, 2 * STEPS))

@@ -9,6 +9,7 @@ from typing import final
 
 from forebay.checking.computing import Passes
 from forebay.checking.order import Order
+from forebay.checking.rounds import Turns
 from forebay.checking.step import Step
 from forebay.checking.words import fault
 from forebay.memory import Kind, Tier
@@ -35,7 +36,7 @@ class Residency:
     Where updates are delayed, step k sees those of all steps before k - 1: to its parameters it is the step before.
     """
 
-    def __init__(self, step: Step, program: Program, order: Order, plan: Plan, passes: Passes) -> None:
+    def __init__(self, step: Step, program: Program, order: Order, plan: Plan, passes: Passes, turns: Turns) -> None:
         self._step = step
         self._program = program
         self._order = order
@@ -44,7 +45,7 @@ class Residency:
         self._there = frozenset((*plan.updated(Update.DEVICE), *plan.updated(Update.STORAGE)))
         self._ends = passes.ends
         self._late = 0 if plan.streaming.delay_after is None else 1
-        self._in_turns = plan.streaming.update_every > 1
+        self._turns = turns
         self._blocks = {b.name: b for b in step.trace.model.blocks}
         self._fetches: dict[int, list[int]] = defaultdict(list)
         self._changes: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -153,13 +154,12 @@ class Residency:
         self._check_fresh(index, use.block, fetches[last])
 
     def _check_fresh(self, index: int, block: str, fetch: int) -> None:
-        """What the fetch copies must have seen the updates of the step before (and so those of all before that), and
+        """What the fetch copies must have seen the updates of its last turn (and so those of all before that), and
         none of this step, unless they write the other copy. What later steps update has landed after this use."""
         order, changes = self._order, self._changes[block]
         two, source = block in self._two_copies, self._source.get(fetch, fetch)
         now = self._program.actions[index].step - self._late
-        # Where blocks are updated in turns that of this one may be several steps ago.
-        before = max((step for step in changes if step < now), default=-1) if self._in_turns else now - 1
+        before = self._turns.previous(block, now)
         if before in changes:
             _, last = changes[before]
             if not order.before(last, source):
