@@ -329,7 +329,7 @@ def tsplit_scale() -> Row:
         agrees=all(most["tsplit"] >= most[name] for name in gains)
         and all(gain and min(gain.values()) >= 0 for gain in gains.values()),
         why="the paper cuts ops as well, so that what one op reads and makes need not be there at once; ours cuts what "
-        "is saved between forward and backward; swaps that hide each by its own free time wait for the window together",
+        "is saved between forward and backward",
         points=(
             *tried,
             *(one for _, own in found.values() for one in own),

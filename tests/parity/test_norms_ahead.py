@@ -14,7 +14,8 @@ from forebay.device.base import Delays
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.memory import Tier
-from forebay.runtime.gradients import GradientBuffer, LandedGradient, Landing
+from forebay.runtime.gradients import GradientBuffer, LandedGradient
+from forebay.runtime.landing import Landing
 from forebay.runtime.norms import LEAST
 from forebay.timeline import Lane
 from tests.parity.test_gradients import spec

@@ -24,8 +24,9 @@ from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import ColdStopwatch, medians, span
 from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
-from forebay.runtime.gradients import GradientBuffer, Landing
+from forebay.runtime.gradients import GradientBuffer
 from forebay.runtime.homes import MemoryHome
+from forebay.runtime.landing import Landing
 from forebay.runtime.tensors import dtype_of
 from forebay.runtime.updates import Updater
 from forebay.states import update_kind

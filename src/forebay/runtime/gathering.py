@@ -22,7 +22,7 @@ from torch import nn
 from forebay.device.cpu import as_bytes
 from forebay.device.lanes import dependency_failure
 from forebay.memory import Kind, Ledger
-from forebay.runtime.gradients import Landing
+from forebay.runtime.landing import Landing
 from forebay.timeline import Lane
 
 __all__ = ["Gathering"]

@@ -14,82 +14,16 @@ from typing import Any, Final, final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from forebay.device.base import Completion, Device
+from forebay.device.base import Completion
 from forebay.device.lanes import dependency_failure
 from forebay.errors import ForebayError, GradientUsedUp, UsageError
 from forebay.runtime.deferred import Deferred
+from forebay.runtime.landing import Landing
 from forebay.runtime.norms import Norms
 from forebay.runtime.tensors import flat, shaped
-from forebay.scheduling.window import TransferWindow
-from forebay.timeline import Lane
 from forebay.trace import Parameter
 
-__all__ = ["GradientBuffer", "LandedGradient", "Landing", "host_copy"]
-
-SERIAL = 32768
-"""Elements: torch runs an elementwise op of at most this many in the calling thread (``at::internal::GRAIN_SIZE``)."""
-
-
-@final
-class Landing:
-    """The way of gradients to the host, one for a session: at most ``window`` bytes are under way at any time.
-
-    ``staging`` (1-D uint8, host) is where a micro-batch's gradient waits to be added to what has landed before. With
-    ``norms_ahead`` the norms that steps ask for are made while backward still runs.
-    """
-
-    def __init__(self, device: Device, window: int, staging: torch.Tensor, *, norms_ahead: bool = False) -> None:
-        self.device = device
-        self.norms_ahead = norms_ahead
-        self.window = TransferWindow(device, window)
-        self._staging = staging
-
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, what: str, free: tuple[Completion, ...] = ()
-    ) -> Completion:
-        """Queues ``target = source`` (1-D, the same dtype), once ``free`` are done."""
-        self.window.admit(source.nbytes)
-        # The mark: the copy must not start before the kernel that makes the gradient is done.
-        after = (self.device.mark(), *free)
-        done = self.device.copy(Lane.D2H, target, source, after=after, what=f"gradient {what}")
-        self.window.sent(done, source.nbytes)
-        return done
-
-    def accumulate(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Completion:
-        """Queues ``target += source`` (1-D, the same dtype), the sum made on the host."""
-        self.window.admit(source.nbytes)
-        after: tuple[Completion, ...] = (self.device.mark(),)
-        room = self._staging.numel() // source.element_size()
-        done: Completion | None = None
-        for start in range(0, source.numel(), room):
-            piece = source[start : start + room]
-            staging = self._staging[: piece.nbytes].view(source.dtype)
-            part = target[start : start + room]
-            # One staging buffer is enough: copy and sum are jobs of one lane, which keeps their order.
-            copied = self.device.copy(Lane.D2H, staging, piece, after=after, what=f"gradient {what}")
-            done = self.device.submit(
-                Lane.D2H, _sum_job(part, staging), after=(copied,), nbytes=0, what=f"accumulate {what}"
-            )
-        done = done or self.device.mark()
-        self.window.sent(done, source.nbytes)
-        return done
-
-    def empty(self) -> None:
-        """Holds compute until no gradient is under way."""
-        self.window.empty()
-
-    def drain(self) -> None:
-        """Waits for every gradient that is under way."""
-        self.window.drain()
-
-
-def _sum_job(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def add() -> None:
-        # In pieces that torch adds in this thread: a team of threads would fight with the one that computes.
-        for start in range(0, target.numel(), SERIAL):
-            target[start : start + SERIAL].add_(source[start : start + SERIAL])
-
-    return add
+__all__ = ["GradientBuffer", "LandedGradient", "host_copy"]
 
 
 @final

@@ -19,9 +19,9 @@ from forebay.runtime.blockstate import BlockState
 from forebay.runtime.cells import Cells, DeviceWay
 from forebay.runtime.depots import Depot, DepotRow, DiskDepot, HostDepot
 from forebay.runtime.filing import Filing
-from forebay.runtime.gradients import Landing
 from forebay.runtime.homes import StorageHome
 from forebay.runtime.host_arenas import HostArenas, Ledgers
+from forebay.runtime.landing import Landing
 from forebay.runtime.places import Places
 from forebay.runtime.standing import Standing
 from forebay.runtime.storage_side import StorageSide, Territory
