@@ -3,19 +3,17 @@ time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch
 
 from forebay.device.base import Completion, Device
+from forebay.runtime.tensors import add_serially
 from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
 
 __all__ = ["Landing"]
-
-SERIAL = 32768
-"""Elements: torch runs an elementwise op of at most this many in the calling thread (``at::internal::GRAIN_SIZE``)."""
 
 
 @final
@@ -56,7 +54,7 @@ class Landing:
             # One staging buffer is enough: copy and sum are jobs of one lane, which keeps their order.
             copied = self.device.copy(Lane.D2H, staging, piece, after=after, what=f"gradient {what}")
             done = self.device.submit(
-                Lane.D2H, _sum_job(part, staging), after=(copied,), nbytes=0, what=f"accumulate {what}"
+                Lane.D2H, partial(add_serially, part, staging), after=(copied,), nbytes=0, what=f"accumulate {what}"
             )
         done = done or self.device.mark()
         self.window.sent(done, source.nbytes)
@@ -69,12 +67,3 @@ class Landing:
     def drain(self) -> None:
         """Waits for every gradient that is under way."""
         self.window.drain()
-
-
-def _sum_job(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def add() -> None:
-        # In pieces that torch adds in this thread: a team of threads would fight with the one that computes.
-        for start in range(0, target.numel(), SERIAL):
-            target[start : start + SERIAL].add_(source[start : start + SERIAL])
-
-    return add

@@ -21,14 +21,10 @@ import torch
 
 from forebay.kernels.top_k import largest
 from forebay.layout import PLACE_ITEMSIZE, STATE_ITEMSIZE, Cell, Chunk, Piece, residual_offsets
-from forebay.runtime.tensors import dtype_of
+from forebay.runtime.tensors import SERIAL, add_serially, dtype_of
 from forebay.trace import Block
 
 __all__ = ["forget", "gather_sent", "residuals_in", "send_largest"]
-
-SERIAL: Final = 32768
-"""Elements at a time: torch runs an elementwise op of so many in the calling thread (as in ``runtime.gradients``), and
-what is made on the way takes next to no memory."""
 
 
 def residuals_in(memory: torch.Tensor, block: Block) -> dict[str, torch.Tensor]:
@@ -57,7 +53,7 @@ def send_largest(
     for piece, places, values in _sent(chunk, cell, buffer, gradients.keys()):
         part = slice(piece.start, piece.stop)
         residual = residuals[piece.parameter.name][part]
-        _add(residual, gradients[piece.parameter.name][part])
+        add_serially(residual, gradients[piece.parameter.name][part])
         floats = residual.numpy()
         largest(floats.view(np.uint32), places)
         for start in range(0, places.size, SERIAL):
@@ -93,9 +89,3 @@ def _sent(
             values = sent.start + PLACE_ITEMSIZE * sent.count
             places = buffer[sent.start : values].view(torch.int32).numpy()
             yield piece, places, buffer[values : sent.start + sent.nbytes].view(dtype_of(piece.parameter))
-
-
-def _add(residual: torch.Tensor, gradient: torch.Tensor) -> None:
-    # In pieces that torch adds in this thread: a team of threads would fight with the one that computes.
-    for start in range(0, residual.numel(), SERIAL):
-        residual[start : start + SERIAL].add_(gradient[start : start + SERIAL])

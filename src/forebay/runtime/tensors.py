@@ -1,6 +1,8 @@
-"""Typed views of flat byte buffers. Nothing here copies."""
+"""Typed views of flat byte buffers, and sums into them. Nothing here copies."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 
@@ -8,7 +10,10 @@ from forebay.layout import Piece
 from forebay.states import form_of
 from forebay.trace import Parameter
 
-__all__ = ["alone", "bytes_before", "dtype_of", "elements", "flat", "shaped", "state_view"]
+__all__ = ["SERIAL", "add_serially", "alone", "bytes_before", "dtype_of", "elements", "flat", "shaped", "state_view"]
+
+SERIAL: Final = 32768
+"""Elements: torch runs an elementwise op of at most this many in the calling thread (``at::internal::GRAIN_SIZE``)."""
 
 
 def dtype_of(parameter: Parameter) -> torch.dtype:
@@ -58,3 +63,10 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()[start : start + tensor.nbytes]
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def add_serially(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target += source`` (1-D), all of it in this thread: a team of threads would fight with the one that
+    computes."""
+    for start in range(0, target.numel(), SERIAL):
+        target[start : start + SERIAL].add_(source[start : start + SERIAL])
