@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -133,6 +134,33 @@ def test_one_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytes
         forebay.close(run.model)
     run.device.close()
     assert not alive(worker.process_id)
+
+
+class Paused:
+    """A channel at which both processes stand still when first an answer is looked for."""
+
+    def __init__(self, channel: Connection[Any, Any]) -> None:
+        self._channel = channel
+        self.send, self.recv, self.close = channel.send, channel.recv, channel.close
+        self.looks = 0
+
+    def poll(self, seconds: float) -> bool:
+        self.looks += 1
+        return self.looks > 1 and self._channel.poll(seconds)
+
+
+def test_a_pause_of_both_is_not_a_process_that_does_not_answer(tmp_path: Path) -> None:
+    run = Trained(at_storage(tmp_path), tmp_path)
+    run.steps(1)
+    forebay.synchronize(run.model)
+    worker = worker_of(run)
+    paused = Paused(worker._channel)
+    worker._channel = cast("Connection[Any, Any]", paused)
+    run.steps(1)
+    run.assert_equal()
+    assert paused.looks > 1
+    forebay.close(run.model)
+    run.device.close()
 
 
 def test_one_that_is_stopped_is_given_up_and_cannot_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

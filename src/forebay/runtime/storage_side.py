@@ -44,6 +44,9 @@ __all__ = ["StoragePolicy", "StorageSide", "StorageWorker", "Territory"]
 LAST_WORDS: Final = 2000
 """Characters of what the process has said on its standard error that an error repeats."""
 
+LOOKS: Final = 8
+"""How often an answer is looked for before the process is given up."""
+
 
 @dataclass(frozen=True)
 class StoragePolicy:
@@ -167,7 +170,7 @@ class StorageWorker:
         self._expect_whole()
         try:
             # At once when there is an answer, or when there will be none: the kernel closes the ends of who has died.
-            if not self._channel.poll(self._policy.patience):
+            if not self._answers():
                 raise self._given_up(asked)
             answer: Done | Failed = self._channel.recv()
         except (EOFError, OSError) as error:
@@ -175,6 +178,11 @@ class StorageWorker:
         if isinstance(answer, Failed):
             raise self._fail(f"failed, asked {asked}: {answer.why}")
         return answer
+
+    def _answers(self) -> bool:
+        """Whether there is an answer, or will be none, before patience ends. A container that is paused, or a machine
+        that sleeps, stops both processes: the time of that is one look's, and the process has the others."""
+        return any(self._channel.poll(self._policy.patience / LOOKS) for _ in range(LOOKS))
 
     def _given_up(self, asked: str) -> StorageError:
         stopped = _is_stopped(self._process.pid)
