@@ -297,7 +297,10 @@ def _limited(usage: TierUsage, allowed: Mapping[Tier, int]) -> TierUsage:
 
 
 def _nearest(refusal: DoesNotFit) -> tuple[Alternative, ...]:
-    return tuple(Alternative(remedy.words) for remedy in refusal.nearest[:MOST_ALTERNATIVES])
+    """The first few of what would fit, and what is asked for with any of them."""
+    instead = [remedy for remedy in refusal.nearest if not remedy.besides]
+    besides = [remedy for remedy in refusal.nearest if remedy.besides]
+    return tuple(Alternative(remedy.words) for remedy in (*instead[:MOST_ALTERNATIVES], *besides))
 
 
 def _why(refusal: DoesNotFit) -> str:

@@ -14,7 +14,8 @@ class Remedy:
     ``what`` is ``device``, ``host`` or ``disk`` (a larger budget), ``batch`` (a smaller batch or a shorter sequence,
     ``share`` of the one asked for), ``blocks`` (smaller ones), ``update`` (in backward), ``optimizer`` (one with fewer
     states, named ``optimizer``) or ``policy`` (another one, within the same budgets). ``needed`` and ``allowed`` are
-    bytes. ``estimate`` says that the figure was not computed for that very change.
+    bytes. ``estimate`` says that the figure was not computed for that very change. ``besides``: it is no
+    alternative, it is asked for whichever of the others is chosen.
     """
 
     what: str
@@ -24,3 +25,4 @@ class Remedy:
     estimate: bool = False
     share: float = 1.0
     optimizer: str = ""
+    besides: bool = False

@@ -73,6 +73,15 @@ def test_a_device_refusal_does_not_promise_what_the_host_breaks() -> None:
     assert make_plan(asked(TRACE, ON, device=error.needed, host=host.needed), "auto").host <= host.needed
 
 
+def test_what_is_asked_for_besides_is_no_alternative() -> None:
+    """It does not fit alone, and goes with any of the others; it is named behind them, however few are."""
+    error = refused(asked(TRACE, ON, device=1, host=1000))
+    *instead, besides = error.nearest
+    assert besides.besides and not any(remedy.besides for remedy in instead)
+    assert str(error).endswith(f"{instead[-1].words}; {besides.words}")
+    assert besides.words.startswith("and at once: host memory: ") and "or and" not in str(error)
+
+
 def streamed_device() -> int:
     return refused(asked(TRACE, ON, device=1)).needed
 

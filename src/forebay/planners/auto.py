@@ -183,7 +183,8 @@ def refused(bench: Bench, error: DoesNotFit, draft: Draft) -> DoesNotFit:
             at_home(bench, draft, whatever_device=True)
         except DoesNotFit as second:
             # More device memory alone does not do.
-            more.append(Remedy(second.tier, second.needed, second.allowed, f"and at once: {second}"))
+            words = f"and at once: {second}"
+            more.append(Remedy(second.tier, second.needed, second.allowed, words, besides=True))
     elif error.tier == Tier.HOST.value and (disk := with_a_disk(bench, draft)) is not None:
         more.append(disk)
     return with_remedies(bench, error, draft, more)

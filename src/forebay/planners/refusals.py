@@ -119,8 +119,10 @@ def with_remedies(bench: Bench, error: DoesNotFit, draft: Draft, more: Iterable[
     remedies.extend(more)
     remedies.extend(_smaller_optimizer(bench, draft, tier))
     message = str(error)
+    remedies.sort(key=lambda remedy: remedy.besides)
     if bench.problem.trace is not None:
-        message += f". What would fit: {'; or '.join(r.words for r in remedies)}"
+        instead = "; or ".join(remedy.words for remedy in remedies if not remedy.besides)
+        message += f". What would fit: {'; '.join((instead, *(r.words for r in remedies if r.besides)))}"
     return DoesNotFit(message, tier=error.tier, needed=error.needed, allowed=error.allowed, nearest=tuple(remedies))
 
 
@@ -215,10 +217,11 @@ def _all_on_device(bench: Bench) -> Iterator[Remedy]:
 
 
 def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
-    """Optimizers with fewer states with which the same placements fit."""
-    problem = bench.problem
+    """Optimizers with fewer states with which the same placements fit. One without any is not for updates where states
+    are stored."""
+    problem, stored = bench.problem, draft.updated(Update.STORAGE)
     for name, states in SMALLER_OPTIMIZERS:
-        if states_nbytes(states, BLOCK) >= states_nbytes(problem.state_names, BLOCK):
+        if states_nbytes(states, BLOCK) >= states_nbytes(problem.state_names, BLOCK) or (stored and not states):
             continue
         sizer = Sizer(bench.model, states, draft.streaming.update_chunk)
         settled = bench.in_backward(draft)

@@ -137,6 +137,17 @@ def test_no_disk_says_what_would_do() -> None:
     assert made(disk=disk.needed).disk == disk.needed
 
 
+def test_too_small_a_disk_names_no_optimizer_that_would_be_refused() -> None:
+    """Without states there is nothing to update where it is stored."""
+    enough = made().disk
+    with pytest.raises(DoesNotFit, match=r"^disk: ") as refused:
+        made(disk=enough - 1)
+    assert [remedy.optimizer for remedy in refused.value.nearest if remedy.optimizer] == ["sgd with momentum"]
+    assert made(disk=enough - 1, states=("momentum_buffer",)).disk < enough
+    with pytest.raises(CannotServe, match="this optimizer keeps none"):
+        made(disk=enough - 1, states=())
+
+
 def test_too_small_a_device_without_a_disk_says_both() -> None:
     """With either of them alone the other would be missing."""
     with pytest.raises(DoesNotFit, match=r"^device memory: .* and at once: a disk of") as refused:

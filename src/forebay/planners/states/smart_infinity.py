@@ -129,7 +129,8 @@ def _without_either(bench: Bench, name: str, draft: Draft, error: DoesNotFit) ->
     """``error``, for the device, with the disk that is asked for too: more device memory alone does not do."""
     message, nearest = str(error), error.nearest
     for disk in _disk_for(bench, draft):
-        both = replace(disk, words=f"and at once: {disk.words}, since policy {name} {WHY_A_DISK}")
+        words = f"and at once: {disk.words}, since policy {name} {WHY_A_DISK}"
+        both = replace(disk, words=words, besides=True)
         message, nearest = f"{message}; {both.words}", (*nearest, both)
     return DoesNotFit(message, tier=error.tier, needed=error.needed, allowed=error.allowed, nearest=nearest)
 
