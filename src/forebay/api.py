@@ -21,9 +21,9 @@ from forebay.device import open_device
 from forebay.device.base import Device
 from forebay.errors import DoesNotFit, ModelError, UsageError
 from forebay.figures import with_figures
-from forebay.loss import Loss
+from forebay.loss import Loss, expect_loss
 from forebay.machine import Machine
-from forebay.opening import expect_trainable, limits_of, open_session
+from forebay.opening import expect_pair, expect_trainable, limits_of, open_session
 from forebay.optim.rules import read_optimizer
 from forebay.planners import make_plan
 from forebay.planners.room import leave_room
@@ -108,16 +108,20 @@ def prepare(
     model and a batch, as ``accumulate`` takes it: what it lets go of, like the model's output, no plan leaves room for.
     None: the loop names the output (``output = model(**batch)``), which then lives while the next forward runs.
 
+    A ``batch`` that forward cannot be looked at with is warned of, and the plan does not know the activations.
+
     Activation checkpointing that a model of transformers does by itself is left to a plan that knows the activations.
 
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
     """
+    expect_pair(model, optimizer)
     if is_prepared(model):
         raise ModelError(
             "this model, or a part of it, is prepared already; call forebay.close(model) before preparing it anew"
         )
     rule = read_optimizer(optimizer)
+    expect_loss(loss)
     budget = Budget.of(device_memory, host_memory, disk)
     expect_disk(budget.disk, checksums=checksums)
     with ExitStack() as undo:  # what has been begun, where something is refused

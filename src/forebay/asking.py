@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -119,5 +120,9 @@ class Asking:
             trace = capture(self.model, self.batch, self.optimizer, kind, self.blocks, piece, self.loss_fn).trace
         except CaptureFailed as error:
             # Whatever a model does with values it does not have ends here; the plan says that it does not know.
+            warnings.warn(
+                f"the activations are not planned: a step on the batch cannot be looked at beforehand ({error})",
+                stacklevel=2,
+            )
             return None, Footprint(0, 0, measured=False, note=str(error))
         return trace, Footprint(0, 0, measured=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from forebay.errors import ConfigError
 from forebay.plans import Plan
@@ -20,6 +20,7 @@ __all__ = [
     "Cut",
     "Loss",
     "LossPolicy",
+    "expect_loss",
     "logits_nbytes",
     "pieces",
     "token_pieces",
@@ -29,6 +30,14 @@ __all__ = [
 Loss = Literal["auto", "plain", "chunked"]
 """``plain``: as the model computes it. ``chunked``: in pieces. ``auto``: in pieces where that is exact and the plan
 gains by it."""
+
+
+def expect_loss(loss: str) -> None:
+    """Raises ``ConfigError`` for what is not a ``Loss``."""
+    *others, last = get_args(Loss)
+    if loss not in (*others, last):
+        raise ConfigError(f"loss must be {', '.join(others)} or {last}, got {loss!r}")
+
 
 ITEMSIZE = 4
 """Bytes of a logit in the loss: models upcast to fp32."""

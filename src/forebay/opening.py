@@ -10,7 +10,7 @@ from torch import nn
 from forebay.budgets import Budget
 from forebay.device.base import Device, NoWatch, Watch
 from forebay.device.ledger import StorageLedger
-from forebay.errors import DoesNotFit, ModelError, OptimizerError
+from forebay.errors import DoesNotFit, ModelError, OptimizerError, UsageError
 from forebay.kernels.team import Team, cores
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
@@ -33,7 +33,7 @@ from forebay.tiers.kept import KeptFolder
 from forebay.trace import Parameter
 from forebay.units import format_apart
 
-__all__ = ["expect_trainable", "ledgers_of", "limits_of", "open_session"]
+__all__ = ["expect_pair", "expect_trainable", "ledgers_of", "limits_of", "open_session"]
 
 
 def limits_of(budget: Budget, returning: int = 0) -> dict[Tier, int]:
@@ -65,6 +65,13 @@ def ledgers_of(budget: Budget, within: Ledgers | None = None, returning: int = 0
         Ledger(Tier.PINNED, budget.pinned, within and within.pinned),
         Ledger(Tier.DISK, limits[Tier.DISK], within and within.disk),
     )
+
+
+def expect_pair(model: object, optimizer: object) -> None:
+    """Raises ``UsageError`` for what is no model and its optimizer."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise UsageError(f"prepare takes a torch.nn.Module, and then its torch.optim.Optimizer, got {found}")
 
 
 def expect_trainable(model: nn.Module, bound: BoundModel, optimizer: torch.optim.Optimizer, device: Device) -> None:

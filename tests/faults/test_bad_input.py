@@ -146,6 +146,15 @@ TABLE: dict[str, Bad] = {
     "blocks that are not there": Bad(
         lambda m, f: {"blocks": ["layers.0"]}, ModelError, ("no module called 'layers.0'", "model.named_modules()")
     ),
+    "blocks as one text": Bad(
+        lambda m, f: {"blocks": "layers"}, ModelError, ("names of modules in a list", "'layers'", "give ['layers']")
+    ),
+    "unknown loss": Bad(
+        lambda m, f: {"loss": "chunk"}, ConfigError, ("loss must be auto, plain or chunked", "got 'chunk'")
+    ),
+    "bits as a text": Bad(
+        lambda m, f: {"compress": "8", "batch": a_batch()}, ConfigError, ("8, 4 or 2 bits", "got '8'")
+    ),
     "plan for another model": Bad(
         lambda m, f: {"plan": plan_for(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]))},
         ConfigError,
@@ -204,6 +213,21 @@ def test_model_on_another_device() -> None:
         model.register_parameter("far", nn.Parameter(torch.empty(8, 8, device="cuda:0")))
     with pytest.raises(ModelError, match=r"parameter far is on cuda:0.* trains on cpu; keep the model on the cpu"):
         forebay.prepare(model, adamw(model), device_memory="64MiB", device="cpu")
+
+
+def test_the_optimizer_first() -> None:
+    model = network()
+    with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module, and then its .*Optimizer, got AdamW and Seq"):
+        forebay.prepare(adamw(model), model, device_memory="64MiB", device="cpu")  # type: ignore[arg-type]
+
+
+def test_a_batch_that_the_model_cannot_take_is_warned_of() -> None:
+    """The plan does not know the activations then: a promise that nobody has made."""
+    model = network()
+    with pytest.warns(UserWarning, match=r"activations are not planned: a step on the batch cannot be looked at"):
+        forebay.prepare(model, adamw(model), torch.ones(8, WIDTH - 1), device_memory="64MiB", device="cpu")
+    assert not forebay.report(model).plan.fingerprint
+    forebay.close(model)
 
 
 def test_model_without_parameters() -> None:

@@ -194,12 +194,15 @@ def test_aot_eager() -> None:
     expect_same(*made)
 
 
-def test_a_model_compiled_as_a_whole_is_refused() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_compiled_as_a_whole_is_refused(in_place: bool) -> None:
     model = make()
-    model.compile(backend=Backend())
-    with pytest.raises(ModelError, match=r"compiled as a whole \(model\.compile\(\)\).*compile the blocks instead"):
-        prepared(model, "stream")
-    assert torch.equal(model(batch(0)), make()(batch(0)))
+    whole = model if in_place else torch.compile(model, backend=Backend())
+    if in_place:
+        model.compile(backend=Backend())
+    with pytest.raises(ModelError, match=r"compiled as a whole \(model\.compile\(\) or .*compile the blocks instead"):
+        prepared(whole, "stream")
+    assert torch.equal(whole(batch(0)), make()(batch(0)))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import forebay
 from forebay import api
 from forebay.errors import ConfigError, MissingLibrary, ModelError
-from forebay.integrations.common import Memory, as_drawn_before, figures, in_words, resume_in, warnings_of
+from forebay.integrations.common import Memory, as_drawn_before, figures, in_words, resume_in
 
 MISSING = {
     "transformers": ("transformers", "transformers"),
@@ -71,10 +71,16 @@ def test_figures_and_words_of_a_run() -> None:
     plan = forebay.report(model).plan
     assert "forebay (stream): device" in in_words(plan)
     # Without a batch nobody knows the activations: that is said.
-    assert any("activations are not known" in line for line in warnings_of(plan))
+    assert any("activations are not known" in line for line in plan.reasons)
     before = figures(model)
     assert before["forebay_predicted_device_bytes"] == plan.device and "forebay_step_seconds" not in before
     forebay.close(model)
+
+
+@pytest.mark.parametrize("wrong", [{"device_memory": "1 gig"}, {"loss": "chunk"}, {"disk": "/d:5XB"}])
+def test_memory_that_cannot_be_asked_for_is_refused_at_once(wrong: dict[str, str]) -> None:
+    with pytest.raises(forebay.errors.UsageError):
+        Memory(**{"device_memory": "1GiB", **wrong})  # type: ignore[arg-type]
 
 
 def test_what_memory_asks_for_is_what_prepare_is_asked_for() -> None:

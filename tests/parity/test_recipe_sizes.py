@@ -182,7 +182,7 @@ def test_a_function_is_called_on_the_meta_device() -> None:
         (f"{HERE}:make_trouble", r"failed on the meta device: RuntimeError: no such luck"),
         (f"{HERE}:nowhere", r"has no function 'nowhere'"),
         ("no.such.package:make", r"cannot import no\.such\.package"),
-        ("gpt5", r"there is no model gpt5; did you mean gpt2\?: it is neither a recipe"),
+        ("gpt5", r"there is no model gpt5; did you mean gpt2\? It is neither a recipe"),
         ("meta-llama/Llama-3.2-1B", r"did you mean llama-3\.2-1b\?.*nothing is downloaded"),
         ("/nowhere/at/all", r"there is no model /nowhere/at/all: it is neither"),
     ],

@@ -67,11 +67,11 @@ def compile_each(modules: Iterable[nn.Module], how: Mapping[str, Any]) -> Callab
 
 
 def refuse_compiled_root(root: nn.Module) -> None:
-    """Raises ``ModelError`` for a root that was compiled in place: its hooks would be part of what is compiled."""
-    if root._compiled_call_impl is not None:
+    """Raises ``ModelError`` for a root that was compiled: its hooks would be part of what is compiled."""
+    if "" in compiled_modules(root):
         raise ModelError(
-            f"the model was compiled as a whole (model.compile()); {BETWEEN}: compile the blocks instead (for layer in "
-            f"model.layers: layer.compile()), before prepare()"
+            f"the model was compiled as a whole (model.compile() or torch.compile(model)); {BETWEEN}: compile the "
+            f"blocks instead (for layer in model.layers: layer.compile()), before prepare()"
         )
 
 

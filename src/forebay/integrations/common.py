@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from forebay import api
+from forebay.budgets import Budget
 from forebay.device.compiling import compile_each
 from forebay.errors import ConfigError, ModelError, StorageError
-from forebay.loss import Loss
+from forebay.loss import Loss, expect_loss
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime import generators
@@ -35,7 +36,6 @@ __all__ = [
     "resume_in",
     "save_in",
     "stream_quantised",
-    "warnings_of",
 ]
 
 FOLDER: Final = "forebay"
@@ -58,6 +58,11 @@ class Memory:
     blocks: tuple[str, ...] | None = None
     checksums: bool | None = None
     example: Any = None
+
+    def __post_init__(self) -> None:
+        Budget.of(self.device_memory, self.host_memory, self.disk)
+        if self.loss is not None:
+            expect_loss(self.loss)
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, device: torch.device | None = None
@@ -164,13 +169,6 @@ def in_words(plan: Plan) -> str:
     pace = "" if seconds is None else f", about {format_seconds(seconds)} a micro-batch and update"
     peaks = ", ".join(f"{tier.value} {format_bytes(nbytes)}" for tier, nbytes in plan.peaks().items() if nbytes)
     return f"forebay ({plan.planner}): {peaks}{pace}"
-
-
-def warnings_of(plan: Plan) -> tuple[str, ...]:
-    """What to know of ``plan`` before it runs: what changes numbers, and, where that is so, that nobody knows the
-    activations."""
-    blind = () if plan.fingerprint else plan.reasons
-    return (*plan.changes_numbers, *blind)
 
 
 def figures(model: nn.Module) -> Mapping[str, float]:

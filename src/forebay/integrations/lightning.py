@@ -37,7 +37,6 @@ from forebay.integrations.common import (
     resume_in,
     save_in,
     stream_quantised,
-    warnings_of,
 )
 from forebay.memory import Tier
 from forebay.runtime.hooks import attachment_of, is_prepared, session_of
@@ -125,7 +124,7 @@ class ForebayStrategy(SingleDeviceStrategy):
         attachment_of(steps).at_end(module.register_forward_pre_hook(_Prepared(steps)).remove)
         plan = api.report(steps).plan
         rank_zero_info(in_words(plan))
-        for line in warnings_of(plan):
+        for line in plan.changes_numbers:
             rank_zero_warn(line)
 
     def _example(self, trainer: Trainer) -> Any:

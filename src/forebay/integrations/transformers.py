@@ -38,7 +38,6 @@ from forebay.integrations.common import (
     resume_in,
     save_in,
     stream_quantised,
-    warnings_of,
 )
 from forebay.optim.streamed import StreamedOptimizer
 from forebay.recipes.tasks import is_transformers
@@ -234,5 +233,5 @@ def _expect_served(trainer: Trainer) -> None:
 def _say(model: nn.Module) -> None:
     plan = api.report(model).plan
     _log.info(in_words(plan))
-    for line in warnings_of(plan):
+    for line in plan.changes_numbers:
         _log.warning(line)

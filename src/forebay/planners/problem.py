@@ -52,7 +52,7 @@ class Problem:
         if (self.trace is None) != (self.machine is None):
             raise ConfigError("a trace and a machine go together: without one of them no step can be simulated")
         if self.compress not in (0, *CODE_BITS):
-            raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress}")
+            raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress!r}")
         if self.micro_batches < 1:
             raise ConfigError(f"micro_batches must be 1 or more, got {self.micro_batches}")
         if self.update not in get_args(UpdateTime):

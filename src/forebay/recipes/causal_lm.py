@@ -56,10 +56,16 @@ def find(name: str) -> ModelSource:
         return ModelSource(name, path)
     if path.is_dir():
         return _folder(name, path)
+    if ":" in name:
+        raise ModelError(
+            f"{name} is a function, and here language models are taken by name or folder; a function is for forebay "
+            f"plan, compare and verify, and in a loop of your own forebay.prepare takes any model"
+        )
     # On the hub the name of a model has its owner's in front, and capitals.
     near = meant(path.name.lower(), recipe_names())
+    hint = f"; {near} It" if near else ": it"
     raise ModelError(
-        f"there is no model {name}{near and f'; {near}'}: it is neither a recipe ({', '.join(recipe_names())}) nor a "
+        f"there is no model {name}{hint} is neither a recipe ({', '.join(recipe_names())}) nor a "
         f"folder with a config.json nor a config.json; nothing is downloaded"
     )
 

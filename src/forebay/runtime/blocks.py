@@ -91,9 +91,11 @@ def _askers(
 
 def whole_blocks(root: nn.Module, override: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The modules of ``root`` that are blocks by themselves, by name: those named in ``override``, where given, else
-    every child of a repeated list. Raises ``ModelError`` for a name that is no module."""
+    every child of a repeated list. Raises ``ModelError`` for a name that is no module, or not in a list."""
     if override is None:
         return dict(_repeated(root, ""))
+    if isinstance(override, str):
+        raise ModelError(f"blocks are the names of modules in a list, got {override!r}; give [{override!r}]")
     modules = dict(root.named_modules())
     missing = [name for name in override if name not in modules]
     if missing:
