@@ -1,6 +1,7 @@
 """How much of the optimizer step is hidden, with a norm that is clipped to.
 
-The model of ``timed`` has forward and backward that take twice as long as its update alone, which is measured first.
+The model of ``timed`` has forward and backward that take twice as long as its update alone on all cores, as it is where
+a step waits for it; that is measured first. Beside compute updates take one core less (``update alone``).
 Contenders: the same forward and backward without any step, in plain PyTorch, which is what ratios are taken to; and
 steps with ``torch.nn.utils.clip_grad_norm_`` before them, in three modes:
 
@@ -17,16 +18,17 @@ one after its last.
 
 Floors. What a step takes at the least, from rates that are measured in the same rounds: ``w``, seconds of forward and
 backward alone, of which forward takes a third, ``f``, and backward two, ``b``; ``u``, of the update alone, 28 bytes an
-element (2 of gradient read, 12 of states read and written, 2 of parameters written) on all ``k`` cores; ``c``, of a
-copy of all parameters as a fetch makes it, 4 bytes an element on one core; ``g``, of gradients as they land, the same
+element (2 of gradient read, 12 of states read and written, 2 of parameters written) on ``t`` of ``k`` cores; ``c``, of
+a copy of all parameters as a fetch makes it, 4 bytes an element on one core; ``g``, of gradients as they land, the same
 bytes, but those that are read are in a cache; ``n``, of the norms, 2 bytes on one core. Of ``l`` blocks:
 
 - The gradient of the first block is the last to be made, and its parameters are the first to be wanted. So between
   backward and the next forward lie its landing, its update and its fetch: ``(g + u + c) / l``.
 - ``plain``: ``w + g / l + u + c / l``.
-- ``deferred``: what does not fit under forward comes after it. ``b + g / l + max(f + (u + c) / l, u + c / k + f / l)``.
+- ``deferred``: what does not fit under forward comes after it. ``b + g / l + max(f + (u + c) / l, h + f / l)`` with
+  ``h = max(u, (t u + c) / k)``, since the cores have both to do.
 - ``speculative``: nothing but the first block, ``w + (g + u + c) / l``, as long as the cores have the time for all the
-  work: ``u + (fetches * c + g + n) / k``. An update into another copy is counted as one in place.
+  work: ``max(u, (t u + fetches * c + g + n) / k)``. An update into another copy is counted as one in place.
 - ``always``: that of the mode, and before the updates every gradient is scaled: ``c / k``. ``speculative`` has that of
   ``deferred``, since no update can begin before.
 """
@@ -52,7 +54,7 @@ from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
 from benchmarks.fasthost.timed import AMPLE, TimedModel, plan_by_hand, spread
 from forebay import api
-from forebay.kernels.team import cores
+from forebay.kernels.team import cores, cores_beside_compute
 from forebay.memory import Tier
 from forebay.plans import Plan
 
@@ -187,9 +189,10 @@ def compare(command: str, *, quick: bool, say: Say) -> Comparison:
 
 
 def _measured(elements: int, rounds: int, say: Say) -> Measured:
+    pace = _pace(elements)
+    say(f"  update alone on all cores {SHARE * pace:.4f} s: forward and backward take {pace:.4f} s")
     parts, base = _Parts(LAYERS, elements), Stepped(LAYERS, elements, None)
     rows: list[Row] = []
-    pace: float | None = None
     try:
         for own_slots in (True, False):
             subjects = {mode: _subject(elements, own_slots, share) for mode, share in _SHARES.items()}
@@ -197,9 +200,6 @@ def _measured(elements: int, rounds: int, say: Say) -> Measured:
                 for subject in (base, *subjects.values()):
                     subject.turn(2, NEVER)  # orders are recorded, pages touched, kernels compiled
                 _check_losses(subjects)
-                if pace is None:
-                    pace = median(subjects["deferred"].update_alone() for _ in range(7)) / SHARE
-                    say(f"  update alone {SHARE * pace:.4f} s: forward and backward take {pace:.4f} s")
                 for subject in (base, *subjects.values()):
                     subject.model.pace.spread(pace, LAYERS)
                 # At last the steps that are clipped: those who speculate in vain stop it, for a while.
@@ -229,10 +229,20 @@ _SHARES: Final = {"deferred": 0.0, "speculative": AHEAD}
 """Of all blocks, those that each mode updates ahead of their step."""
 
 
-def _subject(elements: int, own_slots: bool, share: float) -> Stepped:
+def _pace(elements: int) -> float:
+    """Seconds of forward and backward: updates on all cores, which nothing runs beside, take ``SHARE`` of them."""
+    waiting = _subject(elements, own_slots=True, share=0.0, overlap=False)
+    try:
+        waiting.turn(2, NEVER)  # pages touched, kernels compiled
+        return median(waiting.update_alone() for _ in range(7)) / SHARE
+    finally:
+        waiting.close()
+
+
+def _subject(elements: int, own_slots: bool, share: float, *, overlap: bool = True) -> Stepped:
     def plan(model: TimedModel) -> Plan:
         ahead = spread(model, share, first=True)
-        return plan_by_hand(model, states=Tier.HOST, overlap=True, speculate=ahead, chunk=CHUNK, own_slots=own_slots)
+        return plan_by_hand(model, states=Tier.HOST, overlap=overlap, speculate=ahead, chunk=CHUNK, own_slots=own_slots)
 
     return Stepped(LAYERS, elements, plan)
 
@@ -308,21 +318,22 @@ class Parts:
     landings: float
     norms: float
 
-    def floor(self, mode: str, *, clipped: bool, fetches: float, layers: int, cores: int) -> float:
-        """Seconds of a step in ``mode`` at the least; ``fetches`` are those of a block."""
+    def floor(self, mode: str, *, clipped: bool, fetches: float, layers: int, cores: int, threads: int) -> float:
+        """Seconds of a step in ``mode`` at the least; ``fetches`` are those of a block, ``threads`` those that
+        update."""
         w, u, c, g = self.forward_backward, self.update, self.fetches, self.landings
         scaled = c / cores if clipped else 0.0
         if mode == "plain":
             return w + scaled + u + (g + c) / layers
         if mode == "speculative" and not clipped:
-            return max(w + (g + u + c) / layers, u + (fetches * c + g + self.norms) / cores)
-        hidden = max(w / 3 + (u + c) / layers, u + c / cores + w / 3 / layers)
+            return max(w + (g + u + c) / layers, u, (threads * u + fetches * c + g + self.norms) / cores)
+        hidden = max(w / 3 + (u + c) / layers, max(u, (threads * u + c) / cores) + w / 3 / layers)
         return 2 * w / 3 + g / layers + scaled + hidden
 
 
 _WHAT: Final = {
     "forward + backward": "PyTorch, no step",
-    "update alone": "from step() to the last write, nothing beside it",
+    "update alone": "from step() to the last write, nothing beside it, on one core less than there are",
     "fetches alone": "all parameters copied once, on one core",
     "landings alone": "all gradients copied once, on one core",
     "norms alone": "of all gradients, on one core",
@@ -357,7 +368,9 @@ def _rows(seconds: Mapping[str, list[float]], speculated: str, *, clipped: bool,
 def _floor(rounds: Sequence[Parts], mode: str, *, own_slots: bool, clipped: bool) -> float:
     """The median over the rounds of the least seconds, over those of forward and backward."""
     fetches = 1 if own_slots else 2 - SHARED_SLOTS / LAYERS
-    return median(
-        parts.floor(mode, clipped=clipped, fetches=fetches, layers=LAYERS, cores=cores()) / parts.forward_backward
-        for parts in rounds
-    )
+
+    def floor(parts: Parts) -> float:
+        count, threads = cores(), cores_beside_compute()
+        return parts.floor(mode, clipped=clipped, fetches=fetches, layers=LAYERS, cores=count, threads=threads)
+
+    return median(floor(parts) / parts.forward_backward for parts in rounds)

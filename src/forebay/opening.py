@@ -11,7 +11,7 @@ from forebay.budgets import Budget
 from forebay.device.base import Device, NoWatch, Watch
 from forebay.device.ledger import StorageLedger
 from forebay.errors import DoesNotFit, ModelError, OptimizerError, UsageError
-from forebay.kernels.team import Team, cores
+from forebay.kernels.team import Team, cores, cores_beside_compute
 from forebay.memory import Ledger, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import StreamedOptimizer
@@ -130,8 +130,8 @@ def open_session(
     for buffer in (*store.standing.regions, *(slot.buffer for slot in pool.slots)):
         watch.adopt(buffer.untyped_storage())
     stash = Stash(device, watch, torch.device(device.name), store.depots, plan.streaming)
-    # The lane of updates does the same (``runtime.updates``).
-    team = Team(cores(), step_back if plan.streaming.overlap_update else None)
+    # The lane of updates steps back too (``runtime.updates``).
+    team = Team(cores_beside_compute(), step_back) if plan.streaming.overlap_update else Team(cores())
     resources = Resources(device, watch, ledgers, store, pool, stash, team, owns_device=owns_device)
     if kept is not None:
         resources.locks[kept.path] = kept.lock

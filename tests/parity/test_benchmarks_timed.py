@@ -125,8 +125,8 @@ def test_floors_of_a_step() -> None:
     """Of 10 blocks on 2 cores: forward and backward 30 s, the update 15, copies 2 and 1, norms 1."""
     parts = Parts(forward_backward=30.0, update=15.0, fetches=2.0, landings=1.0, norms=1.0)
 
-    def floor(mode: str, *, clipped: bool = False, fetches: float = 1) -> float:
-        return parts.floor(mode, clipped=clipped, fetches=fetches, layers=10, cores=2)
+    def floor(mode: str, *, clipped: bool = False, fetches: float = 1, threads: int = 2) -> float:
+        return parts.floor(mode, clipped=clipped, fetches=fetches, layers=10, cores=2, threads=threads)
 
     first = (1.0 + 15.0 + 2.0) / 10
     assert floor("plain") == pytest.approx(30.0 + 0.1 + 15.0 + 0.2)
@@ -137,6 +137,9 @@ def test_floors_of_a_step() -> None:
     assert floor("deferred", clipped=True) == pytest.approx(floor("deferred") + 2.0 / 2)
     # Fetched so often that the cores have no time for anything else.
     assert floor("speculative", fetches=40) == pytest.approx(15.0 + (80.0 + 2.0) / 2)
+    # Updates on one core leave the other to what is copied.
+    assert floor("deferred", threads=1) == pytest.approx(20.0 + 0.1 + 15.0 + 10.0 / 10)
+    assert floor("speculative", fetches=40, threads=1) == pytest.approx((15.0 + 80.0 + 2.0) / 2)
 
 
 def test_what_is_updated_ahead_is_spread_over_the_model() -> None:

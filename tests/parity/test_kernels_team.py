@@ -19,7 +19,7 @@ from forebay.kernels.lion import lion_kernel
 from forebay.kernels.native import Form
 from forebay.kernels.sgd import sgd_kernel, sgd_scalars
 from forebay.kernels.shares import WHOLE
-from forebay.kernels.team import ALONE, TURN, Team, cores
+from forebay.kernels.team import ALONE, TURN, Team, cores, cores_beside_compute
 from tests.parity.kernel_rig import memory, same
 
 
@@ -168,10 +168,11 @@ def test_cores_are_those_of_the_affinity_mask() -> None:
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
     try:
-        assert cores() == 1
+        assert cores() == cores_beside_compute() == 1
     finally:
         os.sched_setaffinity(0, mine)
     assert cores() == len(mine)
+    assert cores_beside_compute() == max(1, len(mine) - 1)
 
 
 def test_several_callers_at_once_disturb_nobody(team: Team) -> None:

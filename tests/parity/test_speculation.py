@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 import forebay
 from forebay.device.delays import RandomDelays
 from forebay.errors import ConfigError
+from forebay.kernels.team import cores, cores_beside_compute
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from forebay.runtime.hooks import prepared_session
 from forebay.runtime.speculation import SpeculationPolicy
 from forebay.timeline import Lane
 from tests.null.updating import at_home
@@ -173,6 +176,15 @@ def test_a_plain_loop_with_clipping_is_made_ahead(run: Run) -> None:
     assert counters(run.model) == (4 * BLOCKS, 4 * BLOCKS, 0)
 
 
+def test_updates_beside_compute_leave_a_core_to_others(run: Run) -> None:
+    plan = speculating(NARROW, torch.float32, disk=False)
+    plan = at_home(plan, streaming=replace(plan.streaming, overlap_update=False))
+    waited = Run(NARROW, torch.float32, plan, None, None)
+    sizes = [prepared_session(each.model).resources.team.size for each in (run, waited)]
+    waited.close()
+    assert sizes == [cores_beside_compute(), cores()]
+
+
 def test_a_parameter_without_gradient_is_not_waited_for() -> None:
     """That it has none is known after the first step, in which its block is waited for in vain."""
     run = Run(MIXED, torch.float32, PLANS[torch.float32, False], None, None)
@@ -284,6 +296,24 @@ def test_gradients_that_are_only_read_are_no_reason_to_start_anew(run: Run) -> N
         run.optimizer.zero_grad()
     assert counters(run.model) == (2 * BLOCKS, 2 * BLOCKS, 0)
     assert any(kept.any() for kept in mean)
+
+
+def test_a_scaler_that_unscales_changes_every_gradient(run: Run) -> None:
+    """So that no update ahead of its step is taken over, and after a few nobody tries; the numbers are plain ones."""
+    plain = NARROW.model(torch.float32)
+    optimizer = two_groups(plain, fused=True)
+    tries = SpeculationPolicy().give_up
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for step in range(tries + 1):
+        for model, owner, scaler in ((run.model, run.optimizer, scalers[0]), (plain, optimizer, scalers[1])):
+            scaler.scale(model(**NARROW.inputs(step, torch.float32))["loss"]).backward()
+            scaler.unscale_(owner)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), HARMLESS)
+            scaler.step(owner)
+            scaler.update()
+            owner.zero_grad()
+    assert counters(run.model) == (tries * BLOCKS, 0, tries * BLOCKS)
+    assert_equal(dict(forebay.parameters(run.model)), dict(plain.named_parameters()))
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.ones(40, 1)])

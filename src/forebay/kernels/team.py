@@ -10,7 +10,7 @@ from typing import Final, final
 
 import numpy as np
 
-__all__ = ["ALONE", "TURN", "Team", "cores"]
+__all__ = ["ALONE", "TURN", "Team", "cores", "cores_beside_compute"]
 
 ALONE: Final = 65536
 """Elements: work on fewer is done before another thread would have woken up."""
@@ -23,6 +23,15 @@ most, and ten thousand times what taking costs (``shares.portions``)."""
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def cores_beside_compute() -> int:
+    """The cores for work that runs while a device computes: all but one, which is left to the thread that tells the
+    device what to do and to what brings it its bytes. One where there is no other.
+
+    Threads that move bytes wait for memory together: with one more of them each byte takes more of the cores' time.
+    """
+    return max(1, cores() - 1)
 
 
 @final

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import torch
 
 from forebay.device.base import Completion, Device
-from forebay.kernels.team import Team, cores
+from forebay.kernels.team import Team, cores, cores_beside_compute
 from forebay.layout import STATE_ITEMSIZE, align, state_layout
 from forebay.memory import Kind, Ledger, Tier
 from forebay.optim.rules import AdamRule, LionRule, UpdateRule
@@ -88,7 +88,8 @@ class UpdateTrial:
             MemoryHome(device, states, block.name),
             {_NAME: GradientBuffer(parameter, landed, landing)},
         )
-        self._team = Team(cores())
+        # As many threads as a step has (``opening``): on ``cpu`` updates do not run beside compute.
+        self._team = Team(cores() if torch.device(device.name).type == "cpu" else cores_beside_compute())
         self._updater = Updater(device, rule, work, self._team)
         self._steps = 0
         self._elements = elements
