@@ -61,14 +61,22 @@ class StorageLedger(Watch):
     """Charges ``ledger`` with every storage that ops make while active.
 
     ``where`` says in words what is running (the current block), for the message when the budget is exceeded.
+    ``beside_compiled``: what torch.compile was applied to runs compiled.
     """
 
-    def __init__(self, ledger: Ledger, where: Callable[[], str] = lambda: "", history: History | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        where: Callable[[], str] = lambda: "",
+        history: History | None = None,
+        *,
+        beside_compiled: bool = False,
+    ) -> None:
         self.ledger = ledger
         self._history = history or History()
         self._where = where
         self._active = False
-        self._mode = _Mode(self)
+        self._mode = _Mode(self, beside_compiled=beside_compiled)
         self._counted: dict[int, _Entry] = {}
         self._known: set[int] = set()
         self._released: dict[int, str] = {}
@@ -200,9 +208,15 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 class _Mode(TorchDispatchMode):
     """What torch calls for every op of the threads on which it is installed, and of their backward."""
 
-    def __init__(self, owner: StorageLedger) -> None:
+    def __init__(self, owner: StorageLedger, *, beside_compiled: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
+        self._beside_compiled = beside_compiled
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # torch asks the mode that is on
+        # If not, PyTorch compiles nothing while the mode is on. What compiled code makes need not come by here:
+        # ``runtime.unseen``.
+        return self._beside_compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._owner.through(func, args, kwargs)
@@ -212,3 +226,4 @@ class _Mode(TorchDispatchMode):
         # torch would wrap the method above in a switch that keeps torch.compile out of it, two more Python
         # calls for each op. There is nothing in it that a compiler could trace wrongly: it runs the op it was given.
         return False
+
