@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from forebay.planners.parts import Level
     from forebay.trace import Trace
 
-__all__ = ["AUTO", "BESIDE_COMPILED", "COMPILED_AUTO", "HERE", "POLICIES", "Candidate", "candidates", "never_slower", "same_plan"]
+__all__ = [
+    "AUTO",
+    "BESIDE_COMPILED",
+    "COMPILED_AUTO",
+    "HERE",
+    "POLICIES",
+    "Candidate",
+    "candidates",
+    "never_slower",
+    "same_plan",
+]
 
 AUTO, HERE, COMPILED_AUTO = "auto", "auto-activations", "auto-compiled"
 BESIDE_COMPILED = "as compile"
@@ -103,11 +113,7 @@ def _all(trace: Trace, machine: Machine, budgets: Sequence[tuple[str, int]]) -> 
                 trace, machine, policy, "", None, lambda bench, policy=policy: make_plan(bench.problem, policy, bench)
             )
     levels: dict[Level, None] = {}
-    for candidate in never_slower(
-        [
-            _auto(trace, machine, AUTO, label, nbytes) for label, nbytes in budgets
-        ]
-    ):
+    for candidate in never_slower([_auto(trace, machine, AUTO, label, nbytes) for label, nbytes in budgets]):
         if candidate.plan is not None:
             levels[_level(candidate.plan)] = None
         yield candidate

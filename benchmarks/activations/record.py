@@ -86,8 +86,8 @@ class Field:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Comparison(TimedProvenance):
-    """One session. ``failed`` says in words which models did not run. ``beside`` names the rivals that alone ran; "": all
-    did."""
+    """One session. ``failed`` says in words which models did not run. ``beside`` names the rivals that
+    alone ran; empty: all did."""
 
     rounds: int
     warmup: int

@@ -32,6 +32,7 @@ from forebay.profiler.compiled import allocations, peak_of
 
 __all__ = ["CHECKPOINT", "PLAIN", "PLAIN_AGAIN", "SAVE_ON_CPU", "Compiled", "Eager", "Rival"]
 
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Rival(Contender):

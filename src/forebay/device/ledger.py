@@ -226,4 +226,3 @@ class _Mode(TorchDispatchMode):
         # torch would wrap the method above in a switch that keeps torch.compile out of it, two more Python
         # calls for each op. There is nothing in it that a compiler could trace wrongly: it runs the op it was given.
         return False
-

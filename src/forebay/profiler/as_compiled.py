@@ -1,5 +1,4 @@
-"""A capture of the step that will run here: blocks that torch.compile was applied to as what the compiler made of them.
-"""
+"""A capture of the step as it will run here: blocks that torch.compile was applied to are what the compiler made."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from forebay.device.compiling import compiled_modules
 from forebay.profiler.capture import Captured, capture
-from forebay.profiler.compiled import Measured, measure
+from forebay.profiler.compiled import Measured, Measuring
 from forebay.profiler.stand_ins import standing_in
 from forebay.runtime.losses import LossFunction
 from forebay.trace import Model, Phase, Trace
@@ -51,16 +50,17 @@ def capture_as_compiled(
     whole = {block.module for block in written.trace.model.blocks}
     modules = {name: model.get_submodule(name) for name in names}
     tensors = [t for m in modules.values() for t in (*m.parameters(), *m.buffers())]
-    if torch.device(device).type != "cpu" or any(t.device.type != "cpu" for t in tensors) or not whole.issuperset(names):
-        return _as_written(written, "compiled modules are not blocks as a whole, with values, on the cpu")
+    here = torch.device(device).type == "cpu" and all(t.device.type == "cpu" for t in tensors)
+    if not here or not whole.issuperset(names):
+        return _as_written(written, "what is compiled are not blocks as a whole, with values, on the cpu")
     found: dict[str, tuple[nn.Module, Measured]] = {}
+    measuring = Measuring()
     for name, module in modules.items():
         calls = seen.get(name, [])
-        measured = measure(module, *calls[0]) if len(calls) == 1 else None
+        measured = measuring.measure(module, *calls[0]) if len(calls) == 1 else None
         if measured is None:
-            return _as_written(written, f"{name} returns what it is given, or is called more than once in a forward")
-        found[name] = getattr(module, "_orig_mod", module), measured
-    found = {name: (m, _with_flops(one, written.trace, name)) for name, (m, one) in found.items()}
+            return _as_written(written, f"{name} returns what it is given, or is not called once in a forward")
+        found[name] = getattr(module, "_orig_mod", module), _with_flops(measured, written.trace, name)
     with standing_in(found):
         captured = asked()
     return replace(
@@ -100,7 +100,9 @@ def _with_flops(measured: Measured, trace: Trace, module: str) -> Measured:
     """``measured`` with the FLOPs that its block has in ``trace``, op by op."""
     block = _block_of(trace.model, module)
     flops = {
-        phase: sum(trace.works[op.work].flops for _, visit, op in trace.ops() if (visit.block, visit.phase) == (block, phase))
+        phase: sum(
+            trace.works[op.work].flops for _, visit, op in trace.ops() if (visit.block, visit.phase) == (block, phase)
+        )
         for phase in Phase
     }
     return replace(measured, forward_flops=flops[Phase.FORWARD], backward_flops=flops[Phase.BACKWARD])

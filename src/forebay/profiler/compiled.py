@@ -8,7 +8,7 @@ stand-in takes its place in the capture (``stand_ins``): one op in forward, one 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, final
@@ -18,7 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["Made", "Measured", "allocations", "inputs_of", "measure", "peak_of"]
+__all__ = ["Made", "Measured", "Measuring", "allocations", "inputs_of", "peak_of"]
+
+_MEMORY = "[memory]"
+_TURN = "forebay: forward turns into backward"
 
 RUNS = 3
 """Timed runs of a block, after one that compiles; the median counts."""
@@ -69,26 +72,33 @@ class Measured:
     backward_flops: int = 0
 
 
-def measure(module: nn.Module, args: Any, kwargs: Any) -> Measured | None:
-    """Calls ``module`` on values like ``args`` and ``kwargs`` (which may be fakes), forward and backward, on ``cpu``.
+@final
+class Measuring:
+    """Runs compiled blocks, on ``cpu``. Of blocks that are alike the bytes are counted once."""
 
-    Parameters, buffers, gradients and random number generators are left as they are; what is compiled stays so, so that
-    the next call of that shape finds it. None for a module that returns its arguments, or views of larger tensors: no
-    stand-in can tell that.
+    def __init__(self) -> None:
+        self._bytes: dict[Any, tuple[int, int]] = {}
 
-    Raises whatever the module and its compiler raise.
-    """
-    leaves, spec = tree_flatten((args, kwargs))
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        given = [_real(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        try:
-            return _Runs(module, given, spec).measured()
-        finally:
-            with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    buffer.copy_(buffers[name])
+    def measure(self, module: nn.Module, args: Any, kwargs: Any) -> Measured | None:
+        """Calls ``module`` on values like ``args`` and ``kwargs`` (which may be fakes), forward and backward.
+
+        Parameters, buffers, gradients and random number generators are left as they are; what is compiled stays so, so
+        that the next call of that shape finds it. None for a module that returns its arguments, or views of larger
+        tensors: no stand-in can tell that.
+
+        Raises whatever the module and its compiler raise.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            given = [_real(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            try:
+                return _Runs(module, given, spec).measured(self._bytes)
+            finally:
+                with torch.no_grad():
+                    for name, buffer in module.named_buffers():
+                        buffer.copy_(buffers[name])
 
 
 def _real(like: torch.Tensor) -> torch.Tensor:
@@ -110,28 +120,29 @@ class _Runs:
         self.inputs = inputs_of(module, leaves)
         self._trained = tuple(i for i, tensor in enumerate(self.inputs) if tensor.requires_grad)
 
-    def measured(self) -> Measured | None:
-        self._once(_Clock())
+    def measured(self, known: dict[Any, tuple[int, int]]) -> Measured | None:
+        """What the runs show; bytes are those ``known`` of blocks that are alike, and noted there."""
+        clocks = [_Clock() for _ in range(1 + RUNS)]
+        for clock in clocks:
+            self._once(clock)
         packed: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             packed.append(tensor)
             return tensor
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        outputs, forward = _peaked(lambda: self._forward(hooks))
-        leaves, structure = tree_flatten(outputs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            leaves, structure = tree_flatten(self._forward())
         made = self._made(leaves, packed)
+        del leaves
+        packed.clear()
         if made is None:
             return None
+        inputs = tuple((Made.like(tensor), tensor.requires_grad) for tensor in self.inputs)
+        alike = type(self._module), inputs, made
+        forward, backward = known[alike] if alike in known else known.setdefault(alike, self._peaks())
         outs, kept, saved = made
-        packed.clear()
-        seeds = _seeds(leaves)
-        gradients, backward = _peaked(lambda: self._backward(leaves, seeds))
-        clocks = [_Clock() for _ in range(RUNS)]
-        for clock in clocks:
-            self._once(clock)
-        stays = sum(map(_nbytes, (*outs, *kept)))
+        gradients = sum(_nbytes(Made.like(self.inputs[place])) for place in self._trained)
         return Measured(
             len(self.inputs),
             outs,
@@ -139,11 +150,24 @@ class _Runs:
             kept,
             saved,
             self._trained,
-            max(0, forward - stays),
-            max(0, backward - sum(g.untyped_storage().nbytes() for g in gradients if g is not None)),
-            median(clock.forward for clock in clocks),
-            median(clock.backward for clock in clocks),
+            max(0, forward - sum(map(_nbytes, (*outs, *kept)))),
+            max(0, backward - gradients),
+            median(clock.forward for clock in clocks[1:]),
+            median(clock.backward for clock in clocks[1:]),
         )
+
+    def _peaks(self) -> tuple[int, int]:
+        """The most bytes that are live in forward, and in backward above what forward left."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            leaves, _ = tree_flatten(self._forward())
+            seeds = _seeds(leaves)
+            with torch.profiler.record_function(_TURN):
+                pass
+            gradients = self._backward(leaves, seeds)
+        del gradients
+        changes = allocations(profile)
+        return peak_of(changes[: changes.index(0)]), peak_of(changes[changes.index(0) :])
 
     def _made(
         self, leaves: Sequence[Any], packed: Sequence[torch.Tensor]
@@ -177,13 +201,10 @@ class _Runs:
         self._backward(leaves, _seeds(leaves))
         clock.forward, clock.backward = between - start, time.perf_counter() - between
 
-    def _forward(self, hooks: Any = None) -> Any:
+    def _forward(self) -> Any:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         with torch.enable_grad():
-            if hooks is None:
-                return self._module(*args, **kwargs)
-            with hooks:
-                return self._module(*args, **kwargs)
+            return self._module(*args, **kwargs)
 
     def _backward(self, leaves: Sequence[Any], seeds: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all inputs that have one; the graph is gone then."""
@@ -220,22 +241,20 @@ def _nbytes(made: Made) -> int:
     elements = 1
     for size in made.shape:
         elements *= size
-    return elements * getattr(torch, made.dtype).itemsize
-
-
-def _peaked(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What ``run`` returns, and the most bytes that were live in it above what was there before."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = run()
-    return result, peak_of(allocations(profile))
+    dtype: torch.dtype = getattr(torch, made.dtype)
+    return elements * dtype.itemsize
 
 
 def allocations(profile: torch.profiler.profile) -> list[int]:
-    """Bytes that PyTorch's allocator for the CPU handed out (above 0) or took back, in their order."""
+    """Bytes that PyTorch's allocator for the CPU handed out (above 0) or took back, in their order; 0 where forward
+    turned into backward, if that was marked (``_TURN``)."""
     profiler = profile.profiler
-    found = [] if profiler is None else [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
+    events = [] if profiler is None else profiler.kineto_results.events()
+    found = [event for event in events if event.name() in ("[memory]", _TURN)]
+    return [
+        event.nbytes() if event.name() == "[memory]" else 0
+        for event in sorted(found, key=lambda event: event.start_ns())
+    ]
 
 
 def peak_of(changes: Sequence[int]) -> int:

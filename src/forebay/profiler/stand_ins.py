@@ -92,7 +92,7 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
-        outputs = _Whole.apply(self._measured, *inputs_of(self._module, leaves))
+        outputs = _Whole.apply(self._measured, *inputs_of(self._module, leaves))  # type: ignore[no-untyped-call]
         return tree_unflatten(list(outputs), self._measured.structure)
 
 

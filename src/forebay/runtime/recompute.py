@@ -81,7 +81,8 @@ class Recomputation:
     def attach(
         self, block: str, module: nn.Module, treatments: Sequence[Treatment] = (), *, compiled: bool = False
     ) -> list[RemovableHandle]:
-        """Puts the hooks on ``module``; ``compiled``: it is, and stays so. To be followed by the pre-hook that exposes its parameters, prepended."""
+        """Puts the hooks on ``module``; ``compiled``: it is, and stays so. To be followed by the pre-hook that exposes
+        its parameters, prepended."""
         accepted = inspect.signature(module.forward).parameters
         caches = {name: place for place, name in enumerate(accepted) if name in CACHES}
         choice = Choice(block, treatments)
