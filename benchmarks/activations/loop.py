@@ -78,19 +78,22 @@ def seeded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Planned(Contender):
-    """forebay under ``plan``."""
+    """forebay under ``plan``; where that was made for compiled blocks, they are compiled with an activation memory budget
+    of ``share``."""
 
     name: str
     what: str
     plan: Plan
+    share: float = 1.0
 
     @property
     def budgets(self) -> Mapping[str, str]:
         return {"device": format_bytes(self.plan.budget.device)}
 
     def start(self, job: Job) -> Running:
-        build = job.model.build_compiled if self.plan.compiled else job.model.build
-        model = build(job.seq, job.device.value)
+        seq, device = job.seq, job.device.value
+        compiled = bool(self.plan.compiled)
+        model = job.model.build_compiled(seq, device, self.share) if compiled else job.model.build(seq, device)
         values = seeded(model)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         batch = job.model.batch(job.batch, job.seq, job.device.value, seed=0)

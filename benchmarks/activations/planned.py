@@ -4,7 +4,8 @@ Series
     ``auto``            what a user gets: activations, parameters and states are planned together.
     ``auto-activations`` parameters, gradients and states stay on the device, as in the rivals: of what ``auto`` decided
                         for the activations under any of the budgets, the fastest that fits then.
-    ``auto-compiled``   ``auto`` for the model whose blocks are compiled one by one: beside rivals that are compiled.
+    ``auto-compiled``   ``auto`` for the model whose blocks are compiled one by one: beside rivals that are compiled,
+                        and with their activation memory budgets.
     policies            each baseline of ``forebay.planners`` with all the device memory that it asks for.
 """
 
@@ -60,6 +61,11 @@ class Candidate:
     refusal: str = ""
 
     @property
+    def share(self) -> float:
+        """The activation memory budget of the compiled rival whose peak this has for a budget; 1 beside others."""
+        return float(self.label.removeprefix(BESIDE_COMPILED)) if self.label.startswith(BESIDE_COMPILED) else 1.0
+
+    @property
     def name(self) -> str:
         """Unique within a model."""
         return f"{self.series} {self.label}"
@@ -89,9 +95,10 @@ def candidates(
     found: list[Candidate] = []
     if others or not compiled:
         found += _all(*timed(model.build(0, "cpu")), budgets)
-    if compiled:
-        trace, here = timed(model.build_compiled(0, "cpu"))
-        found += never_slower([_auto(trace, here, COMPILED_AUTO, *budget) for budget in compiled])
+    for budget in compiled:
+        torch.compiler.reset()
+        share = Candidate(COMPILED_AUTO, *budget).share
+        found.append(_auto(*timed(model.build_compiled(0, "cpu", share)), COMPILED_AUTO, *budget))
     return tuple(found)
 
 

@@ -209,7 +209,9 @@ def rows_of(found: Sequence[Candidate]) -> list[Row]:
     ran: list[Candidate] = []
     for candidate in found:
         plan = candidate.plan
-        twin = next((c for c in ran if plan and c.plan and same_plan(c.plan, plan)), None)
+        twin = next(
+            (c for c in ran if plan and c.plan and c.share == candidate.share and same_plan(c.plan, plan)), None
+        )
         if plan is not None and twin is None:
             ran.append(candidate)
         rows.append(
@@ -254,7 +256,7 @@ def _contenders(found: Sequence[Candidate], rows: Sequence[Row]) -> list[Entry]:
     from benchmarks.activations.loop import Planned
 
     return [
-        Entry(Planned(name=row.name, what=row.what, plan=candidate.plan), row)
+        Entry(Planned(name=row.name, what=row.what, plan=candidate.plan, share=candidate.share), row)
         for candidate, row in zip(found, rows, strict=True)
         if candidate.plan is not None and row.measured_as is None
     ]

@@ -203,6 +203,29 @@ def test_the_plan_promises_what_a_compiled_block_takes() -> None:
     assert 0 < peak_of(allocations(profile)) <= plan.device - standing
 
 
+def test_a_block_that_does_not_compile_runs_as_written() -> None:
+    def fails(*_: object) -> Callable[..., object]:
+        raise ValueError("no such target")
+
+    model = make()
+    for layer in model.layers:
+        layer.compile(backend=fails)
+    with pytest.warns(UserWarning, match="will run as written"):
+        made = prepared(model, "stream")
+    assert any("layers.0 alone" in reason and "failed" in reason for reason in forebay.report(made[0]).plan.reasons)
+    expect_same(*made)
+
+
+def test_the_step_after_an_error_between_forward_and_backward() -> None:
+    model = make()
+    in_place(model, Backend())
+    made = prepared(model, "stream-recompute")
+    made[0](batch(0))
+    with pytest.raises(IndexError):
+        made[0](batch(0)[:0, :0])
+    expect_same(*made)
+
+
 def test_a_plan_for_compiled_blocks_is_refused_where_they_are_not() -> None:
     model = make()
     in_place(model, Backend())

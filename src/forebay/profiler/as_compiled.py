@@ -36,9 +36,9 @@ def capture_as_compiled(
     """``capture``, with what compiled blocks do measured: each is compiled and run, forward and backward.
 
     As written, which is how they run then, are all blocks where one of the compiled modules is no block as a whole, has
-    no values yet, is not on ``cpu``, or does what no stand-in can tell; the trace says so in its notes.
+    no values yet, is not on ``cpu``, fails, or does what no stand-in can tell; the trace says so in its notes.
 
-    Raises what ``capture`` and the compiler raise.
+    Raises what ``capture`` raises.
     """
     seen: Calls = {}
     asked = partial(capture, model, batch, optimizer, device, blocks, loss_piece, loss_fn)
@@ -57,7 +57,12 @@ def capture_as_compiled(
     measuring = Measuring()
     for name, module in modules.items():
         calls = seen.get(name, [])
-        measured = measuring.measure(module, *calls[0]) if len(calls) == 1 else None
+        try:
+            measured = measuring.measure(module, *calls[0]) if len(calls) == 1 else None
+        except Exception as error:  # whatever a compiler, or a model on made-up values, may raise
+            return _as_written(
+                written, f"{name} alone, on made-up values, failed: {type(error).__name__}: {_line(error)}"
+            )
         if measured is None:
             return _as_written(written, f"{name} returns what it is given, or is not called once in a forward")
         found[name] = getattr(module, "_orig_mod", module), _with_flops(measured, written.trace, name)
@@ -73,6 +78,10 @@ def capture_as_compiled(
 def _as_written(captured: Captured, why: str) -> Captured:
     note = f"compiled blocks are planned, and run, as written: {why}"
     return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, note)))
+
+
+def _line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 @contextmanager
