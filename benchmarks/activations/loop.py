@@ -78,8 +78,8 @@ def seeded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Planned(Contender):
-    """forebay under ``plan``; where that was made for compiled blocks, they are compiled with an activation memory budget
-    of ``share``."""
+    """forebay under ``plan``; where that was made for compiled blocks, they are compiled with an activation memory
+    budget of ``share``."""
 
     name: str
     what: str
