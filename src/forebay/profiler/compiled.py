@@ -133,14 +133,14 @@ class _Runs:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             leaves, structure = tree_flatten(self._forward())
-        made = self._made(leaves, packed)
+        made, seeds = self._made(leaves, packed), _seeds(leaves)
         del leaves
         packed.clear()
         if made is None:
             return None
         inputs = tuple((Made.like(tensor), tensor.requires_grad) for tensor in self.inputs)
         alike = type(self._module), inputs, made
-        forward, backward = known[alike] if alike in known else known.setdefault(alike, self._peaks())
+        forward, backward = known[alike] if alike in known else known.setdefault(alike, self._peaks(seeds))
         outs, kept, saved = made
         gradients = sum(_nbytes(Made.like(self.inputs[place])) for place in self._trained)
         return Measured(
@@ -156,12 +156,11 @@ class _Runs:
             median(clock.backward for clock in clocks[1:]),
         )
 
-    def _peaks(self) -> tuple[int, int]:
+    def _peaks(self, seeds: Sequence[torch.Tensor]) -> tuple[int, int]:
         """The most bytes that are live in forward, and in backward above what forward left."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             leaves, _ = tree_flatten(self._forward())
-            seeds = _seeds(leaves)
             with torch.profiler.record_function(_TURN):
                 pass
             gradients = self._backward(leaves, seeds)
@@ -197,9 +196,11 @@ class _Runs:
     def _once(self, clock: _Clock) -> None:
         start = time.perf_counter()
         leaves, _ = tree_flatten(self._forward())
-        between = time.perf_counter()
-        self._backward(leaves, _seeds(leaves))
-        clock.forward, clock.backward = between - start, time.perf_counter() - between
+        clock.forward = time.perf_counter() - start
+        seeds = _seeds(leaves)
+        start = time.perf_counter()
+        self._backward(leaves, seeds)
+        clock.backward = time.perf_counter() - start
 
     def _forward(self) -> Any:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
