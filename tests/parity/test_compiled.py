@@ -212,8 +212,9 @@ def test_a_block_that_does_not_compile_runs_as_written() -> None:
         layer.compile(backend=fails)
     with pytest.warns(UserWarning, match="will run as written"):
         made = prepared(model, "stream")
-    assert any("layers.0 alone" in reason and "failed" in reason for reason in forebay.report(made[0]).plan.reasons)
+    assert forebay.report(made[0]).plan.compiled == ()
     expect_same(*made)
+    forebay.close(made[0])
 
 
 def test_the_step_after_an_error_between_forward_and_backward() -> None:
@@ -221,9 +222,10 @@ def test_the_step_after_an_error_between_forward_and_backward() -> None:
     in_place(model, Backend())
     made = prepared(model, "stream-recompute")
     made[0](batch(0))
-    with pytest.raises(IndexError):
+    with pytest.raises(RuntimeError, match="normalized_shape"):
         made[0](batch(0)[:0, :0])
     expect_same(*made)
+    forebay.close(made[0])
 
 
 def test_a_plan_for_compiled_blocks_is_refused_where_they_are_not() -> None:

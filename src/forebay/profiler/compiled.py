@@ -249,13 +249,11 @@ def _nbytes(made: Made) -> int:
 def allocations(profile: torch.profiler.profile) -> list[int]:
     """Bytes that PyTorch's allocator for the CPU handed out (above 0) or took back, in their order; 0 where forward
     turned into backward, if that was marked (``_TURN``)."""
-    profiler = profile.profiler
-    events = [] if profiler is None else profiler.kineto_results.events()
-    found = [event for event in events if event.name() in ("[memory]", _TURN)]
-    return [
-        event.nbytes() if event.name() == "[memory]" else 0
-        for event in sorted(found, key=lambda event: event.start_ns())
-    ]
+    profiler: Any = profile.profiler
+    events: list[Any] = [] if profiler is None else profiler.kineto_results.events()
+    found = [event for event in events if event.name() in (_MEMORY, _TURN)]
+    found.sort(key=lambda event: event.start_ns())
+    return [event.nbytes() if event.name() == _MEMORY else 0 for event in found]
 
 
 def peak_of(changes: Sequence[int]) -> int:
