@@ -85,7 +85,18 @@ REPORT_FLAGS = {"--out", "--plot", "--trace", "--json"}
 
 EXPORT_FLAGS = {"--to", "--format", "--dtype", "--json"}
 
-LAYOUT_FLAGS = {"--capacity", "--layout", "--seconds", "--out", "--json"}
+LAYOUT_FLAGS = {
+    "--capacity",
+    "--layout",
+    "--order",
+    "--batch",
+    "--seq",
+    "--dtype",
+    "--seconds",
+    "--out",
+    "--graph",
+    "--json",
+}
 
 FRAGMENTATION_FLAGS = {"--plot", "--json"}
 

@@ -20,6 +20,7 @@ WITHOUT_TORCH = (
     "forebay.layout",
     "forebay.buffers",
     "forebay.buffer_csv",
+    "forebay.op_graph",
     "forebay.recording",
     "forebay.snapshot",
     "forebay.plans",

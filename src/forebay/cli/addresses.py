@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from forebay.cli.completion import among
-from forebay.cli.flags import AsJson
+from forebay.cli.completion import among, models
+from forebay.cli.flags import AsJson, Batch, Dtype, Seq
 from forebay.cli.messages import EXIT_NO, errors_as_messages
-
-if TYPE_CHECKING:
-    from forebay.buffers import Addresses
 
 __all__ = ["fragmentation", "layout"]
 
 
 def layout(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Buffers as CSV: id,lower,upper,size, as minimalloc reads them.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|MODEL",
+            help="Buffers as CSV (id,lower,upper,size, as minimalloc reads them); or a step: a model as for forebay "
+            "plan, or a trace or a graph of ops as JSON.",
+            autocompletion=models,
+        ),
     ],
     capacity: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes that there are; else as few as possible.")
@@ -32,60 +35,45 @@ def layout(
             autocompletion=among("arena", "best-fit", "exact", "periodic", "roam"),
         ),
     ] = "arena",
+    order: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of a step's ops: program, or roam, in which fewer bytes are live at one time.",
+            autocompletion=among("program", "roam"),
+        ),
+    ] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    dtype: Dtype = None,
     seconds: Annotated[
-        float | None, typer.Option(help="How long to search; else 60 until it fits, 5 without a capacity.")
+        float | None,
+        typer.Option(help="How long to search; else 60 until it fits, 5 without a capacity, and 10 for an order."),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the buffers there, with offsets.")] = None,
+    graph: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a step's graph there, as JSON.")] = None,
     json: AsJson = False,
 ) -> None:
     """Give buffers with known lives addresses in one piece of memory. No two that are live together overlap."""
     with errors_as_messages():
-        if not _layout(file, capacity, layout, seconds, out, json):
+        from json import dumps
+
+        from rich.console import Console
+
+        from forebay.cli.layout import Asked, lay
+        from forebay.reporting.addresses import addresses_table
+        from forebay.reporting.order import order_lines, order_object
+
+        step = {"batch": batch, "seq": seq, "dtype": dtype}
+        found = lay(Asked(source, capacity, layout, order, step, seconds, out, graph))
+        placed, ordered = found.addresses, found.ordered
+        if json:
+            print(dumps(placed.to_json_dict() | ({} if ordered is None else {"order": order_object(ordered)})))
+        else:
+            lines = () if ordered is None else order_lines(ordered)
+            Console().print(addresses_table(placed, found.title, out, lines))
+        if not placed.feasible:
             raise typer.Exit(EXIT_NO)
-
-
-def _layout(
-    file: Path, capacity: str | None, layout: str, seconds: float | None, out: Path | None, as_json: bool
-) -> bool:
-    """Prints the answer and returns whether it fits."""
-    from json import dumps
-
-    from rich.console import Console
-
-    from forebay.buffer_csv import write_offsets
-    from forebay.reporting.addresses import addresses_table
-    from forebay.reporting.files import expect_folder_of
-
-    if out is not None:
-        expect_folder_of(out, "--out")  # before the search, which may take a minute
-    found = _found(file, capacity, layout, seconds)
-    if out is not None and found.feasible:
-        write_offsets(found, out)
-    if as_json:
-        print(dumps(found.to_json_dict()))
-    else:
-        Console().print(addresses_table(found, file.name, out))
-    return found.feasible
-
-
-def _found(file: Path, capacity: str | None, layout: str, seconds: float | None) -> Addresses:
-    """The addresses, checked. Raises a ``UsageError`` for what cannot be used."""
-    from forebay.buffer_csv import read_buffers
-    from forebay.buffers import BufferSet
-    from forebay.checking.addresses import check_addresses
-    from forebay.errors import ConfigError, UnitError
-    from forebay.units import parse_bytes
-
-    try:
-        room = None if capacity is None else parse_bytes(capacity)
-    except UnitError as error:
-        raise ConfigError(f"--capacity: {error}") from None
-    given = BufferSet(read_buffers(file), room)
-    from forebay.planners.layout import lay_out  # after all that could be wrong with the input: it takes a moment
-
-    found = lay_out(given, layout, seconds)
-    check_addresses(found)
-    return found
 
 
 def fragmentation(

@@ -10,13 +10,25 @@ stages    what is to be done in each part of a step
 walk      the steps, walked through as the runtime does
 lower     all of it: a plan becomes a program
 buffers   the lives of a step one by one, for a layout of addresses
+graph     a trace as the graph of its ops, whose order is open
 accumulation  what several micro-batches take that pass the model together
 """
 
 from forebay.lowering.accumulation import accumulation_of, parked_nbytes
 from forebay.lowering.buffers import step_buffers
+from forebay.lowering.graph import step_graph
 from forebay.lowering.liveness import Liveness, device_bound
 from forebay.lowering.lives import Profile
 from forebay.lowering.lower import lower, sketch
 
-__all__ = ["Liveness", "Profile", "accumulation_of", "device_bound", "lower", "parked_nbytes", "sketch", "step_buffers"]
+__all__ = [
+    "Liveness",
+    "Profile",
+    "accumulation_of",
+    "device_bound",
+    "lower",
+    "parked_nbytes",
+    "sketch",
+    "step_buffers",
+    "step_graph",
+]

@@ -206,6 +206,10 @@ class TraceIndex:
                 if root is not None and root.completes != NEVER:
                     root.completes = max(root.completes, first + index)
 
+    def root_of(self, tensor: int) -> int:
+        """The id of the root whose bytes tensor ``tensor`` (its id) lies in."""
+        return self._root_of[tensor]
+
     # Single ops.
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group
@@ -18,8 +19,9 @@ SHOWN = 40
 """Buffers of which the addresses are printed: more are for a file."""
 
 
-def addresses_table(found: Addresses, name: str, out: Path | None) -> Group:
-    """The addresses, the height beside its lower bound, and the answer. ``out`` is where they were written."""
+def addresses_table(found: Addresses, name: str, out: Path | None, order: Sequence[str] = ()) -> Group:
+    """The addresses, the height beside its lower bound, and the answer. ``out`` is where they were written, ``order``
+    is what there is to say of the order of the ops that make the buffers."""
     given = found.given
     where = figure_table("addresses", "buffer", ["from", "to", "bytes", "offset"])
     for buffer, offset in list(zip(given.buffers, found.offsets, strict=True))[:SHOWN]:
@@ -29,7 +31,7 @@ def addresses_table(found: Addresses, name: str, out: Path | None) -> Group:
     for what, nbytes in rows.items():
         if nbytes is not None:
             figures.add_row(what, str(nbytes), size(nbytes))
-    notes = [f"{found.gap:.2%} over the lower bound, which is the most bytes that are live at one time"]
+    notes = [*order, f"{found.gap:.2%} over the lower bound, which is the most bytes that are live at one time"]
     notes.append(f"found by {found.found_by}, in {format_seconds(found.solve_seconds)}")
     if len(given.buffers) > SHOWN:
         notes.append(f"{SHOWN} of {len(given.buffers)} addresses are shown; --out FILE writes all of them")
