@@ -13,7 +13,7 @@ from typing import Any
 
 from forebay.errors import ConfigError
 
-__all__ = ["Addresses", "Buffer", "BufferSet", "peak_live"]
+__all__ = ["LARGEST", "Addresses", "Buffer", "BufferSet", "peak_live"]
 
 LARGEST = 1 << 46
 """Bytes, and points in time: no size, capacity or time is more, so that sums of 65,536 of them stay within 64 bits."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, final
 
+from forebay.buffers import LARGEST
 from forebay.errors import ConfigError
 from forebay.recording import Recording, Request
 from forebay.units import format_bytes
@@ -62,7 +63,7 @@ def read_snapshot(path: Path) -> Recording:
             raise ConfigError(f"{path} has no history of allocations, and nothing is there; {_HOW}")
         own = [segment for segment in segments if segment.get("device", 0) == device]
         return _recording(traces[device], own, device)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ConfigError(f"{path} is not a memory snapshot that forebay knows ({error!r}); {_HOW}") from None
 
 
@@ -82,7 +83,9 @@ def _recording(trace: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[st
     short: list[str] = []
     there: dict[int, int] = {}  # numbers by address
 
-    def new(entry: Mapping[str, Any], nbytes: int, stream: int) -> int:
+    def new(entry: Mapping[str, Any], nbytes: Any, stream: Any) -> int:
+        if not isinstance(nbytes, int) or not 0 <= nbytes <= LARGEST or not isinstance(stream, int):
+            raise ValueError(f"a request of {nbytes!r} bytes on stream {stream!r}")
         requests.append(Request(_what(entry), nbytes, stream))
         return len(requests) - 1
 

@@ -27,7 +27,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "layout.md").read_text(en
 
 
 def asked(*arguments: str | Path) -> dict[str, object]:
-    done = CliRunner().invoke(app, ["layout", *map(str, arguments), "--json"])
+    done = CliRunner().invoke(app, ["layout", *map(str, arguments), "--layout", "best-fit", "--json"])
     assert done.exit_code == 0, done.output
     told: dict[str, object] = json.loads(done.stdout)
     return told

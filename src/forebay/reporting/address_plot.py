@@ -51,7 +51,9 @@ def _panel(axes: Axes, one: Replay) -> None:
         corners.append([(life.made, low), (life.gone, low), (life.gone, high), (life.made, high)])
         colours.append(COLOURS[life.box.number % len(COLOURS)])
     axes.add_collection(PolyCollection(corners, facecolors=colours, linewidths=0))
-    axes.plot([reserved / MiB for reserved in one.reserved], color="black", linewidth=0.8)
+    # What an event takes is there until the next one, and what the last one takes until the end of the boxes.
+    levels = [reserved / MiB for reserved in (*one.reserved, *one.reserved[-1:])]
+    axes.plot(levels, color="black", linewidth=0.8, drawstyle="steps-post")
     axes.set_ylabel("address (MiB)")
     axes.set_ylim(bottom=0.0)
     axes.text(0.01, 0.97, f"{one.allocator}: {one.over:.1%} over live", transform=axes.transAxes, va="top")

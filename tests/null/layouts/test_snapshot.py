@@ -87,6 +87,9 @@ class Evil:
         (pickle.dumps([1, 2]), "that forebay knows"),
         (pickle.dumps({"segments": [], "device_traces": [[]]}), "no history"),
         (pickle.dumps({"segments": []}), "that forebay knows"),
+        (pickle.dumps({"segments": [], "device_traces": [[entry("alloc", 1, -512)]]}), "a request of -512 bytes"),
+        (pickle.dumps({"segments": [], "device_traces": [[entry("alloc", 1, 1 << 60)]]}), f"a request of {1 << 60}"),
+        (pickle.dumps({"segments": [], "device_traces": [[entry("alloc", 1, "x")]]}), "a request of 'x'"),  # type: ignore[arg-type]
     ],
 )
 def test_files_that_are_no_snapshots(
