@@ -87,12 +87,14 @@ def update_cell(
     state_names: tuple[str, ...],
     chunk: Chunk,
     tasks: Mapping[str, Task],
+    states: torch.Tensor,
     buffer: torch.Tensor,
     arithmetic: Arithmetic,
 ) -> None:
-    """Updates ``chunk`` in ``buffer`` (1-D uint8), which has its cell."""
+    """Updates ``chunk``, whose states are ``states`` and whose parameters and gradients are where its cell has them in
+    ``buffer`` (both 1-D uint8)."""
     cell = cell_of(chunk)
-    held = copy_of(layout, state_names, chunk, buffer[: chunk.nbytes], _in_cell(cell, chunk, buffer, cell.parameters))
+    held = copy_of(layout, state_names, chunk, states, _in_cell(cell, chunk, buffer, cell.parameters))
     apply_update(chunk, held, _in_cell(cell, chunk, buffer, cell.gradients), tasks, arithmetic)
 
 

@@ -10,8 +10,8 @@ fp32, 8 + 4 + 4 = 16 bytes there and 8 + 4 = 12 back; in 16 bits with a master 1
 An update on the host moves none of these over the link.
 
 Beside the storage (``storage_side``) a cell is memory that is shared with the process that updates; the states are on
-disk and go through its part of the cell. What moves is the rest: in 16 bits with a master 2 bytes there and 2 back. Of
-gradients it may be the largest elements alone (``sparse``).
+disk and go through memory of that process, in the place of their part of the cell. What moves is the rest: in 16 bits
+with a master 2 bytes there and 2 back. Of gradients it may be the largest elements alone (``sparse``).
 """
 
 from __future__ import annotations

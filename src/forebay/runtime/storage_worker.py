@@ -1,10 +1,12 @@
 """The process beside the storage: reads the states of a chunk from disk, updates it, writes the states back.
 
 It is started by ``storage_side`` with one end of a channel, and what it has to know on its standard input; it ends when
-the other end is closed, or when the process that started it is no more. States pass through the first part of their
-cell, which is shared memory: gradients and parameters of the same elements lie behind it (``layout.Cell``), so that the
-update is that of any cell, by the same code as on the host, bit for bit. Where only the largest elements of gradients
-come, the gradients are made of them first, as on a drive that expands what it is sent (``sparse``).
+the other end is closed, or when the process that started it is no more. Gradients and parameters are in a cell in
+shared memory, behind a part for the states of the same elements (``layout.Cell``). That part is left alone, so that it
+takes no memory: shared memory has no huge pages, without which the disk is slower (``tiers.pages``). States pass
+through memory of this process in its place. The update is that of any cell, by the same code as on the host, bit for
+bit. Where only the largest elements of gradients come, the gradients are made of them first, as on a drive that expands
+what it is sent (``sparse``).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from forebay.runtime.sparse import gather_sent
 from forebay.runtime.storage_orders import Answer, Done, Failed, Order, Setup
 from forebay.tiers.diskfile import Meter
 from forebay.tiers.handed import taken_over
+from forebay.tiers.pages import map_pages
 from forebay.tiers.shared import mapped
 
 __all__ = ["serve"]
@@ -57,6 +60,9 @@ class _Updating:
             os.close(setup.memory)
             widening = self._memory[setup.nbytes - setup.widening :] if setup.widening else None
             self._arithmetic = host_arithmetic(setup.rule, team, widening)
+            # No more than the parts for states of all cells, which are counted, and of which there is one or more.
+            largest = max(chunk.nbytes for layout, _ in self._layouts.values() for chunk in layout.chunks)
+            self._states = torch.frombuffer(map_pages(largest), dtype=torch.uint8)
             self._opened = opened.pop_all()
 
     def answer(self, order: Order) -> Answer:
@@ -71,11 +77,11 @@ class _Updating:
         layout, start = self._layouts[order.block]
         chunk, before = layout.chunks[order.chunk], self._meter.nbytes
         buffer = self._memory[order.start :]
-        states = buffer[: chunk.nbytes]
+        states = self._states[: chunk.nbytes]
         self._file.read(start + chunk.offset, states)
         if self._density is not None:
             gather_sent(chunk, cell_of(chunk, self._density), buffer, order.tasks.keys())
-        update_cell(layout, self._names, chunk, order.tasks, buffer, self._arithmetic)
+        update_cell(layout, self._names, chunk, order.tasks, states, buffer, self._arithmetic)
         self._file.write(start + chunk.offset, states)
         return self._meter.nbytes - before
 

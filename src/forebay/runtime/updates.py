@@ -204,7 +204,7 @@ class Updater:
         """Updates one chunk in the ``buffer`` of its cell, on the device. Runs in the thread of that lane."""
         # Made for each chunk: it holds memory of the device, and would hold it longer than the cells do.
         arithmetic = self._arithmetic_there(None if self._cells is None else self._cells.widening)
-        update_cell(state.layout, self._rule.state_names, chunk, tasks, buffer, arithmetic)
+        update_cell(state.layout, self._rule.state_names, chunk, tasks, buffer[: chunk.nbytes], buffer, arithmetic)
 
     def _take_along(
         self, state: BlockState, chunk: Chunk, loan: Checkout, states: Checkout, tasks: Mapping[str, Task]
