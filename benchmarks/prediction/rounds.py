@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from forebay.profiler.capture import Captured
     from forebay.trace import Trace
 
-__all__ = ["ROUNDS", "Foretold", "Ran", "beside", "between", "foretell", "measure", "run"]
+__all__ = ["ROUNDS", "Foretold", "Ran", "beside", "between", "foretell", "measure", "measure_again", "run"]
 
 ROUNDS = 4
 WARM_STEPS, STEPS = 2, 5
 OP_SECONDS = 6.0
+LATER_ROUNDS = 4
+"""Of a measurement of the disk between runs."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,38 @@ class Ran:
 def measure(captured: Captured, disk: str | None = None) -> Machine:
     """The machine now: the rates of its lanes, of the disk of the folder ``disk`` if one is named, and each distinct op
     of ``captured`` alone."""
+    from forebay.profiler.probe import probe
+
+    return _with_ops(captured, probe("cpu", disk=disk, refresh=True))
+
+
+def measure_again(captured: Captured, machine: Machine) -> Machine:
+    """``machine`` a while later: each distinct op of ``captured`` anew, and the disk, if there is one. The other lanes
+    take so little of a step that their rates are those of before."""
+    from forebay.device import open_device
+    from forebay.profiler.disk_rates import measure_disk
+    from forebay.profiler.effort import CPU_EFFORT
+
+    if machine.disk is not None:
+        device = open_device("cpu")
+        try:
+            found = measure_disk(device, machine.disk.path, replace(CPU_EFFORT, rounds=LATER_ROUNDS))
+        finally:
+            device.close()
+        machine = replace(machine, disk=found.disk)
+    return _with_ops(captured, machine)
+
+
+def _with_ops(captured: Captured, machine: Machine) -> Machine:
+    """``machine`` with each distinct op of ``captured`` alone, as it is now."""
     import torch
 
-    from forebay.profiler.probe import probe
     from forebay.profiler.stopwatch import ColdStopwatch
     from forebay.profiler.timing import TimingPolicy, time_ops
 
-    here = probe("cpu", disk=disk, refresh=True)
     policy = TimingPolicy(total=OP_SECONDS)
-    return time_ops(captured.trace, captured.calls, here, torch.device("cpu"), ColdStopwatch(), policy)
+    bare = replace(machine, op_seconds={})
+    return time_ops(captured.trace, captured.calls, bare, torch.device("cpu"), ColdStopwatch(), policy)
 
 
 def foretell(trace: Trace, machine: Machine, plan: Plan) -> Foretold:

@@ -1,8 +1,9 @@
 """Plans of all policies for states, each foretold, run, and foretold again with the rates that were there afterwards.
 
-A shared host can become half as fast from one second to the next. So all plans run in rounds, one after the other
-between two measurements of the machine: the mean of what the two foretell counts (as in ``prediction.rounds``), and of
-the rounds the median. A measurement takes as long as five runs do, so there is none between rounds.
+A shared host can become half as fast from one second to the next, and so can its disk. So all plans run in rounds, one
+after the other, and what most of a step's seconds are from, ops and the disk, is measured anew behind each round: what
+counts in a round is the mean of what the measurements before and behind it foretell (as in ``prediction.rounds``), and
+of the rounds the median.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.case import BenchmarkError, among
 from benchmarks.host import ROOT
-from benchmarks.prediction.rounds import measure
+from benchmarks.prediction.rounds import measure, measure_again
 from benchmarks.prediction.zoo import ZOO, Entry
 from benchmarks.provenance import Timing
 from benchmarks.states.record import LEVELS, Comparison, Figures, Refused, Run, Same
@@ -160,12 +162,14 @@ def _part(entry: Entry, folder: str, rounds: int, levels: Sequence[str], policie
     same: list[Same] = []
     asked = list(_plans(trace, machine, folder, levels, policies, refused, same))
     plain = {count: _plain(entry, count) for count in {one.micro_batches for one in asked}}
-    before = [_seconds(trace, machine, one) for one in asked]
     first = [simulate(trace, machine, one.plan, micro_batches=1) for one in asked]
-    ran = [[_run(entry, *each, folder) for each in zip(asked, before, strict=True)] for _ in range(rounds)]
-    machine = measure(captured, folder)
-    foretold = [mean((early, _seconds(trace, machine, one))) for one, early in zip(asked, before, strict=True)]
-    rows = zip(asked, first, foretold, zip(*ran, strict=True), strict=True)
+    foretold, ran = [[_seconds(trace, machine, one) for one in asked]], []
+    for _ in range(rounds):
+        ran.append([_run(entry, *each, folder) for each in zip(asked, foretold[-1], strict=True)])
+        machine = measure_again(captured, machine)
+        foretold.append([_seconds(trace, machine, one) for one in asked])
+    around = [[mean(pair) for pair in zip(*moments, strict=True)] for moments in pairwise(foretold)]
+    rows = zip(asked, first, zip(*around, strict=True), zip(*ran, strict=True), strict=True)
     runs = [_beside(*row, plain[row[0].micro_batches]) for row in rows]
     return _Part(entry.kind, tuple(runs), tuple(refused), tuple(same))
 
@@ -290,9 +294,10 @@ def _plain(entry: Entry, micro_batches: int) -> tuple[float, ...]:
 
 
 def _beside(
-    asked: _Asked, first: Timeline, foretold_seconds: float, rounds: Sequence[_Ran], plain: tuple[float, ...]
+    asked: _Asked, first: Timeline, foretold_seconds: Sequence[float], rounds: Sequence[_Ran], plain: tuple[float, ...]
 ) -> Run:
-    """The rounds of one plan as one line: the largest peaks measured, the medians of the seconds."""
+    """The rounds of one plan, each with its seconds foretold, as one line: the largest peaks measured, the medians
+    of the seconds."""
     plan, count = asked.plan, asked.micro_batches
     reports = [ran.report for ran in rounds]
     peaks = plan.peaks(count)
@@ -306,10 +311,10 @@ def _beside(
         host=plan.budget.host or 0,
         micro_batches=count,
         promised=(peaks[Tier.DEVICE], peaks[Tier.HOST], peaks[Tier.DISK]),
-        predicted=_figures(foretold_seconds, foretold),
+        predicted=_figures(median(foretold_seconds), foretold),
         measured=_figures(median(seconds), measured),
         seconds=tuple(one for ran in rounds for one in ran.step_seconds),
-        ratios=tuple(own / foretold_seconds for own in seconds),
+        ratios=tuple(own / told for own, told in zip(seconds, foretold_seconds, strict=True)),
         busy=_busy(first, reports[-1].timeline) if count == 1 else {},
         exact=not plan.changes_numbers,
         as_plain=all(ran.losses[: len(plain)] == plain for ran in rounds),
