@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("transformers")
 
 import forebay.planners
+from forebay.cli.compare import STEPS, WARM_STEPS
 from forebay.cli.main import app
-from forebay.cli.trial import STEPS, WARM_STEPS
 from forebay.planners import STATES
 from forebay.units import MiB
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ from forebay.cli.main import app
 from forebay.device.cpu import CpuDevice
 from forebay.layout import state_layout
 from forebay.machine import Machine
+from forebay.profiler.company import Company, busy_of
 from forebay.profiler.effort import Effort, Layer
-from forebay.profiler.machine_cache import Circumstances, Remembered, cache_file, cpu_model, recall
+from forebay.profiler.machine_cache import Circumstances, Remembered, cache_file, cores, cpu_model, recall
 from forebay.profiler.pinning import pinned_capacity
 from forebay.profiler.probe import cached, examine, nominal, probe
 from forebay.profiler.sharing import lost_share
@@ -39,6 +43,7 @@ SMALL = Effort(
     update_elements=64 * KiB,
     elementwise=256 * KiB,
     chain=20,
+    company=1.0,
 )
 
 
@@ -126,6 +131,57 @@ def test_another_disk_is_measured_and_nothing_else(measured: tuple[Machine, Path
     # The remark of the disk measured before goes with it.
     remarks = json.loads(cache_file(tmp_path, "cpu").read_text())["remarks"]
     assert [str(tmp_path) in r for r in remarks if "was read and written" in r] == [True]
+
+
+def test_what_others_had_of_the_cores() -> None:
+    """Two cores for 10 s: 12 s busy, 4 of them with this process."""
+    clocks = {"busy": iter((100.0, 112.0)), "own": iter((7.0, 11.0)), "clock": iter((50.0, 60.0))}
+    company = Company((0, 1), *(partial(next, clocks[name]) for name in ("busy", "own", "clock")))
+    assert company.share() == 0.4
+    clocks = {"busy": iter((0.0, 1.0)), "own": iter((0.0, 1.5)), "clock": iter((0.0, 1.0))}
+    assert Company((0,), *(partial(next, clocks[name]) for name in ("busy", "own", "clock"))).share() == 0.0
+    alone = Company(cores())
+    start = time.thread_time()
+    while time.thread_time() - start < 0.1:
+        pass
+    assert 0.0 <= alone.share() <= 1.0
+
+
+def test_seconds_of_a_core_are_those_in_which_somebody_had_it(tmp_path: Path) -> None:
+    second = os.sysconf("SC_CLK_TCK")
+    row = [second * n for n in (1, 2, 4, 1000, 2000, 8, 16, 32, 1, 2)]
+    lines = ["cpu 9 9 9 9 9 9 9 9 9 9", *(f"cpu{core} {' '.join(map(str, row))}" for core in (0, 2, 20)), "intr 5 0"]
+    (tmp_path / "stat").write_text("\n".join(lines))
+    assert busy_of((0,), tmp_path / "stat") == 63.0 and busy_of((0, 2), tmp_path / "stat") == 126.0
+    assert busy_of((0,), tmp_path / "none") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("others", "times", "kept"), [((0.1,), 1, True), ((0.5, 0.1), 2, True), ((0.6, 0.5), 2, False)]
+)
+def test_what_others_disturbed_is_measured_once_more_and_not_kept(
+    others: tuple[float, ...],
+    times: int,
+    kept: bool,
+    measurements: list[Remembered],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares, told = iter(others), list[str]()
+    monkeypatch.setattr("forebay.profiler.probe.Company.share", lambda company: next(shares))
+    quiet = replace(SMALL, company=0.2)
+    found = examine("cpu", folder=tmp_path, effort=quiet, tell=told.append)
+    assert len(measurements) == times and cache_file(tmp_path, "cpu").exists() == kept
+    assert len(told) == times - 1 + (not kept)
+    if kept:
+        assert not any("other programs" in remark for remark in found.remarks)
+        return
+    assert "other programs had 50% of the" in told[-1] and "not kept" in told[-1] and found.remarks[0] == told[-1]
+    # What there was stays: it was measured on a machine that nobody else had.
+    cache_file(tmp_path, "cpu").write_text("what there was")
+    shares = iter(others)
+    examine("cpu", refresh=True, folder=tmp_path, effort=quiet, tell=told.append)
+    assert cache_file(tmp_path, "cpu").read_text() == "what there was"
 
 
 def break_whole(text: str) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from forebay.budgets import Budget
 from forebay.cli.plan import PlanSettings, capture_step, chosen_machine, disk_budget, with_ops
@@ -16,7 +16,7 @@ from forebay.names import meant
 from forebay.reporting.comparison import LINKS, Candidate, Measured
 from forebay.reporting.files import expect_folder_of, writing
 from forebay.reporting.side_by_side import Comparison
-from forebay.units import format_bytes, parse_bytes
+from forebay.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from forebay.machine import Machine
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from forebay.trace import Trace
 
 __all__ = [
+    "STEPS",
+    "WARM_STEPS",
     "Run",
     "Shares",
     "compare",
@@ -32,6 +34,7 @@ __all__ = [
     "expect_picture",
     "parse_budgets",
     "parse_policies",
+    "steps_of",
 ]
 
 PAGE = ".html"
@@ -42,6 +45,12 @@ STEP = 0.1
 
 MOST_SHARE = 10.0
 """More of what everything takes is no budget that anybody asks about."""
+
+WARM_STEPS: Final = 2
+"""Steps of a trial that do not count: the first one records the order in which blocks are used."""
+
+STEPS: Final = 3
+"""Steps that are timed; where blocks are updated in turns so many more that they are whole rounds."""
 
 Run = Callable[["Plan", Budget], Measured]
 """Trains a few steps under a plan within a budget, and gives everything back."""
@@ -186,10 +195,26 @@ def compare_policies(
         for policy in policies:
             candidate, plan = answers[policy][place]
             if plan is not None and run is not None:
-                tell(f"running {policy} with {format_bytes(budget.device)} on the device")
+                tell(f"running {policy} with {format_bytes(budget.device)} on the device{_how_long(plan)}")
                 candidate = replace(candidate, measured=run(plan, budget))
             found.append(candidate)
     return tuple(found)
+
+
+def steps_of(plan: Plan) -> tuple[int, int]:
+    """How many steps of a trial do not count, and how many do."""
+    # A block's first update makes it ready: in turns, all have had one after a round.
+    every = plan.streaming.update_every
+    return max(WARM_STEPS, every), -(-STEPS // every) * every
+
+
+def _how_long(plan: Plan) -> str:
+    """In words, where a trial takes more steps than others do."""
+    steps = sum(steps_of(plan))
+    if steps == WARM_STEPS + STEPS:
+        return ""
+    long = "" if plan.step_seconds is None else f", some {format_seconds(steps * plan.step_seconds)}"
+    return f": {steps} steps{long}, since its blocks are updated in turns of {plan.streaming.update_every} steps"
 
 
 def _never_slower(

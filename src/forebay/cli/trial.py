@@ -15,6 +15,7 @@ from torch import nn
 
 from forebay import api
 from forebay.budgets import Budget
+from forebay.cli.compare import STEPS, WARM_STEPS, steps_of
 from forebay.cli.preparing import optimizer_of
 from forebay.errors import DoesNotFit, ForebayError
 from forebay.plans import Plan
@@ -31,13 +32,7 @@ if TYPE_CHECKING:
     from forebay.timeline import Event
     from forebay.trace import Trace
 
-__all__ = ["STEPS", "WARM_STEPS", "Trials"]
-
-WARM_STEPS: Final = 2
-"""Steps that do not count: the first one records the order in which blocks are used."""
-
-STEPS: Final = 3
-"""Steps that are timed; where blocks are updated in turns so many more that they are whole rounds."""
+__all__ = ["Trials"]
 
 SEED: Final = 0
 LEARNING_RATE: Final = 1e-4
@@ -94,9 +89,7 @@ class Trials:
         model, optimizer = self._prepared(model, optimizer, batch, plan, budget)
         try:
             torch.manual_seed(SEED)  # dropout draws the same in every run
-            # A block's first update makes it ready: in turns, all have had one after a round.
-            every = plan.streaming.update_every
-            warm, steps = max(WARM_STEPS, every), -(-STEPS // every) * every
+            warm, steps = steps_of(plan)
             losses = self._losses(model, optimizer, batch, warm)
             # Nothing is under way at either end, so that what lies between is all that the timed steps moved.
             api.synchronize(model)
@@ -110,7 +103,7 @@ class Trials:
         moved = {lane: sum(event.nbytes for event in events if event.lane is lane) // steps for lane in LINKS}
         return Measured(
             steps=steps,
-            step_seconds=typical_seconds(report.timeline.step_seconds[warm:], every),
+            step_seconds=typical_seconds(report.timeline.step_seconds[warm:], plan.streaming.update_every),
             peaks=report.measured_peaks(),
             moved=moved,
             losses=losses,

@@ -31,7 +31,8 @@ class Effort:
 
     Every figure is the median of ``rounds`` short runs, fewer where they would take more than ``bound`` seconds; two
     at least. ``layers`` are tried in order until the next one would be over the bound; the last one tried counts.
-    ``pinned_bound`` is the most that is page-locked to see how much can be.
+    ``pinned_bound`` is the most that is page-locked to see how much can be. Where other programs have more than
+    ``company`` of the cores' time meanwhile, nothing is to be believed.
     """
 
     layers: tuple[Layer, ...]
@@ -45,6 +46,7 @@ class Effort:
     elementwise: int = 16 * MiB
     chain: int = 60
     pinned_bound: int = 8 * GiB
+    company: float = 0.2
 
     def __post_init__(self) -> None:
         if not self.layers or self.rounds < 2 or self.bound <= 0:
@@ -52,6 +54,8 @@ class Effort:
         for name, sizes in (("copy_sizes", self.copy_sizes), ("disk_sizes", self.disk_sizes)):
             if not sizes or list(sizes) != sorted(set(sizes)) or any(size <= 0 or size % PAGE for size in sizes):
                 raise ConfigError(f"{name} must be increasing multiples of {PAGE} bytes, got {sizes}")
+        if not 0 <= self.company <= 1:
+            raise ConfigError(f"company is a share, from 0 to 1, got {self.company}")
         if self.disk_file < self.disk_sizes[-1]:
             raise ConfigError(f"disk_file must hold the largest of disk_sizes, got {self.disk_file}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from forebay.device.base import Device
 from forebay.errors import ConfigError, ModelError
 from forebay.layout import PAGE
 from forebay.machine import Disk, Machine
+from forebay.profiler.company import Company
 from forebay.profiler.compute_rates import (
     arithmetic,
     elementwise_bandwidth,
@@ -54,9 +54,6 @@ Tell = Callable[[str], None]
 _LEISURE = 9.0
 """Seconds of measuring after which the rest is hurried."""
 
-_BUSY = 0.5
-"""Runnable processes for each core beside which a measurement is not to be trusted."""
-
 
 @dataclass(frozen=True)
 class Examination:
@@ -81,7 +78,8 @@ def probe(
     Takes under 20 s the first time. The figures are kept in ``folder`` (None: the user's cache folder) and used again
     as long as the device, the processor, its cores for this process and torch are the same; capacities are always
     those of the moment. ``refresh`` measures anew. ``disk`` None: the one measured last, if any. ``tell`` is told in
-    one line when figures that were kept cannot be used (None: the log does).
+    one line when figures that were kept cannot be used (None: the log does), and when other programs had the cores
+    meanwhile: then it is measured once more, and what is still disturbed is not kept.
 
     Raises ``ModelError`` for a device that is not there, ``ConfigError`` and ``DiskFull`` for a disk that cannot be
     measured.
@@ -110,10 +108,11 @@ def examine(
         start = time.perf_counter()
         if found is not None and (disk is None or _same(found.machine.disk, disk)):
             return Examination(_as_now(found.machine, here), found.remarks)
-        found = here.measure() if found is None else found
-        if disk is not None:
-            found = _with_disk(found, here, disk)
+        found, busy = _undisturbed(here, found, disk, say)
         seconds = time.perf_counter() - start
+        if busy:
+            say(busy)
+            return Examination(found.machine, (busy, *found.remarks), seconds)
         try:
             found.save(file)
         except OSError as error:
@@ -200,12 +199,11 @@ class _Here:
         cuda, device = self.kind == "cuda", self.device
         watch: Stopwatch = CudaStopwatch(self.index) if cuda else WallStopwatch()
         pinner: Pinner = CudaPinner.of(torch.device(device.name)) if cuda else NoPinner()
-        remarks = self._load()
         capacity = self.device_capacity()
         found = arithmetic(device.name, watch, effort())
         if not found.rates:
             raise ModelError(f"{self.name} multiplies matrices in no dtype that forebay trains in; use another device")
-        remarks += [f"{self.name} does not multiply matrices of {dtype}" for dtype in found.refused]
+        remarks = [f"{self.name} does not multiply matrices of {dtype}" for dtype in found.refused]
         nbytes = min(self.effort.copy_sizes[-1], self.host // 8, capacity // 4) // PAGE * PAGE
         overhead = Overhead(0.0, 0.0, 0.0) if cuda else host_overhead(watch, effort())
         with Transfers(device, pinner, nbytes) as transfers:
@@ -243,15 +241,6 @@ class _Here:
     def _pinned(self, pinner: Pinner) -> int:
         return pinned_capacity(tries_with(pinner), self.host, self.effort.pinned_bound, memlock_limit())
 
-    def _load(self) -> list[str]:
-        load = os.getloadavg()[0]
-        if load <= _BUSY * len(self.cores):
-            return []
-        return [
-            f"the machine was busy when this was measured (load {load:.1f} on {len(self.cores)} cores): rates may be "
-            f"too low; measure again with --refresh when it is idle"
-        ]
-
     def _sources(self, seconds: float) -> tuple[str, ...]:
         threads = torch.get_num_threads()
         precision = torch.get_float32_matmul_precision()
@@ -264,6 +253,33 @@ class _Here:
             f"updates that cores bind, by the same",
             "host_bandwidth, device_bandwidth: bytes read and written, of a copy and of a sum",
         )
+
+
+def _undisturbed(here: _Here, known: Remembered | None, disk: str | None, say: Tell) -> tuple[Remembered, str]:
+    """What is measured (where it is ``known`` but for the disk, only that), and in words who disturbed it (empty:
+    nobody). Once more where somebody did, and the better of the two counts: most others are soon gone."""
+    found, others = _measured(here, known, disk)
+    most, count = here.effort.company, len(here.cores)
+    if others > most:
+        say(f"other programs had {others:.0%} of the {count} cores while this was measured; measuring once more")
+        again, later = _measured(here, known, disk)
+        found, others = (again, later) if later < others else (found, others)
+    if others <= most:
+        return found, ""
+    return found, (
+        f"other programs had {others:.0%} of the {count} cores while this was measured: the rates are too low and are "
+        f"not kept; end what else runs here and measure again, or write them to a file with --out and plan with "
+        f"--machine FILE, if the machine is always shared like this"
+    )
+
+
+def _measured(here: _Here, known: Remembered | None, disk: str | None) -> tuple[Remembered, float]:
+    """What is measured, and the share of the cores' time that others had meanwhile."""
+    company = Company(here.cores)
+    found = here.measure() if known is None else known
+    if disk is not None:
+        found = _with_disk(found, here, disk)
+    return found, company.share()
 
 
 def _with_disk(found: Remembered, here: _Here, path: str) -> Remembered:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from forebay.budgets import Budget
-from forebay.cli.compare import compare, compare_policies
+from forebay.cli.compare import STEPS, WARM_STEPS, compare, compare_policies, steps_of
 from forebay.cli.plan import make_settings
 from forebay.errors import ConfigError
 from forebay.memory import Tier
@@ -18,7 +18,7 @@ from forebay.planners import make_plan
 from forebay.plans import Plan
 from forebay.reporting.comparison import Candidate, Measured, comparison_tables
 from forebay.timeline import Lane
-from forebay.units import MiB
+from forebay.units import MiB, format_seconds
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 POLICIES = ("zero-offload", "l2l", "zero-infinity")
@@ -102,6 +102,27 @@ def test_each_plan_that_fits_is_run_before_the_next_policy_is_asked() -> None:
     assert [plan.planner for plan in ran] == ["l2l", "zero-infinity"]
     assert [c.measured and c.measured.reason for c in found] == [None, "", "it broke"]
     assert "running l2l with" in told[0]
+
+
+def test_a_trial_of_updates_in_turns_says_beforehand_how_many_steps_it_takes() -> None:
+    """Others take as many as ever."""
+    trace, on = chain(6), machine(update=2e7)
+    device = make_plan(asked(trace, on, device=ENOUGH), "stream").device
+    ran, told = list[Plan](), list[str]()
+
+    def run(plan: Plan, budget: Budget) -> Measured:
+        ran.append(plan)
+        return RAN
+
+    compare_policies(trace, on, [Budget(device)], ["angel-ptm", "angel-ptm-lock-free"], run=run, tell=told.append)
+    exact, turns = ran
+    every = turns.streaming.update_every
+    assert steps_of(exact) == (WARM_STEPS, STEPS) and told[0].endswith("on the device")
+    warm, timed = steps_of(turns)
+    assert every > 1 and warm >= max(WARM_STEPS, every) and timed >= STEPS and timed % every == 0
+    assert turns.step_seconds is not None
+    seconds = format_seconds((warm + timed) * turns.step_seconds)
+    assert f"{warm + timed} steps, some {seconds}, since its blocks are updated in turns of {every} steps" in told[1]
 
 
 def test_another_machine_cannot_be_measured_here() -> None:
