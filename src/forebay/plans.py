@@ -208,8 +208,9 @@ class Streaming:
 @dataclass(frozen=True)
 class Accumulation:
     """Bytes that n micro-batches of ``forebay.accumulate`` take at most: ``device + (n - 1) * device_further``, and so
-    on the host (``host_further``) and on disk (``disk_further``). ``step_seconds`` is the predicted time of a step of
-    ``micro_batches`` of them, as many as the plan was asked to leave room for (None: for one)."""
+    on the host (``host_further``), page-locked of that (``pinned_further``) and on disk (``disk_further``).
+    ``step_seconds`` is the predicted time of a step of ``micro_batches`` of them, as many as the plan was asked to
+    leave room for (None: for one)."""
 
     device: int
     device_further: int
@@ -219,9 +220,12 @@ class Accumulation:
     disk_further: int
     micro_batches: int = 1
     step_seconds: float | None = None
+    pinned: int = 0
+    pinned_further: int = 0
 
     def needed(self, tier: Tier, micro_batches: int) -> int:
-        """Bytes of the device, of the host or of the disk that so many micro-batches take."""
+        """Bytes of a tier that so many micro-batches take. Page-locked are at most as many: no more than the budget
+        for that, as far as it goes."""
         one, further = self._of(tier)
         return one + (micro_batches - 1) * further
 
@@ -236,6 +240,7 @@ class Accumulation:
         return {
             Tier.DEVICE: (self.device, self.device_further),
             Tier.HOST: (self.host, self.host_further),
+            Tier.PINNED: (self.pinned, self.pinned_further),
             Tier.DISK: (self.disk, self.disk_further),
         }[tier]
 
@@ -375,7 +380,9 @@ class Plan:
         """Predicted peaks in bytes while so many micro-batches pass the model at a time."""
         found = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.PINNED: self.pinned, Tier.DISK: self.disk}
         if together > 1 and self.accumulation is not None:
-            found |= {tier: self.accumulation.needed(tier, together) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
+            found |= {tier: self.accumulation.needed(tier, together) for tier in Tier}
+            if self.budget.pinned is not None:
+                found[Tier.PINNED] = min(found[Tier.PINNED], self.budget.pinned)
         return found
 
     def to_json(self) -> str:

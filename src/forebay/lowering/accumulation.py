@@ -40,7 +40,7 @@ def accumulation_of(trace: Trace, plan: Plan, *, liveness: Liveness | None = Non
     parked = max(_parked(one.trace, streamed) for one, _ in pairs)
     gathered = max(b.gradient_nbytes for b in blocks)
     entering = max(_entering(one.trace, profile, streamed) for one, profile in pairs)
-    streaming = plan.streaming
+    streaming, locked = plan.streaming, trace.device == "cuda"
     return Accumulation(
         device=device_bound(trace, plan, liveness=liveness) + gathered + entering,
         device_further=max(_waiting(one, profile, streamed) for one, profile in pairs) + input_nbytes(trace),
@@ -48,6 +48,9 @@ def accumulation_of(trace: Trace, plan: Plan, *, liveness: Liveness | None = Non
         host_further=parked + streaming.host_activations,
         disk=plan.disk + streaming.disk_window,
         disk_further=streaming.disk_activations,
+        # What moves passes through memory that is page-locked where the device has a link of its own.
+        pinned=plan.pinned + (streaming.disk_window if locked else 0),
+        pinned_further=streaming.host_activations if locked else 0,
     )
 
 
