@@ -1,7 +1,7 @@
 """Where bytes are, what they are, and the account that is kept of them.
 
-Three ledgers (device, host, disk) count every byte that forebay places, by kind. A ledger refuses a byte over
-its budget before it is used, so a budget is a promise and not a hope. Nothing here imports torch.
+Four ledgers (device, host, its page-locked part, disk) count every byte that forebay places, by kind. A ledger refuses
+a byte over its budget before it is used, so a budget is a promise and not a hope. Nothing here imports torch.
 """
 
 from __future__ import annotations
