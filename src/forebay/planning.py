@@ -149,7 +149,7 @@ def _filled(
         notes=(
             *notes,
             *forecast.notes,
-            *_source(machine, forecast),
+            *settled.notes,
             *_passing(beside),
             *_unheld(bench.problem, plan),
             *_named(trace, peaks),
@@ -297,10 +297,7 @@ def _limited(usage: TierUsage, allowed: Mapping[Tier, int]) -> TierUsage:
 
 
 def _nearest(refusal: DoesNotFit) -> tuple[Alternative, ...]:
-    """The first few of what would fit, and what is asked for with any of them."""
-    instead = [remedy for remedy in refusal.nearest if not remedy.besides]
-    besides = [remedy for remedy in refusal.nearest if remedy.besides]
-    return tuple(Alternative(remedy.words) for remedy in (*instead[:MOST_ALTERNATIVES], *besides))
+    return tuple(Alternative(remedy.words) for remedy in refusal.nearest[:MOST_ALTERNATIVES])
 
 
 def _why(refusal: DoesNotFit) -> str:
@@ -326,13 +323,6 @@ def _less_than_allowed(budget: Budget, machine: Machine) -> tuple[str, ...]:
         for what, wanted, there in asked
         if wanted is not None and wanted > there
     )
-
-
-def _source(machine: Machine, forecast: Forecast) -> tuple[str, ...]:
-    rates = "measured here" if machine.source == "measured" else "from the catalogue, not measured"
-    share = forecast.measured_share
-    ops = f"{100 * share:.0f} % of the op seconds are measured, the rest" if share else "seconds of ops"
-    return (f"{ops} are estimated from their arithmetic and bytes (a roofline); rates of {machine.name} are {rates}",)
 
 
 def _passing(beside: int) -> tuple[str, ...]:

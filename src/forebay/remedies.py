@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Remedy"]
 
@@ -11,11 +11,12 @@ __all__ = ["Remedy"]
 class Remedy:
     """One change with which a plan that was refused would fit, ``words`` says it to the user.
 
-    ``what`` is ``device``, ``host`` or ``disk`` (a larger budget), ``batch`` (a smaller batch or a shorter sequence,
-    ``share`` of the one asked for), ``blocks`` (smaller ones), ``update`` (in backward), ``optimizer`` (one with fewer
-    states, named ``optimizer``) or ``policy`` (another one, within the same budgets). ``needed`` and ``allowed`` are
-    bytes. ``estimate`` says that the figure was not computed for that very change. ``besides``: it is no
-    alternative, it is asked for whichever of the others is chosen.
+    ``what`` is ``device``, ``host`` or ``disk`` (a larger budget), ``machine`` (one that has more of a tier, for this
+    one has less than that), ``batch`` (a smaller batch or a shorter sequence, ``share`` of the one asked for),
+    ``blocks`` or ``tile`` (smaller ones), ``update`` (in backward), ``optimizer`` (one with fewer states, named
+    ``optimizer``) or ``policy`` (another one, named ``policy`` where it is one). ``needed`` and ``allowed`` are bytes.
+    ``estimate`` says that the figure was not computed for that very change. ``at_once`` is what is asked for with it:
+    the one without the others does not do.
     """
 
     what: str
@@ -25,4 +26,10 @@ class Remedy:
     estimate: bool = False
     share: float = 1.0
     optimizer: str = ""
-    besides: bool = False
+    policy: str = ""
+    at_once: tuple[Remedy, ...] = ()
+
+    def together_with(self, others: tuple[Remedy, ...]) -> Remedy:
+        """The same with ``others``, which it asks for at once."""
+        words = " and at once ".join((self.words, *(other.words for other in others)))
+        return replace(self, words=words, at_once=(*self.at_once, *others))

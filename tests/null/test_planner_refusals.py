@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from forebay.errors import DoesNotFit
+from forebay.errors import CannotServe, DoesNotFit
 from forebay.planners import Problem, make_plan
 from forebay.remedies import Remedy
 from forebay.trace import Block, Trace
@@ -68,18 +68,71 @@ def test_no_batch_is_small_enough_for_a_device_without_room_for_a_slot() -> None
 
 def test_a_device_refusal_does_not_promise_what_the_host_breaks() -> None:
     error = refused(asked(TRACE, ON, device=1, host=1000))
-    host = remedy(error, "host")
+    (host,) = remedy(error, "device").at_once
     assert (host.allowed, error.tier) == (1000, "device")
     assert make_plan(asked(TRACE, ON, device=error.needed, host=host.needed), "auto").host <= host.needed
 
 
-def test_what_is_asked_for_besides_is_no_alternative() -> None:
-    """It does not fit alone, and goes with any of the others; it is named behind them, however few are."""
+def test_what_is_asked_for_at_once_is_no_alternative() -> None:
+    """It does not do alone, and goes with each of the others, however few of them a report shows."""
     error = refused(asked(TRACE, ON, device=1, host=1000))
-    *instead, besides = error.nearest
-    assert besides.besides and not any(remedy.besides for remedy in instead)
-    assert str(error).endswith(f"{instead[-1].words}; {besides.words}")
-    assert besides.words.startswith("and at once: host memory: ") and "or and" not in str(error)
+    assert not [remedy for remedy in error.nearest if remedy.what == "host"]
+    device = remedy(error, "device")
+    (host,) = device.at_once
+    assert device.words == f"device_memory {format_enough(device.needed)} and at once {host.words}"
+    assert host.words == f"host_memory {format_enough(host.needed)}"
+    least = device.needed
+    error = refused(asked(TRACE, ON, device=least * 2 // 3, host=1000))
+    assert remedy(error, "batch").at_once == remedy(error, "device").at_once == (host,)
+    assert all(other.words.endswith(host.words) for other in error.nearest if other.at_once)
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [({"device_capacity": 1_000_000}, "device memory"), ({"host_capacity": 100_000}, "host memory")],
+)
+def test_no_budget_is_named_that_the_machine_does_not_have(there: dict[str, int], words: str) -> None:
+    """With it the refusal would be the same again."""
+    small = replace(ON, **there)  # type: ignore[arg-type]
+    device = 1_000_000 if "device_capacity" in there else refused(asked(TRACE, ON, device=1), "stream").needed
+    error = refused(asked(TRACE, small, device=device, host=ENOUGH), "stream")
+    first = error.nearest[0]
+    (capacity,) = there.values()
+    assert (first.what, first.needed, first.allowed) == ("machine", error.needed, capacity)
+    assert first.words.startswith(f"a machine with {format_enough(error.needed)} of {words} (this one has ")
+
+
+def test_a_disk_is_named_for_a_machine_whose_disk_was_not_measured() -> None:
+    """Whoever allows a disk has it measured."""
+    trace = chain(6, batch=64, width=768)
+    device = refused(asked(trace, ON, device=1)).needed
+    host = make_plan(asked(trace, ON, device=device), "auto").host * 3 // 4
+    disk = remedy(refused(asked(trace, machine(), device=device, host=host)), "disk")
+    assert make_plan(asked(trace, ON, device=device, host=host, disk=disk.needed), "auto").disk <= disk.needed
+
+
+@pytest.mark.parametrize("policy", ["stream", "stream-recompute", "stronghold", "zero-offload"])
+def test_who_never_keeps_everything_names_the_policy_that_does(policy: str) -> None:
+    device = refused(asked(TRACE, ON, device=1), policy).needed
+    error = refused(asked(TRACE, ON, device=device, host=1000), policy)
+    assert error.tier == "host" and not [other for other in error.nearest if other.what == "device"]
+    other = remedy(error, "policy")
+    (larger,) = other.at_once
+    assert other.policy == "auto" and other.words.startswith("policy auto with device_memory ")
+    assert make_plan(asked(TRACE, ON, device=larger.needed, host=1000), "auto").host == 0
+
+
+def test_updates_in_turns_name_another_policy_where_nothing_would_be_left_to_take_turns() -> None:
+    """What is frozen takes no more room at home on the device than in a slot."""
+    frozen = block("frozen", ((16, 16), "float32", False))
+    trace = chain_trace([frozen], [Layer("frozen", saved=(8192,), out=8192)], input_nbytes=64)
+    error = refused(asked(trace, ON, device=1), "angel-ptm-lock-free")
+    with pytest.raises(CannotServe):
+        make_plan(asked(trace, ON, device=error.needed), "angel-ptm-lock-free")
+    first = error.nearest[0]
+    assert (first.what, first.policy, first.needed) == ("policy", "angel-ptm", error.needed)
+    assert first.words in str(error)
+    assert make_plan(asked(trace, ON, device=error.needed), "angel-ptm").device <= error.needed
 
 
 def streamed_device() -> int:

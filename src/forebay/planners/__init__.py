@@ -15,7 +15,7 @@ auto, policies     the planners themselves
 states             published policies for parameters, gradients and optimizer states
 parallel           published policies over several devices: simulated, and so not among the planners of plans
 cpsat              a solver that some of them ask, where it is installed
-refusals           what was too small and what would fit
+refusals, nearest  what was too small, and what would fit
 alternatives       the best plans of another kind
 sweep              the answers for several budgets, beside each other
 """
@@ -32,9 +32,9 @@ from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
 from forebay.planners.in_backward import with_enough_slots
+from forebay.planners.nearest import expect_there_in_backward
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
-from forebay.planners.refusals import expect_there_in_backward
 from forebay.planners.states import INEXACT, SEVERAL, STATES
 from forebay.plans import Plan
 

@@ -32,11 +32,12 @@ from forebay.planners.activations.choosing import all_moved, drafted, leanest, n
 from forebay.planners.activations.swapping import swapped
 from forebay.planners.bench import Bench
 from forebay.planners.device_updates import fastest_there
-from forebay.planners.homes import at_home, at_storage, on_host, with_a_disk
+from forebay.planners.homes import at_home, at_storage, on_host
+from forebay.planners.nearest import refused
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import bought_by_codes, explained, kept, unknown_activations
-from forebay.planners.refusals import device_too_small, with_remedies
+from forebay.planners.refusals import device_too_small
 from forebay.planners.search import PLAIN, Search
 from forebay.planners.shapes import (
     Filling,
@@ -50,9 +51,8 @@ from forebay.planners.shapes import (
 )
 from forebay.planners.speculation import fastest_ahead
 from forebay.plans import Plan
-from forebay.remedies import Remedy
 
-__all__ = ["auto", "first_that_fits", "proven", "refused", "searched", "without_a_trace"]
+__all__ = ["auto", "first_that_fits", "proven", "searched", "without_a_trace"]
 
 UNMEASURED_SHARE = 0.5
 """Without a batch, everything stays on the device only if it takes at most this share of the budget."""
@@ -171,23 +171,8 @@ def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, sing
     if best is None:
         # The disk first: a host that is large enough is there already.
         error, draft = min(search.refusals, key=lambda r: (r[0].tier != Tier.DISK.value, r[0].needed))
-        raise refused(bench, error, draft)
+        raise refused(bench, error, draft, staying=among)
     return best
-
-
-def refused(bench: Bench, error: DoesNotFit, draft: Draft) -> DoesNotFit:
-    """``error`` with what would fit in the place of ``draft``."""
-    more: list[Remedy] = []
-    if error.tier == Tier.DEVICE.value:
-        try:
-            at_home(bench, draft, whatever_device=True)
-        except DoesNotFit as second:
-            # More device memory alone does not do.
-            words = f"and at once: {second}"
-            more.append(Remedy(second.tier, second.needed, second.allowed, words, besides=True))
-    elif error.tier == Tier.HOST.value and (disk := with_a_disk(bench, draft)) is not None:
-        more.append(disk)
-    return with_remedies(bench, error, draft, more)
 
 
 def first_that_fits(bench: Bench, level: Level = KEPT) -> Draft:
@@ -213,5 +198,5 @@ def without_a_trace(bench: Bench, name: str) -> Plan:
     try:
         draft = at_home(bench, draft)
     except DoesNotFit as error:
-        raise refused(bench, error, draft) from None
+        raise refused(bench, error, draft, staying=(KEPT,)) from None
     return bench.plan(name, draft, reasons=(*kept(draft), *unknown_activations(problem)))

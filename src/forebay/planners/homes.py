@@ -23,11 +23,9 @@ from forebay.planners.parts import Draft, selected
 from forebay.planners.problem import Problem
 from forebay.planners.refusals import disk_too_small, host_too_small
 from forebay.plans import Placement, Streaming, Update
-from forebay.remedies import Remedy
 from forebay.scheduling.activations import host_nbytes
 from forebay.states import BLOCK
 from forebay.treatments import Fate
-from forebay.units import format_enough
 
 __all__ = [
     "Tenant",
@@ -90,14 +88,13 @@ def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False, first:
     raise host_too_small(bench, min((s for s in tried if s.disk <= allowed[Tier.DISK]), key=lambda s: s.host))
 
 
-def with_a_disk(bench: Bench, draft: Draft) -> Remedy | None:
-    """The disk with which ``draft`` fits on the host; None if no disk is large enough."""
+def with_a_disk(bench: Bench, draft: Draft) -> int | None:
+    """The bytes of the disk with which ``draft`` fits on the host; None if no disk is large enough."""
+    room = bench.problem.limit(Tier.DEVICE) - bench.beside(draft)
     for choice in chain.from_iterable(_passes(bench, draft, Tenant.STATES, any_disk=True)):
         sizes = bench.arenas(choice)
-        if sizes.disk and sizes.host <= bench.problem.limit(Tier.HOST):
-            return Remedy(
-                Tier.DISK.value, sizes.disk, bench.problem.limit(Tier.DISK), f"a disk of {format_enough(sizes.disk)}"
-            )
+        if sizes.disk and sizes.device <= room and sizes.host <= bench.problem.limit(Tier.HOST):
+            return sizes.disk
     return None
 
 

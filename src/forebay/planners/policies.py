@@ -28,9 +28,10 @@ from types import MappingProxyType
 
 from forebay.errors import ConfigError, DoesNotFit
 from forebay.planners.activations.choosing import all_moved
-from forebay.planners.auto import first_that_fits, refused, searched, without_a_trace
+from forebay.planners.auto import first_that_fits, searched, without_a_trace
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home
+from forebay.planners.nearest import refused
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import bought_by_speculation, kept, recomputed, unknown_activations

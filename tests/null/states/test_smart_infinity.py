@@ -150,10 +150,11 @@ def test_too_small_a_disk_names_no_optimizer_that_would_be_refused() -> None:
 
 def test_too_small_a_device_without_a_disk_says_both() -> None:
     """With either of them alone the other would be missing."""
-    with pytest.raises(DoesNotFit, match=r"^device memory: .* and at once: a disk of") as refused:
+    with pytest.raises(DoesNotFit, match=r"^device memory: .* and at once a disk of") as refused:
         made(device=1, disk=0)
-    device, disk = refused.value.nearest[0], refused.value.nearest[-1]
-    assert (device.what, disk.what) == ("device", "disk") and "policy smart-infinity updates" in disk.words
+    device = refused.value.nearest[0]
+    (disk,) = device.at_once
+    assert (device.what, disk.what) == ("device", "disk")
     for alone in ((device.needed, 0), (1, disk.needed)):
         with pytest.raises(DoesNotFit):
             made(device=alone[0], disk=alone[1])
@@ -161,12 +162,13 @@ def test_too_small_a_device_without_a_disk_says_both() -> None:
     assert (plan.device, plan.disk) == (device.needed, disk.needed)
 
 
-def test_too_small_a_host_is_not_helped_by_a_disk() -> None:
+def test_too_small_a_host_is_asked_for_with_the_disk() -> None:
     with pytest.raises(DoesNotFit) as refused:
         made(device=1, host=1, disk=0)
-    assert refused.value.tier == "device" and not any(
-        one.words.startswith("and at once: a disk") for one in refused.value.nearest
-    )
+    device = refused.value.nearest[0]
+    asked = {remedy.what: remedy.needed for remedy in (device, *device.at_once)}
+    assert set(asked) == {"device", "host", "disk"}
+    assert made(**asked).host == asked["host"]
 
 
 def test_too_small_a_disk_says_by_how_much() -> None:

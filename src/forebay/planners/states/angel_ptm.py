@@ -37,12 +37,15 @@ Several devices are not planned for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
+from forebay.planners.nearest import with_larger
 from forebay.planners.parts import Draft, roomy, sizes_at_once
 from forebay.planners.problem import Problem
 from forebay.planners.states.drafting import (
@@ -85,8 +88,11 @@ def angel_ptm_lock_free(problem: Problem, bench: Bench | None = None) -> Plan:
         why = "adds gradients up over several steps, and update='backward' uses them up at once"
         raise cannot_serve(LOCK_FREE, why, "angel-ptm, or this one with update='step'")
     bench = bench or Bench(problem)
-    draft = _draft(bench, LOCK_FREE)
-    if all(placed.resident for placed in draft.placements):
+    try:
+        draft = _draft(bench, LOCK_FREE)
+    except DoesNotFit as error:
+        raise _without_turns(bench, error) from None
+    if _all_resident(draft):
         why = "makes updates of what is off the device in turns, and the device has room for everything"
         raise cannot_serve(LOCK_FREE, why, "angel-ptm or auto")
     blocks = sum(not placed.resident for placed in draft.placements)
@@ -95,6 +101,28 @@ def angel_ptm_lock_free(problem: Problem, bench: Bench | None = None) -> Plan:
     steps = next(steps for steps, each in every.items() if bench.seconds(each) <= NO_FASTER * best)
     said = f"each step updates one in {steps} of the blocks whose states are off the device, as lock-free update"
     return finished(bench, LOCK_FREE, every[steps], *_said(draft), said)
+
+
+def _all_resident(draft: Draft) -> bool:
+    return all(placed.resident for placed in draft.placements)
+
+
+def _without_turns(bench: Bench, error: DoesNotFit) -> DoesNotFit:
+    """``error``, and with a device so large that there is nothing to take turns, the policy without."""
+    first = error.nearest[0]
+    if first.what != Tier.DEVICE.value or any(remedy.what == "machine" for remedy in first.at_once):
+        return error
+    problem = bench.problem
+    for remedy in (first, *first.at_once):
+        problem = with_larger(problem, Tier(remedy.what), remedy.needed)
+    with suppress(DoesNotFit):
+        if not _all_resident(_draft(bench.with_limits(problem), LOCK_FREE)):
+            return error
+    words = f"policy angel-ptm with {first.words}"
+    other = replace(first, what="policy", words=words, policy="angel-ptm", at_once=(first,))
+    message = str(error).replace(first.words, words, 1)
+    nearest = (other, *error.nearest[1:])
+    return DoesNotFit(message, tier=error.tier, needed=error.needed, allowed=error.allowed, nearest=nearest)
 
 
 def _draft(bench: Bench, policy: str) -> Draft:

@@ -10,9 +10,9 @@ from functools import partial
 
 from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.memory import Tier
-from forebay.planners.auto import refused
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
+from forebay.planners.nearest import House, larger, refused
 from forebay.planners.parts import (
     DEDICATED,
     HOSTED,
@@ -23,7 +23,7 @@ from forebay.planners.parts import (
     fewer_slots,
 )
 from forebay.planners.reasons import bought_by_speculation, kept, recomputed, unknown_activations
-from forebay.planners.refusals import device_too_small, with_remedies
+from forebay.planners.refusals import device_too_small, host_too_small
 from forebay.planners.shapes import (
     Filling,
     Home,
@@ -37,7 +37,7 @@ from forebay.planners.shapes import (
 from forebay.plans import Placement, Plan
 from forebay.remedies import Remedy
 from forebay.trace import Block
-from forebay.units import format_apart, format_bytes
+from forebay.units import format_apart
 
 __all__ = [
     "all_stays",
@@ -47,8 +47,9 @@ __all__ = [
     "finished",
     "levels",
     "most_slots",
+    "on_device",
     "on_host",
-    "refusal",
+    "on_host_alone",
     "serial",
     "streamed",
     "with_homes",
@@ -79,9 +80,10 @@ def serial(draft: Draft) -> Draft:
     return replace(draft, streaming=replace(draft.streaming, overlap_update=False))
 
 
-def streamed(bench: Bench) -> Draft:
+def streamed(bench: Bench, house: House | None = None) -> Draft:
     """Everything streams. The fewest blocks run again with which a block can be fetched while another computes, or with
-    which it can be done at all; the slots are then as many as there is room for. Raises ``DoesNotFit``."""
+    which it can be done at all; the slots are then as many as there is room for. Raises ``DoesNotFit``, which says what
+    ``house`` asks for at once (``nearest.refused``)."""
     choices = options(bench)
     for least in dict.fromkeys((bench.slot_options(2)[0], choices[-1])):
         level = fewest_recomputed(bench, partial(streamed_through, bench, least, 0), levels(bench))
@@ -89,7 +91,7 @@ def streamed(bench: Bench) -> Draft:
             break
     else:
         draft = streamed_through(bench, choices[-1], 0, levels(bench)[-1])
-        raise refused(bench, device_too_small(bench, draft), draft)
+        raise refused(bench, device_too_small(bench, draft), draft, house=house)
     drafts = (streamed_through(bench, slots, usual_window(bench), level) for slots in (*choices, least))
     return next(draft for draft in drafts if bench.fits_device(draft))
 
@@ -126,17 +128,23 @@ def all_stays(bench: Bench, base: Draft) -> Draft | None:
 
 def on_host(bench: Bench, draft: Draft, policy: str) -> Draft:
     """``draft``, if the host has room for all of its homes. Raises ``DoesNotFit``: ``policy`` uses no disk."""
+    house = on_host_alone(policy)
+    try:
+        return house(bench, draft)
+    except DoesNotFit as error:
+        raise refused(bench, error, draft, house=house, more=_another_policy(bench)) from None
+
+
+def on_host_alone(policy: str) -> House:
+    """How ``policy`` finds homes, which uses no disk."""
+    return partial(_hosted, policy=policy)
+
+
+def _hosted(bench: Bench, draft: Draft, policy: str) -> Draft:
     sizes = bench.arenas(draft)
-    if sizes.host <= bench.problem.limit(Tier.HOST):
-        return draft
-    parts = (
-        (sizes.host_parameters, "parameters"),
-        (sizes.host_gradients, "gradients"),
-        (sizes.host_states, "optimizer states"),
-        (sizes.host_staging, "staging"),
-    )
-    held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts)
-    raise refusal(bench, draft, Tier.HOST, f"policy {policy} keeps {held} there and nothing on disk")
+    if sizes.host > bench.problem.limit(Tier.HOST):
+        raise host_too_small(bench, sizes, policy)
+    return draft
 
 
 def with_homes(bench: Bench, draft: Draft) -> Draft:
@@ -147,28 +155,32 @@ def with_homes(bench: Bench, draft: Draft) -> Draft:
         raise refused(bench, error, draft) from None
 
 
-def refusal(bench: Bench, draft: Draft, tier: Tier, why: str) -> DoesNotFit:
-    """``draft``, the least that would do, does not fit into ``tier``, device or host; with what would, another policy
-    among it."""
-    needed = bench.device(draft) if tier is Tier.DEVICE else bench.arenas(draft).host
-    limit = bench.problem.limit(tier)
+def on_device(bench: Bench, draft: Draft, policy: str, keeps: str, *, disk: bool = False) -> DoesNotFit:
+    """``draft``, the least that would do, does not fit on the device: ``policy`` ``keeps`` something there; with what
+    would fit, another policy among it. ``disk``: it may use one."""
+    needed, limit = bench.device(draft), bench.problem.limit(Tier.DEVICE)
     shown = format_apart(needed, limit)
-    words = f"{tier.value} memory: {shown[0]} are needed and {shown[1]} are allowed: {why}"
-    error = DoesNotFit(words, tier=tier.value, needed=needed, allowed=limit)
-    return with_remedies(bench, error, draft, _another_policy(bench))
+    words = f"device memory: {shown[0]} are needed and {shown[1]} are allowed: policy {policy} {keeps}"
+    error = DoesNotFit(words, tier=Tier.DEVICE.value, needed=needed, allowed=limit)
+    house = None if disk else on_host_alone(policy)
+    return refused(bench, error, draft, house=house, more=_another_policy(bench))
 
 
 def _another_policy(bench: Bench) -> list[Remedy]:
     """``zero-infinity``, which asks the least of the device and may use a disk, where that fits."""
     with suppress(DoesNotFit):
-        draft = streamed(bench)
+        draft, name = streamed(bench), "zero-infinity"
+        device, limit = bench.device(draft), bench.problem.limit(Tier.DEVICE)
         try:
             at_home(bench, draft)
         except DoesNotFit:
-            disk = with_a_disk(bench, draft)
-            return [] if disk is None else [replace(disk, words=f"policy zero-infinity with {disk.words}")]
-        device, limit = bench.device(draft), bench.problem.limit(Tier.DEVICE)
-        return [Remedy("policy", device, limit, "policy zero-infinity or auto, within the same budgets")]
+            nbytes = with_a_disk(bench, draft)
+            if nbytes is None:
+                return []
+            disk = larger(bench.problem, Tier.DISK, nbytes)
+            words = f"policy {name} with {disk.words}"
+            return [Remedy("policy", nbytes, disk.allowed, words, policy=name, at_once=(disk,))]
+        return [Remedy("policy", device, limit, f"policy {name} or auto, within the same budgets", policy=name)]
     return []
 
 

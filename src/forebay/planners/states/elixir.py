@@ -23,7 +23,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled
-from forebay.planners.states.drafting import expect_trace, finished, on_host, serial, streamed
+from forebay.planners.states.drafting import expect_trace, finished, on_host, on_host_alone, serial, streamed
 from forebay.plans import Plan
 
 __all__ = ["elixir", "grid"]
@@ -52,7 +52,7 @@ def elixir(problem: Problem, bench: Bench | None = None) -> Plan:
 
 def grid(bench: Bench) -> Iterator[Draft]:
     """Drafts that fit on the device, with more and more resident blocks. Raises ``DoesNotFit``."""
-    base = serial(streamed(bench))
+    base = serial(streamed(bench, on_host_alone("elixir")))
     blocks, parts = len(bench.model.blocks), FEW_PARTS if bench.is_long else PARTS
     counts = sorted({blocks * part // parts for part in range(parts + 1)})
     yield from dict.fromkeys(filled(bench, base, Filling(most=count)) for count in counts)

@@ -19,14 +19,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from forebay.planners.auto import refused
 from forebay.planners.bench import Bench
+from forebay.planners.nearest import refused
 from forebay.planners.parts import Level
 from forebay.planners.problem import Problem
 from forebay.planners.refusals import device_too_small
 from forebay.planners.shapes import streamed_through, usual_window
 from forebay.planners.speculation import ahead
-from forebay.planners.states.drafting import expect_trace, finished, on_host
+from forebay.planners.states.drafting import expect_trace, finished, on_host, on_host_alone
 from forebay.plans import Plan
 
 __all__ = ["LAYERS", "l2l"]
@@ -46,7 +46,7 @@ def l2l(problem: Problem, bench: Bench | None = None) -> Plan:
         if bench.fits_device(draft):
             break
     else:
-        raise refused(bench, device_too_small(bench, draft), draft)
+        raise refused(bench, device_too_small(bench, draft), draft, house=on_host_alone("l2l"))
     how = draft.streaming
     draft = replace(draft, streaming=replace(how, prefetch_distance=min(LAYERS - 1, how.prefetch_distance)))
     return finished(bench, "l2l", ahead(bench, on_host(bench, draft, "l2l")))

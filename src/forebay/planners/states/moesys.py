@@ -37,7 +37,7 @@ from forebay.planners.states.drafting import (
     cannot_serve,
     finished,
     levels,
-    refusal,
+    on_device,
     serial,
     with_homes,
 )
@@ -77,8 +77,8 @@ def _shape(bench: Bench) -> Draft:
         if stays is not None:
             return _wider(bench, around(bench, dense, stays[0], slots, stays[1]))
     least = around(bench, dense, HOSTED, 0, levels(bench)[-1])
-    why = "policy moesys streams the experts of a layer at once, beside the activations of a step"
-    raise refusal(bench, least, Tier.DEVICE, why)
+    streams = "streams the experts of a layer at once, beside the activations of a step"
+    raise on_device(bench, least, "moesys", streams, disk=True)
 
 
 def _wider(bench: Bench, least: Draft) -> Draft:

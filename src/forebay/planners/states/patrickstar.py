@@ -35,7 +35,16 @@ from functools import partial
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, repeated_size, roomy, sizes_at_once
 from forebay.planners.problem import Problem
-from forebay.planners.states.drafting import all_stays, expect_trace, finished, most_slots, on_host, serial, streamed
+from forebay.planners.states.drafting import (
+    all_stays,
+    expect_trace,
+    finished,
+    most_slots,
+    on_host,
+    on_host_alone,
+    serial,
+    streamed,
+)
 from forebay.plans import Plan
 from forebay.trace import Block
 from forebay.units import format_bytes
@@ -49,7 +58,7 @@ def patrickstar(problem: Problem, bench: Bench | None = None) -> Plan:
     ``ConfigError`` without a batch."""
     bench = bench or Bench(problem)
     expect_trace(bench, "patrickstar", "what a step takes beside its chunks")
-    base = serial(streamed(bench))
+    base = serial(streamed(bench, on_host_alone("patrickstar")))
     draft = all_stays(bench, base) or _chunked(bench, base)
     # On demand: a chunk moves when it is asked for.
     draft = replace(draft, streaming=replace(draft.streaming, prefetch_distance=0))

@@ -38,21 +38,20 @@ begins. Several devices are not planned for.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.layout import has_residual
 from forebay.memory import Tier
-from forebay.planners.auto import refused
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_storage, least_at_storage
+from forebay.planners.homes import at_storage, least_at_storage, on_host
+from forebay.planners.nearest import larger, refused
 from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
-from forebay.planners.shapes import options, streamed_through
 from forebay.planners.states.drafting import cannot_serve, finished, serial, streamed
 from forebay.plans import Plan, Streaming
 from forebay.remedies import Remedy
-from forebay.units import format_enough
 
 __all__ = ["DENSITY", "smart_infinity", "smart_infinity_compressed"]
 
@@ -78,21 +77,19 @@ def smart_infinity_compressed(problem: Problem, bench: Bench | None = None) -> P
 
 def _made(bench: Bench, name: str, density: float | None) -> Plan:
     _expect_served(bench, name, compressed=density is not None)
-    no_disk = not bench.problem.limit(Tier.DISK)
-    try:
-        draft = _sent(streamed(bench), density)
-    except DoesNotFit as error:
-        if not no_disk:
-            raise
-        least = _sent(streamed_through(bench, options(bench)[-1], 0), density)
-        raise _without_either(bench, name, least, error) from None
-    if no_disk:
+    house = partial(_at_storage, density=density)
+    draft = _sent(streamed(bench, house), density)
+    if not bench.problem.limit(Tier.DISK):
         raise _without_a_disk(bench, name, draft)
     try:
         settled = at_storage(bench, draft)
     except DoesNotFit as error:
-        raise refused(bench, error, least_at_storage(bench, draft)) from None
+        raise refused(bench, error, least_at_storage(bench, draft), house=house) from None
     return finished(bench, name, settled, _said(bench, density))
+
+
+def _at_storage(bench: Bench, draft: Draft, density: float | None) -> Draft:
+    return at_storage(bench, _sent(on_host(bench, draft), density))
 
 
 def _sent(draft: Draft, density: float | None) -> Draft:
@@ -125,23 +122,13 @@ def _without_a_disk(bench: Bench, name: str, draft: Draft) -> CannotServe:
     return cannot_serve(name, f"{WHY_A_DISK}, and no disk is allowed", "zero-offload or auto", *disk)
 
 
-def _without_either(bench: Bench, name: str, draft: Draft, error: DoesNotFit) -> DoesNotFit:
-    """``error``, for the device, with the disk that is asked for too: more device memory alone does not do."""
-    message, nearest = str(error), error.nearest
-    for disk in _disk_for(bench, draft):
-        words = f"and at once: {disk.words}, since policy {name} {WHY_A_DISK}"
-        both = replace(disk, words=words, besides=True)
-        message, nearest = f"{message}; {both.words}", (*nearest, both)
-    return DoesNotFit(message, tier=error.tier, needed=error.needed, allowed=error.allowed, nearest=nearest)
-
-
 def _disk_for(bench: Bench, draft: Draft) -> tuple[Remedy, ...]:
     """The disk on which the states of ``draft`` have room; nothing where it is the host that is too small."""
     try:
         nbytes = bench.arenas(at_storage(bench, draft, any_disk=True)).disk
     except DoesNotFit:
         return ()
-    return (Remedy(Tier.DISK.value, nbytes, 0, f"a disk of {format_enough(nbytes)}"),)
+    return (larger(bench.problem, Tier.DISK, nbytes),)
 
 
 def _said(bench: Bench, density: float | None) -> str:

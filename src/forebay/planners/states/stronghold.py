@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from forebay.machine import Machine
-from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import HOSTED, Draft, Level, repeated_size
 from forebay.planners.problem import Problem
@@ -36,8 +35,8 @@ from forebay.planners.states.drafting import (
     expect_trace,
     finished,
     levels,
+    on_device,
     on_host,
-    refusal,
 )
 from forebay.plans import Plan
 from forebay.simulation import Costs
@@ -134,8 +133,8 @@ def _where_ends_stay(bench: Bench) -> tuple[Home, Level]:
     if stays is not None:
         return stays
     draft = _shape(bench, HOSTED, LEAST, levels(bench)[-1])
-    why = f"policy stronghold keeps a window of {LEAST} layers on the device beside the activations of a step"
-    raise refusal(bench, draft, Tier.DEVICE, why)
+    keeps = f"keeps a window of {LEAST} layers on the device beside the activations of a step"
+    raise on_device(bench, draft, "stronghold", keeps)
 
 
 def _shape(bench: Bench, ends: Home, layers: int, level: Level) -> Draft:

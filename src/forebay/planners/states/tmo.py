@@ -22,10 +22,11 @@ from forebay.errors import ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import level_of
 from forebay.planners.bench import Bench
+from forebay.planners.nearest import refused
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
-from forebay.planners.refusals import device_too_small, with_remedies
-from forebay.planners.states.drafting import cannot_serve, expect_trace
+from forebay.planners.refusals import device_too_small
+from forebay.planners.states.drafting import cannot_serve, expect_trace, on_host_alone
 from forebay.plans import Plan
 from forebay.units import format_apart
 
@@ -98,9 +99,9 @@ def _fits_host(bench: Bench, draft: Draft) -> bool:
 def _too_small(bench: Bench, draft: Draft) -> DoesNotFit:
     """``draft``, in which every block swaps, has no room."""
     if not bench.fits_device(draft):
-        return with_remedies(bench, device_too_small(bench, draft), draft)
+        return refused(bench, device_too_small(bench, draft), draft, house=on_host_alone(NAME))
     needed, limit = bench.arenas(draft).host, bench.problem.limit(Tier.HOST)
     shown = format_apart(needed, limit)
     words = f"host memory: {shown[0]} of activations are swapped and {shown[1]} are allowed; raise host_memory"
     error = DoesNotFit(words, tier=Tier.HOST.value, needed=needed, allowed=limit)
-    return with_remedies(bench, error, draft)
+    return refused(bench, error, draft, house=on_host_alone(NAME))

@@ -25,12 +25,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import DEDICATED, Draft, Level
 from forebay.planners.problem import Problem
 from forebay.planners.shapes import fewest_recomputed, usual_window, wide
-from forebay.planners.states.drafting import cannot_serve, finished, levels, on_host, refusal, serial
+from forebay.planners.states.drafting import cannot_serve, finished, levels, on_device, on_host, serial
 from forebay.plans import Placement, Plan, Streaming
 from forebay.units import format_bytes
 
@@ -63,8 +62,8 @@ def _draft(bench: Bench, policy: str) -> Draft:
     level = fewest_recomputed(bench, partial(_shape, bench), levels(bench))
     if level is None:
         parameters = format_bytes(bench.model.parameter_nbytes)
-        why = f"policy {policy} keeps all parameters on the device ({parameters}) beside the activations of a step"
-        raise refusal(bench, _shape(bench, levels(bench)[-1]), Tier.DEVICE, why)
+        keeps = f"keeps all parameters on the device ({parameters}) beside the activations of a step"
+        raise on_device(bench, _shape(bench, levels(bench)[-1]), policy, keeps)
     draft = wide(bench, _shape(bench, level), usual_window(bench))
     return on_host(bench, draft, policy)
 

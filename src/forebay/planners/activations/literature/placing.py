@@ -15,17 +15,21 @@ from functools import partial
 from itertools import chain, islice
 from typing import final
 
+from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import narrow
 from forebay.planners.activations.literature.branching import Found
 from forebay.planners.activations.literature.layers import Choice, Layer, layers_of, level_with
 from forebay.planners.activations.menu import Option
-from forebay.planners.auto import proven, refused
+from forebay.planners.auto import proven
 from forebay.planners.bench import Bench
+from forebay.planners.homes import at_home
+from forebay.planners.nearest import refused
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.refusals import device_too_small
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
-from forebay.planners.states.drafting import cannot_serve, expect_trace, finished, with_homes
+from forebay.planners.states.drafting import cannot_serve, expect_trace, finished
+from forebay.planners.states.housing import Refusal, least_refused
 from forebay.plans import Plan
 
 __all__ = ["Answer", "Room", "always", "chosen", "placed", "searched", "widest", "within"]
@@ -123,10 +127,10 @@ def placed(
         raise cannot_serve(policy, why, "auto or keep")
     last = level_with(bench, leanest(layers))
     rooms = tuple(_rooms(bench, layers, last))
-    found: list[_Ways] = []
+    found, refusals = list[_Ways](), list[Refusal]()
     for room in rooms:
         answer = decide(room) if room.fits(narrow(last)) or room.fits(KEPT) else None
-        ways = _drafts(bench, room, _as_narrow_as_need_be(room, answer, last), then)
+        ways = _drafts(bench, room, _as_narrow_as_need_be(room, answer, last), then, refusals)
         found += [(first, ways, answer.said if answer else ()) for first in islice(ways, 1)]
         if room.goes_on:
             continue
@@ -136,17 +140,27 @@ def placed(
             if draft is not None:
                 return finished(bench, policy, draft, *said)
         found = []
+    if refusals:
+        raise refused(bench, *least_refused(bench, refusals))
     least = min((room.least(last) for room in rooms), key=bench.device)
     raise refused(bench, device_too_small(bench, least), least)
 
 
 def _drafts(
-    bench: Bench, room: Room, levels: Iterator[Level], then: Callable[[Draft], Draft] | None
+    bench: Bench,
+    room: Room,
+    levels: Iterator[Level],
+    then: Callable[[Draft], Draft] | None,
+    refusals: list[Refusal],
 ) -> Iterator[Draft]:
-    """A draft with homes for each of ``levels``, when it is asked for."""
+    """A draft with homes for each of ``levels`` that has them, when it is asked for; all others add to ``refusals``."""
     for level in levels:
         draft = room.draft(level)
-        yield with_homes(bench, then(draft) if then else draft)
+        draft = then(draft) if then else draft
+        try:
+            yield at_home(bench, draft)
+        except DoesNotFit as error:
+            refusals.append((error, draft))
 
 
 def _as_narrow_as_need_be(room: Room, answer: Answer | None, last: Level) -> Iterator[Level]:
