@@ -12,7 +12,7 @@ from forebay.checking import check
 from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners import Problem, make_plan
-from forebay.planners.several import STEPS, divide
+from forebay.planners.several import STEPS, divide, within
 from forebay.simulation import Costs, alternating
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
@@ -41,7 +41,6 @@ NEEDED = sum(map(least, TRACES))
 @pytest.mark.parametrize(("policy", "room"), [(POLICY, 1.0), (POLICY, 2.0), ("hydra", 1.0), ("hydra", 1.5)])
 def test_each_has_a_plan_and_all_of_them_are_within_the_budget(policy: str, room: float) -> None:
     needed = sum(least(trace, "l2l" if policy == "hydra" else policy) for trace in TRACES)
-    needed = sum(least(trace, "stream") for trace in TRACES)
     problems = together(int(needed * room), host=1 << 22)
     made = divide(problems, policy)
     assert [plan.planner for plan in made.plans] == [policy] * 2
@@ -102,6 +101,38 @@ def test_no_room_for_all_says_what_each_needs() -> None:
     with pytest.raises(DoesNotFit, match=r"device: the models need .* together and .* are allowed \(model 0") as found:
         divide(together(NEEDED - 1), POLICY)
     assert (found.value.needed, found.value.allowed, found.value.tier) == (NEEDED, NEEDED - 1, "device")
+
+
+def test_what_all_of_them_need_is_enough() -> None:
+    """Though the first that lacks room is noticed before the others were asked."""
+    with pytest.raises(DoesNotFit, match="device: the models need") as found:
+        divide(together(max(map(least, TRACES)) + 1), POLICY)
+    assert found.value.needed == NEEDED
+    assert len(divide(together(found.value.needed), POLICY).plans) == 2
+
+
+def test_the_host_that_all_of_them_need_is_enough_with_a_disk_too() -> None:
+    traces = [chain(layers, width=512) for layers in (2, 3)]
+
+    def wanted(host: int) -> list[Problem]:
+        return [asked(trace, ON, device=ENOUGH, host=host, disk=1 << 40) for trace in traces]
+
+    with pytest.raises(DoesNotFit, match="host") as alone:
+        make_plan(wanted(1)[1], POLICY)
+    with pytest.raises(DoesNotFit, match="host: the models need") as found:
+        divide(wanted(alone.value.needed + 1), POLICY)
+    assert found.value.needed > found.value.allowed == alone.value.needed + 1
+    assert len(divide(wanted(found.value.needed), POLICY).plans) == 2
+
+
+@pytest.mark.parametrize("nbytes", [40960, 40961, 40962, 7])
+def test_of_several_folders_every_byte_is_somebodys(nbytes: int) -> None:
+    """So that a plan is within the budget that it was made for."""
+    disk = DiskBudget("one", 3 << 30, (DiskShare("two", 1 << 30), DiskShare("three", 1 << 30)))
+    problem = asked(TRACES[0], ON, device=ENOUGH, disk=3 << 30)
+    problem = replace(problem, budget=replace(problem.budget, disk=disk))
+    part = within(problem, 1, 1, nbytes).budget.disk
+    assert part is not None and part.nbytes == nbytes == sum(folder.nbytes or 0 for folder in part.folders)
 
 
 def test_no_room_for_one_says_which() -> None:

@@ -19,18 +19,22 @@ from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners import make_plan
 from forebay.planners.bench import Bench
+from forebay.planners.nearest import with_larger
 from forebay.planners.parts import Draft, gives_up_nothing
 from forebay.planners.problem import Problem
 from forebay.plans import Plan
 from forebay.simulation import SeveralForecast, alternating
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["Division", "divide"]
+__all__ = ["Division", "divide", "within"]
 
 TIERS: Final = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
 STEPS: Final = 3
 """Steps of each model that ways to divide are compared by: the first one finds nothing fetched ahead."""
+
+ROUNDS: Final = 4
+"""How often a refusal asks for each model what it needs."""
 
 STRIDE: Final = 8
 """Where more of the host may be needed, but less than a refusal says, a model is planned with this part more of it."""
@@ -82,12 +86,14 @@ def divide(problems: Sequence[Problem], policy: str) -> Division:
 
 @final
 class _Dividing:
-    """``_floors``: of every tier the bytes that each model is known to need at least."""
+    """``_floors``: of every tier the bytes that each model is known to need at least. ``benches``, those of
+    other limits, are given where it is only asked what is enough: then no less is looked for than refusals say."""
 
-    def __init__(self, problems: Sequence[Problem], policy: str) -> None:
+    def __init__(self, problems: Sequence[Problem], policy: str, benches: Sequence[Bench] = ()) -> None:
+        self._tight = not benches
         self._problems = problems
         self._policy = policy
-        self._benches = [Bench(problem) for problem in problems]
+        self._benches = benches or [Bench(problem) for problem in problems]
         self._floors = {tier: [1] * len(problems) for tier in TIERS}
         self._sizes = [sum(block.nbytes for block in problem.model.blocks) for problem in problems]
         self._known: dict[tuple[int, tuple[int, ...]], tuple[Plan, Bench]] = {}
@@ -96,6 +102,8 @@ class _Dividing:
         found: dict[tuple[Draft, ...], Division] = {}
         for weights in _ways(len(self._problems)):
             made = self._planned(weights)
+            if isinstance(made, Tier):
+                raise self._too_small(made)
             # By what they decide: parts of other sizes often come to the same plans.
             key = tuple(Draft.of(plan) for plan, _ in made)
             # What comes last is what is taken where several are as fast.
@@ -108,17 +116,23 @@ class _Dividing:
     def _with_the_rest(self, plans: Sequence[Plan]) -> tuple[Plan, ...]:
         """``plans``, each with what it promises to take and an even part of what nobody does: a step may take more than
         it was planned for, with other batches say."""
-        first, count = self._problems[0], len(plans)
-        left = {tier: max(0, first.limit(tier) - sum(p.peaks(1)[tier] for p in plans)) // count for tier in TIERS}
+        count = len(plans)
+        left = {tier: max(0, self._allowed(tier) - sum(p.peaks(1)[tier] for p in plans)) // count for tier in TIERS}
         return tuple(
-            replace(plan, budget=_within(problem, *(plan.peaks(1)[tier] + left[tier] for tier in TIERS)).budget)
+            replace(plan, budget=within(problem, *(plan.peaks(1)[tier] + left[tier] for tier in TIERS)).budget)
             for plan, problem in zip(plans, self._problems, strict=True)
         )
 
-    def _planned(self, weights: Sequence[int]) -> list[tuple[Plan, Bench]]:
-        """A plan for each model, with what is left of the device divided by ``weights``."""
+    def _planned(self, weights: Sequence[int]) -> list[tuple[Plan, Bench]] | Tier:
+        """A plan for each model, with what is left of the device divided by ``weights``; or a tier of which the models
+        need more than is allowed."""
         while True:
-            parts = {tier: self._parts(tier, weights if tier is Tier.DEVICE else self._sizes) for tier in TIERS}
+            parts = dict[Tier, list[int]]()
+            for tier in TIERS:
+                part = self._parts(tier, weights if tier is Tier.DEVICE else self._sizes)
+                if part is None:
+                    return tier
+                parts[tier] = part
             made = []
             for number in range(len(self._problems)):
                 limits = tuple(parts[tier][number] for tier in TIERS)
@@ -133,20 +147,20 @@ class _Dividing:
             else:
                 return made
 
-    def _parts(self, tier: Tier, weights: Sequence[int]) -> list[int]:
-        """What each model has of ``tier``. Raises ``DoesNotFit`` where that is less than they need."""
-        floors, allowed = self._floors[tier], self._problems[0].limit(tier)
+    def _parts(self, tier: Tier, weights: Sequence[int]) -> list[int] | None:
+        """What each model has of ``tier``; None where that is less than they need."""
+        floors, allowed = self._floors[tier], self._allowed(tier)
         if tier is Tier.DISK and not allowed:
             return [0] * len(floors)
         left = allowed - sum(floors)
         if left < 0:
-            raise self._too_small(tier, allowed)
+            return None
         return [floor + left * weight // sum(weights) for floor, weight in zip(floors, weights, strict=True)]
 
     def _plan(self, number: int, limits: tuple[int, ...]) -> tuple[Plan, Bench]:
         key = number, limits
         if key not in self._known:
-            problem = _within(self._problems[number], *limits)
+            problem = within(self._problems[number], *limits)
             bench = self._benches[number].with_limits(problem)
             self._known[key] = self._made(problem, bench), bench
         return self._known[key]
@@ -155,14 +169,22 @@ class _Dividing:
         plan = make_plan(problem, SHARDS.get(self._policy, self._policy), bench)
         return replace(plan, planner=self._policy)
 
+    def _allowed(self, tier: Tier) -> int:
+        """Bytes that are divided. Of several folders a few are kept back: what rounding adds to one of them."""
+        first = self._problems[0]
+        disk, allowed = first.budget.disk, first.limit(tier)
+        if tier is not Tier.DISK or disk is None or not disk.beside:
+            return allowed
+        return max(0, allowed - len(disk.folders) ** 2 * len(self._problems))
+
     def _raise_floor(self, number: int, refusal: DoesNotFit, had: int) -> None:
         """Notes that model ``number`` needs more than it ``had`` of a tier. Raises ``DoesNotFit`` where it has no plan
         even with all there is."""
         tier = Tier(refusal.tier)
         allowed = self._problems[number].limit(tier)
         # What a host needs depends on what the disk takes: with more of it, less than was said may do.
-        searched = tier is Tier.HOST and self._problems[number].limit(Tier.DISK)
-        if tier not in TIERS or had >= allowed or (refusal.needed > allowed and not searched):
+        searched = self._tight and tier is Tier.HOST and self._problems[number].limit(Tier.DISK)
+        if tier not in TIERS or had >= allowed or (self._tight and refusal.needed > allowed and not searched):
             raise self._alone(number, refusal) from refusal
         most = min(refusal.needed, had + had // STRIDE + 1) if searched else refusal.needed
         self._floors[tier][number] = max(had + 1, most)
@@ -176,10 +198,13 @@ class _Dividing:
         words, nearest = f"model {number}: {refusal}", refusal.nearest
         return DoesNotFit(words, tier=refusal.tier, needed=refusal.needed, allowed=refusal.allowed, nearest=nearest)
 
-    def _too_small(self, tier: Tier, allowed: int) -> DoesNotFit:
-        needed = sum(self._floors[tier])
-        each = ", ".join(f"model {number} {format_bytes(n)}" for number, n in enumerate(self._floors[tier]))
+    def _too_small(self, tier: Tier) -> DoesNotFit:
+        allowed = self._problems[0].limit(tier)
+        needs, enough = self._enough(tier)
+        needed = sum(needs) + allowed - self._allowed(tier)
+        each = ", ".join(f"model {number} {format_bytes(n)}" for number, n in enumerate(needs))
         shown = format_apart(needed, allowed)
+        shown = shown if enough else (f"more than {shown[0]}", shown[1])
         what = tier.value if tier is Tier.DISK else f"{tier.value}_memory"
         return DoesNotFit(
             f"{tier.value}: the models need {shown[0]} together and {shown[1]} are allowed ({each}); raise {what}, or "
@@ -188,6 +213,24 @@ class _Dividing:
             needed=needed,
             allowed=allowed,
         )
+
+    def _enough(self, tier: Tier) -> tuple[list[int], bool]:
+        """What each model needs of ``tier``, and whether all have plans with the sum of that: a model is asked only
+        where those before it have plans, so the sum grows until they have."""
+        floors = {each: list(known) for each, known in self._floors.items()}
+        for _ in range(ROUNDS * len(self._problems)):
+            total = sum(floors[tier]) + self._problems[0].limit(tier) - self._allowed(tier)
+            larger = [with_larger(problem, tier, total) for problem in self._problems]
+            benches = [bench.with_limits(problem) for bench, problem in zip(self._benches, larger, strict=True)]
+            wider = _Dividing(larger, self._policy, benches)
+            wider._floors = floors
+            try:
+                short = wider._planned(self._sizes)
+            except DoesNotFit:
+                return floors[tier], False
+            if short is not tier:
+                return floors[tier], not isinstance(short, Tier)
+        return floors[tier], False
 
 
 def _ways(models: int) -> Iterator[list[int]]:
@@ -200,20 +243,22 @@ def _ways(models: int) -> Iterator[list[int]]:
     yield [1] * models
 
 
-def _within(problem: Problem, device: int, host: int, disk: int) -> Problem:
+def within(problem: Problem, device: int, host: int, disk: int) -> Problem:
     """``problem`` with a part of its budget: so many bytes of every tier."""
     budget = replace(problem.budget, device=device, host=host, disk=_part(problem.budget.disk, disk))
     return replace(problem, budget=budget, host_limit=host, disk_limit=disk)
 
 
 def _part(disk: DiskBudget | None, nbytes: int) -> DiskBudget | None:
-    """``nbytes`` of ``disk``, of every folder in proportion to what it may hold."""
+    """``nbytes`` of ``disk``, of every folder in proportion to what it may hold, to a few bytes."""
     if disk is None or not nbytes:
         return None
     if not disk.beside:
         return DiskBudget(disk.path, nbytes)
     sizes = [share.nbytes or 1 for share in disk.folders]  # none has a size: the same of all
     parts = [max(1, nbytes * size // sum(sizes)) for size in sizes]
+    # The largest has what does not divide.
+    parts[sizes.index(max(sizes))] += max(0, nbytes - sum(parts))
     beside = tuple(DiskShare(share.path, part) for share, part in zip(disk.beside, parts[1:], strict=True))
     return DiskBudget(disk.path, sum(parts), beside)
 
