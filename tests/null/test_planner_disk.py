@@ -72,8 +72,7 @@ def test_without_a_disk_the_same_has_no_room_and_a_disk_is_named() -> None:
     draft = all_resident(bench.model, all_moved(bench))
     with pytest.raises(DoesNotFit, match="host memory"):
         at_home(bench, draft)
-    remedy = with_a_disk(bench, draft)
-    assert remedy is not None and remedy.needed == (LAYERS - 1) * EACH
+    assert with_a_disk(bench, draft) == (LAYERS - 1) * EACH
 
 
 def test_with_enough_host_nothing_goes_to_disk() -> None:
