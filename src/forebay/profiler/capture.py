@@ -28,6 +28,7 @@ from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
 from forebay.memory import Kind
 from forebay.optim.rules import read_optimizer
+from forebay.profiler.attributes import attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
 from forebay.profiler.finish import finish
 from forebay.profiler.recorder import Recorder
@@ -80,15 +81,15 @@ def capture(
 ) -> Captured:
     """Records one micro-batch of training, forward and backward, of ``model`` on ``batch``.
 
-    Parameters, buffers and batch may be real or on the meta device; nothing is computed and nothing is changed. The
-    batch's integers are used where the model asks for values (on meta: made-up ones); routes that follow from floats
-    are taken as balanced, and where sizes follow from them, the step is captured again for ``Trace.extremes``.
-    ``optimizer`` is one of ``STATES`` or an optimizer; ``blocks`` are as in
-    ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are recorded with it, backward without.
-    ``loss_piece`` (0: not) is the most bytes of logits that the model's loss is computed from at a time
-    (``runtime/head.py``). ``loss_fn`` is what the loop computes its loss by, of the model and the batch: what it lets
-    go of is gone when backward begins. None: the loop names the model's output, which lives while the next forward
-    runs, and what it computes of it is allowed for.
+    Parameters, buffers and batch may be real or on the meta device; nothing is computed, and nothing is changed: what
+    the model's forward does to attributes of its modules is undone (``attributes``). The batch's integers are used
+    where the model asks for values (on meta: made-up ones); routes that follow from floats are taken as balanced, and
+    where sizes follow from them, the step is captured again for ``Trace.extremes``. ``optimizer`` is one of ``STATES``
+    or an optimizer; ``blocks`` are as in ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are
+    recorded with it, backward without. ``loss_piece`` (0: not) is the most bytes of logits that the model's loss is
+    computed from at a time (``runtime/head.py``). ``loss_fn`` is what the loop computes its loss by, of the model and
+    the batch: what it lets go of is gone when backward begins. None: the loop names the model's output, which lives
+    while the next forward runs, and what it computes of it is allowed for.
 
     Raises ``ModelError`` for a batch without tensors and for a loss that cannot be computed in pieces,
     ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
@@ -109,7 +110,8 @@ def capture(
 
     def run(routing: Routing) -> tuple[_Step, Trace]:
         step = _Step(model, bound, fakes, routing, lambda: None if head is None else ChunkedHead(head, loss_piece))
-        step.run(_losing(batch, loss_fn), args, kwargs)
+        with attributes_put_back(model):
+            step.run(_losing(batch, loss_fn), args, kwargs)
         return step, finish(
             step.recorder,
             bound.model,
