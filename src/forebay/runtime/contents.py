@@ -6,12 +6,13 @@ optimizer's own state go through here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from forebay.errors import OptimizerError, SessionClosed
 from forebay.layout import MASTER, RESIDUAL
@@ -87,6 +88,7 @@ class Contents:
             self._pool.invalidate(block)
             self._stepping.speculation.drop(self._store.blocks[block])
             self._store.fill(block, lambda p: values.get(p.name))
+        self._changed(values)
         self.unwritten -= set(values)
 
     @contextmanager
@@ -102,8 +104,13 @@ class Contents:
             state.settle_save()
             if state.target is not state.current:
                 state.turn()  # a checkpoint has the current copy; what is written is the other one, whole
+        self._changed(self._parameters)
         yield self._store.blocks
         self.unwritten.clear()
+
+    def _changed(self, names: Iterable[str]) -> None:
+        """Parameters have other values now: what forward has read is not there any more for a backward that comes."""
+        increment_version([self._parameters[name] for name in names])
 
     def whole(self) -> Mapping[str, BlockState]:
         """All blocks, when every update that was asked for is queued. Raises ``SessionClosed`` while a parameter has no

@@ -3,11 +3,13 @@ what was treated (``stash.py``) by a reference to that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import nn
 
 from forebay.device.base import Watch
 from forebay.errors import ModelError
@@ -16,14 +18,15 @@ from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
 from forebay.runtime.stash import Stash, Ticket
 from forebay.runtime.unseen import Unseen
+from forebay.trace import Block
 
-__all__ = ["Kept", "SavedTensors", "SlotReference", "Treated"]
+__all__ = ["Kept", "SavedTensors", "SlotReference", "Treated", "modified"]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotReference:
-    """A saved view of a block's parameters; ``offset`` and ``stride`` in elements. ``user`` is the block that was
-    running."""
+    """A saved view of ``parameter``, which is one of ``block``; ``offset`` and ``stride`` in elements. ``version`` is
+    torch's count of changes to the parameter when it was saved, ``user`` the block that was running."""
 
     block: str
     dtype: torch.dtype
@@ -31,6 +34,8 @@ class SlotReference:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     user: str
+    parameter: str
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +70,23 @@ Packed = torch.Tensor | Kept | Treated | SlotReference
 class SavedTensors:
     """The pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    ``stash`` knows what was treated. ``measure`` says which block runs when a tensor is saved, and ``on_unpack`` is
-    told that block when the tensor is asked for: backward has come to it. ``unseen`` counts what compiled blocks save.
+    ``parameters`` are those of the model's ``blocks``. ``stash`` knows what was treated. ``measure`` says which block
+    runs when a tensor is saved, and ``on_unpack`` is told that block when the tensor is asked for: backward has come to
+    it. ``unseen`` counts what compiled blocks save.
     """
 
     def __init__(
         self,
+        blocks: Iterable[Block],
+        parameters: Mapping[str, nn.Parameter],
         access: BlockAccess,
         stash: Stash,
         watch: Watch,
         measure: Measurement,
         on_unpack: Callable[[str], None],
     ) -> None:
+        self._parameters = parameters
+        self._places = {b.name: ([p.offset for p in b.parameters], [p.name for p in b.parameters]) for b in blocks}
         self._access = access
         self._stash = stash
         self._watch = watch
@@ -99,14 +109,16 @@ class SavedTensors:
             if ticket is None or tensor.is_conj() or tensor.is_neg() or not ticket.admits():
                 return Kept(_without_graph(tensor), tensor._version, self._measure.block)
             return self._treated(ticket, tensor)
-        return SlotReference(
-            slot.occupant,
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            self._measure.block,
-        )
+        return self._reference(slot.occupant, tensor)
+
+    def _reference(self, block: str, tensor: torch.Tensor) -> SlotReference:
+        offset = int(tensor.storage_offset())
+        offsets, names = self._places[block]
+        parameter = names[max(bisect_right(offsets, offset * tensor.itemsize) - 1, 0)]
+        # The parameter's own count: that of ``tensor`` is another where it was made from ``parameter.data``.
+        version = self._parameters[parameter]._version
+        place = (offset, tuple(tensor.shape), tuple(tensor.stride()))
+        return SlotReference(block, tensor.dtype, *place, self._measure.block, parameter, version)
 
     def _treated(self, ticket: Ticket, tensor: torch.Tensor) -> Treated:
         witness = tensor.detach()
@@ -118,8 +130,8 @@ class SavedTensors:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor again; a block that has left the device is fetched, what was treated is brought back.
 
-        Raises ``ModelError`` for a tensor that was changed in place since it was saved, as autograd does by itself
-        where there are no hooks.
+        Raises ``ModelError`` for a tensor that was changed in place since it was saved, a parameter by a step say, as
+        autograd does by itself where there are no hooks.
         """
         if isinstance(packed, torch.Tensor):
             return packed
@@ -129,6 +141,10 @@ class SavedTensors:
             return packed.tensor
         if isinstance(packed, Treated):
             _expect_unchanged(packed.witness, packed.ticket.version, packed.shape, packed.user)
+        else:
+            version = self._parameters[packed.parameter]._version
+            if version != packed.version:
+                raise modified(packed.block, packed.parameter, version, packed.version)
         since = self._measure.now()
         if isinstance(packed, Treated):
             storage = packed.ticket.tensor().untyped_storage()
@@ -142,6 +158,16 @@ class SavedTensors:
         forward, and inside a checkpoint of the model's own, which decides by itself what is kept."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and top[0] == self.pack
+
+
+def modified(block: str, name: str, version: int, expected: int) -> ModelError:
+    """The error, in torch's words, for a parameter that backward needs as forward has read it, changed since then."""
+    return ModelError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: parameter "
+        f"{name} of block {block} is at version {version}; expected version {expected} instead. An optimizer.step() or "
+        f"a load_state_dict() came between a forward and its backward: call loss.backward() before it, or run the "
+        f"forward again after it"
+    )
 
 
 def _expect_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...], user: str) -> None:

@@ -67,7 +67,9 @@ class Session:
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
         ledgers = resources.ledgers
         self.measure = Measurement(self.device, whereabouts, (ledgers.host, ledgers.pinned, ledgers.disk))
-        self.saved = SavedTensors(self.access, self.stash, self.watch, self.measure, self._unpacking)
+        self.saved = SavedTensors(
+            model.blocks, parameters, self.access, self.stash, self.watch, self.measure, self._unpacking
+        )
         self._stand_ins = {
             spec.name: stand_in(spec, self.torch_device)
             for block in model.blocks

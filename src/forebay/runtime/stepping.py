@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from forebay.errors import ModelError
 from forebay.runtime.applying import Task
@@ -157,7 +158,7 @@ class Stepping:
         if state.placement.resident:
             gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
             self._updater.run_resident(state, tasks, gradients)
-            _count(state, tasks)
+            self._count(state, tasks)
             return
         left = self.in_backward.left(state, tasks)
         self._land_replaced(state, left)
@@ -178,7 +179,7 @@ class Stepping:
             self._updater.submit(state, tasks)
         for name in tasks:
             state.gradients[name].waiting = False
-        _count(state, tasks)
+        self._count(state, tasks)
 
     def _keep_waiting(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
         """What has landed waits for the turn of the block, and is no longer ``param.grad``, which zero_grad() drops."""
@@ -198,7 +199,7 @@ class Stepping:
         # read the one that it replaces.
         for state, tasks in reversed(updated):
             self._updater.submit(state, tasks)
-            _count(state, tasks)
+            self._count(state, tasks)
 
     def _tasks(self, state: BlockState, groups: Groups) -> dict[str, Task]:
         return {
@@ -229,11 +230,14 @@ class Stepping:
                 buffer.waiting = False  # it takes the place of all that has landed
                 self.land(state, parameter, gradient.detach(), buffer)
 
+    def _count(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
+        """Updates of ``tasks`` were asked for."""
+        for name in tasks:
+            state.steps[name] += 1
+        # torch counts changes in place, and no kernel of forebay's does: a backward that still needs what forward has
+        # read is refused, as after a step in plain PyTorch.
+        increment_version([self._parameters[name] for name in tasks])
+
     def _in_order_of_use(self) -> Iterator[BlockState]:
         blocks = self._store.blocks
         return (blocks[name] for name in self._pool.order.in_order_of_use(blocks))
-
-
-def _count(state: BlockState, tasks: Mapping[str, Task]) -> None:
-    for name in tasks:
-        state.steps[name] += 1
