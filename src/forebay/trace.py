@@ -285,6 +285,8 @@ class Trace:
     the blocks whose parameters a function that the model itself has run again in backward (a checkpoint) reads while
     none of the modules run that ask for them: such a block has to stay on the device. ``compiled`` names the modules,
     blocks as a whole, that are here as a compiler made them: one op in forward and one in backward.
+    ``changed_buffers`` names the buffers that the step changes in place: a block that is recomputed keeps a copy of its
+    own as forward found them.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory. Seconds and simulated
@@ -308,6 +310,7 @@ class Trace:
     unseen_nbytes: int = 0
     read_in_backward: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
+    changed_buffers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     extremes: tuple[Trace, ...] = ()
     schema: int = TRACE_SCHEMA

@@ -164,12 +164,33 @@ def test_a_graph_that_nobody_runs_backward_is_freed() -> None:
     forebay.close(model)
 
 
+class Centred(nn.Module):
+    """Computes with the buffer that its forward has changed, in place or by putting another in its place."""
+
+    def __init__(self, *, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls is None:
+            self.calls = torch.zeros(())
+        self.calls += 1
+        mean = x.detach().mean(0) / self.calls
+        if self.replaces:
+            self.mean = self.mean * 0.9 + mean
+        else:
+            self.mean.mul_(0.9).add_(mean)
+        return (x - self.mean) * (1 + self.mean)
+
+
 class Normed(nn.Module):
     """Layers whose forward changes buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[], nn.Module] = lambda: nn.BatchNorm1d(8)) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), norm(), nn.ReLU()) for _ in range(3)])
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         for layer in self.layers:
@@ -177,18 +198,27 @@ class Normed(nn.Module):
         return {"loss": x.square().sum()}
 
 
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(8),
+    "in place": lambda: Centred(replaces=False),
+    "replaced": lambda: Centred(replaces=True),
+}
+
+
 @WHERE
-def test_buffers_change_once(resident: bool) -> None:
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_buffers_change_once(norm: Callable[[], nn.Module], resident: bool) -> None:
     torch.manual_seed(0)
-    plain = Normed()
+    plain = Normed(norm)
     torch.manual_seed(0)
-    model, _ = prepared(Normed(), resident, LAYERS[:3])
+    model, _ = prepared(Normed(norm), resident, LAYERS[:3])
     for step in range(3):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         model(x)["loss"].backward()
         plain(x)["loss"].backward()
-    actual = dict(model.named_buffers())
+    actual, gradients = dict(model.named_buffers()), forebay.gradients(model)
     assert all(torch.equal(actual[name], buffer) for name, buffer in plain.named_buffers())
+    assert all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
     forebay.close(model)
 
 

@@ -322,10 +322,13 @@ class Live:
     def _hold_inputs(self, visit: int) -> None:
         inputs = tuple(root for root in self._step.inputs[visit] if root in self._first)
         self._held_by[visit] = inputs
+        self.nbytes += self._step.found_nbytes(visit)
         for root in inputs:
             self._rerun_holds[root] = self._rerun_holds.get(root, 0) + 1
 
     def _let_inputs_go(self, visit: int) -> None:
+        if visit in self._held_by:
+            self.nbytes -= self._step.found_nbytes(visit)
         for root in self._held_by.pop(visit, ()):
             self._rerun_holds[root] -= 1
             self._let_go(self._away if root in self._away else self._first, root, 0)

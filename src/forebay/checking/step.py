@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, final
 
 from forebay.memory import Kind
-from forebay.trace import Op, Parameter, Phase, Trace
+from forebay.trace import NO_SAVES, Op, Parameter, Phase, Trace
 from forebay.units import format_bytes
 
 __all__ = ["FlatOp", "Step"]
@@ -143,6 +143,15 @@ class Step:
         if module is None:
             return 0
         return sum(t.nbytes for t in self._buffers if t.name.startswith(f"{module}."))
+
+    def found_nbytes(self, visit: int) -> int:
+        """Bytes of the buffers of the module of a visit that the step changes: what its forward has found in them is
+        kept for as long as its inputs are, where backward asks for what it saves."""
+        changed = self.trace.changed_buffers
+        if not changed or self.trace.visits[visit].kept_until == NO_SAVES:
+            return 0
+        module = self.trace.model.block(self.trace.visits[visit].block).module
+        return sum(t.nbytes for t in self._buffers if t.name in changed and t.name.startswith(f"{module}."))
 
     def block(self, op: int) -> str:
         """The block of the visit that op number ``op`` belongs to."""

@@ -334,6 +334,13 @@ class TraceIndex:
             self._copied[place] = sum(nbytes for name, nbytes in self._buffers if name.startswith(module))
         return self._copied[place]
 
+    def found_nbytes(self, place: int) -> int:
+        """Bytes of the buffers that a visit's module changes: recomputing it keeps what forward found in them
+        (``runtime/surroundings.py``)."""
+        module = f"{self.trace.model.block(self.trace.visits[place].block).module}."
+        changed = self.trace.changed_buffers
+        return sum(nbytes for name, nbytes in self._buffers if name in changed and name.startswith(module))
+
     def kept(self, place: int) -> set[int]:
         """Roots from outside that a recomputation of a visit keeps: its arguments, and what its ops read."""
         visit = self.trace.visits[place]

@@ -154,6 +154,10 @@ class Layout:
             nbytes = index.copied_nbytes(place)
             if nbytes:
                 lives.add(Kind.TEMPORARY, run.position, self._base.until(place), nbytes)
+            nbytes = index.found_nbytes(place)
+            if nbytes:
+                begins = self._position[index.trace.visits[place].first_op]
+                lives.add(Kind.ACTIVATION, begins, self._base.until(place), nbytes)
 
     def _summed(self, lives: Levels) -> Profile:
         trace = self._index.trace

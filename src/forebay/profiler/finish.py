@@ -49,6 +49,7 @@ def finish(
         held_nbytes=held_nbytes,
         unseen_nbytes=unseen_nbytes,
         read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.read_in_backward),
+        changed_buffers=recorder.changed_buffers,
     )
 
 

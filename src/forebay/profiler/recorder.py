@@ -68,6 +68,8 @@ class Recorder(TorchDispatchMode):
         self._calls = 0
         # Blocks whose parameters were read while none of the modules ran that ask for them.
         self.read_outside: set[str] = set()
+        # Name, tensor, and torch's count of changes when it came.
+        self._buffers: list[tuple[str, torch.Tensor, int]] = []
         self._askers: dict[int, Block] = {}  # by the number of a parameter's root
         # Those of which backward reads a parameter itself, not what autograd has saved of it, at such a time.
         self.read_in_backward: set[str] = set()
@@ -178,7 +180,14 @@ class Recorder(TorchDispatchMode):
 
     def source(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
         """``tensor`` is a parameter, buffer or input."""
+        if kind is Kind.BUFFER:
+            self._buffers.append((name, tensor, tensor._version))
         self.roots.add(tensor, source=kind, name=name)
+
+    @property
+    def changed_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that were changed in place."""
+        return tuple(name for name, tensor, version in self._buffers if tensor._version != version)
 
     def parameter(self, tensor: torch.Tensor, name: str, block: Block) -> None:
         """``tensor`` is the parameter ``name`` of ``block``."""

@@ -32,7 +32,6 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
@@ -48,6 +47,7 @@ from forebay.device.compiling import outside_of_graphs
 from forebay.errors import ModelError
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.selective import Choice, Mover, Record, Replay, not_the_same
+from forebay.runtime.surroundings import Surroundings
 from forebay.treatments import Treatment
 
 __all__ = ["Recomputation"]
@@ -85,8 +85,9 @@ class Recomputation:
         its parameters, prepended."""
         accepted = inspect.signature(module.forward).parameters
         caches = {name: place for place, name in enumerate(accepted) if name in CACHES}
-        choice = Choice(block, treatments)
-        before: Any = partial(self._before, choice, caches)
+        choice = Choice(block, treatments, compiled=compiled)
+        surroundings = Surroundings(block, module, self._watch, compiled=compiled)
+        before: Any = partial(self._before, choice, surroundings, caches)
         after: Any = self._after
         if compiled:
             before, after = outside_of_graphs(before), outside_of_graphs(after)
@@ -103,7 +104,15 @@ class Recomputation:
             if region is not None:
                 region.close()
 
-    def _before(self, choice: Choice, caches: Mapping[str, int], module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(
+        self,
+        choice: Choice,
+        surroundings: Surroundings,
+        caches: Mapping[str, int],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         region: Region | None = None
         if self._again and self._again[-1][0] is module:
             # From here on, as in forward: what exposed the parameters is not the block's.
@@ -111,7 +120,7 @@ class Recomputation:
             self._again[-1] = module, None
             region = replay.running() if replay is not None else None
         elif torch.is_grad_enabled() and self._saved.innermost():
-            region = self._region(choice, module, _rewindable(args, kwargs, caches))
+            region = self._region(choice, surroundings, module, _rewindable(args, kwargs, caches))
         if region is not None:
             next(region)
         self._open.append((module, region))
@@ -124,7 +133,9 @@ class Recomputation:
             # Ends the region after a forward that failed, too; the graph that would be recomputed is gone with it.
             next(region, None)
 
-    def _region(self, choice: Choice, module: nn.Module, arguments: tuple[Any, Any]) -> Region:
+    def _region(
+        self, choice: Choice, surroundings: Surroundings, module: nn.Module, arguments: tuple[Any, Any]
+    ) -> Region:
         leaves, spec = tree_flatten(arguments)
         # As positions, keyword arguments included: those go through the saved-tensor hooks around the region, and
         # their devices are the ones whose random number generators are restored.
@@ -132,15 +143,16 @@ class Recomputation:
         tensors = [leaves[i] for i in places]
         for i in places:
             leaves[i] = None
-        record = Record(choice, self._watch, self._mover, lambda: bool(self._again))
+        found = surroundings.begin()
+        record = Record(choice, self._watch, self._mover, lambda: bool(self._again), found)
 
         def again(*unpacked: torch.Tensor) -> None:
             filled = list(leaves)
             for i, tensor in zip(places, unpacked, strict=True):
                 filled[i] = tensor
             args, kwargs = _rewound(tree_unflatten(filled, spec))
-            with self._replaying(module, Replay(record)), _as_they_are_now(self._saved):
-                self._around(choice.block, lambda: _call(module, args, kwargs))
+            with found.again(), self._replaying(module, Replay(record)), _as_they_are_now(self._saved):
+                self._around(choice.block, lambda: module(*args, **kwargs))
 
         checkpoint: Region = _checkpoint_without_reentrant_generator(
             again, True, noop_context_fn, "default", False, True, *tensors
@@ -149,6 +161,7 @@ class Recomputation:
         try:
             with _explained(choice.block, record):
                 yield from record.running()
+            found.end()
             next(checkpoint, None)
         finally:
             checkpoint.close()
@@ -210,15 +223,6 @@ def _as_they_are_now(saved: SavedTensors) -> Iterator[None]:
 def _first_line(error: CheckpointError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:4]).removeprefix("torch.utils.checkpoint: ")
-
-
-def _call(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Runs the module; its buffers (running means, counts) stay as the first forward left them."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    if buffers:
-        functional_call(module, buffers, args, kwargs)
-    else:
-        module(*args, **kwargs)
 
 
 # Caches. A layer appends to its cache, so that running it a second time needs the cache as it was before the first.

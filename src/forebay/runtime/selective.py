@@ -16,7 +16,8 @@ saves, and in a second backward over a graph that was retained.
 
 Generators. The recomputation begins with the generators as the forward did. A named op that draws from one does not
 draw again, so its record holds the generator's state after it (5,056 bytes on the host for that of ``cpu``, 16 for one
-of CUDA), which is set in its place.
+of CUDA), which is set in its place. A generator of the model's own is not brought back: a block that draws from one is
+refused when it runs again. Where no op is named, that is looked for when a block runs again for the first time.
 
 torch.compile. Compiled code has no ops to be named, and PyTorch compiles nothing under a dispatch mode: the compiled
 modules of a block run as they are written, in forward and again (``device/compiling.py``).
@@ -39,6 +40,7 @@ from forebay.device.ledger import plain_tensors, take_off
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
+from forebay.runtime.surroundings import Found
 from forebay.scheduling.activations import described
 from forebay.treatments import Treatment
 
@@ -82,13 +84,20 @@ _PLAIN = _Traits(False, False, ())
 
 @final
 class Choice:
-    """The ops of one block that a plan names, and what is known of overloads: thousands pass in a step."""
+    """The ops of one block that a plan names, and what is known of overloads: thousands pass in a step. A ``compiled``
+    block has no ops to be seen."""
 
-    def __init__(self, block: str, treatments: Iterable[Treatment]) -> None:
+    def __init__(self, block: str, treatments: Iterable[Treatment], *, compiled: bool = False) -> None:
         self.block = block
         self.named = {(t.op, t.occurrence): t for t in treatments}
+        # Whether every op of a recomputation is looked at: of the first one, and of all where ops are named.
+        self.looks = not compiled
         self._ops = {op for op, _ in self.named}
         self._traits: dict[Any, _Traits] = {}
+
+    def ran_again(self) -> None:
+        """The block has run again as it should."""
+        self.looks = bool(self.named)
 
     def traits(self, func: Any) -> _Traits:
         """What is known of ``func``."""
@@ -178,10 +187,14 @@ class _Made:
 
 @final
 class Record:
-    """The named ops of one forward. ``quiet`` says that ops belong to something else: to a recomputation."""
+    """The named ops of one forward. ``quiet`` says that ops belong to something else: to a recomputation. ``found`` is
+    told of what ops are about to write to."""
 
-    def __init__(self, choice: Choice, watch: Watch, mover: Mover | None, quiet: Callable[[], bool]) -> None:
+    def __init__(
+        self, choice: Choice, watch: Watch, mover: Mover | None, quiet: Callable[[], bool], found: Found
+    ) -> None:
         self.choice = choice
+        self._found = found
         self.made: list[_Made] = []
         # As of the last tensor that the forward has saved, which is where a recomputation ends.
         self.needed = 0
@@ -194,7 +207,7 @@ class Record:
 
     def running(self) -> Generator[None, None, None]:
         """Forward runs between the two halves of this."""
-        yield from _under(_Mode(self._run) if self.choice.named else None)
+        yield from _under(_Mode(self._run) if self.choice.named or self._found.looks else None)
         for late in self.made[self.needed :]:
             late.forget()
 
@@ -205,11 +218,13 @@ class Record:
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         traits = self.choice.traits(func)
-        result = func(*args, **kwargs)
         if traits.ignored or self._quiet():
-            return result
-        if traits.writes:
-            self._overwritten([args[i] if i < len(args) else kwargs.get(name) for i, name in traits.writes])
+            return func(*args, **kwargs)
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.writes]
+        for tensor in plain_tensors(written):
+            self._found.written(tensor)
+        result = func(*args, **kwargs)
+        self._overwritten(written)
         if traits.counted:
             name = self._counter.name(func)
             self.trail = _follow(self.trail, func, args, kwargs)
@@ -272,7 +287,7 @@ class Replay:
 
     def running(self) -> Generator[None, None, None]:
         """The forward runs again between the two halves of this."""
-        return _under(_Mode(self._run) if self._record.choice.named else None)
+        return _under(_Mode(self._run) if self._record.choice.looks else None)
 
     def ended(self, *, early: bool) -> None:
         """It came to the last tensor that forward saved (``early``), or to its end. Raises ``ModelError`` if it did not
@@ -283,6 +298,7 @@ class Replay:
             missing = record.made[self._next : until]
             what = f"{_shown(missing[0].name)} did not run again" if missing else "it ended after other ops"
             raise self._differs(what)
+        record.choice.ran_again()
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         choice = self._record.choice

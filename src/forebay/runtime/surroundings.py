@@ -1,0 +1,210 @@
+"""What the forward of a recomputed block finds in its modules, so that its second run in backward finds the same.
+
+Arguments and random numbers are the checkpoint's to bring back. This is about what is in the modules themselves:
+
+buffers      a forward that changes a buffer and computes with it (a running mean, a codebook) has to begin again with
+             what was there before, so a copy of that is kept until backward has let go of the block. In the first
+             forward with a buffer, in the modes that the block is in, ops are seen, and the copy is made in front of
+             the first that writes to the buffer. From then on it is made when a forward begins, if it was needed then.
+modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
+             they are set as they were, and put back after it.
+parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
+             ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
+
+That a tensor was changed in place is told by torch's own count of that. A kernel which changes a buffer without
+counting, as the one of batch norm does with its running statistics, is not seen: no forward of torch's own that does so
+computes with what it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import nn
+
+from forebay.device.base import Watch
+from forebay.errors import ModelError
+from forebay.memory import Kind
+from forebay.runtime.saved import modified
+
+__all__ = ["Found", "Surroundings"]
+
+
+@final
+@dataclass(slots=True)
+class _Buffer:
+    """A buffer as a forward found it: ``name`` in the block, the tensor, torch's count of changes to it, and what it
+    held (None: no copy of that)."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    content: torch.Tensor | None
+
+
+@final
+class Surroundings:
+    """Those of one block's module, and of the modules in it. ``compiled``: it has no ops to be seen, and a buffer of
+    which nothing is known is copied when a forward begins."""
+
+    def __init__(self, block: str, module: nn.Module, watch: Watch, *, compiled: bool = False) -> None:
+        self.block = block
+        self.compiled = compiled
+        self.parameters = tuple(module.named_parameters())
+        self.modules = tuple(module.named_modules())
+        self._watch = watch
+        # By the modes of all modules: whether a forward in these was seen to change a buffer.
+        self._changed: dict[tuple[bool, ...], dict[str, bool]] = {}
+
+    def begin(self) -> Found:
+        """A forward begins."""
+        modes = tuple([module.training for _, module in self.modules])
+        known = self._changed.setdefault(modes, {})
+        found = [(m, self._buffers(prefix, m, known)) for prefix, m in self.modules if m._buffers]
+        return Found(self, modes, found, known)
+
+    def copy(self, buffer: torch.Tensor) -> torch.Tensor:
+        """What ``buffer`` holds, to be kept."""
+        copy = buffer.detach().clone()
+        self._watch.attribute(copy, Kind.ACTIVATION)
+        return copy
+
+    def _buffers(self, prefix: str, module: nn.Module, known: Mapping[str, bool]) -> dict[str, _Buffer | None]:
+        """Those of ``module`` itself, by the name that they have there (None: it is None), with a copy of what is
+        ``known`` to change."""
+        found: dict[str, _Buffer | None] = {}
+        for own, buffer in module._buffers.items():
+            if buffer is None:
+                found[own] = None
+                continue
+            name = f"{prefix}.{own}" if prefix else own
+            content = self.copy(buffer) if known.get(name, self.compiled) else None
+            found[own] = _Buffer(name, buffer, _version(buffer), content)
+        return found
+
+
+@final
+class Found:
+    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any. ``known`` says
+    which of them forwards in the same modes have changed."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        modes: tuple[bool, ...],
+        buffers: Sequence[tuple[nn.Module, Mapping[str, _Buffer | None]]],
+        known: dict[str, bool],
+    ) -> None:
+        self._around = surroundings
+        self._modes = modes
+        self._trained = tuple([p.requires_grad for _, p in surroundings.parameters])
+        self._versions: tuple[int, ...] = ()
+        self._buffers = buffers
+        self._known = known
+        self._lost = set[str]()
+
+    @property
+    def looks(self) -> bool:
+        """Whether the ops of the forward are to be seen: of some buffer nobody knows yet whether they change it."""
+        if self._around.compiled:
+            return False
+        return any(b is not None and b.name not in self._known for _, found in self._buffers for b in found.values())
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """An op of the forward is about to write to ``tensor``."""
+        storage = tensor.untyped_storage()._cdata
+        for _, buffers in self._buffers:
+            for buffer in buffers.values():
+                if buffer is not None and buffer.content is None and _storage(buffer.tensor) == storage:
+                    buffer.content = self._around.copy(buffer.tensor)
+
+    def end(self) -> None:
+        """The forward is over: what it has not changed needs no copy."""
+        self._versions = tuple([p._version for _, p in self._around.parameters])
+        for module, buffers in self._buffers:
+            for own, buffer in buffers.items():
+                if buffer is None:
+                    continue
+                changed = _version(buffer.tensor) != buffer.version
+                self._known[buffer.name] = changed or self._known.get(buffer.name, False)
+                if changed and buffer.content is None:
+                    self._lost.add(buffer.name)
+                if not changed:
+                    # One that was replaced by another tensor is itself what the forward found, and nobody else's now.
+                    buffer.content = None if module._buffers.get(own) is buffer.tensor else buffer.tensor
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The block runs again inside this, on copies of the buffers. Raises ``ModelError`` if what the forward found
+        is not there any more."""
+        self._expect_parameters()
+        copies: dict[int, torch.Tensor] = {}  # by the tensor: what is shared stays shared
+        buffers = [
+            (module, module._buffers, {own: self._copy(buffer, copies) for own, buffer in found.items()})
+            for module, found in self._buffers
+        ]
+        modes = [(m, m.training, then) for (_, m), then in zip(self._around.modules, self._modes, strict=True)]
+        trained = [(p, p.requires_grad, t) for (_, p), t in zip(self._around.parameters, self._trained, strict=True)]
+        try:
+            for module, _, found in buffers:
+                module._buffers = found
+            _set_modes((module, then) for module, now, then in modes if now is not then)
+            _set_trained((parameter, then) for parameter, now, then in trained if now is not then)
+            yield
+        finally:
+            for module, own, _ in buffers:
+                module._buffers = own
+            _set_modes((module, now) for module, now, then in modes if now is not then)
+            _set_trained((parameter, now) for parameter, now, then in trained if now is not then)
+
+    def _copy(self, buffer: _Buffer | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        if buffer is None:
+            return None
+        key = id(buffer.tensor)
+        if key not in copies:
+            copies[key] = self._content(buffer).clone()
+        return copies[key]
+
+    def _content(self, buffer: _Buffer) -> torch.Tensor:
+        block, name = self._around.block, buffer.name
+        if name in self._lost:
+            raise ModelError(
+                f"block {block} has changed its buffer {name} in this forward, and not in those before it: no copy was "
+                f"made of what the buffer held, and the forward cannot be run again for backward. The next one can; or "
+                f"prepare with a policy that recomputes nothing ('resident', 'stream')"
+            )
+        if buffer.content is not None:
+            return buffer.content
+        if _version(buffer.tensor) != buffer.version:
+            raise ModelError(
+                f"buffer {name} of block {block} was changed after the block's forward, which is run again for its "
+                f"backward: change it before the forward, or after loss.backward()"
+            )
+        return buffer.tensor
+
+    def _expect_parameters(self) -> None:
+        for (name, parameter), then in zip(self._around.parameters, self._versions, strict=True):
+            if parameter._version != then:
+                raise modified(self._around.block, name, parameter._version, then)
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _set_trained(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, trained in parameters:
+        parameter.requires_grad = trained
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
