@@ -196,7 +196,7 @@ class Attachment:
         """Takes every hook off and gives the parameters their values back, as ordinary tensors.
 
         What was at home on the host stays where it is; what was on disk is read into memory. Raises the first error
-        of what could not be read, after everything else has its values.
+        of what could not be read or given back, after everything else has its values.
         """
         self._remove_hooks()
         self._recomputation.abandon()
@@ -205,14 +205,21 @@ class Attachment:
         self.current.scopes.close()
         # After a fault the step's account is still open; what is made from here on is not the device's.
         self.session.watch.activate(False)
-        errors: list[ForebayError] = []
+        errors: list[Exception] = []
+        try:
+            self.session.replaced.take_over()
+        except Exception as error:
+            errors.append(error)
         for name, parameter in self.session.parameters.items():
             try:
                 self._give_back(name, parameter)
-            except ForebayError as error:
+            except Exception as error:  # whatever it is, the others get their values
                 errors.append(error)
-        if errors:
+        if not errors:
+            return
+        if isinstance(errors[0], ForebayError):
             raise errors[0]
+        raise ForebayError(f"a parameter was not given back as it should be ({errors[0]})") from errors[0]
 
     def at_end(self, ending: Callable[[], None]) -> None:
         """Has ``ending`` called when the hooks are taken off."""
@@ -232,7 +239,8 @@ class Attachment:
             self.session.hide(name)  # what cannot be read stays NaN
         parameter.data = self.session.contents.value(name)
         if gradient is not None and not (isinstance(gradient, LandedGradient) and gradient.is_gone):
-            parameter.grad = host_copy(gradient).to(parameter.device)
+            # Of its dtype: with the parameter the user may have changed that of the gradient.
+            parameter.grad = host_copy(gradient).to(parameter.device, parameter.dtype)
 
     # Forward.
 

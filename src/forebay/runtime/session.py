@@ -19,6 +19,7 @@ from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.holds import Outcome
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
+from forebay.runtime.replaced import Replaced
 from forebay.runtime.resources import Resources
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
@@ -92,6 +93,7 @@ class Session:
             Rounds.of(plan),
         )
         self.contents = Contents(model, parameters, self.store, self.pool, self.stepping, self.synchronize)
+        self.replaced = Replaced(parameters, self.contents, self.access, self._stand_ins, self.torch_device)
         self.vigil = Vigil(VigilPolicy())
         # Whether what a pass saves is more than counted: also where nobody counts it must go through forebay's hooks.
         self._handles_saved = bool(self._stand_ins or plan.recompute or plan.activations)
@@ -118,6 +120,7 @@ class Session:
         self.expect_open()
         self.contents.expect_written()
         if self.gathering is None or self.gathering.begins():
+            self.replaced.take_over()
             self.stepping.in_backward.expect_whole()
             # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
             self.store.landing.empty()
@@ -239,6 +242,7 @@ class Session:
         ``overlap_update`` off they are waited for here.
         """
         self.expect_open()
+        self.replaced.take_over()
         self.stepping.expect_possible(groups)
         self.watch.activate(False)
         # The next pass begins where the record begins: its first blocks are fetched as soon as they are updated.
