@@ -87,7 +87,9 @@ def test_a_module_used_twice_is_one_block() -> None:
     weights = [p for b in blocks.values() for p in b.parameters if p.name.endswith("weight")]
     assert sorted(p.name for p in weights) == ["a.weight", "b.weight"]
     owner = next(b for b in blocks.values() if "a.weight" in names_in(b))
-    assert {"a", "c"} <= set(owner.modules)
+    # By the one name that hooks find it by, whatever others it has.
+    assert "a" in owner.modules
+    assert set(owner.modules) <= {name for name, _ in model.named_modules()}
 
 
 def test_what_an_enclosing_module_owns_is_held() -> None:

@@ -139,7 +139,8 @@ class StorageLedger(Watch):
             if name is not None:
                 raise ParameterReleased(
                     f"{func} read parameter {name} while its bytes are not on the device; inside the model, use it in "
-                    f"the forward of the module that owns it; outside, read forebay.parameters(model)[{name!r}]"
+                    f"the forward of the module that owns it, or give prepare() a batch, with which it sees who else "
+                    f"reads it; outside, read forebay.parameters(model)[{name!r}]"
                 )
 
     def _note(self, tensor: torch.Tensor, maker: Any) -> None:

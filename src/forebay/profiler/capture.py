@@ -35,7 +35,7 @@ from forebay.profiler.recorder import Recorder
 from forebay.profiler.routing import EXTREMES, Routing
 from forebay.profiler.values import Values
 from forebay.profiler.work import Call
-from forebay.runtime.blocks import BoundModel, find_blocks
+from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.states import moment_states
@@ -252,8 +252,10 @@ class _Step:
             try:
                 with recorder, _quiet_torch():
                     whole = _Whole(self._model, lambda: self._forward_and_backward(losing, inputs, keywords))
-                    fakes = {f"model.{name}": tensor for name, tensor in state.items()}
-                    functional_call(whole, fakes, (), tie_weights=True)
+                    fakes = {f"model.{name}": tensor for name, tensor in at_every_place(self._model, state).items()}
+                    # Each place once. With tie_weights a module that occurs twice would be given its fakes by both of
+                    # its names, and keep, as what was there before, those that came first.
+                    functional_call(whole, fakes, (), tie_weights=False)
                 if chunked is not None and not chunked.losses:
                     raise ModelError(f"the loss cannot be computed in pieces: the model computed none; {REMEDY}")
             except ForebayError:

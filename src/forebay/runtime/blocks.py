@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,7 +16,7 @@ from forebay.layout import align
 from forebay.runtime.tiles import Tiled
 from forebay.trace import Block, Model, Parameter
 
-__all__ = ["BoundModel", "find_blocks", "whole_blocks"]
+__all__ = ["BoundModel", "at_every_place", "find_blocks", "whole_blocks"]
 
 CUTS = 32
 """Neighbouring small modules outside of repeated lists are merged up to one part in ``CUTS`` of the model."""
@@ -82,7 +82,7 @@ def _askers(
     """For each of ``groups`` the modules whose forward needs its parameters."""
     home_of = {id(parameters[p]): start for start, members in groups for p in members}
     asked: dict[str, dict[str, None]] = {start: {} for start, _ in groups}
-    for name, module in root.named_modules(remove_duplicate=False):
+    for name, module in root.named_modules():
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
@@ -106,6 +106,19 @@ def whole_blocks(root: nn.Module, override: Sequence[str] | None = None) -> dict
     if missing:
         raise ModelError(f"blocks: the model has no module called {missing[0]!r}; see model.named_modules()")
     return {name: modules[name] for name in override}
+
+
+def at_every_place(model: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``values``, by the names of parameters and buffers, under a name of each place where a module of ``model`` holds
+    one: tied ones have several places, and a module that occurs several times is one place."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    own = {id(tensor): values[name] for name, tensor in named if name in values}
+    places = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) in own:
+                places[f"{path}.{name}" if path else name] = own[id(tensor)]
+    return places
 
 
 def _refuse_holding(root: nn.Module) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, SupportsIndex, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from forebay.device.base import NoWatch
@@ -307,6 +307,7 @@ class Attachment:
 
     def _before_module(self, blocks: tuple[Block, ...]) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:
+            self._expect_pass(module)
             self.current.running.append((module, blocks))
             for block in blocks:
                 depth = self._depth.get(block.name, 0)
@@ -320,11 +321,23 @@ class Attachment:
 
         return before
 
+    def _expect_pass(self, module: nn.Module) -> None:
+        """Raises ``UsageError`` where a part of the model is trained by itself: its graph would go by nobody who counts
+        bytes, and would keep every slot that it has read. Without gradients nothing is kept."""
+        outside = self.session.phase is Phase.IDLE and torch.is_grad_enabled()
+        # Backward may begin with a recomputation of the model's own, before forebay is told of it.
+        if outside and torch._C._current_graph_task_id() == -1:
+            raise UsageError(
+                f"a {type(module).__name__} of a prepared model is called outside of the model's forward, where no "
+                f"budget holds; call the prepared model itself and have its forward do this, or call parts of it "
+                f"under torch.no_grad()"
+            )
+
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.current.running or self.current.running[-1][0] is not module:
             return None  # its pre-hook did not come as far as opening
         _, blocks = self.current.running.pop()
-        output = self._without_aliases(output)
+        instead = self._without_aliases(output)
         for block in blocks:
             # A pre-hook that failed in the middle has opened only the first of its blocks.
             depth = self._depth.get(block.name, 0)
@@ -334,17 +347,18 @@ class Attachment:
             if depth == 1:
                 self._hide_block(block)
                 self.session.measure.leave(block)
-        return output
+        return instead
 
     def _without_aliases(self, output: Any) -> Any:
-        """The output with views of a slot copied: they would hold the slot for as long as they live."""
+        """The output with views of a slot copied: they would hold the slot for as long as they live. None where there
+        are none: the containers in it, which the model may go on with, stay the same objects then."""
 
-        def own(value: Any) -> Any:
-            if type(value) is torch.Tensor and self.session.access.slot_at(value) is not None:
-                return value.clone()
-            return value
+        def is_alias(value: Any) -> bool:
+            return type(value) is torch.Tensor and self.session.access.slot_at(value) is not None
 
-        return tree_map(own, output)
+        if not any(is_alias(value) for value in tree_leaves(output)):
+            return None
+        return tree_map(lambda value: value.clone() if is_alias(value) else value, output)
 
 
 def _not_compiled(names: Sequence[str], device: torch.device, plan: Plan) -> str:
