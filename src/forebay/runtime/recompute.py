@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointError,
     _checkpoint_without_reentrant_generator,
+    _Holder,
     _StopRecomputationError,
     noop_context_fn,
 )
@@ -145,12 +146,14 @@ class Recomputation:
             leaves[i] = None
         found = surroundings.begin()
         record = Record(choice, self._watch, self._mover, lambda: bool(self._again), found)
+        holders: list[weakref.ref[_Holder]] = []
 
         def again(*unpacked: torch.Tensor) -> None:
             filled = list(leaves)
             for i, tensor in zip(places, unpacked, strict=True):
                 filled[i] = tensor
             args, kwargs = _rewound(tree_unflatten(filled, spec))
+            _let_go_at_the_end(holders)
             with found.again(), self._replaying(module, Replay(record)), _as_they_are_now(self._saved):
                 self._around(choice.block, lambda: module(*args, **kwargs))
 
@@ -159,7 +162,7 @@ class Recomputation:
         )
         next(checkpoint)
         try:
-            with _explained(choice.block, record):
+            with _explained(choice.block, record, holders):
                 yield from record.running()
             found.end()
             next(checkpoint, None)
@@ -187,13 +190,16 @@ class Recomputation:
 
 
 @contextmanager
-def _explained(block: str, record: Record) -> Iterator[None]:
-    """The checkpoint's own saved-tensor hooks, with every save noted in ``record``, and with errors for users."""
+def _explained(block: str, record: Record, holders: list[weakref.ref[_Holder]]) -> Iterator[None]:
+    """The checkpoint's own saved-tensor hooks, with every save noted in ``record``, what stands for it in ``holders``,
+    and with errors for users."""
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def noted(tensor: torch.Tensor) -> Any:
         record.saved()
-        return pack(tensor)
+        holder: _Holder = pack(tensor)
+        holders.append(weakref.ref(holder))
+        return holder
 
     def explained(packed: Any) -> Any:
         try:
@@ -203,6 +209,21 @@ def _explained(block: str, record: Record) -> Iterator[None]:
 
     with saved_tensors_hooks(noted, explained):
         yield
+
+
+def _let_go_at_the_end(holders: Sequence[weakref.ref[_Holder]]) -> None:
+    """What is made again in this backward and nobody asks for, as with ``backward(inputs=...)``, goes with its end, and
+    not with the graph: it may be a view of a slot. A later backward of the same graph makes it again."""
+    backward = torch._C._current_graph_task_id()
+
+    def let_go() -> None:
+        for reference in holders:
+            holder = reference()
+            if holder is not None:
+                holder.handles.pop(backward, None)
+
+    if backward != -1:
+        torch.autograd.Variable._execution_engine.queue_callback(let_go)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forebay.device.base import Watch
-from forebay.errors import ModelError
+from forebay.errors import DeviceOutOfMemory, ModelError
 from forebay.memory import Kind
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
@@ -146,12 +146,25 @@ class SavedTensors:
             if version != packed.version:
                 raise modified(packed.block, packed.parameter, version, packed.version)
         since = self._measure.now()
-        if isinstance(packed, Treated):
-            storage = packed.ticket.tensor().untyped_storage()
+        if isinstance(packed, SlotReference):
+            storage = self._lease(packed.block)
         else:
-            storage = self._access.lease(packed.block)
+            storage = packed.ticket.tensor().untyped_storage()
         self._measure.waited(since)
         return self._access.view(storage, packed.dtype, packed.offset, packed.shape, packed.stride)
+
+    def _lease(self, block: str) -> torch.UntypedStorage:
+        try:
+            return self._access.lease(block)
+        except DeviceOutOfMemory as error:
+            if not torch.is_grad_enabled():
+                raise
+            # Only a backward that is differentiated itself runs with gradients on, and its graph keeps what it reads.
+            raise ModelError(
+                f"backward with create_graph=True keeps on the device the parameters of every block that it comes to, "
+                f"and there is no slot left for block {block}; policy='keep' has all of them there, if device_memory "
+                f"allows it; else train this model without a second derivative"
+            ) from error
 
     def innermost(self) -> bool:
         """Whether these hooks are the ones that a tensor saved now would go through: not so outside of the model's

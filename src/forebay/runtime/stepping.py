@@ -87,7 +87,8 @@ class Stepping:
     def expect_possible(self, groups: Groups) -> None:
         """Raises what keeps a step for ``groups`` from being taken, before anything has changed: ``ModelError`` for a
         gradient that the plan has no room and no state for, ``GradientUsedUp`` for a step that is not the one that was
-        made in backward, the error of an update that ran ahead and failed."""
+        made in backward, ``ForebayError`` for a block that changes while something looks at its bytes on the device,
+        the error of an update that ran ahead and failed."""
         for state in self._store.blocks.values():
             for spec in state.block.parameters:
                 if not spec.trainable and spec.name in groups and self._parameters[spec.name].grad is not None:
@@ -97,7 +98,21 @@ class Stepping:
                         f"and its grad to None"
                     )
         self.in_backward.expect_taken_over(groups)
+        self._expect_unread(groups)
         self.speculation.raise_failed(self._store.blocks)
+
+    def _expect_unread(self, groups: Groups) -> None:
+        """Of all blocks that the step changes, since the first of them must not change where the last cannot."""
+        if self.delay.holds(self._taken()):
+            return  # the slots keep what they hold
+        for name, state in self._store.blocks.items():
+            slot = self._pool.slot_of(name)
+            if slot is not None and slot.readers and self.waiting.has_turn(name) and self._tasks(state, groups):
+                slot.expect_unread()
+
+    def _taken(self) -> int:
+        """Steps so far, of the parameter that has had most."""
+        return max((n for state in self._store.blocks.values() for n in state.steps.values()), default=0)
 
     def begin(self) -> None:
         """A training step begins."""
@@ -132,7 +147,7 @@ class Stepping:
         """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
         forward will want the blocks. Those on the device are queued when they are needed (``deferred``)."""
         self.waiting.end()
-        if self.delay.holds(max((n for s in self._store.blocks.values() for n in s.steps.values()), default=0)):
+        if self.delay.holds(self._taken()):
             self._step_late(groups)
             return
         self.delay.end()

@@ -79,10 +79,18 @@ class Slot:
         self.expect(Residency.FETCHING)
         self.arrival, self.residency = None, Residency.READY
 
+    def expect_unread(self) -> None:
+        """Raises if somebody may still read the slot, in words for who holds what reads it."""
+        if self.readers:
+            raise ForebayError(
+                f"the parameters of block {self.occupant} are about to change, and something still looks at their "
+                f"bytes on the device: a view that a module or the loop has kept (self.seen = self.weight[:2]), or a "
+                f"graph that is not freed; let go of it before the step, or keep a copy (.detach().clone())"
+            )
+
     def vacate(self) -> None:
         """Any state to EMPTY; there must be no reader."""
-        if self.readers:
-            raise ForebayError(f"the slot of {self.occupant} has {self.readers} readers and cannot be given away")
+        self.expect_unread()
         self.occupant, self.arrival, self.residency = None, None, Residency.EMPTY
 
 

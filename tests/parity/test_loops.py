@@ -1,0 +1,105 @@
+"""What loops do beside the plain step: the same numbers as plain PyTorch, or one clear refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import forebay
+from forebay.errors import ForebayError, ModelError, UsageError
+from forebay.runtime.blocks import find_blocks
+from tests.parity.recomputing import plan_of, recomputable
+from tests.parity.small import Layer, Network, batch, prepared, train
+
+
+class Keeping(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.inner.weight[:2].detach()
+        return super().forward(x)
+
+
+def keeping_in_the_middle() -> nn.Module:
+    model = Network()
+    torch.manual_seed(1)
+    model.layers[1] = Keeping()
+    return model
+
+
+def test_a_step_is_refused_before_anything_changes() -> None:
+    model, optimizer = prepared(keeping_in_the_middle(), "stream")
+    model(batch(0)).square().mean().backward()
+    before = {n: p.clone() for n, p in forebay.parameters(model).items()}
+    with pytest.raises(ForebayError, match=r"block layers\.1 are about to change, .* keep a copy"):
+        optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in forebay.parameters(model).items())
+    # Without the view the same step is taken.
+    del model.get_submodule("layers.1").seen
+    optimizer.step()
+    plain = keeping_in_the_middle()
+    rule = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    plain(batch(0)).square().mean().backward()
+    rule.step()
+    assert all(torch.equal(p, plain.get_parameter(n)) for n, p in forebay.parameters(model).items())
+    forebay.close(model)
+
+
+def test_parts_are_not_trained_by_themselves() -> None:
+    model, optimizer = prepared(Network(), "stream")
+    with pytest.raises(UsageError, match=r"a Linear of a prepared model is called outside .* call the prepared model"):
+        model.get_submodule("emb")(batch(0))
+    plain = Network()
+    with torch.no_grad():
+        assert torch.equal(model.get_submodule("emb")(batch(0)), plain.emb(batch(0)))
+    assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    forebay.close(model)
+
+
+def penalised(model: nn.Module) -> torch.Tensor:
+    x = batch(0).requires_grad_()
+    y = model(x).square().mean()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    return y + slope.norm()
+
+
+def test_a_second_derivative_is_refused_where_blocks_stream() -> None:
+    made = find_blocks(Network()).model
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    plan = plan_of(made, (), resident=False, slots=1)
+    model, optimizer = forebay.prepare(model, optimizer, plan=plan, device_memory="64MiB", device="cpu")
+    with pytest.raises(ModelError, match=r"create_graph=True keeps .* policy='keep'"):
+        penalised(model)
+    optimizer.zero_grad()
+    plain = Network()
+    assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    forebay.close(model)
+
+
+def test_a_second_derivative_of_what_stays() -> None:
+    plain = Network()
+    model, _ = prepared(Network(), "keep")
+    for one in (plain, model):
+        penalised(one).backward()
+    gradients = forebay.gradients(model)
+    assert all(torch.equal(gradients[n], p.grad) for n, p in plain.named_parameters() if p.grad is not None)
+    forebay.close(model)
+
+
+def test_backward_of_some_parameters_where_blocks_run_again() -> None:
+    made = find_blocks(Network()).model
+    model, plain = Network(), Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    plan = plan_of(made, recomputable(made), resident=False, slots=2)
+    model, optimizer = forebay.prepare(model, optimizer, plan=plan, device_memory="64MiB", device="cpu")
+    rule = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for step in range(2):
+        losses = []
+        for m, o in ((plain, rule), (model, optimizer)):
+            losses.append(m(batch(step)).square().mean())
+            losses[-1].backward(inputs=[m.get_parameter("head.weight"), m.get_parameter("layers.0.inner.weight")])
+            o.step()
+            o.zero_grad()
+        assert torch.equal(*losses)
+    assert all(torch.equal(p, plain.get_parameter(n)) for n, p in forebay.parameters(model).items())
+    forebay.close(model)
