@@ -279,8 +279,28 @@ class _ByBlock:
             list(dict.fromkeys(names[id(leaf)] for leaf in segment.leaves if id(leaf) in names))
             for segment in one.segments
         ]
-        self._gathering.known(one.number, Counter(name for own in one.names for name in own))
+        uses = Counter(name for own in one.names for name in own)
+        self._expect_separable({name for name, count in uses.items() if count > 1}, one.segments)
+        self._gathering.known(one.number, uses)
         self._backward_of(one)
+
+    def _expect_separable(self, tied: set[str], segments: Sequence[Segment]) -> None:
+        """Raises ``ModelError`` for parameters used in several segments where the sum over these is not autograd's
+        own, which is all that the parameter itself sees of them: a hook would be called with each part, and casts that
+        the loop makes once, adding up before them, are made in each segment."""
+        names = self._session.names
+        cast = Counter(names[i] for segment in segments for i in {id(leaf) for leaf in segment.cast} if i in names)
+        for name in sorted(tied):
+            if self._session.parameters[name]._backward_hooks:
+                why = "has a hook (register_hook), which would be called with parts of its gradient"
+            elif cast[name] > 1:
+                why = "is cast by autocast, in the loop once for all of them and here for each"
+            else:
+                continue
+            raise ModelError(
+                f"parameter {name} is used in several blocks and {why}; train this model with the loop itself: "
+                f"loss.backward() for each micro-batch"
+            )
 
     # Backward.
 

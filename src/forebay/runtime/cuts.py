@@ -75,6 +75,13 @@ def _cut_of(node: Any) -> _Cut | None:
 _LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The nodes at which gradients of parameters end."""
 
+_CAST = "ToCopyBackward0"
+"""The node of a cast, autocast's among them."""
+
+
+def _autocast_is_on() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
 
 @final
 @dataclass(slots=True, eq=False)
@@ -82,12 +89,13 @@ class Segment:
     """What backward of one segment begins with and ends at.
 
     ``cuts`` are tensors made in it that later segments read, ``gates`` those that it reads, ``leaves`` the parameters
-    (and other leaves) that it contributes to.
+    (and other leaves) that it contributes to, ``cast`` those of them that autocast has cast.
     """
 
     cuts: list[_Cut] = field(default_factory=list)
     gates: list[Node] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)
+    cast: list[torch.Tensor] = field(default_factory=list)
     loss: torch.Tensor | None = None
 
     def backward(self, first: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -112,6 +120,12 @@ class Segment:
             torch.autograd.backward(roots, gradients)
         self.close()
 
+    def end_at(self, end: Any, node: Node, *, casts: bool) -> None:
+        """``node`` contributes to the leaf behind ``end``; with ``casts``, a node that casts it may be autocast's."""
+        self.leaves.append(end.variable)
+        if casts and node.name() == _CAST:
+            self.cast.append(end.variable)
+
     def close(self) -> None:
         """Lets go of the graph."""
         for cut in self.cuts:
@@ -119,6 +133,7 @@ class Segment:
         self.cuts.clear()
         self.gates.clear()
         self.leaves.clear()
+        self.cast.clear()
         self.loss = None
 
 
@@ -134,6 +149,8 @@ class Cutter:
         # What replaces a tensor, for as long as somebody holds the tensor.
         self._gates = WeakTensorKeyDictionary()
         self._mode = _Between(self)
+        # Whether autocast was on, and kept its casts, when a block began.
+        self._casts = False
 
     @property
     def segments(self) -> int:
@@ -151,6 +168,7 @@ class Cutter:
 
     def enter(self) -> None:
         """A block's forward begins: its arguments have been seen to."""
+        self._casts |= torch.is_autocast_cache_enabled() and _autocast_is_on()
         above = []
         if any(mode is self._mode for mode in _get_current_function_mode_stack()):
             while (top := _pop_mode()) is not self._mode:
@@ -214,7 +232,7 @@ class Cutter:
                 if following is None:
                     continue
                 if isinstance(following, _LEAF):
-                    segments[place].leaves.append(following.variable)  # type: ignore[attr-defined]
+                    segments[place].end_at(following, node, casts=self._casts)
                 elif _cut_of(following) is not None:
                     gates[place][following] = None
                 elif found(following) < place:
