@@ -55,6 +55,27 @@ def test_parts_are_not_trained_by_themselves() -> None:
     forebay.close(model)
 
 
+def beside(model: nn.Module) -> torch.Tensor:
+    """A loss that calls a part of the model once more."""
+    return model(batch(0)).square().mean() + model.get_submodule("emb")(batch(1)).square().mean()
+
+
+def test_a_part_beside_a_pass_of_the_whole_model_is_as_in_plain_pytorch() -> None:
+    model, optimizer = prepared(Network(), "auto")
+    plain = Network()
+    made = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for _ in range(3):
+        losses = []
+        for one, its in ((model, optimizer), (plain, made)):
+            loss = beside(one)
+            loss.backward()
+            its.step()
+            its.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    forebay.close(model)
+
+
 def penalised(model: nn.Module) -> torch.Tensor:
     x = batch(0).requires_grad_()
     y = model(x).square().mean()

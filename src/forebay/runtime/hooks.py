@@ -323,8 +323,10 @@ class Attachment:
 
     def _expect_pass(self, module: nn.Module) -> None:
         """Raises ``UsageError`` where a part of the model is trained by itself: its graph would go by nobody who counts
-        bytes, and would keep every slot that it has read. Without gradients nothing is kept."""
-        outside = self.session.phase is Phase.IDLE and torch.is_grad_enabled()
+        bytes, and would keep every slot that it has read. Without gradients nothing is kept, and beside a pass of the
+        whole model (a loss that calls its head once more) it is counted with that."""
+        alone = self.session.phase is Phase.IDLE and not self.session.measure.in_step
+        outside = alone and torch.is_grad_enabled()
         # Backward may begin with a recomputation of the model's own, before forebay is told of it.
         if outside and torch._C._current_graph_task_id() == -1:
             raise UsageError(

@@ -188,6 +188,11 @@ class Measurement:
             self.levels.begin(now, seen=seen)
         self._passes += 1
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a training pass has begun whose step is not done."""
+        return self._step is not None
+
     def passing_together(self, count: int) -> None:
         """The next ``count`` training passes of the step take turns."""
         self._together = max(self._together, count)
