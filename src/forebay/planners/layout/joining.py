@@ -22,6 +22,9 @@ __all__ = ["Blocks", "Taste", "join"]
 NEVER: Final = 1e300
 """What a pair counts that has no room."""
 
+TIE: Final = 1e-9
+"""What each pair counts at least, so that those that waste nothing are told apart at random too."""
+
 
 class Blocks(NamedTuple):
     """Buffers, and behind them blocks of two: from which section up to which each is live, its bytes, and which two it
@@ -62,35 +65,58 @@ def _size(blocks: Blocks, one: int, other: int) -> Any:
 
 
 @inlined
-def _wasted(blocks: Blocks, one: int, other: int, size: int, section: int) -> Any:
-    """Bytes of a block of ``size`` that are neither's in a section."""
-    found = size
-    if blocks.start[one] <= section < blocks.stop[one]:
-        found -= blocks.size[one]
-    if blocks.start[other] <= section < blocks.stop[other]:
-        found -= blocks.size[other]
-    return found
+def _spans(blocks: Blocks, one: int, other: int) -> Any:
+    """The sections of a block of the two in three pieces, from the first section to the one after the last of each, and
+    the bytes of the block that are neither's in each piece: it is the same in all sections of a piece."""
+    first, second = (one, other) if blocks.start[one] <= blocks.start[other] else (other, one)
+    start, stop, low, high = blocks.start[first], blocks.stop[first], blocks.start[second], blocks.stop[second]
+    size = _size(blocks, one, other)
+    if low < stop:  # they meet: those sections have nobody's bytes in which but one of the two is live
+        last = size - (blocks.size[first] if stop > high else blocks.size[second])
+        return start, low, size - blocks.size[first], low, low, 0, min(stop, high), max(stop, high), last
+    return start, stop, size - blocks.size[first], stop, low, size, low, high, size - blocks.size[second]
+
+
+@inlined
+def _roomy(room: Column, first: int, last: int, wasted: int) -> bool:
+    """Whether each of these sections has so many bytes to waste."""
+    if wasted > 0:
+        for section in range(first, last):
+            if wasted > room[section]:
+                return False
+    return True
 
 
 @inlined
 def _score(
-    blocks: Blocks, one: int, other: int, room: Column, taste: Taste, enough: float, state: NDArray[np.uint64]
+    blocks: Blocks,
+    one: int,
+    other: int,
+    room: Column,
+    shares: NDArray[np.float64],
+    taste: Taste,
+    enough: float,
+    state: NDArray[np.uint64],
 ) -> Any:
     """How bad it is to join two: what that wastes, as a share of the room in each section, on average over those of the
-    block; and its area. ``NEVER`` where there is no room, or it is no better than ``enough``."""
+    block; and its area. ``NEVER`` where there is no room, or it is no better than ``enough``. ``shares`` has what a
+    byte counts in all sections before each."""
+    a, b, wasted, c, d, between, e, f, after = _spans(blocks, one, other)
+    share = wasted * (shares[b] - shares[a]) + between * (shares[d] - shares[c]) + after * (shares[f] - shares[e])
     size = _size(blocks, one, other)
-    first, last = min(blocks.start[one], blocks.start[other]), max(blocks.stop[one], blocks.stop[other])
-    sections = last - first
-    least = taste.calm * size * sections / taste.area
-    share = 0.0
-    for section in range(first, last):
-        wasted = _wasted(blocks, one, other, size, section)
-        if wasted > room[section]:
-            return NEVER
-        share += wasted / (room[section] + taste.grain)
-        if least + share / sections >= enough:
-            return NEVER
-    return (least + share / sections) * (1.0 + taste.noise * draw(state) / 4294967296.0)
+    score = TIE + taste.calm * size * (f - a) / taste.area + share / (f - a)
+    if score >= enough:
+        return NEVER
+    if not (_roomy(room, a, b, wasted) and _roomy(room, c, d, between) and _roomy(room, e, f, after)):
+        return NEVER
+    return score * (1.0 + taste.noise * draw(state) / 4294967296.0)
+
+
+@inlined
+def _count(room: Column, grain: int, first: int, shares: NDArray[np.float64]) -> None:
+    """Sums up what a byte counts in the sections from ``first`` on."""
+    for section in range(first, len(room)):
+        shares[section + 1] = shares[section] + 1.0 / (room[section] + grain)
 
 
 @inlined
@@ -99,6 +125,7 @@ def _seek(
     one: int,
     made: int,
     room: Column,
+    shares: NDArray[np.float64],
     taste: Taste,
     partner: Column,
     score: NDArray[np.float64],
@@ -108,7 +135,7 @@ def _seek(
     partner[one], score[one] = -1, NEVER
     for other in range(made):
         if blocks.whole[other] and other != one:
-            own = _score(blocks, one, other, room, taste, score[one], state)
+            own = _score(blocks, one, other, room, shares, taste, score[one], state)
             if own < score[one]:
                 partner[one], score[one] = other, own
 
@@ -116,12 +143,12 @@ def _seek(
 @inlined
 def _make(blocks: Blocks, one: int, other: int, made: int, room: Column) -> None:
     """Makes a block of the two, and takes what it wastes from the room."""
-    size = _size(blocks, one, other)
-    first, last = min(blocks.start[one], blocks.start[other]), max(blocks.stop[one], blocks.stop[other])
-    for section in range(first, last):
-        room[section] -= _wasted(blocks, one, other, size, section)
+    a, b, wasted, c, d, between, e, f, after = _spans(blocks, one, other)
+    room[a:b] -= wasted
+    room[c:d] -= between
+    room[e:f] -= after
     blocks.stacked[made] = _meet(blocks, one, other)
-    blocks.start[made], blocks.stop[made], blocks.size[made] = first, last, size
+    blocks.start[made], blocks.stop[made], blocks.size[made] = a, f, _size(blocks, one, other)
     blocks.lower[made], blocks.upper[made] = one, other
     blocks.whole[one], blocks.whole[other], blocks.whole[made] = 0, 0, 1
 
@@ -132,8 +159,10 @@ def join(blocks: Blocks, count: int, room: Column, fewest: int, taste: Taste, st
     many there are then, those in others included. ``room`` has the bytes of each section that may be nobody's: what
     blocks waste is taken from it."""
     partner, score = np.full(2 * count, -1, np.int64), np.full(2 * count, NEVER)
+    shares = np.zeros(len(room) + 1)
+    _count(room, taste.grain, 0, shares)
     for row in range(count):
-        _seek(blocks, row, count, room, taste, partner, score, state)
+        _seek(blocks, row, count, room, shares, taste, partner, score, state)
     made = count
     while 2 * count - made > fewest:
         one = -1
@@ -144,15 +173,16 @@ def join(blocks: Blocks, count: int, room: Column, fewest: int, taste: Taste, st
             break
         other = partner[one]
         # Its partner may be in a block by now, and others may have taken the room.
-        if not blocks.whole[other] or _score(blocks, one, other, room, taste, NEVER, state) >= NEVER:
-            _seek(blocks, one, made, room, taste, partner, score, state)
+        if not blocks.whole[other] or _score(blocks, one, other, room, shares, taste, NEVER, state) >= NEVER:
+            _seek(blocks, one, made, room, shares, taste, partner, score, state)
             continue
         _make(blocks, one, other, made, room)
+        _count(room, taste.grain, blocks.start[made], shares)
         made += 1
-        _seek(blocks, made - 1, made, room, taste, partner, score, state)
+        _seek(blocks, made - 1, made, room, shares, taste, partner, score, state)
         for row in range(made - 1):
             if blocks.whole[row]:
-                own = _score(blocks, row, made - 1, room, taste, score[row], state)
+                own = _score(blocks, row, made - 1, room, shares, taste, score[row], state)
                 if own < score[row]:
                     partner[row], score[row] = made - 1, own
     return made
