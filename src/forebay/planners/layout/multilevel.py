@@ -46,8 +46,8 @@ NODES = 2000
 """Nodes of one search: some milliseconds, as long as the joining. Four times as many find hardly more of those sets of
 blocks that have a layout."""
 
-TRIES = 8
-"""Sets of blocks in one go, if there is time: some tens of milliseconds."""
+TRIES = 4
+"""Sets of blocks in one go, if there is time: some tens of milliseconds; of 400 buffers 90."""
 
 
 @final
