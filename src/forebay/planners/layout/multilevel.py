@@ -8,6 +8,7 @@ Walshaw, "Multilevel refinement for combinatorial optimisation problems", Annals
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -26,13 +27,6 @@ __all__ = ["Multilevel"]
 SEED = 1
 """Where the pseudo-random numbers begin: the same search for the same buffers."""
 
-SHARES = (0.0, 0.15, 0.45, 0.6, 0.75)
-"""Blocks that are left, as a share of the buffers: 0 where they are joined as long as any two have room. What straight
-cuts take apart is put together again by that alone, or all but a few blocks."""
-
-CALM = (0.0, 0.0, 0.1, 1.0)
-"""How much the area of a block counts beside what it wastes: more often nothing."""
-
 NOISE = (0.1, 0.3, 1.0)
 """By how much scores are made worse at random."""
 
@@ -42,12 +36,28 @@ GRAIN = 64
 ORDERS = ("pressure-length", "area", "pressure", "length")
 """What the searches prefer."""
 
-NODES = 2000
-"""Nodes of one search: some milliseconds, as long as the joining. Four times as many find hardly more of those sets of
-blocks that have a layout."""
+
+@final
+@dataclass(frozen=True)
+class Manner:
+    """How far buffers are joined, and how long the blocks are searched: ``shares`` are the blocks that are left, as a
+    share of the buffers (0: as long as any two have room), ``calm`` how much the area of a block counts beside what it
+    wastes, ``nodes`` those of one search, some milliseconds."""
+
+    shares: tuple[float, ...]
+    calm: tuple[float, ...]
+    nodes: int
+
+
+MANNERS = (
+    Manner((0.0, 0.15, 0.45, 0.6, 0.75), (0.0, 0.0, 0.1, 1.0), 2000),
+    Manner((0.3, 0.45, 0.6, 0.75, 0.9), (0.0, 0.1, 1.0, 10.0), 8000),
+)
+"""In turn. What straight cuts take apart is put together again by joining alone, or all but a few blocks; other sets are
+found by the longer search of less joined blocks alone (docs/log.md, 2026-11-22)."""
 
 TRIES = 4
-"""Sets of blocks in one go, if there is time: some tens of milliseconds; of 400 buffers 90."""
+"""Sets of blocks in one go, if there is time, as many of each manner: some tens of milliseconds; of 400 buffers 90."""
 
 
 @final
@@ -57,6 +67,7 @@ class Multilevel:
 
     def __init__(self, table: Table, best: Found, capacity: int, deadline: Deadline) -> None:
         self._table, self._capacity, self.best, self._deadline = table, capacity, best, deadline
+        self._tries = 0
         self._draw, self._state = np.random.default_rng(SEED), sown()
         self._start, self._stop = table.sections
         self._room = np.full(int(self._stop.max()), capacity, np.int64)
@@ -73,11 +84,15 @@ class Multilevel:
 
     def _try(self) -> None:
         draw, count = self._draw, len(self._table)
-        taste = Taste(max(1, self._capacity // GRAIN), float(draw.choice(CALM)), self._area, float(draw.choice(NOISE)))
+        manner = MANNERS[self._tries % len(MANNERS)]
+        self._tries += 1
+        taste = Taste(
+            max(1, self._capacity // GRAIN), float(draw.choice(manner.calm)), self._area, float(draw.choice(NOISE))
+        )
         blocks = self._unjoined()
-        fewest = max(1, int(draw.choice(SHARES) * count))
+        fewest = max(1, int(draw.choice(manner.shares) * count))
         made = join(blocks, count, self._room.copy(), fewest, taste, self._state)
-        offsets = self._laid_out(blocks, made)
+        offsets = self._laid_out(blocks, made, manner.nodes)
         if offsets is not None:
             self.best = Found(offsets, int((offsets + self._table.size).max()), "joined blocks")
 
@@ -89,7 +104,7 @@ class Multilevel:
         lower, upper = np.full((2, 2 * count), -1, np.int64)
         return Blocks(start, stop, size, lower, upper, np.zeros(2 * count, np.uint8), whole.astype(np.uint8))
 
-    def _laid_out(self, blocks: Blocks, made: int) -> Column | None:
+    def _laid_out(self, blocks: Blocks, made: int, nodes: int) -> Column | None:
         """The addresses of all buffers by those of the blocks; None where none were found."""
         rows = np.flatnonzero(blocks.whole)
         whole = Table(rows, blocks.start[rows], blocks.stop[rows], blocks.size[rows], np.ones(len(rows), np.int64))
@@ -97,7 +112,7 @@ class Multilevel:
         for one in sorted(grounded(whole, offsets), key=lambda one: -one.peak):
             order = order_by(one.part, str(self._draw.choice(ORDERS)))
             search = Search(one.part, task_of(one.part), self._capacity - one.base, order)
-            if search.advance(NODES) is not Outcome.FOUND:
+            if search.advance(nodes) is not Outcome.FOUND:
                 return None
             offsets[one.part.number] = one.base + search.offsets
         for block in range(made - 1, len(self._table) - 1, -1):  # blocks come after what they are made of
