@@ -53,8 +53,8 @@ MANNERS = (
     Manner((0.0, 0.15, 0.45, 0.6, 0.75), (0.0, 0.0, 0.1, 1.0), 2000),
     Manner((0.3, 0.45, 0.6, 0.75, 0.9), (0.0, 0.1, 1.0, 10.0), 8000),
 )
-"""In turn. What straight cuts take apart is put together again by joining alone, or all but a few blocks; other sets are
-found by the longer search of less joined blocks alone (docs/log.md, 2026-11-22)."""
+"""In turn. What straight cuts take apart is put together again by joining alone, or all but a few blocks; other sets
+are found by the longer search of less joined blocks alone (docs/log.md, 2026-11-22)."""
 
 TRIES = 4
 """Sets of blocks in one go, if there is time, as many of each manner: some tens of milliseconds; of 400 buffers 90."""
