@@ -10,6 +10,7 @@ scripts/bench states --models llama-16m --folder /tmp
 scripts/bench losses --tasks fine-tuned --seeds 0
 scripts/bench papers
 scripts/bench layout hard large
+scripts/bench traces
 scripts/bench fits
 scripts/bench activations gpt2-14m
 scripts/bench update
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "papers": _papers,
             "layout": _layout,
             "fits": _fits,
+            "traces": _traces,
             "activations": _activations,
             "update": _update,
             "instructions": _instructions,
@@ -116,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     papers = commands.add_parser("papers", help="hold policies against what their papers say, simulated")
     papers.add_argument("claims", nargs="*", metavar="CLAIM", help="default: all of benchmarks/papers")
     layout = commands.add_parser("layout", help="how low layouts of addresses are, and how long they take")
-    layout.add_argument("topics", nargs="*", metavar="TOPIC", help="default: hard, large and traces")
+    layout.add_argument("topics", nargs="*", metavar="TOPIC", help="default: hard and large")
+    traces = commands.add_parser("traces", help="steps of models under allocators, at addresses, in another order")
+    traces.add_argument("models", nargs="*", metavar="MODEL", help="default: all of benchmarks/traces/models.py")
     fits = commands.add_parser("fits", help="lay out buffers that are known to fit, with OR-Tools and without")
     fits.add_argument("files", nargs="*", type=Path, metavar="FILE", help="as A.1048576.csv; default: sets made here")
     fits.add_argument("--styles", nargs="+", default=(), metavar="STYLE", help="default: all of those made here")
@@ -260,6 +264,14 @@ def _layout(options: argparse.Namespace) -> None:
     compare(options.topics, say=lambda line: print(line, flush=True))
 
 
+def _traces(options: argparse.Namespace) -> None:
+    from benchmarks.traces.record import ARCHIVE
+    from benchmarks.traces.run import compare
+
+    command = " ".join(["scripts/bench traces", *options.models])
+    print(f"kept as {ARCHIVE.save(compare(options.models, command, lambda line: print(line, flush=True))).name}")
+
+
 def _fits(options: argparse.Namespace) -> None:
     from benchmarks.fits.record import ARCHIVE
     from benchmarks.fits.run import compare
@@ -357,6 +369,7 @@ def _table(options: argparse.Namespace) -> None:
     from benchmarks.solving import table as solving
     from benchmarks.states import table as states
     from benchmarks.table import write
+    from benchmarks.traces import table as traces
     from benchmarks.updates import table as updates
 
     write(load_all())
@@ -367,6 +380,7 @@ def _table(options: argparse.Namespace) -> None:
     papers.write()
     solving.write()
     fits.write()
+    traces.write()
     activations.write()
     updates.write()
     host.write()

@@ -1,48 +1,22 @@
-"""How low layouts are, how long they take, and what allocators would have reserved.
+"""How low layouts are, and how long they take.
 
 scripts/bench layout
-scripts/bench layout hard large
-scripts/bench layout traces
+scripts/bench layout hard
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 
 from benchmarks.case import BenchmarkError
 from benchmarks.layout.instances import Kind, instance, random_buffers
 from forebay.buffers import BufferSet
 from forebay.checking.addresses import check_addresses
-from forebay.lowering import step_buffers
 from forebay.planners.layout import lay_out
-from forebay.recording import recording_of
-from forebay.simulation.allocators import ALLOCATORS, replay
-from forebay.trace import Trace
-from forebay.units import format_bytes
 
-__all__ = ["MODELS", "TOPICS", "compare"]
-
-MODELS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        "gpt2": (4, 1024),
-        "gpt2-xl": (2, 1024),
-        "llama-3.2-1b": (2, 2048),
-        "llama-3.2-3b": (1, 2048),
-        "qwen2.5-0.5b": (4, 1024),
-        "gemma-2-2b": (1, 2048),
-        "pythia-1.4b": (2, 1024),
-        "phi-3-mini": (1, 2048),
-        "t5-base": (8, 512),
-        "flan-t5-large": (4, 512),
-        "olmoe-1b-7b": (1, 1024),
-        "vit-base": (16, 0),
-    }
-)
-"""Recipes with sequences in a batch and tokens in a sequence (0: images)."""
+__all__ = ["TOPICS", "compare"]
 
 Say = Callable[[str], None]
 
@@ -82,30 +56,4 @@ def _say(name: str, given: BufferSet, say: Say, seconds: float | None = None) ->
     )
 
 
-def _traces(say: Say) -> None:
-    """A training step of each model, in plain PyTorch and with every block recomputed."""
-    for name, (batch, seq) in MODELS.items():
-        trace = _traced(name, batch, seq)
-        blocks = [block.name for block in trace.model.blocks if block.module is not None]
-        for what, recompute in (("kept", ()), ("recomputed", blocks)):
-            buffers = tuple(replace(buffer, alignment=64) for buffer in step_buffers(trace, recompute))
-            found = lay_out(BufferSet(buffers))
-            check_addresses(found)
-            recording = recording_of(buffers, steps=2)
-            over = {n: replay(n, recording, partial(make, recording)).over for n, make in ALLOCATORS.items()}
-            say(
-                f"{name}, {batch} x {seq}, {what}: {len(buffers)} buffers, {format_bytes(found.lower_bound)} live, "
-                f"arena {found.gap:.3%} over in {found.solve_seconds:.2f} s; "
-                + ", ".join(f"{n} {share:.1%}" for n, share in over.items())
-            )
-
-
-def _traced(name: str, batch: int, seq: int) -> Trace:
-    from forebay.profiler.capture import capture
-    from forebay.recipes.tasks import sample
-
-    found = sample(name, batch=batch, seq=seq or 1, dtype="bfloat16")
-    return capture(found.model, found.batch, "adamw", "cuda").trace
-
-
-TOPICS: Mapping[str, Callable[[Say], None]] = MappingProxyType({"hard": _hard, "large": _large, "traces": _traces})
+TOPICS: Mapping[str, Callable[[Say], None]] = MappingProxyType({"hard": _hard, "large": _large})
