@@ -86,20 +86,18 @@ class Field:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Comparison(TimedProvenance):
-    """One session. ``failed`` says in words which models did not run. ``beside`` names the rivals that
-    alone ran; empty: all did."""
+    """One session. ``failed`` says in words which models did not run."""
 
     rounds: int
     warmup: int
     steps: int
     fields: tuple[Field, ...]
     failed: tuple[str, ...] = ()
-    beside: str = ""
 
     @property
     def subject(self) -> str:
-        """The models compared, and beside whom, where not beside all."""
-        return ", ".join(field.model for field in self.fields) + (f" beside {self.beside}" if self.beside else "")
+        """The models compared."""
+        return ", ".join(field.model for field in self.fields)
 
 
 ARCHIVE = Archive("activations-", Comparison, topic=lambda comparison: comparison.subject)

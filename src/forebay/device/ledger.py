@@ -61,22 +61,14 @@ class StorageLedger(Watch):
     """Charges ``ledger`` with every storage that ops make while active.
 
     ``where`` says in words what is running (the current block), for the message when the budget is exceeded.
-    ``beside_compiled``: what torch.compile was applied to runs compiled.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        where: Callable[[], str] = lambda: "",
-        history: History | None = None,
-        *,
-        beside_compiled: bool = False,
-    ) -> None:
+    def __init__(self, ledger: Ledger, where: Callable[[], str] = lambda: "", history: History | None = None) -> None:
         self.ledger = ledger
         self._history = history or History()
         self._where = where
         self._active = False
-        self._mode = _Mode(self, beside_compiled=beside_compiled)
+        self._mode = _Mode(self)
         self._counted: dict[int, _Entry] = {}
         self._known: set[int] = set()
         self._released: dict[int, str] = {}
@@ -209,15 +201,9 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 class _Mode(TorchDispatchMode):
     """What torch calls for every op of the threads on which it is installed, and of their backward."""
 
-    def __init__(self, owner: StorageLedger, *, beside_compiled: bool) -> None:
+    def __init__(self, owner: StorageLedger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
-        self._beside_compiled = beside_compiled
-
-    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # torch asks the mode that is on
-        # If not, PyTorch compiles nothing while the mode is on. What compiled code makes need not come by here:
-        # ``runtime.unseen``.
-        return self._beside_compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._owner.through(func, args, kwargs)

@@ -95,8 +95,7 @@ class _Pattern:
         self.names = self._names(segment, works)
 
     def _names(self, segment: Segment, works: tuple[Work, ...]) -> Mapping[tuple[str, int], int]:
-        """Places of the ops that make roots which nothing here writes to later, by overload and occurrence. What a
-        compiler made has no name at run time."""
+        """Places of the ops that make roots which nothing here writes to later, by overload and occurrence."""
         good: dict[int, bool] = {}
         for reference, index, nbytes, _, _ in self.made:
             if nbytes:
@@ -105,7 +104,7 @@ class _Pattern:
         names = {}
         for index, op in enumerate(segment.ops):
             name = works[op.work].op
-            if good.get(index, False) and not works[op.work].is_compiled:
+            if good.get(index, False):
                 names[name, runs[name]] = index
             runs[name] += 1
         return MappingProxyType(names)

@@ -48,12 +48,10 @@ class _Buffer:
 
 @final
 class Surroundings:
-    """Those of one block's module, and of the modules in it. ``compiled``: it has no ops to be seen, and a buffer of
-    which nothing is known is copied when a forward begins."""
+    """Those of one block's module, and of the modules in it."""
 
-    def __init__(self, block: str, module: nn.Module, watch: Watch, *, compiled: bool = False) -> None:
+    def __init__(self, block: str, module: nn.Module, watch: Watch) -> None:
         self.block = block
-        self.compiled = compiled
         self.parameters = tuple(module.named_parameters())
         self.modules = tuple(module.named_modules())
         self._watch = watch
@@ -82,7 +80,7 @@ class Surroundings:
                 found[own] = None
                 continue
             name = f"{prefix}.{own}" if prefix else own
-            content = self.copy(buffer) if known.get(name, self.compiled) else None
+            content = self.copy(buffer) if known.get(name, False) else None
             found[own] = _Buffer(name, buffer, _version(buffer), content)
         return found
 
@@ -110,8 +108,6 @@ class Found:
     @property
     def looks(self) -> bool:
         """Whether the ops of the forward are to be seen: of some buffer nobody knows yet whether they change it."""
-        if self._around.compiled:
-            return False
         return any(b is not None and b.name not in self._known for _, found in self._buffers for b in found.values())
 
     def written(self, tensor: torch.Tensor) -> None:
