@@ -253,7 +253,7 @@ def test_a_stale_block_with_readers_is_refused_and_stays_known() -> None:
     made = rig(2, slots=1, distance=0, compute=0.0)
     held = made.acquire("0")
     for _ in range(2):
-        with pytest.raises(ForebayError, match="slot of 0 has 1 readers"):
+        with pytest.raises(ForebayError, match="parameters of block 0 are about to change, and something still looks"):
             made.pool.invalidate("0")
     assert made.pool.slot_of("0") is held
     made.release(held)

@@ -152,10 +152,10 @@ def test_the_predicted_step_is_scaled_to_the_micro_batches_of_a_step() -> None:
 
 
 def test_micro_batches_that_pass_together_are_predicted_together() -> None:
-    needs = Accumulation(10, 5, 20, 1, 30, 2, micro_batches=4, step_seconds=2.5)
+    needs = Accumulation(10, 5, 20, 1, 30, 2, micro_batches=4, step_seconds=2.5, pinned=7, pinned_further=3)
     four = replace(REPORT, plan=replace(PLAN, accumulation=needs), micro_batches=4, together=4)
     assert four.predicted_step_seconds == 2.5
-    assert four.predicted_peaks() == {Tier.DEVICE: 25, Tier.HOST: 23, Tier.PINNED: PLAN.pinned, Tier.DISK: 36}
+    assert four.predicted_peaks() == {Tier.DEVICE: 25, Tier.HOST: 23, Tier.PINNED: 16, Tier.DISK: 36}
     assert "- a step is 4 micro-batches, 4 of which pass the model together" in show(four)
     assert replace(four, together=1).predicted_step_seconds == pytest.approx(1.6 + 3 * 1.2)
     assert replace(four, together=1).predicted_peaks()[Tier.DEVICE] == PLAN.device

@@ -100,7 +100,7 @@ class Found:
         self._around = surroundings
         self._modes = modes
         self._trained = tuple([p.requires_grad for _, p in surroundings.parameters])
-        self._versions: tuple[int, ...] = ()
+        self._versions: tuple[int, ...] | None = None  # None: the forward is not over
         self._buffers = buffers
         self._known = known
         self._lost = set[str]()
@@ -183,6 +183,8 @@ class Found:
         return buffer.tensor
 
     def _expect_parameters(self) -> None:
+        if self._versions is None:
+            return  # a backward inside of the forward
         for (name, parameter), then in zip(self._around.parameters, self._versions, strict=True):
             if parameter._version != then:
                 raise modified(self._around.block, name, parameter._version, then)
