@@ -119,7 +119,7 @@ def test_the_newest_of_every_policy_is_tabled(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
     file.write_text("<!-- states: begin -->\nold\n<!-- states: end -->\n")
     write(file)
-    assert "old" not in file.read_text()
+    assert "\nold\n" not in file.read_text()
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import eval_frame
 
 import forebay
 from forebay.errors import ModelError
@@ -35,6 +36,7 @@ def test_accumulation_of_tied_parameters(hooked: bool) -> None:
         forebay.accumulate(model, [batch(0), batch(1)], squares if hooked else under_autocast)
     assert not forebay.gradients(model)
     optimizer.zero_grad()
+    assert eval_frame._stance.stance == "default"  # what is compiled later is compiled
     plain = Network()
     forebay.close(model)
     # Untied, both work.

@@ -135,16 +135,20 @@ class _ByBlock:
 
     def run(self) -> list[torch.Tensor]:
         """Adds the gradients of all micro-batches to the parameters' gradients; returns the losses."""
+        # Around all of them: each forward that begins or ends in here finds it set, and puts back what it found; one
+        # that is undone too.
+        with as_written():
+            return self._together()
+
+    def _together(self) -> list[torch.Tensor]:
         session = self._session
         session.store.make_room(len(self._micro_batches))
         session.measure.passing_together(len(self._micro_batches))
         session.gathering = self._gathering
         handles = self._attach()
         try:
-            # Around all of them: each forward that begins or ends in here finds it set.
-            with as_written():
-                losses = self._forward()
-                self._backward()
+            losses = self._forward()
+            self._backward()
         except BaseException:
             self._undo()
             raise
