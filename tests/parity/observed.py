@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import forebay
+from forebay.device.cpu import CpuDevice
 from forebay.plans import Plan
 from forebay.program import Program
 from forebay.timeline import Event, Lane, Timeline
@@ -38,6 +39,7 @@ def observed(
     steps: int = 4,
     batch: Mapping[str, Any] | None = None,
     between: bool = True,
+    device: str | CpuDevice = "cpu",
 ) -> Observed:
     """Trains on one batch (the case's first, unless given), so that a router sends it the same way in every step.
 
@@ -45,7 +47,7 @@ def observed(
     """
     model, given = case.model(torch.float32), case.inputs(0, torch.float32) if batch is None else batch
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
-    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device="cpu", disk=disk)
+    model, optimizer = forebay.prepare(model, optimizer, device_memory=AMPLE, plan=plan, device=device, disk=disk)
     before = 0
     for step in range(steps):
         before = len(forebay.report(model).timeline.events)

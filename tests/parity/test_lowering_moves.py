@@ -13,6 +13,7 @@ from torch import nn
 
 import forebay
 from forebay.checking import check
+from forebay.device.cpu import CpuDevice
 from forebay.lowering import Liveness, device_bound, lower
 from forebay.memory import Tier
 from forebay.plans import Plan
@@ -21,10 +22,11 @@ from forebay.simulation import play
 from forebay.timeline import Lane, Timeline
 from forebay.trace import Trace
 from forebay.treatments import Fate
+from forebay.units import parse_bytes
 from tests.null.strategies import roomy_machine
 from tests.parity import offloading
 from tests.parity.models import Case
-from tests.parity.observed import by_lane, lowered, observed
+from tests.parity.observed import AMPLE, by_lane, lowered, observed
 from tests.parity.offloading import movable, moving
 from tests.parity.recomputing import plan_of, recomputable
 from tests.parity.treated import SUBJECTS, eligible, treated
@@ -81,8 +83,12 @@ def planned(name: str, kind: str, resident: bool, windows: tuple[int, int]) -> P
 def ran(
     case: Case, plan: Plan, micro_batches: int = 1, disk: str | None = None
 ) -> tuple[Timeline, dict[Lane, list[str]]]:
-    """The account of three steps, and what the last of them did on each lane."""
-    found = observed(case, plan, micro_batches, disk, steps=3, batch=batch_of(case))
+    """The account of three steps, and what the last of them did on each lane. Copies are made by who asks for them: the
+    program is played with transfers that are never late, and where a window is open, one that is late still has its
+    bytes on the device."""
+    device = CpuDevice(parse_bytes(AMPLE), brief=parse_bytes(AMPLE))
+    found = observed(case, plan, micro_batches, disk, steps=3, batch=batch_of(case), device=device)
+    device.close()
     return found.timeline, by_lane(found.last)
 
 

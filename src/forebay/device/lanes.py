@@ -238,17 +238,18 @@ class WorkerLanes:
                 raise SessionClosed(
                     f"{what or 'a job'} was given to the {lane.value} lane of a device that is closed; prepare again"
                 )
-            if lane not in self._lines:
-                self._start(lane)
             completion = WorkerCompletion(self._untold, self._turn)
             delay = self._delays.seconds(lane, what)
             job = Job(run, after, await_one, completion, delay, nbytes, what, timed)
-            if brief and not delay and not self._lines[lane].unfinished and all(c.done() for c in after):
+            idle = lane not in self._lines or self._lines[lane].is_idle
+            if brief and not delay and idle and all(c.done() for c in after):
                 # With the lock: a job that is submitted meanwhile must not begin before this one has ended.
                 self._finish(lane, job)
                 if not isinstance(completion.failure(), Exception | None):
                     completion.wait()  # an interrupt is the caller's
                 return completion
+            if lane not in self._lines:
+                self._start(lane)
             before = [j for c in after if isinstance(c, LaneCompletion) and (j := c.job()) is not None]
             self._lines[lane].put(job, before)
         return completion

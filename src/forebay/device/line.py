@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -69,10 +70,19 @@ class Line:
         self.unfinished = 0
         """Jobs that were put and have not ended. The lanes count them down, under the lock that they hold for puts."""
         self._jobs: deque[Job | None] = deque()
+        # Weakly: the line must not keep the result of a job alive.
+        self._last: weakref.ref[WorkerCompletion] | None = None
         self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # Re-entrant: the garbage collector may run a session's finalizer, which closes its lanes, while this thread
         # holds it.
         self._lock = threading.RLock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all jobs that were put are done. To whoever has waited for the last of them it is: the thread need
+        not have had its next turn."""
+        last = None if self._last is None else self._last()
+        return last is None or last.done()
 
     def put(self, job: Job, before: Sequence[WorkerCompletion]) -> None:
         """Adds ``job``, which waits for the jobs ``before``. One call at a time: the order of calls is that of jobs."""
@@ -80,6 +90,7 @@ class Line:
         try:
             with self._lock:
                 self.unfinished += 1
+                self._last = weakref.ref(job.completion)
                 self._jobs.append(job)
             for completion in before:
                 if not completion.tell(partial(self._one_less, job)):
