@@ -146,8 +146,11 @@ def test_a_copy_that_fails_on_its_way(window: int) -> None:
         with pytest.raises(TypeError):
             offload(stash, values, "a")
     else:
+        gate = threading.Event()
+        device.submit(Lane.D2H, gate.wait)  # it is still on its way when forward goes on
         ticket = offload(stash, values, "a")
         assert ticket is not None
+        gate.set()
         with pytest.raises(TypeError):
             stash.begin_backward()
         # Once it was told, what failed and its bytes are let go; whoever asks is told in words.
