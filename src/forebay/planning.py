@@ -21,7 +21,7 @@ from forebay.errors import (
     PlanInvalid,
 )
 from forebay.figures import with_figures
-from forebay.loss import NO_LOGITS, Cut
+from forebay.loss import Cut
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
@@ -135,7 +135,7 @@ def _filled(
     elif accumulation is not None and draws(trace):
         notes = (*notes, "forward draws random numbers: together too, micro-batches pass it one by one, as in the loop")
     if cut is not None:
-        settled, notes = cut.of(settled), (*notes, NO_LOGITS)
+        settled = cut.of(settled)
     return replace(
         report,
         plan=settled,

@@ -19,9 +19,11 @@ from forebay.planners import Bench, Problem, alternatives, make_plan
 from forebay.planners.homes import more_on_disk
 from forebay.planners.parts import Draft
 from forebay.planners.policies import POLICIES, settled
+from forebay.planners.reasons import bought_by_speculation
 from forebay.planners.speculation import GAIN, MORE_GAIN, ahead, candidates, second_copies, unhindered
 from forebay.plans import Plan, Update
 from forebay.trace import Trace
+from forebay.units import format_seconds
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 N = 8
@@ -165,6 +167,18 @@ def test_what_is_on_disk_has_its_second_copy_there() -> None:
     room = once.disk + 3 * (PARAMETERS + STATES) + 1
     few = ahead(Bench(problem(on, disk=room)), draft)
     assert len(few.updated(Update.AHEAD)) == min(3, len(found.updated(Update.AHEAD)))
+
+
+def test_what_it_gains_is_said_beside_a_plan_that_needs_no_disk() -> None:
+    """What went to the disk for the sake of second copies would only cost without them."""
+    on = machine(compute=4e8, h2d=1e9, d2h=1e9, update=1e10, disk=3e8)
+    bench = Bench(problem(on, disk=ENOUGH))
+    at_disk, at_host = on_disk(bench), settled(bench, POLICIES["stream"])
+    found = ahead(bench, at_disk)
+    assert bench.seconds(found) < (1 - GAIN) * bench.seconds(at_disk)
+    (line,) = bought_by_speculation(bench, found)
+    assert bench.seconds(at_host) < bench.seconds(at_disk)
+    assert line.endswith(f"({format_seconds(bench.seconds(at_host))} otherwise)")
 
 
 def test_more_may_go_to_disk_than_has_to() -> None:

@@ -58,6 +58,7 @@ def test_auto_is_in_pieces_here_where_all_logits_do_not_fit(config: Path, tmp_pa
     found = plan(config, "--out", out)
     assert found["fits"]
     assert found["exact"]
+    assert sum("no tokens" in reason for reason in found["reasons"]) == 1
     assert any("with all logits at once nothing fits" in reason for reason in found["reasons"])
     assert Plan.from_json(out.read_text()).loss_piece == 24 * 2**20 // 64
 
