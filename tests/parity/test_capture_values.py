@@ -125,15 +125,14 @@ def test_an_encoder_and_a_decoder_with_padding_and_dropout() -> None:
     assert traced_peak(trace) == real_peak(model, batch)
 
 
-@pytest.mark.parametrize(("name", "off"), [("llama", 0), ("llama-tied", 0), ("vit", 0), ("convnet", 3 * 2 * 16 * 2)])
-def test_autocast_is_recorded_in_forward_and_its_copies_die_before_backward(name: str, off: int) -> None:
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "vit", "convnet"])
+def test_autocast_is_recorded_in_forward_and_its_copies_die_before_backward(name: str) -> None:
     case = CASES[name]
     model, batch = case.model(torch.float32), case.inputs(0, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         trace = capture(model, batch).trace
     assert any(w.flops and w.dtype == "bfloat16" for w in trace.works)
-    # Three batch norms keep two statistics of 16 channels in the weights' 32 bits; torch's fake op says 16.
-    assert traced_peak(trace) + off == real_peak(model, batch, autocast=True)
+    assert traced_peak(trace) == real_peak(model, batch, autocast=True)
 
 
 def test_a_large_vocabulary() -> None:

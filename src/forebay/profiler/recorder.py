@@ -19,6 +19,7 @@ from forebay.errors import CaptureFailed
 from forebay.memory import Kind
 from forebay.profiler.roots import Handle, Roots
 from forebay.profiler.routing import Routing
+from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
 from forebay.runtime.recompute import CACHES
@@ -57,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self.roots = Roots()
         self.works = Works()
         self.values = Values(self.roots, routing)
+        self._true = TrueResults()
         self.ops: list[RawOp] = []
         self.phase = Phase.FORWARD
         self.backward_begins = 0
@@ -296,7 +298,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         try:
-            return self.values.run(func, args, kwargs, inputs)
+            return self._true.of(func, args, kwargs, self.values.run(func, args, kwargs, inputs))
         except Unknown:
             where = f"in {self.module}" if self.module else "outside the model's blocks"
             raise CaptureFailed(

@@ -1,0 +1,63 @@
+"""Ops whose fake results have fewer bytes than those that they make.
+
+oneDNN's LSTM leaves a workspace to its backward, some 16 times its output, of which a fake result has no byte, and its
+backward makes a gradient for each of two biases, which are one tensor under fake tensors. The statistics that a batch
+norm keeps of 16-bit activations (autocast) have the dtype of its weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["TrueResults"]
+
+aten = torch.ops.aten
+
+_WORKSPACES: Final = {aten.mkldnn_rnn_layer.default: 3}
+"""By op, which of its results is a workspace whose bytes only the op itself knows."""
+
+_APART: Final = frozenset({aten.mkldnn_rnn_layer_backward.default})
+"""Ops whose results share no bytes, whatever the fake ones do."""
+
+_NORMS: Final = frozenset({aten.native_batch_norm.default})
+"""Ops whose results are those of an input, and statistics of it in the dtype of the weight, the second argument."""
+
+
+@final
+class TrueResults:
+    """Results as the op would have made them. The bytes of a workspace are found by running the op once for each kind
+    of arguments, on zeros."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, int] = {}
+
+    def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """``result`` of ``func`` under fake tensors, with all the bytes that the op would have made."""
+        if func in _APART:
+            first = {id(one): place for place, one in reversed(list(enumerate(result)))}
+            return tuple(one if first[id(one)] == at else torch.empty_like(one) for at, one in enumerate(result))
+        if func in _NORMS and args[1] is not None:
+            output, *statistics = result
+            return (output, *(one.to(args[1].dtype) for one in statistics))
+        if func in _WORKSPACES and torch.is_grad_enabled():  # else the op leaves nothing to a backward
+            place = _WORKSPACES[func]
+            nbytes = self._nbytes(func, place, args, kwargs)
+            whole = torch.empty(nbytes, dtype=torch.uint8, device=result[place].device)
+            return (*result[:place], whole, *result[place + 1 :])
+        return result
+
+    def _nbytes(self, func: Any, place: int, args: Any, kwargs: Any) -> int:
+        key = repr(tree_map_only(torch.Tensor, lambda t: (t.shape, t.dtype), (func, args, kwargs)))
+        if key not in self._found:
+            with _disable_current_modes():
+                given, named = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+                self._found[key] = func(*given, **named)[place].nbytes
+        return self._found[key]
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
