@@ -16,7 +16,7 @@ from forebay.names import meant
 from forebay.plans import UpdateTime
 from forebay.units import parse_bytes, parse_disks
 
-__all__ = ["SEQ", "NonFinite", "OptimizerName", "StepSettings", "TrainConfig", "make_config", "read_yaml"]
+__all__ = ["MOST", "SEQ", "NonFinite", "OptimizerName", "StepSettings", "TrainConfig", "make_config", "read_yaml"]
 
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -33,6 +33,9 @@ NonFinite = Literal["stop", "skip"]
 """What a step comes to whose loss, or whose gradients, are infinite or NaN: the end of the run, or nothing."""
 
 
+MOST: Final = 2**28
+"""Rows of a batch, and tokens of a row: more than any machine has memory for, and few enough to be multiplied."""
+
 SEQ: Final = 128
 """Tokens of a row where nobody says how many."""
 
@@ -44,7 +47,7 @@ class StepSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     model: str = Field(min_length=1)
-    batch: int = Field(default=1, ge=1)
+    batch: int = Field(default=1, ge=1, le=MOST)
     dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate: int = Field(default=1, ge=1)
     optimizer: OptimizerName = "adamw"
@@ -69,7 +72,7 @@ class TrainConfig(StepSettings):
 
     data: tuple[Path, ...] = Field(min_length=1)
     device_memory: Size
-    seq: int = Field(default=SEQ, ge=2)
+    seq: int = Field(default=SEQ, ge=2, le=MOST)
     steps: int = Field(default=100, ge=1)
     lr: float = Field(default=3e-4, ge=0, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, lt=2**63)

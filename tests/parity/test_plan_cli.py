@@ -290,3 +290,13 @@ def test_the_recipes_own_settings_hold_unless_said_otherwise(machine: Path) -> N
     assert found["budgets"]["device"] == 60 * MiB
     assert round(found["tokens_per_second"] * found["step_seconds"]) == train["batch"] * train["seq"]
     assert sample("demo", batch=1, seq=8, dtype="float32").seq == 8
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [(10**18, "--batch: input should be less than or equal to"), (2**28, "input_ids alone, of shape (268435456, 512)")],
+)
+def test_a_batch_that_no_machine_has_memory_for(machine: Path, batch: int, said: str) -> None:
+    done = invoke("tiny", "--machine", machine, "--seq", 512, "--batch", batch)
+    assert (done.exit_code, "Traceback" in done.output) == (2, False)
+    assert said in done.stderr

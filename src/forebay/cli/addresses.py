@@ -58,8 +58,7 @@ def layout(
     with errors_as_messages():
         from json import dumps
 
-        from rich.console import Console
-
+        from forebay.cli.console import console
         from forebay.cli.layout import Asked, lay
         from forebay.reporting.addresses import addresses_table
         from forebay.reporting.order import order_lines, order_object
@@ -71,7 +70,7 @@ def layout(
             print(dumps(placed.to_json_dict() | ({} if ordered is None else {"order": order_object(ordered)})))
         else:
             lines = () if ordered is None else order_lines(ordered)
-            Console().print(addresses_table(placed, found.title, out, lines))
+            console().print(addresses_table(placed, found.title, out, lines))
         if not placed.feasible:
             raise typer.Exit(EXIT_NO)
 
@@ -93,8 +92,7 @@ def fragmentation(
     with errors_as_messages():
         from json import dumps
 
-        from rich.console import Console
-
+        from forebay.cli.console import console
         from forebay.cli.fragmentation import examine
         from forebay.reporting.address_plot import plot_addresses
         from forebay.reporting.fragmentation import fragmentation_table
@@ -106,6 +104,6 @@ def fragmentation(
         if json:
             print(dumps(found.to_json_dict()))
         else:
-            Console().print(fragmentation_table(found))
+            console().print(fragmentation_table(found))
         if plot is not None:
             plot_addresses(found.title, found.replays, plot)

@@ -89,8 +89,7 @@ def print_plan(settings: PlanSettings, out: Path | None, *, as_json: bool) -> bo
     cannot be used."""
     from json import dumps
 
-    from rich.console import Console
-
+    from forebay.cli.console import console
     from forebay.reporting.devices import devices_table
 
     expect_simulated(settings, out=out)
@@ -98,7 +97,7 @@ def print_plan(settings: PlanSettings, out: Path | None, *, as_json: bool) -> bo
     if as_json:
         print(dumps(report.to_json_dict()))
     else:
-        Console().print(devices_table(report))
+        console().print(devices_table(report))
     return report.fits
 
 
@@ -109,9 +108,8 @@ def print_comparison(
     device. Raises a ``UsageError`` for what cannot be used."""
     from json import dumps
 
-    from rich.console import Console
-
     from forebay.cli.compare import Shares, parse_budgets
+    from forebay.cli.console import console
     from forebay.reporting.devices import devices_tables
 
     expect_simulated(settings, **others)
@@ -126,7 +124,7 @@ def print_comparison(
     if as_json:
         print(dumps([candidate.to_json_dict() for candidate in found.candidates]))
     else:
-        Console().print(devices_tables(found.title, found.candidates, found.notes))
+        console().print(devices_tables(found.title, found.candidates, found.notes))
     return any(candidate.feasible for candidate in found.candidates)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from forebay.cli.advice import advice
+from forebay.cli.console import console
 from forebay.errors import ConfigError
 from forebay.machine import Link, Machine
 from forebay.units import KiB, MiB, format_bytes, format_rate, format_seconds
@@ -47,12 +48,12 @@ def doctor(device: str | None, disk: str | None, refresh: bool, out: Path | None
         print(machine.to_json())
         return
     words = advice(machine, available_host_memory(), _installed())
-    console = Console()
+    shown = console()
     if not found.seconds:
-        console.print("Remembered from an earlier measurement; --refresh measures anew.", highlight=False)
-    console.print(machine_table(machine, (*found.remarks, *words)))
+        shown.print("Remembered from an earlier measurement; --refresh measures anew.", highlight=False)
+    shown.print(machine_table(machine, (*found.remarks, *words)))
     if out is not None:
-        console.print(f"Written to {out}", markup=False, highlight=False, soft_wrap=True)
+        shown.print(f"Written to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def machine_table(machine: Machine, words: Sequence[str] = ()) -> Group:

@@ -81,8 +81,7 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
     """Prints the answer and returns whether the run fits."""
     from json import dumps
 
-    from rich.console import Console
-
+    from forebay.cli.console import console
     from forebay.cli.devices import print_plan
     from forebay.cli.plan import make_settings, write_plan
     from forebay.cli.plan import plan as make_report
@@ -97,7 +96,7 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
     if as_json:
         print(dumps(report.to_json_dict()))
     else:
-        Console().print(plan_table(report))
+        console().print(plan_table(report))
     return report.fits
 
 
@@ -149,10 +148,9 @@ def _compare(
     """Prints the answer and returns whether any policy fits and, if they were to be run, any ran."""
     from json import dumps
 
-    from rich.console import Console
-
     from forebay.cli.compare import compare as make_comparison
     from forebay.cli.compare import draw, expect_picture, parse_budgets, parse_policies
+    from forebay.cli.console import console
     from forebay.cli.devices import print_comparison
     from forebay.cli.plan import make_settings
     from forebay.cli.progress import choose_view
@@ -163,13 +161,13 @@ def _compare(
         return print_comparison(settings, budgets, policies, as_json=as_json, measure=measure, plot=plot)
     if plot is not None:
         expect_picture(plot)  # before minutes of planning
-    tell = choose_view(Console(stderr=True)).note
+    tell = choose_view(console(stderr=True)).note
     asked = parse_policies(policies)
     found = make_comparison(settings, parse_budgets(budgets), policies=asked, measure=measure, tell=tell)
     if as_json:
         print(dumps([candidate.to_json_dict() for candidate in found.candidates]))
     else:
-        Console().print(comparison_tables(found.title, found.candidates, found.notes))
+        console().print(comparison_tables(found.title, found.candidates, found.notes))
     if plot is not None:
         draw(found, plot)  # last: a file that cannot be written takes no figure with it
     return any(candidate.served for candidate in found.candidates)

@@ -179,9 +179,8 @@ def doctor(
 def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool, *, resume: bool = False) -> None:
     from json import dumps
 
-    from rich.console import Console
-
     from forebay import api
+    from forebay.cli.console import console
     from forebay.cli.progress import choose_view
     from forebay.cli.train import train as run_training
     from forebay.config import make_config, read_yaml
@@ -194,14 +193,14 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool, *,
         folder = flags["run"] or settings["run"]
         raise UsageError(f"--resume: no run was begun in {folder}; leave --resume out, and give --model, to begin one")
     config = make_config(settings_of(model), before, settings, flags)
-    result = run_training(config, api, choose_view(Console(stderr=True)), resume=resume)
+    result = run_training(config, api, choose_view(console(stderr=True)), resume=resume)
     if as_json:
         print(dumps(result.to_json_dict()))
         return
-    console = Console()
-    console.print(closing_table(result.report, result.losses, result.skipped or 0))
+    shown = console()
+    shown.print(closing_table(result.report, result.losses, result.skipped or 0))
     if result.folder is not None:
-        console.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
+        shown.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _of_run(folder: Path | str | None) -> Mapping[str, Any]:

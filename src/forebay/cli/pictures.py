@@ -30,17 +30,16 @@ def report(
     with errors_as_messages():
         from json import dumps
 
-        from rich.console import Console
-
+        from forebay.cli.console import console
         from forebay.cli.report import report as make
 
         made = make(run, out, plot, trace)
         if json:
             print(dumps(made.to_json_dict()))
             return
-        console = Console()
+        shown = console()
         for words in (*(f"to know: {words}" for words in made.shown.cautions), *made.shown.notes):
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
+            shown.print(words, markup=False, highlight=False, soft_wrap=True)
         for path in (made.page, made.plot, made.trace):
             if path is not None:
-                console.print(f"Written to {path}", markup=False, highlight=False, soft_wrap=True)
+                shown.print(f"Written to {path}", markup=False, highlight=False, soft_wrap=True)

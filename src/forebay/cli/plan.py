@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from forebay.budgets import Budget, DiskBudget
-from forebay.config import SEQ, Size, StepSettings
+from forebay.config import MOST, SEQ, Size, StepSettings
 from forebay.errors import ConfigError, ModelError
 from forebay.loss import Cut
 from forebay.names import meant
@@ -46,7 +46,7 @@ Settings = TypeVar("Settings", bound=BaseModel)
 class PlanSettings(StepSettings):
     """One question to ``forebay plan``."""
 
-    seq: int = Field(default=SEQ, ge=1)
+    seq: int = Field(default=SEQ, ge=1, le=MOST)
     device_memory: Size | None = None
     machine: str | None = None
     update: UpdateTime = "step"

@@ -100,8 +100,7 @@ def _verify(flags: Mapping[str, Any], as_json: bool) -> bool:
     """Prints the answer and returns whether all is as promised."""
     from json import dumps
 
-    from rich.console import Console
-
+    from forebay.cli.console import console
     from forebay.cli.plan import make_settings, read_settings
     from forebay.cli.progress import choose_view
     from forebay.cli.verify import USUAL, Extent
@@ -111,11 +110,11 @@ def _verify(flags: Mapping[str, Any], as_json: bool) -> bool:
 
     usual = USUAL.get(flags["update"] or "step", {})
     asked = make_settings(usual, settings_of(flags["model"]), flags)
-    verdict = make_verdict(asked, read_settings(Extent, usual, flags), choose_view(Console(stderr=True)).note)
+    verdict = make_verdict(asked, read_settings(Extent, usual, flags), choose_view(console(stderr=True)).note)
     if as_json:
         print(dumps(verdict.to_json_dict()))
     else:
-        Console().print(verdict_table(verdict))
+        console().print(verdict_table(verdict))
     return verdict.kept
 
 

@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
-from forebay.errors import CaptureFailed
+from forebay.errors import CaptureFailed, UsageError
+from forebay.tiers.host import available_host_memory
+from forebay.units import format_bytes
 
 __all__ = [
     "call_arguments",
@@ -77,6 +79,12 @@ def integers_for(name: str, tensor: torch.Tensor, model: nn.Module, seed: int = 
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         high = max(min([*tables, torch.iinfo(tensor.dtype).max]), 2) if tables else 2
         generator = torch.Generator().manual_seed(seed)
+        nbytes, free = 8 * tensor.numel(), available_host_memory().available
+        if nbytes > free:
+            raise UsageError(
+                f"{name} alone, of shape {tuple(tensor.shape)}, takes {format_bytes(nbytes)}, and this machine has "
+                f"{format_bytes(free)} of memory free; ask for a smaller batch or a shorter sequence"
+            )
         return torch.randint(0, high, tensor.shape, generator=generator).to(tensor.dtype)
 
 
