@@ -38,9 +38,9 @@ import torch
 from torch import nn
 
 from benchmarks.fasthost.disk_step import AHEAD, CHUNK, STATE_BYTES
-from benchmarks.fasthost.hidden import Stepped
 from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
+from benchmarks.fasthost.stepped import Stepped
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
 from forebay import api
 from forebay.budgets import DiskBudget

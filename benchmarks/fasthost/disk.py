@@ -186,12 +186,15 @@ class Fio:
 
 @final
 class Raw:
-    """The loop of ``raw``."""
+    """The loop of ``raw``. Each of its threads goes round in ``buffers``, one block each."""
+
+    def __init__(self, *, buffers: int = 1) -> None:
+        self._buffers = buffers
 
     def seconds(self, verb: str, path: Path, nbytes: int, block: int, depth: int) -> float:
         """By the loop's own clock, without the start of its process."""
         module = [sys.executable, "-m", "benchmarks.fasthost.raw"]
-        return float(_said([*module, verb, str(path), str(nbytes), str(block), str(depth)]))
+        return float(_said([*module, verb, str(path), str(nbytes), str(block), str(depth), str(self._buffers * block)]))
 
 
 def _said(command: list[str], **environment: str) -> str:

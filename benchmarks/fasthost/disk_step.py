@@ -4,23 +4,29 @@ The model of ``timed``, whose forward and backward take 0, 1 and 2 times as long
 step. Two of three blocks are updated under backward, into the second range that each has on disk; the others under the
 next forward, which wants the first blocks first: so the disk has work all the time, and what a forward waits for is
 never behind what it does not want yet. The disk's own time is that of fio or of ``raw``, which reads and writes as many
-bytes at one time in a process of its own, in the same rounds, in the best of several ways.
-A turn is timed as in ``hidden``.
+bytes at one time in a process of its own, in the same rounds, in the best of several ways. A turn is timed as in
+``hidden``.
+
+The fastest ways have few buffers, which a processor's cache holds. States come from more memory than that: so the disk
+is measured once more from and to as many bytes as the ring has through which they pass. Notes have the ratio to that;
+targets are for the other.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Final, final
 
-from benchmarks.fasthost.disk import WAYS, Raw, fio_version, installed, movers
-from benchmarks.fasthost.hidden import NEVER, Stepped
+from benchmarks.fasthost.disk import WAYS, Fio, Mover, Raw, fio_version, installed, movers
 from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
+from benchmarks.fasthost.stepped import NEVER, Stepped
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
+from forebay.arenas import UPDATE_RING
 from forebay.budgets import DiskBudget
 from forebay.device.cpu import CpuDevice
 from forebay.machine import Disk
@@ -42,10 +48,17 @@ TIMES: Final = (0, 1, 2)
 STATE_BYTES: Final = 12
 """Of a parameter: fp32 master and two moments, read once and written once a step."""
 
+RING: Final = UPDATE_RING * CHUNK * STATE_BYTES // 2
+"""Bytes of the buffers through which states pass, of each direction when both have as many."""
+
+BLOCKS: Final = (2 * MiB, 6 * MiB)
+"""Bytes of a call from or to one of so many buffers."""
+
 AHEAD: Final = 2 / 3
 """Of all blocks, those that are updated under backward, which is two thirds of the compute."""
 
 TARGET: Final = 1.1
+RINGED: Final = "disk alone, buffers of the ring"
 
 
 def compare(folder: Path, command: str, *, quick: bool, say: Say) -> Comparison:
@@ -68,24 +81,33 @@ def _measured(folder: Path, elements: int, rounds: int, say: Say) -> Measured:
         device = CpuDevice()
         found = measure_disk(device, inside, CPU_EFFORT).disk
         device.close()
-        raw = _RawDisk(Path(inside) / "raw", 2 * nbytes)
+        path = Path(inside) / "raw"
+        Raw().seconds("write", path, 2 * nbytes, 4 * MiB, 1)  # real bytes in real blocks
+        raw, ring = _RawDisk(path, 2 * nbytes, _ways()), _RawDisk(path, 2 * nbytes, _ways_of_ring())
         subject = Stepped(LAYERS, elements, lambda model: _plan(model, inside, found))
         base = Stepped(LAYERS, elements, None)
         try:
             subject.turn(2, NEVER)
             disk_seconds = raw.choose()
             say(f"  {nbytes / MiB:.0f} MiB read and as many written take {disk_seconds:.3f} s ({raw.way})")
-            seconds = rotated(_turns(subject, base, raw, disk_seconds), rounds, 1, say)
+            say(f"  from and to buffers of the ring's bytes {ring.choose():.3f} s ({ring.way})")
+            seconds = rotated(_turns(subject, base, raw, ring, disk_seconds), rounds, 1, say)
             made, taken = subject.speculation()
             note = f"{taken} of {made} updates ahead of their step were taken over"
         finally:
             subject.close()
+            base.close()
+    fio = installed()
     setting = (
         f"{LAYERS} layers of {elements >> 20}M bf16 parameters, {nbytes / MiB:.0f} MiB of states read and written a "
         f"step; 2 of 3 blocks are updated under backward; disk read in {found.reads}, and "
         f"written in {found.writes}; {rounds} rounds of {STEPS} steps"
     )
-    return Measured(_rows(seconds, nbytes, note, raw.way), setting, versions=raw.versions)
+    return Measured(
+        _rows(seconds, nbytes, note, str(raw.way), str(ring.way)),
+        setting,
+        versions={} if fio is None else fio_version(fio),
+    )
 
 
 def _plan(model: TimedModel, folder: str, disk: Disk) -> Plan:
@@ -101,61 +123,87 @@ def _plan(model: TimedModel, folder: str, disk: Disk) -> Plan:
     )
 
 
-def _turns(subject: Stepped, base: Stepped, raw: _RawDisk, disk_seconds: float) -> dict[str, Callable[[], float]]:
+def _turns(
+    subject: Stepped, base: Stepped, raw: _RawDisk, ring: _RawDisk, disk_seconds: float
+) -> dict[str, Callable[[], float]]:
     def paced(stepped: Stepped, times: int, max_norm: float | None) -> float:
         stepped.model.pace.spread(times * disk_seconds, LAYERS)
         return stepped.turn(STEPS, max_norm)
 
-    turns: dict[str, Callable[[], float]] = {"disk alone": raw.seconds}
+    turns: dict[str, Callable[[], float]] = {"disk alone": raw.seconds, RINGED: ring.seconds}
     for times in TIMES:
         turns[f"compute {times}"] = lambda times=times: paced(base, times, None)  # type: ignore[misc]
         turns[f"step {times}"] = lambda times=times: paced(subject, times, None)  # type: ignore[misc]
     return turns
 
 
-def _rows(seconds: Mapping[str, list[float]], nbytes: int, note: str, way: str) -> list[Row]:
-    disk = seconds["disk alone"]
-    what = f"the states' bytes read and written at one time: {way}"
-    rows = [Row("disk alone", what, tuple(disk), nbytes=2 * nbytes)]
+def _rows(seconds: Mapping[str, list[float]], nbytes: int, note: str, way: str, ring: str) -> list[Row]:
+    disk, ringed = seconds["disk alone"], seconds[RINGED]
+    what = "the states' bytes read and written at one time"
+    slower = tuple(r / d for r, d in zip(ringed, disk, strict=True))
+    rows = [
+        Row("disk alone", f"{what}: {way}", tuple(disk), nbytes=2 * nbytes),
+        Row(RINGED, f"{what} in {2 * RING // MiB} MiB of buffers: {ring}", tuple(ringed), slower, nbytes=2 * nbytes),
+    ]
     for times in TIMES:
         compute, step = seconds[f"compute {times}"], seconds[f"step {times}"]
-        bound = [max(c, d) for c, d in zip(compute, disk, strict=True)]
-        ratios = tuple(own / least for own, least in zip(step, bound, strict=True))
+        to_ring = median(_ratios(step, compute, ringed))
+        said = f"{to_ring:.3f} of the longer of compute and the disk from and to the ring's bytes, {note}"
         what = f"forward and backward take {times} times as long as the disk"
+        ratios = _ratios(step, compute, disk)
         rows += [
             Row(f"forward + backward, {times} x disk", "PyTorch, no step", tuple(compute)),
-            Row(f"step, {times} x disk", what, tuple(step), ratios, TARGET, nbytes=2 * nbytes, note=note),
+            Row(f"step, {times} x disk", what, tuple(step), ratios, TARGET, nbytes=2 * nbytes, note=said),
         ]
     return rows
 
 
+def _ratios(step: Sequence[float], compute: Sequence[float], disk: Sequence[float]) -> tuple[float, ...]:
+    return tuple(own / max(c, d) for own, c, d in zip(step, compute, disk, strict=True))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """``who`` moves bytes in calls of ``block``, ``depth`` of them at one time."""
+
+    who: str
+    moves: Mover
+    block: int
+    depth: int
+
+    def __str__(self) -> str:
+        return f"{self.who}, {self.block // MiB} MiB, {self.depth} in flight"
+
+
+def _ways() -> list[_Way]:
+    return [_Way(name, moves, block, depth) for name, moves in movers().items() for block, depth in WAYS]
+
+
+def _ways_of_ring() -> list[_Way]:
+    """Those with buffers of ``RING`` bytes in each direction. fio has one for each call in flight, and no more."""
+    fio = installed()
+    ways = [_Way("raw", Raw(buffers=RING // block).seconds, block, 1) for block in BLOCKS]
+    return ways if fio is None else [*ways, *(_Way("fio", Fio(fio).seconds, b, RING // b) for b in BLOCKS)]
+
+
 @final
 class _RawDisk:
-    """Half of ``nbytes`` read and half written at one time, without forebay."""
+    """Half of ``nbytes`` of the file ``path`` read and half written at one time, without forebay, in one of ``ways``:
+    the first until it is chosen."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path, self._nbytes = path, nbytes
-        self._ways = [(name, block, depth) for name in movers() for block, depth in WAYS]
-        fio = installed()
-        self.versions = {} if fio is None else fio_version(fio)
-        Raw().seconds("write", path, nbytes, 4 * MiB, 1)  # real bytes in real blocks
+    def __init__(self, path: Path, nbytes: int, ways: Sequence[_Way]) -> None:
+        self._path, self._nbytes, self._ways = path, nbytes, ways
+        self.way = ways[0]
 
     def choose(self) -> float:
         """Takes the fastest way from now on; its seconds."""
-        taken = {way: median(self._once(way) for _ in range(3)) for way in self._ways}
-        self._ways = [min(taken, key=lambda way: taken[way])]
-        return taken[self._ways[0]]
-
-    @property
-    def way(self) -> str:
-        """The way that is taken, in words."""
-        name, block, depth = self._ways[0]
-        return f"{name}, {block // MiB} MiB, {depth} in flight"
+        taken = [median(self._once(way) for _ in range(3)) for way in self._ways]
+        self.way = self._ways[taken.index(min(taken))]
+        return min(taken)
 
     def seconds(self) -> float:
         """Of one pass."""
-        return self._once(self._ways[0])
+        return self._once(self.way)
 
-    def _once(self, way: tuple[str, int, int]) -> float:
-        name, block, depth = way
-        return movers()[name]("both", self._path, self._nbytes, block, depth)
+    def _once(self, way: _Way) -> float:
+        return way.moves("both", self._path, self._nbytes, way.block, way.depth)

@@ -1,7 +1,8 @@
 """How much of the optimizer step is hidden, with a norm that is clipped to.
 
 The model of ``timed`` has forward and backward that take twice as long as its update alone on all cores, as it is where
-a step waits for it; that is measured first. Beside compute updates take one core less (``update alone``).
+a step waits for it. That is measured at the begin of each round, and holds for the turns of the round: a host may be
+half as fast from one minute to the next. Beside compute updates take one core less (``update alone``).
 Contenders: the same forward and backward without any step, in plain PyTorch, which is what ratios are taken to; and
 steps with ``torch.nn.utils.clip_grad_norm_`` before them, in three modes:
 
@@ -14,7 +15,8 @@ steps with ``torch.nn.utils.clip_grad_norm_`` before them, in three modes:
 *never* has a norm that nothing is clipped to, *always* one that every step is. While every step is clipped no update
 can begin before backward has ended. Parameters have slots of their own on the device; *streamed* they pass through four
 shared ones, and are fetched twice a step. A turn is timed from the beginning of its second step to the beginning of the
-one after its last.
+one after its last. Longer models show how much of what a step costs grows with it: the turn from backward to the next
+forward takes as long in a step of any length, but for what is done for each block.
 
 Floors. What a step takes at the least, from rates that are measured in the same rounds: ``w``, seconds of forward and
 backward alone, of which forward takes a third, ``f``, and backward two, ``b``; ``u``, of the update alone, 28 bytes an
@@ -35,32 +37,32 @@ bytes, but those that are read are in a cache; ``n``, of the norms, 2 bytes on o
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Final, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from benchmarks.case import BenchmarkError
-from benchmarks.fasthost.queued import QueuedDevice
 from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
-from benchmarks.fasthost.timed import AMPLE, TimedModel, plan_by_hand, spread
-from forebay import api
+from benchmarks.fasthost.stepped import ALWAYS, NEVER, Stepped
+from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
 from forebay.kernels.team import cores, cores_beside_compute
 from forebay.memory import Tier
 from forebay.plans import Plan
 
-__all__ = ["Stepped", "compare"]
+__all__ = ["Parts", "compare"]
 
 LAYERS: Final = 32
+LONGER: Final = (56, 80)
+"""Blocks of longer models. The last one takes some 10 GiB."""
+
 ELEMENTS: Final = 4 << 20
 STEPS: Final = 5
 TARGET: Final = 1.05
@@ -70,8 +72,11 @@ FEW: Final = 3
 SHARE: Final = 0.5
 """Update alone to forward and backward."""
 
-NEVER: Final = 1e9
-ALWAYS: Final = 1e-3
+PACED: Final = 16
+"""Blocks of the model whose update alone is measured. That of a longer one takes longer by as much as it has more."""
+
+ALL_CORES: Final = "update on all cores"
+WARMUP: Final = 1
 CHUNK: Final = 4 << 20
 AHEAD: Final = 2 / 3
 """Of all blocks, those that are updated under backward, into a second copy.
@@ -85,96 +90,8 @@ SHARED_SLOTS: Final = 4
 """Of a model that streams: so many blocks of the end of forward are still there when backward begins."""
 
 
-@final
-class Stepped:
-    """A ``TimedModel`` that steps under ``plan`` (None: in plain PyTorch, forward and backward only), and after each
-    step what ``after`` does. ``crash_safe``: as in ``forebay.prepare``."""
-
-    def __init__(
-        self,
-        layers: int,
-        elements: int,
-        plan: Callable[[TimedModel], Plan] | None,
-        after: Callable[[nn.Module, torch.optim.Optimizer], object] | None = None,
-        crash_safe: Path | None = None,
-    ) -> None:
-        self._after = after
-        self.model = TimedModel(layers, elements)
-        self._x = torch.zeros(1, TimedModel.WIDTH)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._device = QueuedDevice(self.model.pace.compute)
-        if plan is not None:
-            given = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-            made = plan(self.model)
-            disk = None if made.budget.disk is None else made.budget.disk.path
-            where = {"disk": disk, "device": self._device, "crash_safe": crash_safe}
-            _, self._optimizer = api.prepare(self.model, given, plan=made, device_memory=AMPLE, **where)
-        self.losses: list[float] = []
-
-    def step(self, max_norm: float | None, *, settle: bool = False) -> None:
-        """One step; ``settle`` waits for its update."""
-        loss = self.model(self._x)
-        loss.backward()
-        value = self.model.read(loss)
-        if self._optimizer is None:
-            self.model.zero_grad()
-            return
-        self.losses.append(value)
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        self._optimizer.step()
-        if self._after is not None:
-            self._after(self.model, self._optimizer)
-        if settle:
-            api.synchronize(self.model)
-        self._optimizer.zero_grad()
-
-    def turn(self, steps: int, max_norm: float | None = None, *, settle: bool = False) -> float:
-        """Seconds of a step among ``steps`` that follow each other; see the module's docstring."""
-        self.settle()
-        gc.collect()  # so that no turn pays for the garbage of those before: that takes longer than a step
-        self.step(max_norm, settle=settle)
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step(max_norm, settle=settle)
-        taken = (time.perf_counter() - start) / steps
-        self.settle()
-        return taken
-
-    def update_alone(self) -> float:
-        """Seconds from ``step()`` to the end of all updates, with nothing beside them."""
-        self.settle()
-        self.model(self._x).backward()
-        self.settle()
-        start = time.perf_counter()
-        if self._optimizer is not None:
-            self._optimizer.step()
-        self.settle()
-        taken = time.perf_counter() - start
-        self.model.zero_grad()
-        return taken
-
-    def settle(self) -> None:
-        """Waits for whatever is under way."""
-        if self._optimizer is None:
-            self._device.synchronize()
-        else:
-            api.synchronize(self.model)
-
-    def speculation(self) -> tuple[int, int]:
-        """Updates ahead of their step so far, and those of them that were taken over."""
-        counters = api.report(self.model).timeline.counters
-        return counters["speculated"], counters["committed"]
-
-    def close(self) -> None:
-        if self._optimizer is not None:
-            api.close(self.model)
-        self._device.close()
-        self.model.pace.compute.close()
-
-
 def compare(command: str, *, quick: bool, say: Say) -> Comparison:
-    """Runs all modes. Takes some 8 GiB of host memory."""
+    """Runs all modes. Takes some 12 GiB of host memory."""
     elements = (1 << 18) if quick else ELEMENTS
     return compared(
         "hidden step",
@@ -189,87 +106,137 @@ def compare(command: str, *, quick: bool, say: Say) -> Comparison:
 
 
 def _measured(elements: int, rounds: int, say: Say) -> Measured:
-    pace = _pace(elements)
-    say(f"  update alone on all cores {SHARE * pace:.4f} s: forward and backward take {pace:.4f} s")
-    parts, base = _Parts(LAYERS, elements), Stepped(LAYERS, elements, None)
+    pace, few = _Pace(elements), min(rounds, FEW)
     rows: list[Row] = []
     try:
-        for own_slots in (True, False):
-            subjects = {mode: _subject(elements, own_slots, share) for mode, share in _SHARES.items()}
-            try:
-                for subject in (base, *subjects.values()):
-                    subject.turn(2, NEVER)  # orders are recorded, pages touched, kernels compiled
-                _check_losses(subjects)
-                for subject in (base, *subjects.values()):
-                    subject.model.pace.spread(pace, LAYERS)
-                # At last the steps that are clipped: those who speculate in vain stop it, for a while.
-                for clipped in (False, True) if own_slots else (False,):
-                    count = rounds if own_slots and not clipped else min(rounds, FEW)
-                    before = subjects["speculative"].speculation()
-                    seconds = rotated(_turns(base, parts, subjects, clipped=clipped), count, 1, say)
-                    made, taken = (n - m for n, m in zip(subjects["speculative"].speculation(), before, strict=True))
-                    said = f"{taken} of {made} updates ahead were taken over"
-                    rows += _rows(seconds, said, clipped=clipped, own_slots=own_slots)
-            finally:
-                for subject in subjects.values():
-                    subject.close()
+        # At last the steps that are clipped: those who speculate in vain stop it, for a while.
+        rows += _heats(elements, [_Heat(LAYERS, rounds), _Heat(LAYERS, few, clipped=True)], pace, say)
+        rows += _heats(elements, [_Heat(LAYERS, few, own_slots=False)], pace, say)
+        for layers in LONGER:
+            rows += _heats(elements, [_Heat(layers, rounds)], pace, say)
     finally:
-        base.close()
+        pace.close()
     return Measured(rows, _setting(elements, rounds))
 
 
 def _setting(elements: int, rounds: int) -> str:
+    longer = " and ".join(map(str, LONGER))
     return (
-        f"{LAYERS} layers of {elements / (1 << 20):g}M bf16 parameters with fp32 master and moments on the host; "
-        f"forward and backward are timed waits, 1 to 2; {rounds} rounds of {STEPS} steps"
+        f"{LAYERS} layers ({longer} in rows that say so) of {elements / (1 << 20):g}M bf16 parameters with fp32 master "
+        f"and moments on the host; forward and backward are timed waits, 1 to 2, of twice the update on all cores, "
+        f"measured anew in each round; {rounds} rounds of {STEPS} steps"
     )
 
 
-_SHARES: Final = {"deferred": 0.0, "speculative": AHEAD}
-"""Of all blocks, those that each mode updates ahead of their step."""
+@dataclass(frozen=True)
+class _Heat:
+    """``rounds`` of a model of so many ``layers``."""
+
+    layers: int
+    rounds: int
+    own_slots: bool = True
+    clipped: bool = False
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Of all blocks, those that each mode updates ahead of their step. Of a longer model there is one, which the
+        target is for."""
+        modes = {"deferred": 0.0, "speculative": AHEAD}
+        return modes if self.layers == LAYERS else {"speculative": AHEAD}
+
+    @property
+    def first(self) -> bool:
+        """Whether what is measured alone is shown of this one."""
+        return self.own_slots and not self.clipped
+
+    def named(self, contender: str) -> str:
+        """The name of a row."""
+        return contender if self.layers == LAYERS else f"{contender}, {self.layers} blocks"
 
 
-def _pace(elements: int) -> float:
-    """Seconds of forward and backward: updates on all cores, which nothing runs beside, take ``SHARE`` of them."""
-    waiting = _subject(elements, own_slots=True, share=0.0, overlap=False)
+def _heats(elements: int, heats: Sequence[_Heat], pace: _Pace, say: Say) -> list[Row]:
+    """Rows of heats that differ in what is clipped."""
+    layers, own_slots, shares = heats[0].layers, heats[0].own_slots, heats[0].shares
+    parts, base = _Parts(LAYERS, elements), Stepped(layers, elements, None)
+    subjects = {mode: _subject(layers, elements, own_slots, share) for mode, share in shares.items()}
+    everyone = (base, *subjects.values())
+    rows: list[Row] = []
     try:
-        waiting.turn(2, NEVER)  # pages touched, kernels compiled
-        return median(waiting.update_alone() for _ in range(7)) / SHARE
+        for subject in everyone:
+            subject.turn(2, NEVER)  # orders are recorded, pages touched, kernels compiled
+        _check_losses(subjects)
+        for heat in heats:
+            updates: list[float] = []
+            turns = _turns(base, parts, subjects, clipped=heat.clipped)
+            before = subjects["speculative"].speculation()
+            begin = partial(_begin, pace, everyone, layers, updates, say)
+            seconds = rotated(turns, heat.rounds, WARMUP, say, begin)
+            made, taken = (n - m for n, m in zip(subjects["speculative"].speculation(), before, strict=True))
+            said = f"{taken} of {made} updates ahead were taken over"
+            rows += _rows({**seconds, ALL_CORES: updates[WARMUP:]}, said, heat)
     finally:
-        waiting.close()
+        for subject in everyone:
+            subject.close()
+    return rows
 
 
-def _subject(elements: int, own_slots: bool, share: float, *, overlap: bool = True) -> Stepped:
+def _begin(pace: _Pace, subjects: Sequence[Stepped], layers: int, updates: list[float], say: Say) -> None:
+    """Begins a round."""
+    updates.append(pace.measure() * layers)
+    for subject in subjects:
+        subject.model.pace.spread(updates[-1] / SHARE, layers)
+    say(f"  update alone on all cores {updates[-1]:.4f} s: forward and backward take {updates[-1] / SHARE:.4f} s")
+
+
+@final
+class _Pace:
+    """A model of ``PACED`` blocks whose updates run on all cores, and nothing beside them."""
+
+    def __init__(self, elements: int) -> None:
+        self._waiting = _subject(PACED, elements, own_slots=True, share=0.0, overlap=False)
+        self._waiting.turn(2, NEVER)  # pages touched, kernels compiled
+
+    def measure(self) -> float:
+        """Seconds that the update of one block takes, now."""
+        return median(self._waiting.update_alone() for _ in range(9)) / PACED
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        self._waiting.close()
+
+
+def _subject(layers: int, elements: int, own_slots: bool, share: float, *, overlap: bool = True) -> Stepped:
     def plan(model: TimedModel) -> Plan:
         ahead = spread(model, share, first=True)
         return plan_by_hand(model, states=Tier.HOST, overlap=overlap, speculate=ahead, chunk=CHUNK, own_slots=own_slots)
 
-    return Stepped(LAYERS, elements, plan)
+    return Stepped(layers, elements, plan)
 
 
 def _turns(
     base: Stepped, parts: _Parts, subjects: Mapping[str, Stepped], *, clipped: bool
 ) -> dict[str, Callable[[], float]]:
-    deferred, speculative = subjects["deferred"], subjects["speculative"]
-    limit = ALWAYS if clipped else NEVER
-    return {
-        "forward + backward": lambda: base.turn(STEPS),
-        "update alone": deferred.update_alone,
-        "fetches alone": parts.fetches,
-        "landings alone": parts.landings,
-        "norms alone": parts.norms,
-        "plain": lambda: deferred.turn(STEPS, limit, settle=True),
-        "deferred": lambda: deferred.turn(STEPS, limit),
-        "speculative": lambda: speculative.turn(STEPS, limit),
-    }
+    speculative, limit = subjects["speculative"], ALWAYS if clipped else NEVER
+    turns: dict[str, Callable[[], float]] = {"forward + backward": lambda: base.turn(STEPS)}
+    if "deferred" in subjects:
+        deferred = subjects["deferred"]
+        turns |= {
+            "update alone": deferred.update_alone,
+            "fetches alone": parts.fetches,
+            "landings alone": parts.landings,
+            "norms alone": parts.norms,
+            "plain": lambda: deferred.turn(STEPS, limit, settle=True),
+            "deferred": lambda: deferred.turn(STEPS, limit),
+        }
+    return {**turns, "speculative": lambda: speculative.turn(STEPS, limit)}
 
 
 def _check_losses(subjects: Mapping[str, Stepped]) -> None:
     """Equal steps give equal losses, to the last bit, if each forward saw the parameters of the step before."""
-    expected = subjects["deferred"].losses
+    expected = subjects["speculative"].losses
     for name, subject in subjects.items():
         if subject.losses != expected or len(set(expected)) < 2:
-            raise BenchmarkError(f"{name} has losses {subject.losses} and deferred has {expected}")
+            raise BenchmarkError(f"{name} has losses {subject.losses} and speculative has {expected}")
 
 
 @final
@@ -333,7 +300,8 @@ class Parts:
 
 _WHAT: Final = {
     "forward + backward": "PyTorch, no step",
-    "update alone": "from step() to the last write, nothing beside it, on one core less than there are",
+    ALL_CORES: "from step() to the last write, nothing beside it",
+    "update alone": "the same on one core less than there are",
     "fetches alone": "all parameters copied once, on one core",
     "landings alone": "all gradients copied once, on one core",
     "norms alone": "of all gradients, on one core",
@@ -343,25 +311,31 @@ _WHAT: Final = {
 }
 
 
-def _rows(seconds: Mapping[str, list[float]], speculated: str, *, clipped: bool, own_slots: bool) -> list[Row]:
-    """Those of one heat; what is measured alone is shown of the first."""
+def _rows(seconds: Mapping[str, list[float]], speculated: str, heat: _Heat) -> list[Row]:
+    """Those of one heat."""
     base = seconds["forward + backward"]
     alone = [name for name in seconds if name.endswith(" alone")]
-    rounds = [Parts(*each) for each in zip(base, *(seconds[name] for name in alone), strict=True)]
+    rounds = [Parts(*each) for each in zip(base, *(seconds[name] for name in alone), strict=True)] if alone else []
     rows = []
-    for name, taken in seconds.items():
-        ratios = tuple(own / least for own, least in zip(taken, base, strict=True))
-        if name == "forward + backward" or name in alone:
-            if own_slots and not clipped:
-                rows.append(Row(name, _WHAT[name], tuple(taken), ratios))
+    for name, what in _WHAT.items():
+        if name not in seconds:
             continue
-        said = [f"floor {_floor(rounds, name, own_slots=own_slots, clipped=clipped):.3f}"]
+        taken = seconds[name]
+        ratios = tuple(own / least for own, least in zip(taken, base, strict=True))
+        if name in alone or name in (ALL_CORES, "forward + backward"):
+            if heat.first:
+                rows.append(Row(heat.named(name), what, tuple(taken), ratios))
+            continue
+        over = median(own - least for own, least in zip(taken, base, strict=True))
+        said = [f"{1e3 * over:.1f} ms over forward and backward"]
+        if rounds:
+            said.append(f"floor {_floor(rounds, name, own_slots=heat.own_slots, clipped=heat.clipped):.3f}")
         if name == "speculative":
             said.append(speculated)
         # What every step is clipped to is known when backward has ended: the floor is above the target then.
-        target = TARGET if name == "speculative" and not clipped else None
-        full = f"{'' if own_slots else 'streamed '}{name}, {'always' if clipped else 'never'}"
-        rows.append(Row(full, _WHAT[name], tuple(taken), ratios, target, note=", ".join(said)))
+        target = TARGET if name == "speculative" and not heat.clipped else None
+        full = f"{'' if heat.own_slots else 'streamed '}{name}, {'always' if heat.clipped else 'never'}"
+        rows.append(Row(heat.named(full), what, tuple(taken), ratios, target, note=", ".join(said)))
     return rows
 
 

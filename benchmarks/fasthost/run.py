@@ -50,10 +50,19 @@ def compared(
     )
 
 
-def rotated(turns: Mapping[Key, Callable[[], float]], rounds: int, warmup: int, say: Say) -> dict[Key, list[float]]:
-    """Seconds of every turn, one entry a round, in rotating order; ``warmup`` rounds before them are not counted."""
+def rotated(
+    turns: Mapping[Key, Callable[[], float]],
+    rounds: int,
+    warmup: int,
+    say: Say,
+    begin: Callable[[], object] | None = None,
+) -> dict[Key, list[float]]:
+    """Seconds of every turn, one entry a round, in rotating order; ``warmup`` rounds before them are not counted.
+    ``begin`` is called at the begin of each round, those included."""
     seconds: dict[Key, list[float]] = {key: [] for key in turns}
     for number in range(warmup + rounds):
+        if begin is not None:
+            begin()
         for key, turn in in_rotation(list(turns.items()), number):
             taken = turn()
             if number >= warmup:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.case import Account, BenchmarkError, LaneUse
-from benchmarks.fasthost import accumulation, rival, several, zero
+from benchmarks.fasthost import accumulation, disk_step, hidden, rival, several, zero
 from benchmarks.fasthost.record import ARCHIVE, Comparison, Row
 from benchmarks.fasthost.run import Measured, compared, rotated
 from benchmarks.fasthost.table import render, write
@@ -68,9 +68,12 @@ def test_rounds_rotate_and_the_first_ones_do_not_count() -> None:
         order.append(name)
         return seconds
 
-    taken = rotated({"a": lambda: turn("a", 1.0), "b": lambda: turn("b", 2.0)}, 2, 1, lambda line: None)
-    assert taken == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
+    turns = {"a": lambda: turn("a", 1.0), "b": lambda: turn("b", 2.0)}
+    assert rotated(turns, 2, 1, lambda line: None) == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
     assert order == ["a", "b", "b", "a", "a", "b"]
+    order.clear()
+    rotated(turns, 1, 1, lambda line: None, lambda: order.append("begin"))
+    assert order == ["begin", "a", "b", "begin", "b", "a"]
 
 
 def test_the_frame_keeps_what_was_measured_and_passes_errors_on() -> None:
@@ -91,12 +94,38 @@ def test_the_frame_keeps_what_was_measured_and_passes_errors_on() -> None:
 def test_the_loop_beside_fio_moves_every_byte(tmp_path: Path, verb: str) -> None:
     path, nbytes = tmp_path / "file", 12 * 4096
     path.write_bytes(bytes(nbytes))
-    command = [sys.executable, "-m", "benchmarks.fasthost.raw", verb, str(path), str(nbytes), "16384", "2"]
+    command = [sys.executable, "-m", "benchmarks.fasthost.raw", verb, str(path), str(nbytes), "8192", "2", "16384"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert float(done.stdout) > 0
     assert path.stat().st_size == nbytes
     pages = [any(path.read_bytes()[start : start + 4096]) for start in range(0, nbytes, 4096)]
     assert pages == {"read": [False] * 12, "write": [True] * 12, "both": [False] * 6 + [True] * 6}[verb]
+
+
+def test_a_step_on_disk_is_held_against_both_floors() -> None:
+    seconds = {"disk alone": [1.0, 1.0, 1.0], disk_step.RINGED: [1.5, 1.25, 1.25]}
+    for times in disk_step.TIMES:
+        seconds |= {f"compute {times}": [float(times)] * 3, f"step {times}": [1.5 + times] * 3}
+    rows = {row.name: row for row in disk_step._rows(seconds, 1 << 30, "noted", "fio", "raw")}
+    assert (
+        rows[disk_step.RINGED].ratios == (1.5, 1.25, 1.25) and "36 MiB of buffers: raw" in rows[disk_step.RINGED].what
+    )
+    assert rows["step, 0 x disk"].ratios == (1.5, 1.5, 1.5) and rows["step, 0 x disk"].note.startswith("1.200 of")
+    assert rows["step, 2 x disk"].ratios == (1.75, 1.75, 1.75) and rows["step, 2 x disk"].note.startswith("1.750 of")
+    assert {way.block * max(way.depth, disk_step.RING // way.block) for way in disk_step._ways_of_ring()} == {
+        disk_step.RING
+    }
+
+
+def test_longer_models_have_rows_of_their_own() -> None:
+    heat = hidden._Heat(56, 2)
+    seconds = {"forward + backward": [1.0, 2.0], "speculative": [1.02, 2.08], hidden.ALL_CORES: [0.5, 1.0]}
+    rows = {row.name: row for row in hidden._rows(seconds, "taken over", heat)}
+    assert rows["update on all cores, 56 blocks"].ratios == (0.5, 0.5)
+    long = rows["speculative, never, 56 blocks"]
+    assert long.ratios == pytest.approx((1.02, 1.04)) and long.met is True
+    assert long.note == "50.0 ms over forward and backward, taken over"
+    assert heat.shares.keys() == {"speculative"} and len(hidden._Heat(hidden.LAYERS, 2).shares) == 2
 
 
 def test_zero_compares_what_each_adds_to_plain() -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from benchmarks.fasthost.disk_step import STATE_BYTES
-from benchmarks.fasthost.hidden import ALWAYS, NEVER, Parts, Stepped
+from benchmarks.fasthost.hidden import Parts
 from benchmarks.fasthost.queued import Compute, QueuedDevice
+from benchmarks.fasthost.stepped import ALWAYS, NEVER, Stepped
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
 from forebay.budgets import DiskBudget
 from forebay.calls import Calls
