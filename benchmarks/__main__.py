@@ -19,6 +19,7 @@ scripts/bench disk --folder /tmp
 scripts/bench disk-step --folder /tmp
 scripts/bench checkpoints --folder /tmp
 scripts/bench hidden
+scripts/bench hidden-long
 scripts/bench accumulate
 scripts/bench several --folder /tmp
 scripts/bench zero --folder /tmp
@@ -47,6 +48,7 @@ HOST_TOPICS = {
     "disk-step": "hold a step with all states on disk against the longer of compute and the disk",
     "checkpoints": "hold steps that are saved, with all states on disk, against steps that are not",
     "hidden": "hold steps with clipping against their forward and backward alone",
+    "hidden-long": "the same for longer models, whose steps have more to hide it behind",
     "accumulate": "hold forebay.accumulate against the loop over micro-batches",
     "several": "hold two models in turns against one after the other",
     "zero": "hold forebay against DeepSpeed's ZeRO",
@@ -330,7 +332,11 @@ def _host(options: argparse.Namespace) -> None:
         "several": several.compare,
         "zero": zero.compare,
     }
-    in_memory = {"hidden": hidden.compare, "accumulate": accumulation.compare}
+    in_memory = {
+        "hidden": hidden.compare,
+        "hidden-long": hidden.compare_longer,
+        "accumulate": accumulation.compare,
+    }
     print(f"{options.command}:", flush=True)
 
     def say(line: str) -> None:

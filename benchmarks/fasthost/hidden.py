@@ -15,8 +15,8 @@ steps with ``torch.nn.utils.clip_grad_norm_`` before them, in three modes:
 *never* has a norm that nothing is clipped to, *always* one that every step is. While every step is clipped no update
 can begin before backward has ended. Parameters have slots of their own on the device; *streamed* they pass through four
 shared ones, and are fetched twice a step. A turn is timed from the beginning of its second step to the beginning of the
-one after its last. Longer models show how much of what a step costs grows with it: the turn from backward to the next
-forward takes as long in a step of any length, but for what is done for each block.
+one after its last. Longer models, of which there is the last mode, show how much of what a step costs grows with it:
+the turn from backward to the next forward takes as long in a step of any length, but for what is done for each block.
 
 Floors. What a step takes at the least, from rates that are measured in the same rounds: ``w``, seconds of forward and
 backward alone, of which forward takes a third, ``f``, and backward two, ``b``; ``u``, of the update alone, 28 bytes an
@@ -57,7 +57,7 @@ from forebay.kernels.team import cores, cores_beside_compute
 from forebay.memory import Tier
 from forebay.plans import Plan
 
-__all__ = ["Parts", "compare"]
+__all__ = ["Parts", "compare", "compare_longer"]
 
 LAYERS: Final = 32
 LONGER: Final = (56, 80)
@@ -90,41 +90,52 @@ SHARED_SLOTS: Final = 4
 """Of a model that streams: so many blocks of the end of forward are still there when backward begins."""
 
 
+_QUESTION: Final = (
+    "What does a step cost beside its forward and backward, with clipping, where the update alone takes half as "
+    "long as both?"
+)
+
+
 def compare(command: str, *, quick: bool, say: Say) -> Comparison:
-    """Runs all modes. Takes some 12 GiB of host memory."""
+    """Runs all modes of a model of ``LAYERS`` blocks. Takes some 9 GiB of host memory."""
+    rounds = 2 if quick else 5
+    few = min(rounds, FEW)
+    own, streamed = _Heat(LAYERS, rounds), _Heat(LAYERS, few, own_slots=False)
+    # At last the steps that are clipped: those who speculate in vain stop it, for a while.
+    heats = [[own, _Heat(LAYERS, few, clipped=True)], [streamed]]
+    return _compared("hidden step", heats, command, quick=quick, say=say)
+
+
+def compare_longer(command: str, *, quick: bool, say: Say) -> Comparison:
+    """Runs the mode that the target is for, of models of ``LONGER`` blocks. Takes some 12 GiB of host memory."""
+    heats = [[_Heat(layers, 2 if quick else 5, own_slots=own)] for layers in LONGER for own in (True, False)]
+    return _compared("hidden step of longer models", heats, command, quick=quick, say=say)
+
+
+def _compared(topic: str, heats: Sequence[Sequence[_Heat]], command: str, *, quick: bool, say: Say) -> Comparison:
+    """``heats`` of one model each."""
     elements = (1 << 18) if quick else ELEMENTS
-    return compared(
-        "hidden step",
-        "What does a step cost beside its forward and backward, with clipping, where the update alone takes half as "
-        "long as both?",
-        "seconds of a step over those of forward and backward alone",
-        command,
-        lambda: _measured(elements, 2 if quick else 5, say),
-        keep=not quick,
-        say=say,
-    )
+    ratio = "seconds of a step over those of forward and backward alone"
+    return compared(topic, _QUESTION, ratio, command, lambda: _measured(elements, heats, say), keep=not quick, say=say)
 
 
-def _measured(elements: int, rounds: int, say: Say) -> Measured:
-    pace, few = _Pace(elements), min(rounds, FEW)
+def _measured(elements: int, heats: Sequence[Sequence[_Heat]], say: Say) -> Measured:
+    pace = _Pace(elements)
     rows: list[Row] = []
     try:
-        # At last the steps that are clipped: those who speculate in vain stop it, for a while.
-        rows += _heats(elements, [_Heat(LAYERS, rounds), _Heat(LAYERS, few, clipped=True)], pace, say)
-        rows += _heats(elements, [_Heat(LAYERS, few, own_slots=False)], pace, say)
-        for layers in LONGER:
-            rows += _heats(elements, [_Heat(layers, rounds)], pace, say)
+        for same in heats:
+            rows += _heats(elements, same, pace, say)
     finally:
         pace.close()
-    return Measured(rows, _setting(elements, rounds))
+    lengths = " and ".join(str(layers) for layers in dict.fromkeys(same[0].layers for same in heats))
+    return Measured(rows, _setting(elements, lengths, heats[0][0].rounds))
 
 
-def _setting(elements: int, rounds: int) -> str:
-    longer = " and ".join(map(str, LONGER))
+def _setting(elements: int, lengths: str, rounds: int) -> str:
     return (
-        f"{LAYERS} layers ({longer} in rows that say so) of {elements / (1 << 20):g}M bf16 parameters with fp32 master "
-        f"and moments on the host; forward and backward are timed waits, 1 to 2, of twice the update on all cores, "
-        f"measured anew in each round; {rounds} rounds of {STEPS} steps"
+        f"{lengths} layers of {elements / (1 << 20):g}M bf16 parameters with fp32 master and moments on the host; "
+        f"forward and backward are timed waits, 1 to 2, of twice the update on all cores, measured anew in each round; "
+        f"{rounds} rounds of {STEPS} steps"
     )
 
 
