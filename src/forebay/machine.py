@@ -77,7 +77,9 @@ class Disk:
     share that compute loses of its own while the disk is read or written, and the disk to compute (0 where the device
     has cores of its own). ``update_rate`` is what a device inside the disk, or inside all of its drives together,
     updates: bytes/s of states and parameters in and out and gradients in (None: there is none, and an update beside the
-    storage is one of a process on the host).
+    storage is one of a process on the host). Of such a process, which reads and writes by turns, ``alternation`` is the
+    share of the links' rates that it has, and ``order_seconds`` are what each chunk takes whatever its size: told,
+    begun, answered.
     """
 
     capacity: int
@@ -89,10 +91,15 @@ class Disk:
     duplex: float = 1.0
     update_rate: float | None = None
     shared_cores: float = 0.0
+    alternation: float = 1.0
+    order_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.duplex <= 1:
-            raise ConfigError(f"duplex of a disk is in (0, 1], got {self.duplex}")
+        for name, share in (("duplex", self.duplex), ("alternation", self.alternation)):
+            if not 0 < share <= 1:
+                raise ConfigError(f"{name} of a disk is in (0, 1], got {share}")
+        if self.order_seconds < 0:
+            raise ConfigError(f"order_seconds of a disk are 0 or more, got {self.order_seconds}")
         if not 0 <= self.shared_cores < 1:
             raise ConfigError(f"shared_cores of a disk is in [0, 1), got {self.shared_cores}")
         if self.update_rate is not None and self.update_rate <= 0:
@@ -111,7 +118,8 @@ class Machine:
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
     host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes),
     ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: the modes that see ops, hooks, a
-    lane's thread that is woken up).
+    lane's thread that is woken up), ``together_seconds`` how much longer an op takes in micro-batches that pass the
+    model together (``cpu``: their kernels run on more threads than there are cores).
     ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go before everything else.
     ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is written.
 
@@ -141,6 +149,7 @@ class Machine:
     launch_seconds: float = 0.0
     watch_seconds: float = 0.0
     handover_seconds: float = 0.0
+    together_seconds: float = 0.0
     disk: Disk | None = None
     op_seconds: Mapping[str, float] = field(default_factory=dict)
     update_elements: Mapping[str, float] = field(default_factory=dict)

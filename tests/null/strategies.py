@@ -173,6 +173,7 @@ def machines(draw: st.DrawFn, device: str = "cuda", disk: bool | None = None) ->
         launch_seconds=draw(st.sampled_from([0.0, 1e-5])),
         watch_seconds=draw(st.sampled_from([0.0, 1e-5])),
         handover_seconds=draw(st.sampled_from([0.0, 1e-4])),
+        together_seconds=draw(st.sampled_from([0.0, 1e-5])),
         disk=Disk(ENOUGH, draw(_links()), draw(_links())) if with_disk else None,
     )
 

@@ -133,6 +133,7 @@ def test_times_scale_with_the_rates(program: Program, machine: Machine, factor: 
         launch_seconds=machine.launch_seconds / factor,
         watch_seconds=machine.watch_seconds / factor,
         handover_seconds=machine.handover_seconds / factor,
+        together_seconds=machine.together_seconds / factor,
         h2d=link(machine.h2d),
         d2h=link(machine.d2h),
         disk=replace(disk, read=link(disk.read), write=link(disk.write)),

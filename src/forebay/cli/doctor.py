@@ -98,10 +98,13 @@ def _rates(machine: Machine) -> Table:
     if machine.disk is not None:
         table.add_row("kept with the disk read and written", f"{machine.disk.duplex:.0%}")
         table.add_row("lost where the disk takes cores", f"{machine.disk.shared_cores:.0%}")
+        table.add_row("kept where it is read and written by turns", f"{machine.disk.alternation:.0%}")
+        table.add_row("for each chunk updated beside it", format_seconds(machine.disk.order_seconds))
     table.add_row("lost where cores are shared", f"{machine.shared_cores:.0%}")
     table.add_row("host's part of an op", format_seconds(machine.launch_seconds))
     table.add_row("more where blocks stream", format_seconds(machine.watch_seconds))
     table.add_row("for each transfer of an activation", format_seconds(machine.handover_seconds))
+    table.add_row("more for an op where micro-batches pass together", format_seconds(machine.together_seconds))
     return table
 
 

@@ -20,6 +20,7 @@ from forebay.memory import Kind, Ledger, Tier
 from forebay.profiler.effort import Effort
 from forebay.profiler.sharing import Feed, lost_beside
 from forebay.profiler.stopwatch import WallStopwatch, in_turns, medians, span
+from forebay.profiler.storage_trial import by_turns
 from forebay.profiler.transfer_rates import both_rates, curve_of
 from forebay.tiers.arena import HostArena
 from forebay.tiers.diskfile import DiskPolicy, TierFile
@@ -81,8 +82,21 @@ def measure_disk(device: Device, path: str, effort: Effort) -> DiskFound:
             duplex, direct = trial.duplex(effort), tier.direct
             # A GPU computes with cores of its own.
             shared = trial.shared_cores(effort) if torch.device(device.name).type == "cpu" else 0.0
+            order, alternation = by_turns(device, file, read, write, effort)
     there = str(Path(path).absolute())
-    return DiskFound(Disk(free, read, write, there, reads, writes, duplex, shared_cores=shared), direct)
+    disk = Disk(
+        capacity=free,
+        read=read,
+        write=write,
+        path=there,
+        reads=reads,
+        writes=writes,
+        duplex=duplex,
+        shared_cores=shared,
+        alternation=alternation,
+        order_seconds=order,
+    )
+    return DiskFound(disk, direct)
 
 
 def _opened(path: str, effort: Effort, reads: Calls, writes: Calls) -> DiskTier:

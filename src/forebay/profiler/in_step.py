@@ -1,22 +1,34 @@
-"""Rates of the lanes inside a step, where device and host are the same cores.
+"""Rates of the lanes inside a step, and of ops where micro-batches pass together, where device and host are the same
+cores.
 
 Alone, a copy or an update on ``cpu`` has both cores, warm caches and nobody's threads in its way; in a step it has
 what compute leaves: a third of the rate, on 2 cores of an AMD EPYC (updates 17 to 24 GB/s in steps, 60 to 90 alone).
 So a small model streams for some steps, and its own timeline says how fast its lanes were.
+
+Where micro-batches pass together (``forebay.accumulate``) each forward runs in a thread of its own, and OpenMP gives
+each such thread kernel threads of its own. There are more of them than cores then, so that they sleep between two
+kernels where they would otherwise have waited awake, and each kernel wakes them up: 30 % of a forward, on 2 cores of an
+AMD EPYC (docs/log.md, 2026-11-23).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from statistics import median
 
 import torch
 
 from forebay.machine import Curve, Link, Machine
+from forebay.profiler.capture import capture
+from forebay.profiler.effort import Effort
 from forebay.profiler.overhead import Layers, attached, close, stream
+from forebay.profiler.stopwatch import WallStopwatch, in_turns
+from forebay.runtime.accumulate import accumulate_by_block
 from forebay.timeline import Event, Lane
 
-__all__ = ["as_in_a_step", "lane_rates"]
+__all__ = ["as_in_a_step", "lane_rates", "together_seconds"]
 
 LAYERS = Layers(width=512, heads=8, layers=4, tokens=256)
 WARM, STEPS = 2, 3
@@ -39,6 +51,38 @@ def lane_rates() -> Mapping[Lane, tuple[float, int]]:
         return rates_of(measure.collect())
     finally:
         close(model)
+
+
+def together_seconds(effort: Effort) -> float:
+    """Seconds that an op takes longer in micro-batches that pass together. One of them alone does all that more would
+    do, and moves the same bytes as a pass that is by itself."""
+    model, batch = LAYERS.model(), LAYERS.batch()
+    ops = sum(1 for _ in capture(model, (batch,), "sgd").trace.ops())
+    model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    watch = WallStopwatch()
+
+    def timed(run: Callable[[], object]) -> float:
+        seconds = watch.seconds(run)
+        optimizer.step()
+        optimizer.zero_grad()
+        attached(model).session.synchronize()
+        return seconds
+
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).sum()
+        return loss
+
+    cases = {
+        "alone": partial(timed, lambda: loss_of(model, batch).backward()),
+        "together": partial(timed, lambda: accumulate_by_block(attached(model), model, [batch], loss_of)),
+    }
+    try:
+        for run in (*cases.values(), *cases.values()):
+            run()
+        taken = in_turns(cases, effort.rounds, effort.bound)
+    finally:
+        close(model)
+    return max(0.0, median(b - a for a, b in zip(taken["alone"], taken["together"], strict=True))) / ops
 
 
 def rates_of(events: tuple[Event, ...]) -> dict[Lane, tuple[float, int]]:

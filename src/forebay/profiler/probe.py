@@ -25,7 +25,7 @@ from forebay.profiler.compute_rates import (
 )
 from forebay.profiler.disk_rates import measure_disk
 from forebay.profiler.effort import CPU_EFFORT, CUDA_EFFORT, Effort
-from forebay.profiler.in_step import as_in_a_step, lane_rates
+from forebay.profiler.in_step import as_in_a_step, lane_rates, together_seconds
 from forebay.profiler.machine_cache import (
     Circumstances,
     Remembered,
@@ -229,7 +229,7 @@ class _Here:
                 update_elements=core_bound_rates(device, effort()),
             )
         if not cuda:
-            machine = as_in_a_step(machine, lane_rates())
+            machine = replace(as_in_a_step(machine, lane_rates()), together_seconds=together_seconds(effort()))
             fresh = fresh_bandwidth(watch, effort())
             remarks.append(
                 f"memory fresh from the system is filled at {format_rate(fresh)}: tensors of more than 32 MiB, which "

@@ -260,13 +260,14 @@ class Costs:
         return chosen + (disk.write if action.verb is Verb.LOAD else disk.read).seconds(action.nbytes)
 
     def _beside_storage(self, action: Action | Outline) -> float:
-        """Seconds of an update of a chunk beside the storage. A process on the host reads the states, updates and
-        writes them one after the other."""
+        """Seconds of an update of a chunk beside the storage. A process on the host is told, and reads the states,
+        updates and writes them one after the other."""
         disk = self._disk(action)
         if disk.update_rate is not None:
             return action.nbytes / disk.update_rate
         states = round(self.states_share * action.nbytes)
-        return disk.read.seconds(states) + action.nbytes / self.update_rate + disk.write.seconds(states)
+        moved = (disk.read.seconds(states) + disk.write.seconds(states)) / disk.alternation
+        return disk.order_seconds + moved + action.nbytes / self.update_rate
 
     def _tensor(self, action: Action | Outline) -> Tensor:
         visits = self.trace.visits

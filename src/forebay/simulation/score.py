@@ -59,6 +59,10 @@ class Score:
         """The same with every action done so often in a row, or so large a part of it: at the same rate."""
         return replace(self, seconds=[s * count for s, count in zip(self.seconds, counts, strict=True)])
 
+    def longer(self, more: Sequence[float]) -> Score:
+        """The same with so many seconds more for every action."""
+        return replace(self, seconds=[s + extra for s, extra in zip(self.seconds, more, strict=True)])
+
     def instead(self, idle: Iterable[int], before: Mapping[int, Outline], costs: Costs) -> Score:
         """The same without the actions ``idle``, which take no time and wait for nothing, and with others: each of
         ``before`` comes on its lane in front of the action that it is given by."""

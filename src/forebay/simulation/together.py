@@ -43,7 +43,10 @@ def together(plan: Plan, costs: Costs, micro_batches: int, *, liveness: Liveness
     program = sketch(trace, plan, liveness=liveness)
     times = _times(program, trace, micro_batches)
     score = Score.of(program, costs, settled=not plan.streaming.overlap_update)
-    seconds = settled_seconds(pace(score.times(times)), program)
+    longer = [
+        (a.ops[1] - a.ops[0]) * machine.together_seconds if a.verb is Verb.COMPUTE else 0.0 for a in program.actions
+    ]
+    seconds = settled_seconds(pace(score.longer(longer).times(times)), program)
     moved = _moved(program, times)
     parked = parked_nbytes(trace, plan)
     if parked and micro_batches > 1:
