@@ -122,6 +122,16 @@ def test_a_machine_that_cannot_be_is_refused(change: dict[str, object], said: st
         replace(a_machine(), **change)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "change", [{"duplex": 0.0}, {"alternation": 0.0}, {"alternation": 1.5}, {"order_seconds": -1.0}]
+)
+def test_a_disk_that_cannot_be_is_refused(change: dict[str, float]) -> None:
+    disk = a_machine().disk
+    assert disk is not None
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        replace(disk, **change)  # type: ignore[arg-type]
+
+
 def test_the_catalogue_has_these_machines() -> None:
     assert set(machine_names()) == NAMES
 

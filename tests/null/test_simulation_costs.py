@@ -159,6 +159,19 @@ def test_checksums_take_time_of_the_lanes_of_the_disk(depth: int) -> None:
     assert costs.action(beside, summed=True) == pytest.approx(costs.action(beside) + more)
 
 
+def test_a_process_beside_the_storage_is_told_and_reads_and_writes_by_turns() -> None:
+    disk = Disk(1 << 40, flat_link(RATE), flat_link(RATE))
+    slow = replace(disk, alternation=0.5, order_seconds=0.25)
+    own = replace(slow, update_rate=50.0)
+    trace = replace(seconds_trace([]), state_names=("exp_avg",))
+    costs, later, inside = (Costs(trace, replace(MACHINE, disk=one)) for one in (disk, slow, own))
+    beside = update(200, lane=Lane.STORAGE_UPDATE)
+    moved = 2 * round(costs.states_share * 200) / RATE  # read and written
+    assert later.action(beside) == pytest.approx(costs.action(beside) + 0.25 + moved)
+    assert later.action(read(50)) == costs.action(read(50))
+    assert inside.action(beside) == 200 / 50  # a device inside the disk is no process on the host
+
+
 @pytest.mark.parametrize(
     ("states", "times"),
     [

@@ -43,6 +43,14 @@ def test_one_micro_batch_is_the_step() -> None:
         assert together(plan, Costs(TRACE, FAST), 1).seconds == pytest.approx(plan.step_seconds)
 
 
+def test_ops_take_longer_where_micro_batches_pass_together() -> None:
+    plan, more = planned("keep"), 1e-3
+    slow = replace(FAST, together_seconds=more)
+    alone, longer = (together(plan, Costs(TRACE, on), COUNT).seconds for on in (FAST, slow))
+    assert longer - alone == pytest.approx(COUNT * OPS * more)
+    assert by_turns(plan, Costs(TRACE, slow), COUNT).seconds == by_turns(plan, Costs(TRACE, FAST), COUNT).seconds
+
+
 def test_blocks_and_gradients_cross_once_and_by_turns_for_each() -> None:
     """In forward every layer is fetched, in backward all but those that the slots still hold; each gradient leaves. The
     forward of a further micro-batch finds in the slots what the backward before it has left there."""

@@ -15,13 +15,16 @@ from forebay.calls import Calls
 from forebay.device.cpu import CpuDevice
 from forebay.errors import ConfigError
 from forebay.machine import Curve, Disk, Link
+from forebay.memory import Ledger, Tier
 from forebay.profiler.disk_rates import WAYS, DiskTrial, fastest, measure_disk
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.profiler.here import this_machine
 from forebay.profiler.probe import nominal
+from forebay.profiler.storage_trial import alternating, by_turns
 from forebay.simulation.sharing import DISK, LANES, Sharing
 from forebay.tiers.diskfile import Buffer, TierFile, bytes_of
 from forebay.tiers.host import available_disk, disks_of, free_in
+from forebay.tiers.stripes import DiskTier, Folder
 from forebay.timeline import Lane
 from forebay.units import KiB, MiB
 
@@ -37,9 +40,42 @@ def test_a_disk_is_measured_in_the_way_that_the_runtime_will_use(tmp_path: Path)
     assert disk.reads in WAYS and disk.writes in WAYS
     assert f"read in {disk.reads}, written in {disk.writes}" in found.remark
     assert 0 < disk.duplex <= 1 and 0 <= disk.shared_cores < 1
+    assert 0 < disk.alternation <= 1 and disk.order_seconds < 0.1
     assert [size for size, _ in disk.read.curve.points] == [64 * KiB, 256 * KiB]
     assert str(tmp_path) in found.remark
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("found", "order", "alternation"),
+    [
+        ({100: (1.5, 1.0), 300: (3.5, 3.0)}, 0.5, 1.0),  # what every chunk takes
+        ({100: (2.0, 1.0), 300: (6.0, 3.0)}, 0.0, 0.5),  # what every byte takes
+        ({300: (6.25, 3.0), 100: (2.25, 1.0)}, 0.25, 0.5),
+        ({100: (2.0, 1.0), 300: (3.0, 3.0)}, 1.0, 1.0),  # more bytes took no longer: an order did
+        ({100: (0.9, 1.0), 300: (2.9, 3.0)}, 0.0, 1.0),  # nothing is faster than in a row
+        ({100: (1.25, 1.0)}, 0.25, 1.0),
+        ({100: (1.0, 1.0), 300: (201.0, 3.0)}, 0.0, 0.05),  # disturbed
+    ],
+)
+def test_what_a_chunk_beside_the_storage_takes_is_split_into_its_order_and_its_bytes(
+    found: dict[int, tuple[float, float]], order: float, alternation: float
+) -> None:
+    assert alternating(found) == (pytest.approx(order), pytest.approx(alternation))
+
+
+def test_a_process_asked_for_chunks_leaves_their_bytes_as_they_are(tmp_path: Path) -> None:
+    device, buffer = CpuDevice(), torch.zeros(64 * KiB, dtype=torch.uint8)
+    effort = replace(CPU_EFFORT, rounds=2, bound=0.05, disk_sizes=(64 * KiB,), disk_file=MiB)
+    with DiskTier([Folder(str(tmp_path))], Ledger(Tier.DISK), needed=MiB) as tier:
+        file = tier.create("probe", MiB)
+        for start in range(0, MiB, 64 * KiB):
+            file.write(start, buffer.fill_(start // (64 * KiB) + 1))
+        by_turns(device, file, LINK, LINK, effort)
+        for start in range(0, MiB, 64 * KiB):
+            file.read(start, buffer)
+            assert bool((buffer == start // (64 * KiB) + 1).all())
+    device.close()
 
 
 class Noted(TierFile):

@@ -85,6 +85,7 @@ def test_everything_is_found(measured: tuple[Machine, Path]) -> None:
         assert figure > 0
     assert {kind.partition(":")[2] for kind in machine.update_elements} == {"bfloat16", "8bit", "4bit", "float32"}
     assert all(rate > 0 for rate in machine.update_elements.values())
+    assert 0 <= machine.together_seconds < 1e-3
     assert machine.watch_seconds >= 0 and 0 < machine.duplex <= 1 and 0 <= machine.shared_cores <= 1
     for link in (machine.h2d, machine.d2h):
         assert [size for size, _ in link.curve.points] == [64 * KiB, 256 * KiB, MiB]

@@ -229,7 +229,7 @@ class _Here:
                 update_elements=core_bound_rates(device, effort()),
             )
         if not cuda:
-            machine = replace(as_in_a_step(machine, lane_rates()), together_seconds=together_seconds(effort()))
+            machine = replace(as_in_a_step(machine, lane_rates()), together_seconds=together_seconds())
             fresh = fresh_bandwidth(watch, effort())
             remarks.append(
                 f"memory fresh from the system is filled at {format_rate(fresh)}: tensors of more than 32 MiB, which "
