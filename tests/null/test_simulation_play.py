@@ -9,7 +9,7 @@ import pytest
 from forebay.errors import PlanInvalid
 from forebay.machine import Disk
 from forebay.memory import Kind, Tier
-from forebay.simulation.sharing import Sharing
+from forebay.simulation.sharing import COPYING, LANES, Sharing
 from forebay.timeline import Event, Lane
 from tests.null.simulating import MACHINE, compute, fetch, flat_link, land, read, run, spans, update, write
 
@@ -94,6 +94,23 @@ def test_one_core_of_two_is_what_a_host_lane_takes_from_compute() -> None:
     assert sharing.shares(h2d | d2h)[1:3] == [1.0, 1.0]
     assert sharing.shares(compute_bit | h2d | d2h)[:3] == pytest.approx([1 / 2] * 3)
     assert sharing.shares(compute_bit | disk)[0] == 1  # this disk takes no core
+
+
+def test_a_process_beside_the_storage_has_its_part_of_the_disk_and_copies_for_it_take_none() -> None:
+    disk = Disk(1 << 40, flat_link(1), flat_link(1), duplex=0.6)
+    sharing = Sharing(replace(MACHINE, shared_cores=0.0, disk=disk))
+    reads, writes, beside = (1 << LANES.index(lane) for lane in (Lane.DISK_READ, Lane.DISK_WRITE, Lane.STORAGE_UPDATE))
+    copied = reads << COPYING
+    of_disk = [LANES.index(lane) for lane in (Lane.DISK_READ, Lane.DISK_WRITE, Lane.STORAGE_UPDATE)]
+    assert [sharing.shares(beside | reads | writes)[lane] for lane in of_disk] == pytest.approx([0.4] * 3)
+    assert sharing.shares(beside | reads)[of_disk[2]] == 0.6
+    assert [sharing.shares(beside | copied)[lane] for lane in (of_disk[0], of_disk[2])] == [1.0, 1.0]
+    # On cores that are shared a copy is one thread more.
+    crowded = Sharing(replace(MACHINE, shared_cores=1.0, disk=disk)).shares(beside | copied)
+    assert [crowded[lane] for lane in (of_disk[0], of_disk[2])] == [0.5, 0.5]
+    # A device inside the disk has its own bytes, and the disk its two directions.
+    within = Sharing(replace(MACHINE, disk=replace(disk, update_rate=1.0))).shares(beside | reads)
+    assert [within[lane] for lane in (of_disk[0], of_disk[2])] == [1.0, 1.0]
 
 
 def test_a_disk_that_takes_a_part_of_a_core_takes_it_from_who_computes_and_updates() -> None:

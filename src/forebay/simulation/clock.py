@@ -17,7 +17,7 @@ from math import inf
 from typing import final
 
 from forebay.simulation.score import Score
-from forebay.simulation.sharing import LANES
+from forebay.simulation.sharing import COPYING, LANES
 from forebay.timeline import Lane
 
 __all__ = ["Clock", "Witness"]
@@ -86,6 +86,7 @@ class Clock:
     def _start_ready(self, now: float) -> None:
         """Starts what the idle lanes can start at ``now``."""
         end, after, queues, alone = self.end, self._score.after, self._queues, self._alone
+        copies = self._score.copies
         ready, self._ready = self._ready, []
         for lane in ready:  # grows on the way: lanes that run ahead say when more can start
             if alone >> lane & 1:
@@ -104,7 +105,7 @@ class Clock:
                         queues[lane].pop()
                         self._running[lane], self.start[index] = index, now
                         self._due[lane], self._share[lane] = now + self._score.seconds[index], 1.0
-                        self._busy |= 1 << lane
+                        self._busy |= 1 << (lane + COPYING if index in copies else lane)
                         self._begun.append(lane)
                         if self._witness is not None and lane == COMPUTE:
                             self._witness.begin(index)
@@ -119,7 +120,7 @@ class Clock:
             ready.append(lane)
             if index >= 0:
                 self.end[index], running[lane] = now, -1
-                self._busy &= ~(1 << lane)
+                self._busy &= ~(1 << lane | 1 << lane + COPYING)
                 if index in self._waiting:
                     ready += self._waiting.pop(index)
                 if witness is not None:

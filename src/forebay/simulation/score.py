@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from forebay.machine import Machine
 from forebay.program import Action, Outline, Program, Sketch, Verb
-from forebay.simulation.costs import Costs
+from forebay.simulation.costs import Costs, is_copy_beside
 from forebay.simulation.sharing import LANES, Sharing
 from forebay.timeline import Lane
 
@@ -25,7 +25,8 @@ class Score:
     """Actions by their number. ``queues`` are those of every lane of ``LANES``, in order; ``after`` is what each waits
     for beside the one before it on its lane; ``seconds`` and ``rates`` (bytes/s) are its own with its lane, and all
     that the lane shares, to itself. One rate more is the last: 0, that of a lane which runs nothing. ``calls`` are, by
-    step, the actions that the step call waits for, of each lane the last.
+    step, the actions that the step call waits for, of each lane the last. ``copies`` are those on a lane of the disk
+    that go from memory to memory.
     """
 
     sharing: Sharing
@@ -34,6 +35,7 @@ class Score:
     seconds: Sequence[float]
     rates: Sequence[float]
     calls: Sequence[Sequence[int]]
+    copies: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, program: Program | Sketch, costs: Costs, *, settled: bool = False) -> Score:
@@ -53,7 +55,15 @@ class Score:
         for index, action in enumerate(actions):
             queues[PLACE[action.lane]].append(index)
         after = [action.after for action in actions]
-        return cls(Sharing(costs.machine), queues, after, seconds, [*rates, 0.0], _calls(program, settled))
+        return cls(
+            Sharing(costs.machine),
+            queues,
+            after,
+            seconds,
+            [*rates, 0.0],
+            _calls(program, settled),
+            _copies(actions, costs.machine),
+        )
 
     def times(self, counts: Sequence[float]) -> Score:
         """The same with every action done so often in a row, or so large a part of it: at the same rate."""
@@ -92,6 +102,13 @@ def _hand_over(actions: Sequence[Action | Outline], seconds: list[float], machin
             computed = index
         elif action.tensor >= 0 and action.lane is not Lane.COMPUTE and computed >= 0:
             seconds[computed] += machine.handover_seconds
+
+
+def _copies(actions: Sequence[Action | Outline], machine: Machine) -> frozenset[int]:
+    """What goes to a process on the host that updates beside the storage, or comes from there."""
+    if machine.disk is None or machine.disk.update_rate is not None:
+        return frozenset()
+    return frozenset(index for index, action in enumerate(actions) if is_copy_beside(action))
 
 
 def _calls(program: Program | Sketch, settled: bool) -> list[list[int]]:

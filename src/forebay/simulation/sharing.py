@@ -15,6 +15,11 @@ to lose beside one host lane, L = 1 - 1 / (1 + s), so s = L / (1 - L); from L = 
 A disk lane waits for the disk most of the time (O_DIRECT moves bytes without a core), and what it takes of one is
 little: ``Disk.shared_cores`` is what compute was seen to lose beside it, D, so that it counts as d = D / (1 - D)
 threads. Beside compute or a host lane it runs at 1 / (1 + d) itself: who sleeps most is woken first, however many wait.
+What a disk lane brings to a process beside the storage, or from there, goes from memory to memory: that is a host
+thread's work, and no disk's.
+
+*The disk's ends.* A process beside the storage is one more that reads or writes: n at a time have 2 ``Disk.duplex`` of
+the disk between them, each as much as any other, and each the whole of it while it is alone.
 
 *Host memory.* While the update lane runs beside copies, the bytes/s that they read and write there add up to at most
 ``host_bandwidth``, or to what the fastest of them was measured to reach alone; what is too much is taken from all in
@@ -48,6 +53,10 @@ COMPUTE, H2D, D2H, UPDATE = (1 << place for place in (_COMPUTE, _H2D, _D2H, _UPD
 HOST = H2D | D2H | UPDATE
 THREADS = HOST | 1 << LANES.index(Lane.DEVICE_UPDATE)
 DISK = 1 << LANES.index(Lane.DISK_READ) | 1 << LANES.index(Lane.DISK_WRITE)
+COPYING: Final = len(LANES)
+"""How many bits beside the bit of a lane of the disk is the one that it has instead while it copies from memory to
+memory."""
+COPIES = DISK << COPYING
 
 
 @final
@@ -60,7 +69,9 @@ class Sharing:
         self._duplex = machine.duplex
         # Updates beside the storage are the work of a host thread, unless the disk has a device for it.
         within = machine.disk is not None and machine.disk.update_rate is not None
-        self._threads = THREADS if within else THREADS | 1 << LANES.index(Lane.STORAGE_UPDATE)
+        beside = 0 if within else 1 << LANES.index(Lane.STORAGE_UPDATE)
+        self._threads = THREADS | beside
+        self._on_disk = DISK | beside
         self._disk_duplex = 1.0 if machine.disk is None else machine.disk.duplex
         lost = 0.0 if machine.disk is None or not self.crowding else machine.disk.shared_cores
         self._disk_crowding = lost / (1 - lost)
@@ -78,9 +89,13 @@ class Sharing:
     def alone(self, *, crowds: bool) -> int:
         """The lanes whose rate is their own whatever else runs, and that take none from any other. ``crowds`` says that
         host memory may become too slow (``may_crowd``)."""
-        lanes = DISK if self._disk_duplex == 1 and not self._disk_crowding else 0
+        # What is copied to a process beside the storage takes of the cores, whatever the disk does.
+        copied = self.crowding and self._on_disk != DISK
+        lanes = DISK if self._disk_duplex == 1 and not self._disk_crowding and not copied else 0
         if not self.crowding:
             lanes |= COMPUTE | self._threads & ~HOST
+            if self._disk_duplex < 1:
+                lanes &= ~self._on_disk
             if not crowds:
                 lanes |= UPDATE | (H2D | D2H if self._duplex == 1 else 0)
         return lanes
@@ -113,13 +128,22 @@ class Sharing:
         return [s * allowed / wanted if i in alone else s for i, s in enumerate(shares)]
 
     def _share(self, lane: int, busy: int) -> float:
-        if lane & DISK:
-            share = self._disk_duplex if busy & DISK == DISK else 1.0
-            return min(share, 1 / (1 + self._disk_crowding)) if busy & (COMPUTE | self._threads) else share
+        copies = bool(busy & lane << COPYING & COPIES)
+        if lane & DISK and not copies:
+            share = self._of_disk(busy)
+            with_cores = busy & (COMPUTE | self._threads | COPIES)
+            return min(share, 1 / (1 + self._disk_crowding)) if with_cores else share
         share = self._duplex if lane & (H2D | D2H) and busy & H2D and busy & D2H else 1.0
-        host = (busy & self._threads).bit_count()
-        if lane & (COMPUTE | self._threads):
+        if lane & self._on_disk and not copies:
+            share = self._of_disk(busy)
+        host = (busy & (self._threads | COPIES)).bit_count()
+        if copies or lane & (COMPUTE | self._threads):
             threads = self.crowding * host + self._disk_crowding * (busy & DISK).bit_count()
             # The tighter of the two: duplex was measured on the same cores, and has seen their sharing.
             share = min(share, 1 / (1 + threads) if busy & COMPUTE else 1 / max(1.0, threads))
         return share
+
+    def _of_disk(self, busy: int) -> float:
+        """The share of its rate that the disk leaves to each of those in ``busy`` that read or write."""
+        users = (busy & self._on_disk).bit_count()
+        return min(1.0, 2 * self._disk_duplex / users) if users > 1 else 1.0
