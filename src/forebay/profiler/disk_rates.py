@@ -67,7 +67,8 @@ class DiskFound:
 def measure_disk(device: Device, path: str, effort: Effort) -> DiskFound:
     """Measures the disk of the folder ``path`` with a file of ``effort.disk_file`` bytes that is gone afterwards.
 
-    Raises ``ConfigError`` for a folder that cannot be used and ``DiskFull`` where there is no room.
+    Raises ``ConfigError`` for a folder that cannot be used, ``DiskFull`` where there is no room, ``StorageError`` where
+    no process can be started beside it.
     """
     free = available_disk(path)
     with HostArena(effort.disk_sizes[-1], Kind.STAGING, ledger=Ledger(Tier.HOST), what="probe") as arena:

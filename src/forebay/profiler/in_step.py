@@ -30,7 +30,7 @@ __all__ = ["as_in_a_step", "lane_rates", "together_seconds"]
 
 LAYERS = Layers(width=512, heads=8, layers=4, tokens=256)
 WARM, STEPS = 2, 3
-ROUNDS, BOUND = 10, 3.0
+ROUNDS, BOUND = 7, 3.0
 """Of passes alone and together, which take a tenth of a second and differ by a tenth of that; seconds."""
 
 

@@ -39,11 +39,12 @@ _LEAST = 0.05
 
 def by_turns(device: Device, file: TierFile, read: Link, write: Link, effort: Effort) -> tuple[float, float]:
     """``Disk.order_seconds`` and ``Disk.alternation`` of the disk of ``file``, which is full of bytes and is
-    overwritten with its own: the line through two sizes of chunks, over the seconds of ``read`` and ``write``."""
+    overwritten with its own: the line through two sizes of chunks, over the seconds of ``read`` and ``write``. Raises
+    ``StorageError`` where the process cannot be started."""
     room = max(_LARGEST, effort.disk_sizes[0])
     sizes = [size for size in effort.disk_sizes if size <= room]
     sizes = sorted({sizes[0], sizes[-1]})
-    with _worker(file, sizes, effort) as orders:
+    with _worker(file, sizes) as orders:
         taken = medians({size: partial(_seconds, device, *orders[size]) for size in sizes}, effort.rounds, effort.bound)
     return alternating({size: (taken[size], read.seconds(size) + write.seconds(size)) for size in sizes})
 
@@ -62,17 +63,15 @@ def alternating(found: dict[int, tuple[float, float]]) -> tuple[float, float]:
 
 @contextmanager
 def _worker(
-    file: TierFile, sizes: list[int], effort: Effort
+    file: TierFile, sizes: list[int]
 ) -> Iterator[dict[int, tuple[Callable[[Order], None], Iterator[Order], int]]]:
     """By bytes of states, what has the process answer an order, orders without end, and how many are asked for at a
     time; until it is left."""
     rule = AdamRule(decoupled=True, amsgrad=False)
     each = len(rule.state_names) * STATE_ITEMSIZE
-    blocks, start, counts = [], 0, {}
-    for size in sizes:
-        count = max(1, min(effort.disk_file // len(sizes), 4 * sizes[-1]) // size)
-        blocks += [(_block(f"{size}-{n}", size // each), start + n * size) for n in range(count)]
-        start, counts[size] = start + count * size, count
+    # As many bytes of each size, and the same ones of the file: nothing is changed.
+    counts = {size: max(1, min(file.nbytes, 4 * sizes[-1]) // size) for size in sizes}
+    blocks = [(_block(f"{size}-{n}", size // each), n * size) for size in sizes for n in range(counts[size])]
     chunk = sizes[-1] // each
     largest = max(
         cell_of(part).nbytes for block, _ in blocks for part in state_layout(block, rule.state_names, chunk).chunks
