@@ -108,6 +108,8 @@ def test_a_process_beside_the_storage_has_its_part_of_the_disk_and_copies_for_it
     # On cores that are shared a copy is one thread more.
     crowded = Sharing(replace(MACHINE, shared_cores=1.0, disk=disk)).shares(beside | copied)
     assert [crowded[lane] for lane in (of_disk[0], of_disk[2])] == [0.5, 0.5]
+    whole = Sharing(replace(MACHINE, shared_cores=0.0, disk=replace(disk, duplex=1.0)))
+    assert [whole.shares(beside | reads | writes)[lane] for lane in of_disk] == [1.0] * 3
     # A device inside the disk has its own bytes, and the disk its two directions.
     within = Sharing(replace(MACHINE, disk=replace(disk, update_rate=1.0))).shares(beside | reads)
     assert [within[lane] for lane in (of_disk[0], of_disk[2])] == [1.0, 1.0]

@@ -19,7 +19,8 @@ What a disk lane brings to a process beside the storage, or from there, goes fro
 thread's work, and no disk's.
 
 *The disk's ends.* A process beside the storage is one more that reads or writes: n at a time have 2 ``Disk.duplex`` of
-the disk between them, each as much as any other, and each the whole of it while it is alone.
+the disk between them, each as much as any other, and each the whole of it while it is alone. With a ``duplex`` of 1
+nothing is shared: so says a catalogue of what nobody has measured.
 
 *Host memory.* While the update lane runs beside copies, the bytes/s that they read and write there add up to at most
 ``host_bandwidth``, or to what the fastest of them was measured to reach alone; what is too much is taken from all in
@@ -146,4 +147,4 @@ class Sharing:
     def _of_disk(self, busy: int) -> float:
         """The share of its rate that the disk leaves to each of those in ``busy`` that read or write."""
         users = (busy & self._on_disk).bit_count()
-        return min(1.0, 2 * self._disk_duplex / users) if users > 1 else 1.0
+        return min(1.0, 2 * self._disk_duplex / users) if users > 1 and self._disk_duplex < 1 else 1.0
