@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import final
 
 import numpy as np
 import pytest
@@ -10,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.layout.instances import Kind, instance, random_buffers
+from benchmarks.layout.unseen import unseen
 from forebay.buffers import Addresses, Buffer, BufferSet
 from forebay.checking.addresses import check_addresses
 from forebay.errors import ConfigError
 from forebay.planners.layout import LAYOUTS, lay_out
-from forebay.planners.layout.aim import NEGLIGIBLE, Aim, Deadline
+from forebay.planners.layout.aim import NEGLIGIBLE, Aim, Deadline, Found
 from forebay.planners.layout.exact import Search, task_of
 from forebay.planners.layout.greedy import flowed
-from forebay.planners.layout.orders import ORDERS, order_by
+from forebay.planners.layout.orders import ORDERS, PREORDERS, order_by
 from forebay.planners.layout.placing import Outcome
 from forebay.planners.layout.table import Table, parts_of
+from forebay.planners.layout.turns import Turns
 from tests.null.layouts.making import buffer_tuples, least_height
 
 
@@ -38,13 +41,19 @@ def test_layouts_are_valid(layout: str, buffers: tuple[Buffer, ...], room: int |
 
 
 @settings(max_examples=40, deadline=None)
-@given(buffers=buffer_tuples(6, alignments=(1, 1, 4)), order=st.sampled_from(sorted(ORDERS)))
-def test_the_exact_search_finds_the_least_height_and_nothing_below(buffers: tuple[Buffer, ...], order: str) -> None:
+@given(
+    buffers=buffer_tuples(6, alignments=(1, 1, 4)),
+    order=st.sampled_from(sorted({**ORDERS, **PREORDERS})),
+    fullest=st.booleans(),
+)
+def test_the_exact_search_finds_the_least_height_and_nothing_below(
+    buffers: tuple[Buffer, ...], order: str, fullest: bool
+) -> None:
     least = least_height(buffers)
     for room, fits in ((least, True), (least - 1, False)):
         found = []
         for part in parts_of(Table.of(buffers)):
-            search = Search(part, task_of(part), room, order_by(part, order))
+            search = Search(part, task_of(part)._replace(fullest=fullest), room, order_by(part, order))
             found.append(search.advance(10**6))
             if found[-1] is Outcome.FOUND:
                 assert int((search.offsets + part.size).max()) <= room
@@ -74,6 +83,36 @@ def test_what_does_not_fit_is_proven() -> None:
     assert lay_out(BufferSet(pair, 7), seconds=20).feasible
     below = lay_out(BufferSet(pair, 5))
     assert (below.feasible, below.proven) == (False, True)
+
+
+def test_preorders_count_lives_in_the_time_that_is_given() -> None:
+    # By ranks of time a lives longest (4 to 1 and 1), though it is over when the others have hardly begun.
+    times = (Buffer("a", 0, 4, 1), Buffer("b", 4, 90, 1), Buffer("c", 90, 100, 2))
+    ticks = tuple(Buffer(f"t{at}", at, at + 1, 1) for at in range(4))
+    table = Table.of(times + ticks)
+    assert order_by(table, "longest")[:3].tolist() == [1, 2, 0]
+    assert order_by(table, "length")[0] == 0
+    halved = table.rows(np.arange(1, len(table)))
+    assert order_by(halved, "longest")[:2].tolist() == [0, 1]
+
+
+@final
+class _Never:
+    """A search that is not to have a turn."""
+
+    best = Found(np.zeros(0, np.int64), 1 << 60, "nothing yet")
+
+    def advance(self) -> None:
+        raise AssertionError("the preorders were to find it")
+
+
+@pytest.mark.parametrize(("style", "seed"), [("straight", 3001), ("full", 3001), ("equal", 3001)])
+def test_what_a_preorder_finds_in_a_few_nodes_is_found_before_any_other_search_begins(style: str, seed: int) -> None:
+    given = unseen(style, seed)
+    table, never = Table.of(given.buffers), Deadline(3600.0)
+    aim = Aim(table.peak, given.capacity, Deadline(0.0), never)
+    found = Turns(table, aim, _Never.best, (_Never(),)).advance(aim)
+    assert int((found.offsets + table.size).max()) == found.height <= given.capacity  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -39,6 +39,7 @@ from forebay.planners.layout.placing import (
     Task,
     hopeless,
     note,
+    overfull,
     put,
     undo,
     wasteful,
@@ -153,14 +154,16 @@ def _split(task: Task, state: State, frame: Row, row: int) -> bool:
 
 @inlined
 def _rank(task: Task, state: State, begin: int, stop: int) -> None:
-    """Ranks the buffers of a list anew, and sorts it: those first that are in the fullest section, counting what waits;
-    of these the first in the order. What was placed may have made another section the fullest."""
+    """Ranks the buffers of a list anew, and sorts it: where it is ``task.fullest`` that come first, those that are in
+    the fullest section, counting what waits; of these the first in the order. What was placed may have made another
+    section the fullest."""
     rows = state.lists[begin:stop].copy()
     keys = np.empty(stop - begin, np.int64)
     for index in range(stop - begin):
         row, most = rows[index], 0
-        for section in range(task.start[row], task.stop[row]):
-            most = max(most, state.total[section])
+        if task.fullest:
+            for section in range(task.start[row], task.stop[row]):
+                most = max(most, state.total[section])
         keys[index] = -most * len(task.size) + task.place[row]
     order = np.argsort(keys)
     for index in range(stop - begin):
@@ -204,6 +207,8 @@ def _try(task: Task, state: State, frame: Row, capacity: int) -> int:
     if row < 0:
         counters[TOP] -= 1
         return FAILED
+    if overfull(task, state, row, capacity):
+        return TRY
     counters[NODES] += 1
     if not put(task, state, row):
         frame[NEXT] = frame[TO]

@@ -32,6 +32,7 @@ def task_of(table: Table) -> Task:
         twin.astype(np.int64),
         *_listed(together),
         *_listed((start <= at) & (at < stop)),
+        fullest=True,
     )
 
 
@@ -45,8 +46,8 @@ def _listed(chosen: NDArray[np.bool_]) -> tuple[Column, Column]:
 
 @final
 class Search:
-    """A search for a layout of ``table`` within ``capacity`` bytes that prefers what is early in ``order``; ``task`` is
-    that of the table (``task_of``)."""
+    """A search for a layout of ``table`` within ``capacity`` bytes that prefers what is early in ``order``, and before
+    that what is in the fullest section, if that is ``task.fullest``; ``task`` is that of the table (``task_of``)."""
 
     def __init__(self, table: Table, task: Task, capacity: int, order: Column) -> None:
         place = np.empty(len(table), np.int64)
@@ -107,6 +108,7 @@ def _begun(task: Task, order: Column) -> State:
         total=np.cumsum(total)[:sections],
         spans=np.cumsum(spans)[:sections],
         stamps=np.zeros(sections, np.int64),
+        queue=np.zeros(count, np.int64),
         counters=counters,
         candidates=candidates,
         lists=lists,

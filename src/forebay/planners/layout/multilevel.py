@@ -108,7 +108,8 @@ class Multilevel:
     def _laid_out(self, blocks: Blocks, made: int, nodes: int) -> Column | None:
         """The addresses of all buffers by those of the blocks; None where none were found."""
         rows = np.flatnonzero(blocks.whole)
-        whole = Table(rows, blocks.start[rows], blocks.stop[rows], blocks.size[rows], np.ones(len(rows), np.int64))
+        start, stop, free = blocks.start[rows], blocks.stop[rows], np.ones(len(rows), np.int64)
+        whole = Table(rows, start, stop, blocks.size[rows], free, stop - start)
         offsets = np.zeros(made, np.int64)
         for one in sorted(grounded(whole, offsets), key=lambda one: -one.peak):
             order = order_by(one.part, str(self._draw.choice(ORDERS)))

@@ -30,6 +30,7 @@ __all__ = [
     "Task",
     "hopeless",
     "note",
+    "overfull",
     "put",
     "undo",
     "wasteful",
@@ -50,7 +51,8 @@ class Outcome(IntEnum):
 class Task(NamedTuple):
     """What is searched: of each buffer its sections, bytes, alignment, place in an order and twins (a number that is
     equal for those that are alike), those that it is live together with (``links`` from ``links_at`` on), and of each
-    section those that are live in it."""
+    section those that are live in it. ``fullest``: whether those in the fullest section come first, by what waits,
+    where a part is entered."""
 
     start: Row
     stop: Row
@@ -62,13 +64,14 @@ class Task(NamedTuple):
     links: Row
     members_at: Row
     members: Row
+    fullest: bool
 
 
 class State(NamedTuple):
     """How far it is. ``offsets`` are below 0 for what waits, ``lowest`` is the least address that it can have.
     ``floor`` is the least that any of them can have in a section, ``total`` are their bytes and ``spans`` how many of
-    them go on into the next section. ``rank`` says whose turn it is first. ``stamps`` marks sections; ``trail`` has
-    what was changed, to be undone in reverse order."""
+    them go on into the next section. ``rank`` says whose turn it is first. ``stamps`` marks sections, ``queue`` is room
+    for the buffers of one; ``trail`` has what was changed, to be undone in reverse order."""
 
     offsets: Row
     lowest: Row
@@ -77,6 +80,7 @@ class State(NamedTuple):
     total: Row
     spans: Row
     stamps: Row
+    queue: Row
     counters: Row
     candidates: Row
     lists: Row
@@ -179,6 +183,16 @@ def put(task: Task, state: State, row: int) -> bool:
 
 
 @inlined
+def overfull(task: Task, state: State, row: int, capacity: int) -> bool:
+    """Whether what waits in one of the sections of ``row`` has no room above the place of that: most of what cannot be
+    next is told by this, before anything is changed."""
+    for section in range(task.start[row], task.stop[row]):
+        if state.lowest[row] + state.total[section] > capacity:
+            return True
+    return False
+
+
+@inlined
 def hopeless(state: State, first: int, end: int, offset: int, capacity: int) -> bool:
     """Whether what waits in one of the sections has no room above its floor."""
     for section in range(first, end):  # noqa: SIM110 (numba compiles no generator)
@@ -194,17 +208,21 @@ def wasteful(task: Task, state: State, first: int, end: int, offset: int, capaci
     for section in range(first, end):
         if state.stamps[section] != state.counters[STAMP]:
             continue
-        floor = max(offset, state.floor[section])
+        floor, waiting = max(offset, state.floor[section]), 0
         for at in range(task.members_at[section], task.members_at[section + 1]):
             one = task.members[at]
-            lowest = state.lowest[one]
-            if state.offsets[one] >= 0 or lowest <= floor:
+            if state.offsets[one] >= 0 or state.lowest[one] <= floor:
                 continue
-            reached = lowest
-            for again in range(task.members_at[section], task.members_at[section + 1]):
-                other = task.members[again]
-                if state.offsets[other] < 0 and state.lowest[other] >= lowest:
-                    reached += task.size[other]
-            if reached > capacity:
+            index = waiting  # the highest first
+            while index > 0 and state.lowest[state.queue[index - 1]] < state.lowest[one]:
+                state.queue[index] = state.queue[index - 1]
+                index -= 1
+            state.queue[index] = one
+            waiting += 1
+        above = 0
+        for index in range(waiting):
+            one = state.queue[index]
+            above += task.size[one]
+            if state.lowest[one] + above > capacity:
                 return True
     return False

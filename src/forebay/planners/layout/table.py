@@ -37,14 +37,16 @@ class Lives(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Some buffers, one in a row: the ranks of the times from which and up to which each is live, its bytes, and of
-    what its address is to be a multiple. ``number`` is its place among all buffers that were asked about."""
+    """Some buffers, one in a row: the ranks of the times from which and up to which each is live, its bytes, of what
+    its address is to be a multiple, and its ``life`` in the time that it was given in. ``number`` is its place among
+    all buffers that were asked about."""
 
     number: Column
     lower: Column
     upper: Column
     size: Column
     alignment: Column
+    life: Column
 
     @classmethod
     def of(cls, buffers: Sequence[Buffer]) -> Table:
@@ -57,16 +59,15 @@ class Table:
         columns = np.array(rows, dtype=np.int64).reshape(-1, 5)
         number, lower, upper, size, alignment = (np.ascontiguousarray(column) for column in columns.T)
         times = np.unique(np.concatenate([lower, upper]))
-        return cls(number, np.searchsorted(times, lower), np.searchsorted(times, upper), size, alignment)
+        return cls(number, np.searchsorted(times, lower), np.searchsorted(times, upper), size, alignment, upper - lower)
 
     def __len__(self) -> int:
         return len(self.number)
 
     def rows(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> Table:
         """The rows ``chosen``, by their places or as a mask."""
-        return Table(
-            self.number[chosen], self.lower[chosen], self.upper[chosen], self.size[chosen], self.alignment[chosen]
-        )
+        columns = (self.number, self.lower, self.upper, self.size, self.alignment, self.life)
+        return Table(*(column[chosen] for column in columns))
 
     @property
     def lives(self) -> Lives:
