@@ -8,7 +8,7 @@ import numpy as np
 
 from forebay.planners.layout.aim import Aim, Found, empty, lower_of
 from forebay.planners.layout.fits import BEST, FIRST, fit, flow, stack
-from forebay.planners.layout.orders import ORDERS, order_by
+from forebay.planners.layout.orders import LARGEST, ORDERS, order_by
 from forebay.planners.layout.table import Column, Table
 
 __all__ = ["best_fit", "fitted", "flowed", "portfolio"]
@@ -42,7 +42,7 @@ def flowed(table: Table) -> Found:
 def best_fit(table: Table, aim: Aim) -> Found:
     """The lowest of best fit in several orders (Pisarchyk and Lee 2020; the orders are named in ``orders``)."""
     best: Found | None = None
-    for name in ORDERS:
+    for name in (*ORDERS, *LARGEST):
         best = lower_of(best, fitted(table, order_by(table, name), f"best fit by {name}"))
         if aim.met(best.height):
             break
@@ -54,6 +54,10 @@ def portfolio(table: Table) -> Iterator[Found]:
     """Skylines, then best fit, then first fit, in several orders: what was lowest most often comes first."""
     orders = {name: order_by(table, name) for name in ORDERS}
     yield fitted(table, orders["length"], "best fit by length")
+    for name in LARGEST:
+        order = order_by(table, name)
+        yield fitted(table, order, f"best fit by {name}")
+        yield fitted(table, order, f"first fit by {name}", FIRST)
     for name, order in orders.items():
         yield stacked(table, order, f"skyline by {name}")
     for name, order in orders.items():

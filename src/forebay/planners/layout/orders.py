@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from forebay.planners.layout.table import Column, Table
 
-__all__ = ["ORDERS", "PREORDERS", "order_by"]
+__all__ = ["LARGEST", "ORDERS", "PREORDERS", "order_by"]
 
-ORDERS: Mapping[str, Callable[[Table], tuple[NDArray[np.generic], ...]]] = MappingProxyType(
+Keys = Callable[[Table], tuple[NDArray[np.generic], ...]]
+
+ORDERS: Mapping[str, Keys] = MappingProxyType(
     {
         "size": lambda table: (-table.size, -table.length),
         "area": lambda table: (-table.size * table.length, -table.size),
@@ -26,7 +28,32 @@ ORDERS: Mapping[str, Callable[[Table], tuple[NDArray[np.generic], ...]]] = Mappi
 peak, as minimalloc does with the total of a section (Moffitt, "MiniMalloc", ASPLOS 2023, section 5)."""
 
 
-PREORDERS: Mapping[str, Callable[[Table], tuple[NDArray[np.generic], ...]]] = MappingProxyType(
+def _largest_first(share: float, among: str) -> Callable[[Table], Column]:
+    def order(table: Table) -> Column:
+        by_size = np.argsort(-table.size, kind="stable")
+        extent = _extent(table)[by_size]
+        count = np.count_nonzero(np.cumsum(extent) - extent < share * extent.sum())
+        found = []
+        for rows, by in ((np.sort(by_size[:count]), among), (np.sort(by_size[count:]), "pressure-length")):
+            found.append(rows[order_by(table.rows(rows), by)])  # as if the others were not there
+        return np.concatenate(found)
+
+    return order
+
+
+LARGEST: Mapping[str, Callable[[Table], Column]] = MappingProxyType(
+    {
+        f"{among}, the largest {share:.0%} first": _largest_first(share, among)
+        for share in (0.9, 0.8, 0.95, 0.85, 0.7, 0.6, 0.5)
+        for among in ("pressure-length", "pressure")
+    }
+)
+"""Orders in which the largest buffers, with such a share of all bytes times lives, come before all others, which then
+fill the gaps that those leave. Of 20,000 buffers some 4,000 have nine tenths, and lie a thousandth above their own
+bound. Which share is best differs from set to set by a percent: the likeliest ones come first."""
+
+
+PREORDERS: Mapping[str, Keys] = MappingProxyType(
     {
         "fullest-longest": lambda table: (-table.pressure, -table.life, -_extent(table)),
         "fullest-largest": lambda table: (-table.pressure, -_extent(table), -table.life),
@@ -39,6 +66,8 @@ there: so its instance I is found after 19,570 nodes."""
 
 def order_by(table: Table, name: str) -> Column:
     """The rows of ``table`` in the order ``name``; of equal ones the first."""
+    if name in LARGEST:
+        return LARGEST[name](table)
     keys = (ORDERS.get(name) or PREORDERS[name])(table)
     return np.lexsort(tuple(reversed(keys))).astype(np.int64)
 
