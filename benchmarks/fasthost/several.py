@@ -4,7 +4,8 @@ Two Llamas of one shape and different batches, prepared together within one budg
 same plans. Where the states are on disk, one computes while the other waits for its updates; where all is in memory,
 ``cpu`` has little to wait for: what a step waits for shares the cores with what computes.
 
-A ratio is the seconds of some steps of each in turns over those of the same steps one after the other.
+A ratio is the seconds of some steps of each in turns over those of the same steps one after the other. What is foretold
+of a round is the mean of what the rates measured before it and those measured after it say (``prediction.rounds``).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, final
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
@@ -26,6 +28,13 @@ from benchmarks.case import BenchmarkError
 from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
 from benchmarks.models import LLAMA_16M
+from benchmarks.prediction.rounds import measure, measure_again
+from forebay.planning import predict
+from forebay.profiler.capture import Captured, capture
+from forebay.simulation import Costs, alternating
+
+if TYPE_CHECKING:
+    from forebay.machine import Machine
 
 __all__ = ["compare"]
 
@@ -61,7 +70,7 @@ def compare(folder: Path, command: str, *, quick: bool, say: Say) -> Comparison:
         "How much faster do two models train in turns?",
         "seconds of both in turns over those of one after the other",
         command,
-        lambda: _measured(folder, 1 if quick else 7, 1, say),
+        lambda: _measured(folder, 1 if quick else 4, 1, say),
         keep=not quick,
         say=say,
     )
@@ -75,8 +84,9 @@ def _measured(folder: Path, rounds: int, warmup: int, say: Say) -> Measured:
             try:
                 say(f"  {setting.name} is set up")
                 turns = {"sequence": both.one_after_the_other, "turns": both.in_turns}
-                seconds = rotated(turns, rounds, warmup, say)
-                rows += _rows(setting, seconds, both.predicted(), both.alone())
+                seconds = rotated(turns, rounds, warmup, say, begin=both.begin)
+                both.foretell()
+                rows += _rows(setting, seconds, both.foretold(rounds))
             finally:
                 both.close()
     words = f"{MODELS} x {LLAMA_16M.name} ({LLAMA_16M.parameters / 1e6:.1f}M parameters, fp32), 1 x {SEQ} tokens each"
@@ -87,6 +97,9 @@ def _measured(folder: Path, rounds: int, warmup: int, say: Say) -> Measured:
 class _Both:
     def __init__(self, setting: _Setting, folder: str) -> None:
         self._batches = [LLAMA_16M.batch(1, SEQ, "cpu", seed) for seed in range(MODELS)]
+        self._captured = _captured(self._batches[0])
+        self._machine: Machine = measure(self._captured, folder)
+        self._foretold: list[dict[str, float]] = []
         given = []
         for seed, batch in enumerate(self._batches):
             model = LLAMA_16M.build(SEQ, "cpu", seed)
@@ -100,25 +113,22 @@ class _Both:
             device="cpu",
         )
         self._models = [model for model, _ in self._pairs]
-        self._alone = [list[float]() for _ in self._pairs]
 
     def one_after_the_other(self) -> float:
         start = time.perf_counter()
         for number in range(MODELS):
-            before = time.perf_counter()
-            self._train(number)
-            self._alone[number].append((time.perf_counter() - before) / STEPS)
+            self._train(number, STEPS)
         return time.perf_counter() - start
 
     def in_turns(self) -> float:
         start = time.perf_counter()
-        forebay.alternate(self._models, [partial(self._train, number) for number in range(MODELS)])
+        forebay.alternate(self._models, [partial(self._train, number, STEPS) for number in range(MODELS)])
         return time.perf_counter() - start
 
-    def _train(self, number: int) -> None:
+    def _train(self, number: int, steps: int) -> None:
         model, optimizer = self._pairs[number]
         batch: dict[str, Any] = self._batches[number]
-        for _ in range(STEPS):
+        for _ in range(steps):
             loss = model(**batch).loss
             loss.backward()
             optimizer.step()
@@ -127,35 +137,53 @@ class _Both:
         if not math.isfinite(loss.item()):
             raise BenchmarkError(f"model {number} has a loss of {loss.item()}")
 
-    def predicted(self) -> float:
-        """Seconds of a step of each in turns, the longest."""
-        return max(run.plan.step_seconds or 0.0 for run in forebay.report_several(self._models).runs)
+    def begin(self) -> None:
+        """Of a round."""
+        self.foretell()
+        # The first step after so many ops alone takes twice as long: memory that was given back comes anew.
+        for number in range(MODELS):
+            self._train(number, 1)
 
-    def alone(self) -> float:
-        """Seconds of a step of each by itself, the sum of their medians."""
-        return sum(map(median, self._alone))
+    def foretell(self) -> None:
+        """Measures what the machine does now, and what a step of both takes with that."""
+        if self._foretold:
+            self._machine = measure_again(self._captured, self._machine)
+        costs = Costs(self._captured.trace, self._machine)
+        plans = [run.plan for run in forebay.report_several(self._models).runs]
+        alone = sum(predict(costs.trace, self._machine, plan)[1].step_seconds for plan in plans)
+        turns = alternating(plans, [costs] * MODELS, STEPS).seconds / STEPS
+        self._foretold.append({"sequence": alone, "turns": turns})
+
+    def foretold(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of a step of both in each of the last ``rounds``."""
+        around = list(pairwise(self._foretold))[-rounds:]
+        return {how: [mean((before[how], after[how])) for before, after in around] for how in HOW}
 
     def close(self) -> None:
         for model in self._models:
             forebay.close(model)
 
 
-def _rows(setting: _Setting, seconds: Mapping[str, Sequence[float]], predicted: float, alone: float) -> list[Row]:
-    after, turns = seconds["sequence"], seconds["turns"]
-    step = median(turns) / STEPS
-    note = f"{step:.3f} s a step of both, {predicted:.3f} s predicted ({step / predicted:.2f} times)"
-    return [
-        Row(
-            f"{setting.name}, sequence",
-            f"{setting.what}, {HOW['sequence']}",
-            tuple(after),
-            note=f"{alone:.3f} s a step",
-        ),
-        Row(
-            f"{setting.name}, turns",
-            f"{setting.what}, {HOW['turns']}",
-            tuple(turns),
-            tuple(t / a for t, a in zip(turns, after, strict=True)),
-            note=note,
-        ),
-    ]
+def _captured(batch: dict[str, Any]) -> Captured:
+    """A step of such a model: both have the same ops."""
+    return capture(LLAMA_16M.build(SEQ, "cpu", 0), batch, "adamw", "cpu")
+
+
+def _rows(
+    setting: _Setting, seconds: Mapping[str, Sequence[float]], foretold: Mapping[str, Sequence[float]]
+) -> list[Row]:
+    after = seconds["sequence"]
+    rows = []
+    for how, words in HOW.items():
+        steps = [taken / STEPS for taken in seconds[how]]
+        times = median(taken / told for taken, told in zip(steps, foretold[how], strict=True))
+        rows.append(
+            Row(
+                f"{setting.name}, {how}",
+                f"{setting.what}, {words}",
+                tuple(seconds[how]),
+                tuple(t / a for t, a in zip(seconds[how], after, strict=True)) if how == "turns" else (),
+                note=f"{median(steps):.3f} s a step of both, {median(foretold[how]):.3f} s foretold ({times:.2f})",
+            )
+        )
+    return rows

@@ -119,7 +119,7 @@ class Machine:
     host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes),
     ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: the modes that see ops, hooks, a
     lane's thread that is woken up), ``together_seconds`` how much longer an op takes in micro-batches that pass the
-    model together (``cpu``: their kernels run on more threads than there are cores).
+    model together, or in models that train in turns (``cpu``: kernels run on more threads than there are cores).
     ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go before everything else.
     ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is written.
 

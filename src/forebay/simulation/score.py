@@ -73,6 +73,12 @@ class Score:
         """The same with so many seconds more for every action."""
         return replace(self, seconds=[s + extra for s, extra in zip(self.seconds, more, strict=True)])
 
+    def in_threads(self, actions: Sequence[Action | Outline], machine: Machine) -> Score:
+        """The same where those that compute do it in threads of their own beside the caller's: every op of ``actions``
+        takes ``machine.together_seconds`` longer."""
+        more = machine.together_seconds
+        return self.longer([more * (a.ops[1] - a.ops[0]) if a.verb is Verb.COMPUTE else 0.0 for a in actions])
+
     def instead(self, idle: Iterable[int], before: Mapping[int, Outline], costs: Costs) -> Score:
         """The same without the actions ``idle``, which take no time and wait for nothing, and with others: each of
         ``before`` comes on its lane in front of the action that it is given by."""

@@ -98,14 +98,18 @@ class Rules:
 def alternating(
     plans: Sequence[Plan], costs: Sequence[Costs], steps: int, *, micro_batches: int = 1
 ) -> SeveralForecast:
-    """``steps`` steps of each of several models on one device, each by its plan; ``costs`` are those of its trace. A
-    step has ``micro_batches`` passes. What they take of each tier is the sum of what each takes alone. Raises
-    ``ConfigError`` for models on several machines, and what ``lower`` raises."""
+    """``steps`` steps of each of several models on one device, each by its plan and in a thread of its own; ``costs``
+    are those of its trace. A step has ``micro_batches`` passes. What they take of each tier is the sum of what each
+    takes alone. Raises ``ConfigError`` for models on several machines, and what ``lower`` raises."""
     programs = [
         lower(own.trace, plan, steps=steps, micro_batches=micro_batches) for plan, own in zip(plans, costs, strict=True)
     ]
-    settled = [not plan.streaming.overlap_update for plan in plans]
-    return run_together(programs, costs, settled, Rules(frozenset(LANES)))
+    _expect_one_machine(programs, costs)
+    scores = [
+        Score.of(program, own, settled=not plan.streaming.overlap_update).in_threads(program.actions, own.machine)
+        for program, plan, own in zip(programs, plans, costs, strict=True)
+    ]
+    return play_together(programs, scores, Rules(frozenset(LANES)), {})
 
 
 def side_by_side(
@@ -137,10 +141,14 @@ def run_together(
 ) -> SeveralForecast:
     """Plays all programs at once. ``settled``: whether each waits for its updates at the end of a step. A program alone
     takes what ``play`` says. Raises ``ConfigError`` for programs on several machines."""
-    if len({c.machine.name for c in costs}) > 1 or not programs:
-        raise ConfigError("programs that run together are one or more, on one machine")
+    _expect_one_machine(programs, costs)
     scores = [Score.of(program, own, settled=s) for program, own, s in zip(programs, costs, settled, strict=True)]
     return play_together(programs, scores, rules, {})
+
+
+def _expect_one_machine(programs: Sequence[Program], costs: Sequence[Costs]) -> None:
+    if len({c.machine.name for c in costs}) > 1 or not programs:
+        raise ConfigError("programs that run together are one or more, on one machine")
 
 
 def play_together(

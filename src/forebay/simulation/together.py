@@ -43,10 +43,7 @@ def together(plan: Plan, costs: Costs, micro_batches: int, *, liveness: Liveness
     program = sketch(trace, plan, liveness=liveness)
     times = _times(program, trace, micro_batches)
     score = Score.of(program, costs, settled=not plan.streaming.overlap_update)
-    longer = [
-        (a.ops[1] - a.ops[0]) * machine.together_seconds if a.verb is Verb.COMPUTE else 0.0 for a in program.actions
-    ]
-    seconds = settled_seconds(pace(score.longer(longer).times(times)), program)
+    seconds = settled_seconds(pace(score.in_threads(program.actions, machine).times(times)), program)
     moved = _moved(program, times)
     parked = parked_nbytes(trace, plan)
     if parked and micro_batches > 1:
