@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compare"]
 
-STEPS: Final = 3
+STEPS: Final = 6
 SEQ: Final = 256
 MODELS: Final = 2
 DEVICE: Final = "96MiB"
@@ -70,7 +70,7 @@ def compare(folder: Path, command: str, *, quick: bool, say: Say) -> Comparison:
         "How much faster do two models train in turns?",
         "seconds of both in turns over those of one after the other",
         command,
-        lambda: _measured(folder, 1 if quick else 4, 1, say),
+        lambda: _measured(folder, 1 if quick else 3, 1, say),
         keep=not quick,
         say=say,
     )
@@ -80,7 +80,7 @@ def _measured(folder: Path, rounds: int, warmup: int, say: Say) -> Measured:
     rows: list[Row] = []
     for setting in SETTINGS:
         with tempfile.TemporaryDirectory(dir=folder, prefix="forebay-bench-") as inside:
-            both = _Both(setting, inside)
+            both = _Both(setting, inside, say)
             try:
                 say(f"  {setting.name} is set up")
                 turns = {"sequence": both.one_after_the_other, "turns": both.in_turns}
@@ -95,7 +95,8 @@ def _measured(folder: Path, rounds: int, warmup: int, say: Say) -> Measured:
 
 @final
 class _Both:
-    def __init__(self, setting: _Setting, folder: str) -> None:
+    def __init__(self, setting: _Setting, folder: str, say: Say) -> None:
+        self._say = say
         self._batches = [LLAMA_16M.batch(1, SEQ, "cpu", seed) for seed in range(MODELS)]
         self._captured = _captured(self._batches[0])
         self._machine: Machine = measure(self._captured, folder)
@@ -153,6 +154,7 @@ class _Both:
         alone = sum(predict(costs.trace, self._machine, plan)[1].step_seconds for plan in plans)
         turns = alternating(plans, [costs] * MODELS, STEPS).seconds / STEPS
         self._foretold.append({"sequence": alone, "turns": turns})
+        self._say(f"  foretold {alone:.3f} s one after the other, {turns:.3f} s in turns")
 
     def foretold(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of a step of both in each of the last ``rounds``."""
