@@ -54,10 +54,10 @@ UPDATE_CELLS = 3
 of updates beside the storage are as many."""
 
 DISK_BLOCK = 4 * MiB
-"""Bytes that one call reads from disk or writes to it."""
+"""Bytes that one call moves of memory whose address O_DIRECT does not take, by way of a bounce buffer."""
 
 DISK_BOUNCE = 1
-"""Buffers of ``DISK_BLOCK`` through which bytes pass whose address O_DIRECT does not take."""
+"""Bounce buffers, of ``DISK_BLOCK`` each."""
 
 DISK_SUM = 8
 """Bytes of the host for each page of parameters and states on disk, where what is read is held against checksums of

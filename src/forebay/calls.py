@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from forebay.errors import ConfigError
@@ -32,10 +32,6 @@ class Calls:
                 f"a disk is read and written in calls of 1 byte or more, 1 at a time or more, got a block of "
                 f"{self.block} and a depth of {self.depth}"
             )
-
-    def at_most(self, nbytes: int) -> Calls:
-        """The same with blocks of ``nbytes`` at most."""
-        return replace(self, block=min(self.block, nbytes))
 
     def __str__(self) -> str:
         return f"calls of {format_bytes(self.block)}, {self.depth} at a time"

@@ -118,6 +118,18 @@ def test_one_folder_with_calls_in_flight(tmp_path: Path) -> None:
         assert torch.equal(part, pattern(20 * PAGE)[5 * PAGE : 16 * PAGE])
 
 
+def test_stripes_cut_no_calls_of_one_folder(tmp_path: Path) -> None:
+    io = ScriptedIo()
+    policy = DiskPolicy(reads=Calls(8 * PAGE), writes=Calls(2 * PAGE, 2), stripe=STRIPE)
+    with DiskTier([Folder(str(tmp_path))], Ledger(Tier.DISK), policy=policy, io=io) as tier:
+        file = tier.create("states", 16 * PAGE)
+        file.write(0, pattern(16 * PAGE))
+        whole = torch.empty(16 * PAGE, dtype=torch.uint8)
+        file.read(0, whole)
+        assert torch.equal(whole, pattern(16 * PAGE))
+    assert [sum(called == name for called, _ in io.calls) for name in ("preadv", "pwritev")] == [2, 8]
+
+
 def test_reads_and_writes_are_cut_into_calls_of_their_own(tmp_path: Path) -> None:
     """Two reads of a transfer are in flight at a time, and one write; each in its own size."""
     io, pair = ScriptedIo(), threading.Barrier(2)

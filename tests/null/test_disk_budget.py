@@ -64,10 +64,8 @@ def test_calls_that_move_nothing_are_refused(wrong: dict[str, int]) -> None:
         Calls(**wrong)
 
 
-def test_calls_in_words_and_within_a_size() -> None:
+def test_calls_in_words() -> None:
     assert str(Calls(2 * MiB, 3)) == "calls of 2.0 MiB, 3 at a time"
-    assert Calls(2 * MiB, 3).at_most(MiB) == Calls(MiB, 3)
-    assert Calls(MiB).at_most(2 * MiB) == Calls(MiB)
 
 
 def test_several_flags_are_as_one_with_all_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

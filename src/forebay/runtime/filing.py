@@ -45,11 +45,11 @@ class Filing:
                 ledger=ledger,
                 needed=sizes.disk - returning,
                 host_ledger=host,
-                # The bounce buffers are of the larger block, for which the plan has DISK_BLOCK.
                 policy=DiskPolicy(
-                    reads=plan.streaming.disk_reads.at_most(DISK_BLOCK),
-                    writes=plan.streaming.disk_writes.at_most(DISK_BLOCK),
+                    reads=plan.streaming.disk_reads,
+                    writes=plan.streaming.disk_writes,
                     bounce_buffers=DISK_BOUNCE,
+                    bounce_block=DISK_BLOCK,
                     verified=plan.streaming.checksums,
                 ),
             )

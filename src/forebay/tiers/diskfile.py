@@ -61,10 +61,10 @@ class DiskPolicy:
     """How files are read and written. Sizes in bytes.
 
     ``reads`` and ``writes`` are the calls into which a transfer is cut, ``alignment`` what O_DIRECT wants of offsets,
-    sizes and addresses, ``direct`` False keeps to the page cache. ``bounce_buffers``, each of the larger block, serve
-    the callers whose own memory is not aligned; more callers than that at one time wait for each other. Of a file over
-    several folders, ``stripe`` bytes go to each in turn. ``verified``: what is read of parameters and states is held
-    against what was written; ``alignment`` is whole pages of ``SUMMED`` bytes then.
+    sizes and addresses, ``direct`` False keeps to the page cache. ``bounce_buffers``, each of the larger block and of
+    ``bounce_block`` at most, serve the callers whose own memory is not aligned; more callers than that at one time wait
+    for each other. Of a file over several folders, ``stripe`` bytes go to each in turn. ``verified``: what is read of
+    parameters and states is held against what was written; ``alignment`` is whole pages of ``SUMMED`` bytes then.
     """
 
     reads: Calls = field(default_factory=Calls)
@@ -73,6 +73,7 @@ class DiskPolicy:
     alignment: int = 4096
     direct: bool = True
     bounce_buffers: int = 2
+    bounce_block: int = 4 * MiB
     verified: bool = CHECKSUMS
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class DiskPolicy:
                 f"alignment must be a power of two from 512 to the page size {mmap.PAGESIZE}, got {self.alignment}"
             )
         sizes = (("the block of reads", self.reads.block), ("the block of writes", self.writes.block))
-        for name, nbytes in (*sizes, ("stripe", self.stripe)):
+        for name, nbytes in (*sizes, ("stripe", self.stripe), ("bounce_block", self.bounce_block)):
             if nbytes <= 0 or nbytes % self.alignment:
                 raise ConfigError(f"{name} must be a multiple of the alignment {self.alignment}, got {nbytes}")
         if self.verified and self.alignment % SUMMED:
@@ -99,8 +100,8 @@ class DiskPolicy:
 
     @property
     def bounce_nbytes(self) -> int:
-        """Bytes of one bounce buffer: any call finds room in it."""
-        return max(self.reads.block, self.writes.block)
+        """Bytes of one bounce buffer."""
+        return min(self.bounce_block, max(self.reads.block, self.writes.block))
 
     @property
     def staging_nbytes(self) -> int:
@@ -329,8 +330,9 @@ class DiskFile(TierFile):
         return done
 
     def _bounced(self, verb: Verb, offset: int, piece: memoryview) -> int:
-        """``_call`` by way of an aligned block, which nobody else has until it is put back."""
+        """``_call``, for as much as goes into an aligned block, by way of that; nobody else has it until it is back."""
         block = self._bounce.get()
+        piece = piece[: len(block)]
         try:
             with memoryview(block) as whole, whole[: len(piece)] as aligned:
                 if verb == "write":

@@ -179,11 +179,14 @@ class DiskTier:
         if stays is not None and len(self._folders) > 1:
             raise StorageError(f"{stays} cannot be spread over {len(self._folders)} folders")
         size = self.policy.padded(nbytes)
-        if len(self._folders) == 1 and self.policy.reads.depth == self.policy.writes.depth == 1:
+        alone = len(self._folders) == 1
+        if alone and self.policy.reads.depth == self.policy.writes.depth == 1:
             file: TierFile = self._folders[0].create(name, nbytes, kind, stays, at_first)
             self._room[0] -= size
             return file
-        zones = lay_out(size, self._room, self.policy.stripe, self.policy.alignment)
+        # One folder has nobody to take turns with: stripes would only cut what is longer.
+        stripe = size if alone else self.policy.stripe
+        zones = lay_out(size, self._room, stripe, self.policy.alignment)
         sizes = [0] * len(self._folders)
         for zone in zones:
             for turn, part in enumerate(zone.parts):

@@ -203,6 +203,20 @@ def test_close_waits_for_the_transfer_under_way(tmp_path: Path, tiers: Tiers) ->
     assert torch.equal(target, pattern(PAGE))
 
 
+@pytest.mark.parametrize(("skew", "calls"), [(0, 2), (64, 8)])
+def test_a_call_longer_than_a_bounce_buffer_is_cut_for_memory_that_is_not_aligned(
+    tmp_path: Path, tiers: Tiers, skew: int, calls: int
+) -> None:
+    io, long = ScriptedIo(), Calls(8 * PAGE)
+    policy = DiskPolicy(reads=long, writes=long, bounce_block=2 * PAGE)
+    with DiskFolder(tmp_path, ledger=tiers.disk, policy=policy, io=io) as folder:
+        file = folder.create("moments", 16 * PAGE)
+        if not file.direct:
+            pytest.skip("this file system refuses O_DIRECT")
+        round_trip(file, skew)
+    assert [sum(called == name for called, _ in io.calls) for name in ("pwritev", "preadv")] == [calls, calls]
+
+
 def test_more_unaligned_callers_than_bounce_buffers(tmp_path: Path, tiers: Tiers) -> None:
     policy = DiskPolicy(reads=Calls(PAGE), writes=Calls(PAGE), bounce_buffers=1)
     with DiskFolder(tmp_path, ledger=tiers.disk, policy=policy) as folder:
