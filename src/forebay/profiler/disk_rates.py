@@ -33,14 +33,15 @@ __all__ = ["WAYS", "DiskFound", "DiskTrial", "fastest", "measure_disk"]
 
 _BATCH = 16 * MiB
 
-_TRIED = ((4, 1), (2, 1), (1, 1), (1, 2), (2, 2), (4, 2), (4, 4), (16, 1))
+_TRIED = ((16, 1), (4, 1), (2, 1), (1, 1), (1, 2), (2, 2), (4, 2), (4, 4))
 WAYS = tuple(Calls(block * MiB, depth) for block, depth in _TRIED)
 """Tried for reads and for writes; the first stands unless another is faster by ``_BETTER``.
 
-The kernel cuts a long call into several requests that are with the disk at one time, and one thread wakes up once for
-all of them. That counts where a disk tells of all that it was asked for together, at their end, as virtual ones do that
-serve their queue until it is empty: whoever reads and whoever writes wake up at one time then, and the disk has nothing
-to do until they ask again (docs/log.md, 2026-11-23).
+The first, because the kernel cuts a long call into several requests that are with the disk at one time, and one thread
+wakes up once for all of them; other ways that have as many need more threads, or more calls, of cores that updates want
+too, which a trial alone does not see. It counts most where a disk tells of all that it was asked for together, at their
+end, as virtual ones do that serve their queue until it is empty: whoever reads and whoever writes wake up at one time
+then, and the disk has nothing to do until they ask again (docs/log.md, 2026-11-23).
 """
 
 _BETTER = 1.05
