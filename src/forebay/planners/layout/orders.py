@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from forebay.planners.layout.table import Column, Table
 
-__all__ = ["LARGEST", "ORDERS", "PREORDERS", "order_by"]
+__all__ = ["LARGEST", "ORDERS", "PREORDERS", "SHARES", "largest_share", "order_by"]
 
 Keys = Callable[[Table], tuple[NDArray[np.generic], ...]]
 
@@ -30,21 +30,30 @@ peak, as minimalloc does with the total of a section (Moffitt, "MiniMalloc", ASP
 
 def _largest_first(share: float, among: str) -> Callable[[Table], Column]:
     def order(table: Table) -> Column:
-        by_size = np.argsort(-table.size, kind="stable")
-        extent = _extent(table)[by_size]
-        count = np.count_nonzero(np.cumsum(extent) - extent < share * extent.sum())
+        large, small = largest_share(table, np.argsort(-table.size, kind="stable"), share)
         found = []
-        for rows, by in ((np.sort(by_size[:count]), among), (np.sort(by_size[count:]), "pressure-length")):
+        for rows, by in ((large, among), (small, "pressure-length")):
             found.append(rows[order_by(table.rows(rows), by)])  # as if the others were not there
         return np.concatenate(found)
 
     return order
 
 
+def largest_share(table: Table, by_size: Column, share: float) -> tuple[Column, Column]:
+    """The first rows of ``by_size`` that have ``share`` of all bytes times lives, and the others, each in the order of
+    the table."""
+    extent = _extent(table)[by_size]
+    count = np.count_nonzero(np.cumsum(extent) - extent < share * extent.sum())
+    return np.sort(by_size[:count]), np.sort(by_size[count:])
+
+
+SHARES = (0.9, 0.8, 0.95, 0.85, 0.7, 0.6, 0.5)
+"""Of all bytes times lives, those of the largest buffers: the likeliest first."""
+
 LARGEST: Mapping[str, Callable[[Table], Column]] = MappingProxyType(
     {
         f"{among}, the largest {share:.0%} first": _largest_first(share, among)
-        for share in (0.9, 0.8, 0.95, 0.85, 0.7, 0.6, 0.5)
+        for share in SHARES
         for among in ("pressure-length", "pressure")
     }
 )
