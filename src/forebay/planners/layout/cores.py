@@ -65,7 +65,7 @@ class Cores:
     def __init__(self, table: Table, best: Found) -> None:
         self._table, self.best = table, best
         self._draw = np.random.default_rng(1)
-        self._share = SHARE
+        self._share, self._height = SHARE, 0
         self._begin()
 
     def advance(self) -> None:
@@ -90,7 +90,7 @@ class Cores:
         self._tries = max(1, WORK // (len(self._core) ** 2 + 1))
         exact = np.zeros(len(self._core))
         self._built_in = [_Drawn(share, 0.0, area, exact, exact) for share in SHARES for area in (False, True)]
-        self._drawn, self._height = self._built_in[0], np.iinfo(np.int64).max
+        self._drawn, self._height = self._built_in[0], int(np.iinfo(np.int64).max)
 
     def _extend(self, order: Column) -> None:
         found = fitted(self._table, np.concatenate([self._rows[order], self._behind]), "best fit, the fullest first")
