@@ -144,6 +144,7 @@ def open_session(
     # A model that is dropped without close() gives its memory, files and threads back all the same.
     weakref.finalize(model, resources.close)
     attachment.hide_all()
+    session.between_passes()
     return model, StreamedOptimizer(optimizer, session, session.names)
 
 

@@ -1,13 +1,15 @@
-"""Parameters that the user's loop replaces between passes: it is trained as in plain PyTorch, or refused."""
+"""Parameters that the user's loop replaces or writes between passes: it is trained as in plain PyTorch, or refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 import forebay
-from forebay.errors import ModelError
+from forebay.errors import ModelError, ParameterReleased
 from tests.parity.small import Network, batch, prepared, train
 
 
@@ -67,3 +69,56 @@ def test_close_puts_everything_back_before_it_complains() -> None:
     forebay.close(model)  # it is closed
     model.zero_grad()
     forebay.close(prepared(model, "keep")[0])
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "fill_": lambda p: p.fill_(0.0),
+    "zeros_": nn.init.zeros_,
+    "normal_": nn.init.normal_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "data.mul_": lambda p: p.data.mul_(2.0),
+    "copy_": lambda p: p.copy_(torch.ones(8, 8)),
+    "several": lambda p: torch._foreach_mul_([p], 2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_before_the_first_pass_is_refused_by_name(write: Callable[[nn.Parameter], object]) -> None:
+    plain = Network()
+    model, optimizer = prepared(Network(), "stream")
+    refused = r"would write parameter head\.weight .* model\.load_state_dict\(\{'head\.weight': values\}"
+    with torch.no_grad(), pytest.raises(ParameterReleased, match=refused):
+        write(model.get_parameter("head.weight"))
+    rule = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    assert train(model, optimizer) == train(plain, rule)
+    forebay.close(model)
+
+
+def test_a_read_before_the_first_pass_is_refused_and_a_look_is_not() -> None:
+    model, _ = prepared(Network(), "stream")
+    with pytest.raises(ParameterReleased, match=r"read parameter emb\.weight"):
+        sum(p.norm() for p in model.parameters())
+    weight = model.get_parameter("head.weight")
+    assert torch.equal(torch.zeros_like(weight), torch.zeros(8, 8))
+    assert torch.equal(weight.new_ones(3), torch.ones(3))
+    assert torch.empty_like(weight).shape == torch.rand_like(weight).shape == weight.shape
+    model.load_state_dict({"head.weight": torch.ones(8, 8)}, strict=False)
+    assert torch.equal(forebay.parameters(model)["head.weight"], torch.ones(8, 8))
+    forebay.close(model)
+
+
+def test_a_write_that_nobody_saw_is_told_once_before_the_next_pass() -> None:
+    """What numpy or another thread writes, and on a GPU every write."""
+    plain = Network()
+    rule = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    model, optimizer = prepared(Network(), "stream")
+    assert train(model, optimizer) == train(plain, rule)
+    for write in (1.0, 0.0):
+        model.get_parameter("layers.1.inner.bias").detach().numpy()[0] = write
+        with pytest.raises(ModelError, match=r"parameter layers\.1\.inner\.bias was written to in place"):
+            model(batch(0))
+        assert train(model, optimizer) == train(plain, rule)
+    model.get_parameter("head.bias").detach().numpy()[0] = 0.0
+    with pytest.raises(ModelError, match=r"head\.bias"):
+        forebay.close(model)
+    assert all(torch.equal(p, plain.get_parameter(n)) for n, p in model.named_parameters())

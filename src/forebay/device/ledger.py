@@ -25,9 +25,17 @@ from forebay.memory import Kind, Ledger
 __all__ = ["StorageLedger", "plain_tensors", "take_off"]
 
 _OWN_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
-# Ops that look at what a tensor is and not at its values; the second is how ``param.data = ...`` asks, in inference
-# mode.
-_READ_NO_VALUES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._has_compatible_shallow_copy_type.default})
+# Ops that look at what a tensor is and not at its values; ``_has_compatible_shallow_copy_type`` is how ``param.data =
+# ...`` asks, in inference mode.
+_READ_NO_VALUES = frozenset(
+    {
+        torch.ops.aten.detach.default,
+        torch.ops.aten._has_compatible_shallow_copy_type.default,
+        *(getattr(torch.ops.aten, f"{like}_like").default for like in ("empty", "zeros", "ones", "full")),
+        *(getattr(torch.ops.aten, f"{like}_like").default for like in ("rand", "randn")),
+        *(getattr(torch.ops.aten, f"new_{like}").default for like in ("empty", "zeros", "ones", "full")),
+    }
+)
 # Ops that return a storage of their input although their schema does not say so.
 _SILENT_ALIASES = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default})
 
@@ -118,22 +126,19 @@ class StorageLedger(Watch):
         if traits is None:
             traits = self._traits[func] = _Traits.of(func)
         if traits.reads and self._released:
-            self._refuse_released(func, args)
+            self._refuse_released(func, traits, args)
         result = func(*args, **kwargs) if kwargs else func(*args)
         if traits.makes and self._active:
             for tensor in plain_tensors(result):
                 self._note(tensor, func)
         return result
 
-    def _refuse_released(self, func: Any, args: Any) -> None:
-        for tensor in plain_tensors(args):
-            name = self._released.get(tensor.untyped_storage()._cdata)
-            if name is not None:
-                raise ParameterReleased(
-                    f"{func} read parameter {name} while its bytes are not on the device; inside the model, use it in "
-                    f"the forward of the module that owns it, or give prepare() a batch, with which it sees who else "
-                    f"reads it; outside, read forebay.parameters(model)[{name!r}]"
-                )
+    def _refuse_released(self, func: Any, traits: _Traits, args: Any) -> None:
+        for place, argument in enumerate(args):
+            for tensor in plain_tensors(argument):
+                name = self._released.get(tensor.untyped_storage()._cdata)
+                if name is not None:
+                    raise _written(func, name) if place in traits.written else _read(func, name)
 
     def _note(self, tensor: torch.Tensor, maker: Any) -> None:
         storage = tensor.untyped_storage()
@@ -161,18 +166,37 @@ class StorageLedger(Watch):
         self._history.gone(entry.address)
 
 
+def _read(func: Any, name: str) -> ParameterReleased:
+    return ParameterReleased(
+        f"{func} read parameter {name} while its bytes are not on the device; inside the model, use it in the forward "
+        f"of the module that owns it, or give prepare() a batch, with which it sees who else reads it; outside, read "
+        f"forebay.parameters(model)[{name!r}]"
+    )
+
+
+def _written(func: Any, name: str) -> ParameterReleased:
+    return ParameterReleased(
+        f"{func} would write parameter {name} while its bytes are not on the device; write parameters before "
+        f"prepare(), or with model.load_state_dict({{{name!r}: values}}, strict=False)"
+    )
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What is known of an op: whether it ``reads`` the values of its arguments, whether it ``makes`` storages."""
+    """What is known of an op: whether it ``reads`` the values of its arguments, whether it ``makes`` storages, and the
+    places of the arguments that are ``written``."""
 
     reads: bool
     makes: bool
+    written: frozenset[int]
 
     @classmethod
     def of(cls, func: Any) -> _Traits:
         fresh = any(returned.alias_info is None for returned in func._schema.returns)
-        return cls(reads=not func.is_view and func not in _READ_NO_VALUES, makes=fresh and func not in _SILENT_ALIASES)
+        reads, makes = not func.is_view and func not in _READ_NO_VALUES, fresh and func not in _SILENT_ALIASES
+        given = enumerate(func._schema.arguments)
+        return cls(reads, makes, frozenset(n for n, a in given if a.alias_info is not None and a.alias_info.is_write))
 
 
 @final

@@ -12,20 +12,9 @@ from torch import nn
 from forebay.device.base import Watch
 from forebay.runtime.tensors import dtype_of
 from forebay.scheduling.slots import Slot, SlotPool
-from forebay.trace import Block, Parameter
+from forebay.trace import Block
 
-__all__ = ["BlockAccess", "stand_in"]
-
-
-def stand_in(parameter: Parameter, device: torch.device) -> torch.Tensor:
-    """What ``param.data`` is while the parameter is not on the device: one NaN, expanded to its shape.
-
-    Four bytes at most, and nothing that reads it crashes: an empty storage makes torch's kernels follow a null
-    pointer. A write raises, because all elements are one.
-    """
-    dtype = dtype_of(parameter)
-    value = float("nan") if dtype.is_floating_point else 0
-    return torch.full((1,), value, dtype=dtype, device=device).as_strided(parameter.shape, (0,) * len(parameter.shape))
+__all__ = ["BlockAccess"]
 
 
 @final

@@ -1,4 +1,5 @@
-"""Parameters whose ``data`` was replaced between passes: ``param.data = ...``, ``vector_to_parameters``, ``half()``.
+"""Parameters whose ``data`` was replaced or written between passes: ``param.data = ...``, ``vector_to_parameters``,
+``half()``.
 
 In plain PyTorch training goes on with what was put there. Here ``data`` is a view of the home, or a stand-in for it;
 what is in its place would never be updated, or never be read. So before each pass and each step every parameter is
@@ -16,6 +17,7 @@ from torch import nn
 from forebay.errors import ModelError
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.contents import Contents
+from forebay.runtime.standins import StandIns
 from forebay.runtime.tensors import dtype_of
 from forebay.trace import Parameter
 
@@ -31,7 +33,7 @@ class Replaced:
         parameters: Mapping[str, nn.Parameter],
         contents: Contents,
         access: BlockAccess,
-        stand_ins: Mapping[str, torch.Tensor],
+        stand_ins: StandIns,
         device: torch.device,
     ) -> None:
         self._parameters = parameters
@@ -40,6 +42,7 @@ class Replaced:
         self._stand_ins = stand_ins
         self._device = device
         self._addresses = {name: self._own(name).data_ptr() for name in parameters}
+        self._compares = True
 
     def _own(self, name: str) -> torch.Tensor:
         made = self._stand_ins.get(name)
@@ -48,7 +51,8 @@ class Replaced:
     @torch.no_grad()
     def take_over(self) -> None:
         """Writes the values of replaced parameters to their homes, and points the parameters there again. Raises
-        ``ModelError`` naming the first whose shape, dtype or device is another, after all others were taken over."""
+        ``ModelError`` naming the first whose shape, dtype or device is another, after all others were taken over, or
+        the first whose stand-in was written to."""
         found = [name for name, address in self._addresses.items() if self._parameters[name].data_ptr() != address]
         # What an interrupted pass has left open shows its slot still.
         found = [name for name in found if self._access.slot_at(self._parameters[name]) is None]
@@ -60,6 +64,10 @@ class Replaced:
         for name in found:
             if name not in fitting:
                 raise _of_another_kind(self._contents.spec_of[name], self._parameters[name], self._device)
+        if self._compares:
+            # A GPU has to be waited for: there only once, for what was written between prepare and the first pass.
+            self._compares = self._device.type == "cpu"
+            self._stand_ins.expect_unwritten()
 
     def _fits(self, name: str) -> bool:
         spec, parameter = self._contents.spec_of[name], self._parameters[name]

@@ -13,7 +13,7 @@ from forebay.errors import ForebayError, SessionClosed
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
-from forebay.runtime.access import BlockAccess, stand_in
+from forebay.runtime.access import BlockAccess
 from forebay.runtime.contents import Contents
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
@@ -22,6 +22,7 @@ from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Where
 from forebay.runtime.replaced import Replaced
 from forebay.runtime.resources import Resources
 from forebay.runtime.saved import SavedTensors
+from forebay.runtime.standins import StandIns
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
@@ -71,12 +72,8 @@ class Session:
         self.saved = SavedTensors(
             model.blocks, parameters, self.access, self.stash, self.watch, self.measure, self._unpacking
         )
-        self._stand_ins = {
-            spec.name: stand_in(spec, self.torch_device)
-            for block in model.blocks
-            if not self.store.blocks[block.name].placement.resident
-            for spec in block.parameters
-        }
+        streamed = [block for block in model.blocks if not self.store.blocks[block.name].placement.resident]
+        self._stand_ins = StandIns([spec for block in streamed for spec in block.parameters], self.torch_device)
         for name, tensor in self._stand_ins.items():
             self.watch.mark_released(tensor, name)
         store = self.store
@@ -160,7 +157,7 @@ class Session:
             self._whereabouts.phase = Phase.IDLE
         if not backward_follows:
             # Else the loss and backward are still to come, and what they take is the step's.
-            self._pass_over()
+            self.between_passes()
 
     def turn(self, phase: Phase) -> None:
         """Of several passes that take turns another one goes on, in ``phase``, in the thread that is to run it."""
@@ -250,7 +247,7 @@ class Session:
         self.pool.prefetch()
         self.measure.end_step()
         self.vigil.step_ended()
-        self._pass_over()
+        self.between_passes()
 
     def give_up_step(self) -> None:
         """The passes since the last step are followed by none: it is skipped, or they have failed on the way. Gradients
@@ -259,9 +256,9 @@ class Session:
         if self.phase is Phase.BACKWARD:  # it has raised, and autograd has not said so
             self.end_backward()
         self.stepping.give_up()
-        self._pass_over()
+        self.between_passes()
 
-    def _pass_over(self) -> None:
+    def between_passes(self) -> None:
         """No op is a step's until the next pass begins. Where parameters are away, a use of one is refused meanwhile,
         also after a pass that nobody looked at."""
         self.watch.activate(False)
