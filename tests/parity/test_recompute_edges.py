@@ -198,8 +198,23 @@ class Normed(nn.Module):
         return {"loss": x.square().sum()}
 
 
+class ReadNorm(nn.BatchNorm1d):
+    """Computes with its running statistics, which the kernel changes without torch's count of changes."""
+
+    def __init__(self, *, before: bool) -> None:
+        super().__init__(8)
+        self.before = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.before:
+            return super().forward(x * (1 + self.running_mean)) * x
+        return super().forward(x) * self.running_var
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(8),
+    "statistics read before": lambda: ReadNorm(before=True),
+    "statistics read behind": lambda: ReadNorm(before=False),
     "in place": lambda: Centred(replaces=False),
     "replaced": lambda: Centred(replaces=True),
 }
@@ -220,6 +235,18 @@ def test_buffers_change_once(norm: Callable[[], nn.Module], resident: bool) -> N
     assert all(torch.equal(actual[name], buffer) for name, buffer in plain.named_buffers())
     assert all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
     forebay.close(model)
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_what_is_kept_of_buffers_is_foreseen(norm: Callable[[], nn.Module]) -> None:
+    """From the first step on, when it is not known yet what of them is needed."""
+    torch.manual_seed(0)
+    model = Normed(norm)
+    trace = forebay.profile(model, (torch.randn(4, 8),), "adamw", blocks=LAYERS[:3])
+    read = {n for i in range(3) for n in (f"layers.{i}.1.running_mean", f"layers.{i}.1.running_var")}
+    used = {"statistics read before": "running_mean", "statistics read behind": "running_var"}
+    expected = {n for n in read for k, v in used.items() if NORMS[k] is norm and n.endswith(v)}
+    assert read & set(trace.changed_buffers) == expected
 
 
 class InPlace(nn.Module):

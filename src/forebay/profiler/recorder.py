@@ -23,6 +23,7 @@ from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
 from forebay.runtime.recompute import CACHES
+from forebay.runtime.uncounted import updated_uncounted
 from forebay.trace import Block, Phase
 
 __all__ = ["RawOp", "Recorder"]
@@ -72,6 +73,9 @@ class Recorder(TorchDispatchMode):
         self.read_outside: set[str] = set()
         # Name, tensor, and torch's count of changes when it came.
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
+        # By the number of their root: what ops of the forward have read, and what they have updated uncounted.
+        self._read = set[int]()
+        self._updated = set[int]()
         self._askers: dict[int, Block] = {}  # by the number of a parameter's root
         # Those of which backward reads a parameter itself, not what autograd has saved of it, at such a time.
         self.read_in_backward: set[str] = set()
@@ -188,8 +192,14 @@ class Recorder(TorchDispatchMode):
 
     @property
     def changed_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that were changed in place."""
-        return tuple(name for name, tensor, version in self._buffers if tensor._version != version)
+        """Names of the buffers that were changed in place; of those whose changes torch does not count the ones that
+        the forward reads, too (``runtime/surroundings.py``)."""
+        uncounted = self._read & self._updated
+        return tuple(
+            name
+            for name, tensor, version in self._buffers
+            if tensor._version != version or self._root_of(tensor) in uncounted
+        )
 
     def parameter(self, tensor: torch.Tensor, name: str, block: Block) -> None:
         """``tensor`` is the parameter ``name`` of ``block``."""
@@ -197,6 +207,15 @@ class Recorder(TorchDispatchMode):
         self._parameters[id(tensor)] = block
         if not block.held:
             self._askers[root.number] = block
+
+    def _root_of(self, tensor: torch.Tensor) -> int:
+        return self.roots.made[self.roots.number(tensor)].root.number
+
+    def _follow_buffers(self, func: Any, args: Any, numbers: tuple[int, ...]) -> None:
+        """Notes what an op of the forward reads and what it updates uncounted."""
+        updated = {self._root_of(tensor) for tensor in updated_uncounted(func, args)}
+        self._updated |= updated
+        self._read |= {self.roots.made[number].root.number for number in numbers} - updated
 
     def _follow_reads(self, numbers: tuple[int, ...]) -> None:
         """Notes the blocks whose parameters a forward reads where they are not asked for."""
@@ -281,6 +300,7 @@ class Recorder(TorchDispatchMode):
         self.values.follow(outputs)
         if self.phase is Phase.FORWARD:
             self._follow_reads(numbers)
+            self._follow_buffers(func, args, numbers)
         work = self.works.add(func, args, kwargs, result)
         self.ops.append(RawOp(work, numbers, made, *self._noted_place(), self.phase))
         return result

@@ -217,6 +217,8 @@ class Record:
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         traits = self.choice.traits(func)
+        if self._found.looks and not self._quiet():
+            self._found.runs(func, args, kwargs)
         if traits.ignored or self._quiet():
             return func(*args, **kwargs)
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.writes]
@@ -265,8 +267,7 @@ class Record:
         if next(plain_tensors(leaf), None) is not None:
             ticket = tickets.get(leaf.untyped_storage()._cdata)
             if ticket is not None:
-                place = int(leaf.storage_offset()), tuple(leaf.shape), tuple(leaf.stride())
-                return _Treated(ticket, leaf.dtype, *place)
+                return _Treated(ticket, leaf.dtype, int(leaf.storage_offset()), tuple(leaf.shape), tuple(leaf.stride()))
             self._watch.attribute(leaf, Kind.ACTIVATION)
         # Detached: autograd makes ``leaf`` itself the result of a node, which must not be held by what the node saves.
         return _Kept(_detach_helper(leaf), None if leaf.is_inference() else leaf._version)

@@ -11,9 +11,8 @@ modes        ``train()`` or ``eval()``, module by module, and which parameters r
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
              ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
 
-That a tensor was changed in place is told by torch's own count of that. A kernel which changes a buffer without
-counting, as the one of batch norm does with its running statistics, is not seen: no forward of torch's own that does so
-computes with what it has changed.
+That a tensor was changed in place is told by torch's own count of that, where it counts (``uncounted.py``). The running
+statistics of a batch norm, which it only writes, are copied where some other op of the forward reads them.
 """
 
 from __future__ import annotations
@@ -21,29 +20,44 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from enum import Enum
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from forebay.device.base import Watch
+from forebay.device.ledger import plain_tensors
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.saved import modified
+from forebay.runtime.uncounted import updated_uncounted
 
 __all__ = ["Found", "Surroundings"]
+
+
+class _Change(Enum):
+    """What forwards are known to do to a buffer: none has changed it, torch counts the changes, or it does not and the
+    forward reads the buffer."""
+
+    NONE = "none"
+    COUNTED = "counted"
+    UNCOUNTED = "uncounted"
 
 
 @final
 @dataclass(slots=True)
 class _Buffer:
     """A buffer as a forward found it: ``name`` in the block, the tensor, torch's count of changes to it, and what it
-    held (None: no copy of that)."""
+    held (None: no copy of that). ``read`` and ``updated``: what ops were seen to do, the second without counting."""
 
     name: str
     tensor: torch.Tensor
     version: int
     content: torch.Tensor | None
+    read: bool = False
+    updated: bool = False
 
 
 @final
@@ -55,8 +69,8 @@ class Surroundings:
         self.parameters = tuple(module.named_parameters())
         self.modules = tuple(module.named_modules())
         self._watch = watch
-        # By the modes of all modules: whether a forward in these was seen to change a buffer.
-        self._changed: dict[tuple[bool, ...], dict[str, bool]] = {}
+        # By the modes of all modules: what forwards in these were seen to do to a buffer.
+        self._changed: dict[tuple[bool, ...], dict[str, _Change]] = {}
 
     def begin(self) -> Found:
         """A forward begins."""
@@ -71,7 +85,11 @@ class Surroundings:
         self._watch.attribute(copy, Kind.ACTIVATION)
         return copy
 
-    def _buffers(self, prefix: str, module: nn.Module, known: Mapping[str, bool]) -> dict[str, _Buffer | None]:
+    def keeps(self, copy: torch.Tensor) -> None:
+        """``copy``, of which no account knows, is kept."""
+        self._watch.count(copy, Kind.ACTIVATION)
+
+    def _buffers(self, prefix: str, module: nn.Module, known: Mapping[str, _Change]) -> dict[str, _Buffer | None]:
         """Those of ``module`` itself, by the name that they have there (None: it is None), with a copy of what is
         ``known`` to change."""
         found: dict[str, _Buffer | None] = {}
@@ -80,7 +98,7 @@ class Surroundings:
                 found[own] = None
                 continue
             name = f"{prefix}.{own}" if prefix else own
-            content = self.copy(buffer) if known.get(name, False) else None
+            content = None if known.get(name, _Change.NONE) is _Change.NONE else self.copy(buffer)
             found[own] = _Buffer(name, buffer, _version(buffer), content)
         return found
 
@@ -88,14 +106,14 @@ class Surroundings:
 @final
 class Found:
     """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any. ``known`` says
-    which of them forwards in the same modes have changed."""
+    what forwards in the same modes have done to them."""
 
     def __init__(
         self,
         surroundings: Surroundings,
         modes: tuple[bool, ...],
         buffers: Sequence[tuple[nn.Module, Mapping[str, _Buffer | None]]],
-        known: dict[str, bool],
+        known: dict[str, _Change],
     ) -> None:
         self._around = surroundings
         self._modes = modes
@@ -104,19 +122,36 @@ class Found:
         self._buffers = buffers
         self._known = known
         self._lost = set[str]()
-
-    @property
-    def looks(self) -> bool:
-        """Whether the ops of the forward are to be seen: of some buffer nobody knows yet whether they change it."""
-        return any(b is not None and b.name not in self._known for _, found in self._buffers for b in found.values())
+        # Whether the ops of the forward are to be seen: of some buffer nobody knows yet whether they change it.
+        self.looks = any(b is not None and b.name not in known for _, found in buffers for b in found.values())
 
     def written(self, tensor: torch.Tensor) -> None:
         """An op of the forward is about to write to ``tensor``."""
+        for buffer in self._over(tensor):
+            if buffer.content is None:
+                buffer.content = self._around.copy(buffer.tensor)
+
+    def runs(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An op of a forward that ``looks`` is about to run: notes what it reads, and what it updates uncounted."""
+        updated = updated_uncounted(func, args)
+        for tensor in plain_tensors((*args, *kwargs.values())):
+            for buffer in self._over(tensor):
+                if not any(tensor is one for one in updated):
+                    buffer.read = True
+                    continue
+                buffer.updated = True
+                if buffer.content is None:
+                    # No plan knows of it, and nearly always it is gone when the block's forward ends.
+                    with _disable_current_modes():
+                        buffer.content = buffer.tensor.detach().clone()
+
+    def _over(self, tensor: torch.Tensor) -> Iterator[_Buffer]:
+        """The buffers whose storage that of ``tensor`` is."""
         storage = tensor.untyped_storage()._cdata
         for _, buffers in self._buffers:
             for buffer in buffers.values():
-                if buffer is not None and buffer.content is None and _storage(buffer.tensor) == storage:
-                    buffer.content = self._around.copy(buffer.tensor)
+                if buffer is not None and _storage(buffer.tensor) == storage:
+                    yield buffer
 
     def end(self) -> None:
         """The forward is over: what it has not changed needs no copy."""
@@ -125,11 +160,18 @@ class Found:
             for own, buffer in buffers.items():
                 if buffer is None:
                     continue
-                changed = _version(buffer.tensor) != buffer.version
-                self._known[buffer.name] = changed or self._known.get(buffer.name, False)
-                if changed and buffer.content is None:
+                known = self._known.get(buffer.name, _Change.NONE)
+                counted = _version(buffer.tensor) != buffer.version
+                if buffer.updated and buffer.read and known is not _Change.UNCOUNTED:
+                    known = _Change.UNCOUNTED
+                    if buffer.content is not None:
+                        self._around.keeps(buffer.content)
+                elif counted and known is _Change.NONE:
+                    known = _Change.COUNTED
+                self._known[buffer.name] = known
+                if counted and buffer.content is None:
                     self._lost.add(buffer.name)
-                if not changed:
+                if not counted and known is not _Change.UNCOUNTED:
                     # One that was replaced by another tensor is itself what the forward found, and nobody else's now.
                     buffer.content = None if module._buffers.get(own) is buffer.tensor else buffer.tensor
 
@@ -170,8 +212,9 @@ class Found:
         if name in self._lost:
             raise ModelError(
                 f"block {block} has changed its buffer {name} in this forward, and not in those before it: no copy was "
-                f"made of what the buffer held, and the forward cannot be run again for backward. The next one can; or "
-                f"prepare with a policy that recomputes nothing ('resident', 'stream')"
+                f"made of what the buffer held, and the forward cannot be run again for backward. Forwards from now on "
+                f"make that copy: begin this step anew (zero_grad(), forward, backward), or prepare with a policy that "
+                f"recomputes nothing ('resident', 'stream')"
             )
         if buffer.content is not None:
             return buffer.content
