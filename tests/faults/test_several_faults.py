@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import forebay
 from forebay.device.turn import Cancelled
@@ -28,6 +29,7 @@ def pairs() -> Iterator[Pairs]:
     yield made
     for model, _ in made:
         forebay.close(model)
+    assert not _get_current_dispatch_mode_stack(), "in whatever thread each was closed"
     assert not [t for t in threading.enumerate() if t.name.startswith("forebay")]
 
 

@@ -170,11 +170,15 @@ class Watch(ABC):
 
     @abstractmethod
     def install(self) -> None:
-        """Starts to see the ops of the calling thread; a second call does nothing."""
+        """Starts to see the ops of the calling thread; a second call does nothing, nor does one after ``close``."""
 
     @abstractmethod
     def uninstall(self) -> None:
-        """Stops seeing the ops of the calling thread."""
+        """Stops seeing ops."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops seeing ops for good, in all threads. May be called in any of them, and wherever a finalizer runs."""
 
     @abstractmethod
     def activate(self, active: bool) -> None:
@@ -204,6 +208,9 @@ class NoWatch(Watch):
         return
 
     def uninstall(self) -> None:
+        return
+
+    def close(self) -> None:
         return
 
     def activate(self, active: bool) -> None:

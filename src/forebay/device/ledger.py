@@ -15,14 +15,14 @@ from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from forebay.device.base import Watch
 from forebay.device.history import History
+from forebay.device.modes import OpMode
 from forebay.errors import BudgetExceeded, ParameterReleased
 from forebay.memory import Kind, Ledger
 
-__all__ = ["StorageLedger", "plain_tensors", "take_off"]
+__all__ = ["StorageLedger", "plain_tensors"]
 
 _OWN_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 # Ops that look at what a tensor is and not at its values; ``_has_compatible_shallow_copy_type`` is how ``param.data =
@@ -53,17 +53,6 @@ def plain_tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from plain_tensors(value)
 
 
-def take_off(mode: TorchDispatchMode) -> None:
-    """Takes ``mode`` off the calling thread, if it is on. Modes that were entered after it stay, in their order:
-    whoever entered them will leave them."""
-    above = []
-    if any(one is mode for one in _get_current_dispatch_mode_stack()):
-        while (top := _pop_mode()) is not mode:
-            above.append(top)
-    for other in reversed(above):
-        _push_mode(other)
-
-
 @final
 class StorageLedger(Watch):
     """Charges ``ledger`` with every storage that ops make while active.
@@ -76,19 +65,22 @@ class StorageLedger(Watch):
         self._history = history or History()
         self._where = where
         self._active = False
-        self._mode = _Mode(self)
+        self._mode = OpMode(self.through)
         self._counted: dict[int, _Entry] = {}
         self._known: set[int] = set()
         self._released: dict[int, str] = {}
         self._traits: dict[Any, _Traits] = {}
 
     def install(self) -> None:
-        if not any(mode is self._mode for mode in _get_current_dispatch_mode_stack()):
-            _push_mode(self._mode)
+        self._mode.put_behind()
 
     def uninstall(self) -> None:
         self._active = False
-        take_off(self._mode)
+        self._mode.take_off()
+
+    def close(self) -> None:
+        self._active = False
+        self._mode.end()
 
     def activate(self, active: bool) -> None:
         self._active = active
@@ -219,21 +211,3 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
         self.key = key
         self.kind = Kind.TEMPORARY
         self.nbytes = nbytes
-
-
-@final
-class _Mode(TorchDispatchMode):
-    """What torch calls for every op of the threads on which it is installed, and of their backward."""
-
-    def __init__(self, owner: StorageLedger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._owner = owner
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._owner.through(func, args, kwargs)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap the method above in a switch that keeps torch.compile out of it, two more Python
-        # calls for each op. There is nothing in it that a compiler could trace wrongly: it runs the op it was given.
-        return False

@@ -54,6 +54,9 @@ def alternate_loops(attachments: Sequence[Attachment], loops: Sequence[Callable[
             for one in running:
                 if one.thread.ident is not None:
                     one.thread.join()
+            for attachment in attachments:
+                # Whoever has closed a model in its loop could not take the watch off this thread.
+                attachment.session.between_passes()
         running[0].resume()
     _raise_first([one.error for one in running])
     return [one.result[0] for one in running]

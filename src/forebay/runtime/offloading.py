@@ -14,15 +14,15 @@ saved for it, or by other hooks than forebay's.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from forebay.device.ledger import take_off
+from forebay.device.modes import OpMode
 from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
@@ -39,14 +39,14 @@ class Offloading:
     def __init__(self, saved: SavedTensors, stash: Stash) -> None:
         self._saved = saved
         self._stash = stash
-        # Modules whose forward is running, innermost last, each with its mode (None: nothing is treated this time).
-        self._open: list[tuple[nn.Module, _Mode | None]] = []
+        # Modules whose forward is running, innermost last, each with what its mode is on in (None: not on).
+        self._open: list[tuple[nn.Module, AbstractContextManager[None] | None]] = []
 
     def attach(self, block: str, module: nn.Module, treatments: Iterable[Treatment]) -> list[RemovableHandle]:
         """Puts the hooks on ``module``. To be followed by the pre-hook that exposes its parameters, prepended."""
-        mode = _Mode(block, treatments, self._stash, self._saved)
+        ops = _Ops(block, treatments, self._stash, self._saved)
         return [
-            module.register_forward_pre_hook(partial(self._before, mode), prepend=True),
+            module.register_forward_pre_hook(partial(self._before, ops), prepend=True),
             # always_call: an exception in forward must take the mode off too.
             module.register_forward_hook(self._after, always_call=True),
         ]
@@ -54,33 +54,34 @@ class Offloading:
     def abandon(self) -> None:
         """Takes off the modes that an interrupt left on."""
         while self._open:
-            _, mode = self._open.pop()
-            if mode is not None:
-                take_off(mode)
+            _, inside = self._open.pop()
+            if inside is not None:
+                inside.__exit__(None, None, None)
 
-    def _before(self, mode: _Mode, module: nn.Module, args: Any) -> None:
+    def _before(self, ops: _Ops, module: nn.Module, args: Any) -> None:
         # Not in evaluation, and not where a checkpoint of the model's own decides what is kept. A call of a block
         # inside itself is part of the same forward.
-        moves = torch.is_grad_enabled() and self._saved.innermost() and not any(mode is one for _, one in self._open)
-        if moves:
-            mode.restart()
-            _push_mode(mode)
-        self._open.append((module, mode if moves else None))
+        inside: AbstractContextManager[None] | None = None
+        if torch.is_grad_enabled() and self._saved.innermost() and not ops.mode.is_on:
+            ops.restart()
+            inside = ops.mode.on()
+            inside.__enter__()
+        self._open.append((module, inside))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._open or self._open[-1][0] is not module:
             return  # its pre-hook did not come as far as opening
-        _, mode = self._open.pop()
-        if mode is not None:
-            take_off(mode)
+        _, inside = self._open.pop()
+        if inside is not None:
+            inside.__exit__(None, None, None)
 
 
 @final
-class _Mode(TorchDispatchMode):
-    """Sees the ops of one block's forward."""
+class _Ops:
+    """The ops of one block's forward, which ``mode`` sees."""
 
     def __init__(self, block: str, treatments: Iterable[Treatment], stash: Stash, saved: SavedTensors) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = OpMode(self._run)
         self._block = block
         self._treated = {(t.op, t.occurrence): t for t in treatments if t.changes_bytes}
         self._counter = OpCounter()
@@ -91,8 +92,8 @@ class _Mode(TorchDispatchMode):
         """A forward of the block's module begins."""
         self._counter.restart()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         name = self._counter.name(func)
         treatment = self._treated.get(name)
         if treatment is not None:
@@ -104,7 +105,3 @@ class _Mode(TorchDispatchMode):
     def _saves(self, read: torch.Tensor) -> bool:
         """Whether the op that runs, and that read ``read``, will save what it needs by way of forebay's hooks."""
         return read.requires_grad and torch.is_grad_enabled() and self._saved.innermost()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see device/ledger.py: torch would wrap the method above in a switch that is not needed here

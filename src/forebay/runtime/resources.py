@@ -60,4 +60,4 @@ class Resources:
                 closing.callback(held.close)
             # Nothing is freed while a lane may still read or write it.
             closing.callback(self.device.synchronize)
-            closing.callback(self.watch.uninstall)
+            closing.callback(self.watch.close)

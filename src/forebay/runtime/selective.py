@@ -27,16 +27,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _detach_helper
 
 from forebay.device.base import Watch
-from forebay.device.ledger import plain_tensors, take_off
+from forebay.device.ledger import plain_tensors
+from forebay.device.modes import OpMode
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
@@ -206,7 +207,8 @@ class Record:
 
     def running(self) -> Generator[None, None, None]:
         """Forward runs between the two halves of this."""
-        yield from _under(_Mode(self._run) if self.choice.named or self._found.looks else None)
+        with OpMode(self._run).on() if self.choice.named or self._found.looks else nullcontext():
+            yield
         for late in self.made[self.needed :]:
             late.forget()
 
@@ -267,7 +269,8 @@ class Record:
         if next(plain_tensors(leaf), None) is not None:
             ticket = tickets.get(leaf.untyped_storage()._cdata)
             if ticket is not None:
-                return _Treated(ticket, leaf.dtype, int(leaf.storage_offset()), tuple(leaf.shape), tuple(leaf.stride()))
+                place = int(leaf.storage_offset()), tuple(leaf.shape), tuple(leaf.stride())
+                return _Treated(ticket, leaf.dtype, *place)
             self._watch.attribute(leaf, Kind.ACTIVATION)
         # Detached: autograd makes ``leaf`` itself the result of a node, which must not be held by what the node saves.
         return _Kept(_detach_helper(leaf), None if leaf.is_inference() else leaf._version)
@@ -287,7 +290,8 @@ class Replay:
 
     def running(self) -> Generator[None, None, None]:
         """The forward runs again between the two halves of this."""
-        return _under(_Mode(self._run) if self._record.choice.looks else None)
+        with OpMode(self._run).on() if self._record.choice.looks else nullcontext():
+            yield
 
     def ended(self, *, early: bool) -> None:
         """It came to the last tensor that forward saved (``early``), or to its end. Raises ``ModelError`` if it did not
@@ -342,33 +346,6 @@ def not_the_same(block: str, what: str) -> str:
         f"plan=dataclasses.replace(plan, recompute=..., activations=...), both without {block!r}, or with a policy "
         f'that recomputes nothing ("resident", "stream")'
     )
-
-
-@final
-class _Mode(TorchDispatchMode):
-    """Hands every op to ``run``. While it is on, ops that ``run`` itself issues go past it."""
-
-    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run(func, args, kwargs or {})
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # see device/ledger.py: torch would wrap the method above in a switch that is not needed here
-
-
-def _under(mode: _Mode | None) -> Generator[None, None, None]:
-    if mode is None:
-        yield
-        return
-    _push_mode(mode)
-    try:
-        yield
-    finally:
-        take_off(mode)
 
 
 def _follow(trail: int, func: Any, args: Any, kwargs: Any) -> int:

@@ -260,9 +260,9 @@ class Session:
 
     def between_passes(self) -> None:
         """No op is a step's until the next pass begins. Where parameters are away, a use of one is refused meanwhile,
-        also after a pass that nobody looked at."""
+        also after a pass that nobody looked at; it is refused in the calling thread."""
         self.watch.activate(False)
-        if self._stand_ins and self.phase is not Phase.CLOSED:
+        if self._stand_ins:
             self.watch.install()
 
     # What the interface reads.
