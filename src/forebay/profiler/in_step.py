@@ -6,9 +6,9 @@ what compute leaves: a third of the rate, on 2 cores of an AMD EPYC (updates 17 
 So a small model streams for some steps, and its own timeline says how fast its lanes were.
 
 Where micro-batches pass together (``forebay.accumulate``) each forward runs in a thread of its own, as does the loop of
-each of several models that train in turns, and OpenMP gives each such thread kernel threads of its own. There are more of them than cores then, so that they sleep between two
-kernels where they would otherwise have waited awake, and each kernel wakes them up: 30 % of a forward, on 2 cores of an
-AMD EPYC (docs/log.md, 2026-11-23).
+each of several models that train in turns, and OpenMP gives each such thread kernel threads of its own. There are more
+of them than cores then, so that they sleep between two kernels where they would otherwise have waited awake, and each
+kernel wakes them up: 30 % of a forward, on 2 cores of an AMD EPYC (docs/log.md, 2026-11-23).
 """
 
 from __future__ import annotations
