@@ -177,6 +177,10 @@ def test_accumulation_compares_bytes_with_those_of_one_micro_batch() -> None:
 
 def test_several_compares_turns_with_one_after_the_other() -> None:
     seconds = {"sequence": [4.0, 5.0], "turns": [3.0, 3.0]}
-    sequence, turns = several._rows(several.SETTINGS[0], seconds, predicted=2.0, alone=1.5)
-    assert (sequence.ratio, turns.ratios) == (None, (0.75, 0.6)) and sequence.note == "1.500 s a step"
-    assert turns.note == f"{3 / several.STEPS:.3f} s a step of both, 2.000 s predicted (0.50 times)"
+    step = 1 / several.STEPS
+    foretold = {"sequence": [2 * step, 5 * step], "turns": [6 * step, 2 * step]}
+    sequence, turns = several._rows(several.SETTINGS[0], seconds, foretold)
+    assert (sequence.ratio, turns.ratios) == (None, (0.75, 0.6))
+    # Medians; of the times, those within each round.
+    assert sequence.note == f"{4.5 * step:.3f} s a step of both, {3.5 * step:.3f} s foretold (1.50)"
+    assert turns.note == f"{3 * step:.3f} s a step of both, {4 * step:.3f} s foretold (1.00)"
