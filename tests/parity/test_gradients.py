@@ -132,6 +132,10 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "view of a view": lambda g: g.view(2, 3, 10)[1].t()[::2, 1:].add_(1),
     "view, then whole": lambda g: (g[0].zero_(), g.mul_(2), g.view(-1)[-1].fill_(5)),
     "detached": lambda g: g.detach().mul_(2),
+    "data": lambda g: g.data.mul_(2),
+    "data set": lambda g: setattr(g, "data", g.data * 0.5),
+    "data set, then changed": lambda g: (setattr(g, "data", random(1)), g.mul_(2)),
+    "data set to a view": lambda g: setattr(g, "data", random(1, (3, 60))[1].view(SHAPE)),
     "split": lambda g: [p.mul_(i + 2) for i, p in enumerate(g.split(2))],
     "unbound": lambda g: [p.fill_(i) for i, p in enumerate(g.unbind(1))],
 }
@@ -160,6 +164,46 @@ def test_any_dtype_and_order_of_memory(landing: Landing, dtype: torch.dtype, mem
     assert gradient.stride() == laid.stride()
     assert torch.equal(gradient.clone(), laid + second)
     assert torch.equal(gradient.norm(), (laid + second).norm())
+
+
+def test_data_of_another_kind_is_refused(landing: Landing) -> None:
+    gradient = landed(landing, random(0), "layer.weight")
+    for value in (random(1, (10, 6)), random(1).double(), random(1).to("meta")):
+        with pytest.raises(ForebayError, match=r"grad\.data of layer\.weight is set to a tensor of .*\(6, 10\)"):
+            gradient.data = value
+    assert torch.equal(gradient.clone(), random(0))
+
+
+def test_replaced_data_is_what_a_step_takes() -> None:
+    """As in loops that clip with ``p.grad.data = ...``. What it was set to is not looked at again, so that it must not
+    change: the step is refused, and goes on once ``data`` was set anew."""
+    torch.manual_seed(0)
+    reference, model = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    model.load_state_dict(reference.state_dict())
+    plain = torch.optim.AdamW(reference.parameters(), fused=True)
+    model, optimizer = forebay.prepare(
+        model, torch.optim.AdamW(model.parameters()), device_memory="1MiB", policy="stream", device="cpu"
+    )
+    for subject, used in ((reference, plain), (model, optimizer)):
+        subject(random(1, (4, 8))).square().sum().backward()
+        for parameter in subject.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data.clamp(-0.1, 0.1)
+        used.step()
+        shared = [torch.ones_like(p) for p in reference.parameters()]
+        for parameter, gradient in zip(subject.parameters(), shared, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.data = gradient.view_as(gradient)
+            gradient.mul_(2)
+        if used is optimizer:
+            with pytest.raises(ForebayError, match=r"what grad\.data of 0\.weight was set to has changed since"):
+                used.step()
+            for parameter, gradient in zip(subject.parameters(), shared, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.data = gradient
+        used.step()
+    assert all(torch.equal(forebay.parameters(model)[n], p) for n, p in reference.named_parameters())
+    forebay.close(model)
 
 
 def test_a_tensor_of_one_element_and_an_empty_one(landing: Landing) -> None:

@@ -8,6 +8,7 @@ runs on a copy on the device. (design.md, mechanism 4.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -160,6 +161,8 @@ class LandedGradient(torch.Tensor):
     piece: torch.Tensor
     is_whole: bool
     generation: int
+    # What ``data`` was last set to, with its version then: its values were copied, and it must not change any more.
+    _source: tuple[weakref.ref[torch.Tensor], int] | None
 
     @staticmethod
     def __new__(cls, buffer: GradientBuffer, device: torch.device, piece: torch.Tensor | None = None) -> LandedGradient:
@@ -171,6 +174,7 @@ class LandedGradient(torch.Tensor):
             cls, piece.shape, strides=piece.stride(), dtype=piece.dtype, device=device, requires_grad=False
         )
         made.buffer, made.piece, made.is_whole, made.generation = buffer, piece, is_whole, buffer.generation
+        made._source = None
         return made
 
     def __init__(self, buffer: GradientBuffer, device: torch.device, piece: torch.Tensor | None = None) -> None:
@@ -203,6 +207,36 @@ class LandedGradient(torch.Tensor):
         self._expect_current()
         self.buffer.settle_for_write()
         return self.piece
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor. What it is set to lands: torch would exchange what is behind this tensor, and leave the
+        landed bytes, which the update reads, as they were.
+
+        Setting raises ``UsageError`` for another shape, dtype or device.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        wanted, given = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
+        if wanted != given:
+            raise UsageError(
+                f"grad.data of {self.buffer.parameter.name} is set to a tensor of {given}, and the gradient is one of "
+                f"{wanted}; give it that shape, dtype and device"
+            )
+        source = value if value._base is None else value._base  # a view has the version of what it is a view of
+        self.copy_(value)
+        self._source = weakref.ref(source), source._version
+
+    def expect_same_source(self) -> None:
+        """Raises ``UsageError`` where what ``data`` was set to has changed since. In torch the two are one tensor."""
+        source = None if self._source is None else self._source[0]()
+        if source is not None and self._source is not None and source._version != self._source[1]:
+            raise UsageError(
+                f"what grad.data of {self.buffer.parameter.name} was set to has changed since, and the gradient on the "
+                f"host is a copy of it; set grad.data again behind the last change, or set grad itself"
+            )
 
     @property
     def is_gone(self) -> bool:

@@ -86,12 +86,16 @@ class Stepping:
 
     def expect_possible(self, groups: Groups) -> None:
         """Raises what keeps a step for ``groups`` from being taken, before anything has changed: ``ModelError`` for a
-        gradient that the plan has no room and no state for, ``GradientUsedUp`` for a step that is not the one that was
-        made in backward, ``ForebayError`` for a block that changes while something looks at its bytes on the device,
-        the error of an update that ran ahead and failed."""
+        gradient that the plan has no room and no state for, ``UsageError`` for one that is no longer what was put in
+        its place, ``GradientUsedUp`` for a step that is not the one that was made in backward, ``ForebayError`` for a
+        block that changes while something looks at its bytes on the device, the error of an update that ran ahead and
+        failed."""
         for state in self._store.blocks.values():
             for spec in state.block.parameters:
-                if not spec.trainable and spec.name in groups and self._parameters[spec.name].grad is not None:
+                gradient = self._parameters[spec.name].grad if spec.name in groups else None
+                if isinstance(gradient, LandedGradient):
+                    gradient.expect_same_source()
+                if not spec.trainable and gradient is not None:
                     raise ModelError(
                         f"parameter {spec.name} was frozen when the model was prepared and has a gradient now; "
                         f"forebay.close() the model and prepare it anew to train it, or set requires_grad=False again "
