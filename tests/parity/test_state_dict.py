@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +258,40 @@ def test_resuming_continues_bitwise(prepare: Prepare, dtype: torch.dtype) -> Non
     assert train(CASE, model, optimizer, range(3, 6)) == expected
     for name, master in masters.items():
         assert torch.equal(forebay.parameters(model)[name], master), name
+
+
+def test_what_was_loaded_stays_the_callers(prepare: Prepare) -> None:
+    """A learning rate that is a tensor is changed in place, which the state that was loaded does not see."""
+    model = CASE.model(torch.float32)
+    _, optimizer = prepare(model, lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), fused=True))
+    best = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(best)
+    optimizer.param_groups[0]["lr"].fill_(5.0)
+    assert best["param_groups"][0]["lr"] == torch.tensor(1e-2)
+
+
+def test_the_users_hooks_run_around_saving_and_loading(prepare: Prepare) -> None:
+    """In torch's order, and what they return takes the place of what there was."""
+    reference = CASE.model(torch.float32)
+    prepared = prepare(CASE.model(torch.float32))
+    said: list[list[str]] = []
+    for model, optimizer in ((reference, MAKES["adamw"](reference.parameters())), prepared):
+        train(CASE, model, optimizer, range(1))
+        calls: list[str] = []
+        optimizer.register_state_dict_pre_hook(lambda _, c=calls: c.append("before saving"))  # type: ignore[misc]
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
+
+        def unpack(_: torch.optim.Optimizer, state: dict[str, Any], calls: list[str] = calls) -> dict[str, Any]:
+            calls.append(f"mine {state.pop('mine')}")
+            groups = [{**group, "lr": 0.5} for group in state["param_groups"]]
+            return {**state, "param_groups": groups}
+
+        optimizer.register_load_state_dict_pre_hook(unpack)
+        optimizer.register_load_state_dict_post_hook(lambda o, c=calls: c.append(f"lr {o.param_groups[0]['lr']}"))  # type: ignore[misc]
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        said.append([*calls, *state])
+    assert said[0] == said[1] == ["before saving", "mine 1", "lr 0.5", "state", "param_groups", "mine"]
 
 
 def test_foreign_optimizer_states_are_refused(prepare: Prepare) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
 from typing import Any, NoReturn, Protocol, SupportsIndex, final
 
 import torch
@@ -91,19 +92,36 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """The states in ``torch.optim``'s own form; fp32 master copies, where there are any, as ``master``."""
+        """The states in ``torch.optim``'s own form; fp32 master copies, where there are any, as ``master``. The user's
+        hooks before and after run as in ``torch.optim``."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         index = {id(p): i for i, p in enumerate(self._parameters())}
         states = {index[key]: self._host.read_states(self._names[key]) for key in index}
         groups = groups_with(index, self.param_groups)
-        return {"state": {i: s for i, s in states.items() if s}, "param_groups": groups}
+        found: dict[str, Any] = {"state": {i: s for i, s in states.items() if s}, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            instead = after(self, found)
+            found = found if instead is None else instead
+        return found
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict``, or the ``torch.optim`` optimizer of the same kind, gave.
+        """Loads what ``state_dict``, or the ``torch.optim`` optimizer of the same kind, gave. The user's hooks before
+        and after run as in ``torch.optim``.
 
         Raises ``OptimizerError`` when groups or shapes are those of other parameters.
         """
-        saved = state_dict["param_groups"]
+        state_dict = state_dict.copy()  # a hook may change it, and what was given is the caller's
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            instead = before(self, state_dict)
+            state_dict = state_dict if instead is None else instead
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        saved = deepcopy(state_dict["param_groups"])  # a scheduler changes a learning rate that is a tensor in place
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise OptimizerError(
                 f"the saved optimizer has groups of {[len(g['params']) for g in saved]} parameters, this one has "
