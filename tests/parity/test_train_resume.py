@@ -167,6 +167,7 @@ def test_what_cannot_go_on_is_named(text: Path, tmp_path: Path) -> None:
     found(begin(text, run, *memory, "--steps", 2, "--save-every", 2))
     (tmp_path / "other.txt").write_text(TEXT * 2)
     (tmp_path / "empty").mkdir()
+    left = [(run / name).read_bytes() for name in ("report.json", "plan.json")]
     go_on = ("--run", run, "--resume")
     table: list[tuple[tuple[object, ...], int, str]] = [
         (("--resume",), 2, "give its folder as --run FOLDER"),
@@ -189,6 +190,7 @@ def test_what_cannot_go_on_is_named(text: Path, tmp_path: Path) -> None:
         assert (done.exit_code, done.stdout) == (code, ""), (arguments, done.stdout, done.stderr)
         assert said in done.stderr, (arguments, done.stderr)
         assert "Traceback" not in done.stderr
+        assert [(run / name).read_bytes() for name in ("report.json", "plan.json")] == left, "what was measured"
     (run / "losses.jsonl").write_text("")
     done = invoke(*go_on, "--steps", 3)
     assert done.exit_code == 2
@@ -212,7 +214,11 @@ def test_a_run_that_was_not_saved_begins_anew_and_a_whole_one_has_nothing_to_do(
     first = found(done)
     assert "no step was saved in" in done.stderr
     (tmp_path / "run" / "model.safetensors").unlink()
-    again = found(invoke("--run", tmp_path / "run", "--resume", "--json", "--steps", 2))
+    measured = (tmp_path / "run" / "report.json").read_bytes()
+    done = invoke("--run", tmp_path / "run", "--resume", "--json", "--steps", 2)
+    again = found(done)
+    assert "nothing is left to do" in done.stderr
+    assert (tmp_path / "run" / "report.json").read_bytes() == measured, "that of the steps"
     assert again["loss"] == first["loss"]
     assert again["measured"]["step_seconds"] is None
     assert (tmp_path / "run" / "model.safetensors").exists()

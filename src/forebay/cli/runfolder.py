@@ -3,7 +3,8 @@
 run.json         what decides the numbers: the settings that the run was begun with, and its text
 plan.json        the plan that it runs under
 losses.jsonl     a line for each step
-report.json      what the last process has measured, with the events of its last steps; written however it ends
+report.json      what the last process that took steps has measured, with the events of its last steps; written
+                 however it ends
 checkpoint/      where the run goes on (``forebay.save``)
 out-of-memory.pickle
                  what the device held when it last ran out: a memory snapshot of PyTorch

@@ -127,8 +127,6 @@ def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -
 
 def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, plan: Plan | None) -> TrainResult:
     """``train`` in ``folder``; ``plan`` None: one is made."""
-    import torch
-
     from forebay.data.tokenizers import find_tokenizer
     from forebay.recipes.causal_lm import find
 
@@ -149,26 +147,23 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     preparing = Preparing(config, engine, view, model, batch, device)
     model, optimizer, together = preparing.to_save(plan, folder)
     try:
-        _announce(engine.report(model).plan, config, view, folder, together)
+        view.note(_promise(engine.report(model).plan, config.accumulate, together))
         trained = Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
         keeper = None if folder is None else _keeper(config, engine, view, folder, trained)
-        taken = _resumed(config, engine, view, folder, trained)
-        if taken is None:
-            _fill(engine, model, source, config.seed)
-            # What the steps draw (dropout) hangs on the seed too, and on nothing that this process drew before.
-            torch.manual_seed(config.seed)
-        elif keeper is not None:
+        taken = _started(config, engine, view, folder, trained, source)
+        if keeper is not None and taken is not None:
             keeper.saved = taken
+        measured = None if taken == config.steps else folder
         accumulate = engine.accumulate if together > 1 else None
-        with _accounted(config, engine, view, folder, model):
+        with _accounted(config, engine, view, measured, model):
             record = run_loop(config, engine, view, folder, keeper, trained, accumulate, taken or 0)
             engine.synchronize(model)
         tokens = (len(record.losses) - (taken or 0)) * config.tokens_per_step
         report = replace(engine.report(model), tokens=tokens)
-        if folder is not None:
-            folder.keep(report)
-            if len(record.losses) == config.steps:
-                folder.finish(model, engine, tokenizer)
+        if measured is not None:
+            measured.keep(report)
+        if folder is not None and len(record.losses) == config.steps:
+            folder.finish(model, engine, tokenizer)
     except DeviceOutOfMemory as error:
         if folder is not None and error.snapshot is not None:
             _keep_snapshot(folder, error.snapshot, view)
@@ -177,13 +172,6 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
         engine.close(model)
     skipped = record.skipped if config.nonfinite == "skip" else None
     return TrainResult(report, tuple(record.losses), config.run, skipped)
-
-
-def _announce(plan: Plan, config: TrainConfig, view: View, folder: RunFolder | None, together: int) -> None:
-    """Says what the run is about to begin under, and has ``folder`` keep it."""
-    view.note(_promise(plan, config.accumulate, together))
-    if folder is not None:
-        folder.promise(plan)
 
 
 @contextmanager
@@ -233,6 +221,23 @@ def _keeper(config: TrainConfig, engine: Engine, view: View, folder: RunFolder, 
     return keeper
 
 
+def _started(
+    config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: Trained, source: ModelSource
+) -> int | None:
+    """Puts the run where it was saved, as ``_resumed`` does and returns, or at its beginning."""
+    import torch
+
+    taken = _resumed(config, engine, view, folder, trained)
+    # Behind whatever refuses to go on, and where there is a step to take: what was measured before is gone then.
+    if folder is not None and taken != config.steps:
+        folder.promise(engine.report(trained.model).plan)
+    if taken is None:
+        _fill(engine, trained.model, source, config.seed)
+        # What the steps draw (dropout) hangs on the seed too, and on nothing that this process drew before.
+        torch.manual_seed(config.seed)
+    return taken
+
+
 def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: Trained) -> int | None:
     """Puts the run where it was saved and returns the steps taken until then; None where it was not."""
     if folder is None or not folder.goes_on:
@@ -247,6 +252,8 @@ def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder 
             f"leave --steps out for those that it was begun for"
         )
     view.note(f"goes on behind step {found.step}, as it was saved in {folder.checkpoint}")
+    if found.step == config.steps:
+        view.note("nothing is left to do; for more steps give --steps")
     return found.step
 
 
