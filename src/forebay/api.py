@@ -33,6 +33,7 @@ from forebay.profiler.capture import capture
 from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
 from forebay.runtime.accumulate import accumulate_by_block, accumulate_in_order, gains
+from forebay.runtime.autocasting import warn_of_other_casts
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.contents import LazyTensors
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session, session_of
@@ -111,6 +112,8 @@ def prepare(
     A ``batch`` that forward cannot be looked at with is warned of, and the plan does not know the activations.
 
     Activation checkpointing that a model of transformers does by itself is left to a plan that knows the activations.
+    A loop that runs forward under ``torch.autocast`` calls ``prepare`` under the same: the plan is for a step as it is
+    where it is made. Of a forward under another one there is a warning.
 
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
@@ -137,6 +140,7 @@ def prepare(
         if kept is not None:
             undo.callback(kept.lock.close)
         returning = 0 if kept is None else kept.before
+        made_here = plan is None and batch is not None
         if plan is None:
             places = 1 if kept is None else 2
             asked = budget, policy, opened, compress, micro_batches, update, places, checksums, returning, loss_fn
@@ -152,6 +156,8 @@ def prepare(
         prepared = open_session(model, optimizer, bound, rule, plan, opened, owns_device=owns, kept=kept)
         if switch_on is not None:
             attachment_of(model).at_end(switch_on)
+        if made_here:
+            attachment_of(model).at_end(warn_of_other_casts(model, torch.device(opened.name).type).remove)
         undo.pop_all()
         return prepared
 

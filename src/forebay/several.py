@@ -37,6 +37,7 @@ from forebay.profiler.capture import capture
 from forebay.profiler.here import this_machine
 from forebay.reporting.several import SeveralReport
 from forebay.runtime.alternate import alternate_loops
+from forebay.runtime.autocasting import warn_of_other_casts
 from forebay.runtime.blocks import BoundModel, find_blocks
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session
 from forebay.runtime.own_checkpointing import leave_to_plan, left_to
@@ -202,6 +203,7 @@ def _opened(found: Sequence[_Found], plans: Sequence[Plan], whole: CpuDevice, bu
             bound = find_blocks(one.model, read_outside=said.read_outside) if said.read_outside else one.bound
             given = one.model, one.optimizer, bound, one.rule, said, device
             prepared.append(open_session(*given, owns_device=True, within=ledgers))
+            attachment_of(one.model).at_end(warn_of_other_casts(one.model, torch.device(device.name).type).remove)
     except BaseException:
         for model, _ in prepared:
             close(model)

@@ -3,6 +3,7 @@ and the optimizer as they were; and no thread, descriptor or file left behind.""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +229,24 @@ def test_a_batch_that_the_model_cannot_take_is_warned_of() -> None:
         forebay.prepare(model, adamw(model), torch.ones(8, WIDTH - 1), device_memory="64MiB", device="cpu")
     assert not forebay.report(model).plan.fingerprint
     forebay.close(model)
+
+
+def test_a_forward_under_another_autocast_is_warned_of() -> None:
+    """Once, and not where the plan was made under the same."""
+    for given, used, warned in ((False, True, 1), (True, True, 0), (False, False, 0)):
+        model = network()
+        with torch.autocast("cpu", torch.bfloat16, enabled=given):
+            model, _ = forebay.prepare(model, adamw(model), a_batch(), device_memory="64MiB", device="cpu")
+        with warnings.catch_warnings(record=True) as said, torch.autocast("cpu", torch.bfloat16, enabled=used):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(a_batch())
+        forebay.close(model)
+        told = [str(w.message) for w in said if "autocast" in str(w.message)]
+        assert len(told) == warned, (given, used, told)
+        for message in told:
+            assert "prepared outside of torch.autocast and is trained under torch.autocast to bfloat16" in message
+        assert not model._forward_pre_hooks
 
 
 def test_model_without_parameters() -> None:

@@ -232,7 +232,8 @@ def test_under_autocast_a_parameter_is_cast_once() -> None:
 
     expected = gradients(case.model(DTYPE))
     whole = CpuDevice(AMPLE, delays=RandomDelays(2, 0.004, (Lane.H2D,)))
-    models = [model for model, _ in prepared(case, case, policy="hydra", device=whole)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        models = [model for model, _ in prepared(case, case, policy="hydra", device=whole)]
 
     def landed(model: nn.Module) -> dict[str, torch.Tensor]:
         gradients(model)

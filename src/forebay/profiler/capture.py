@@ -35,6 +35,7 @@ from forebay.profiler.recorder import Recorder
 from forebay.profiler.routing import EXTREMES, Routing
 from forebay.profiler.values import Values
 from forebay.profiler.work import Call
+from forebay.runtime.autocasting import autocast_dtype
 from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
@@ -347,12 +348,9 @@ class _Step:
 @contextlib.contextmanager
 def _autocast_on(device: torch.device) -> Iterator[None]:
     """Autocast as the caller has set it, on the device that the fakes are on."""
-    for kind in dict.fromkeys((device.type, "cuda", "cpu")):
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(device.type, dtype=torch.get_autocast_dtype(kind)):
-                yield
-            return
-    yield
+    dtype = autocast_dtype(device.type)
+    with contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype):
+        yield
 
 
 @contextlib.contextmanager
