@@ -97,6 +97,9 @@ def expect_trainable(model: nn.Module, bound: BoundModel, optimizer: torch.optim
             )
         if parameter.grad is not None:
             raise ModelError(f"parameter {name} has a gradient already; call optimizer.zero_grad() before prepare()")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ModelError(f"embedding {name} makes sparse gradients, which no plan knows; make it with sparse=False")
 
 
 def open_session(

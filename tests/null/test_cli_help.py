@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import typer
+from typer.testing import CliRunner
 
 from forebay.cli.main import app
 from forebay.cli.plan import PlanSettings
@@ -179,6 +180,12 @@ def test_the_flags_of_layout_are_these() -> None:
 
 def test_the_flags_of_fragmentation_are_these() -> None:
     assert flags_of("fragmentation") == FRAGMENTATION_FLAGS
+
+
+def test_a_disk_without_a_name_is_refused() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--disk", ""])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--disk: the path is empty; name a folder" in done.stderr
 
 
 def test_the_flags_of_doctor_are_these() -> None:

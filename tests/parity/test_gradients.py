@@ -311,17 +311,23 @@ def test_no_more_than_the_window_is_under_way(window: int, accumulate: bool) -> 
 
 @pytest.mark.parametrize("policy", ["auto", "stream"])
 def test_sparse_gradients_are_refused(policy: str) -> None:
-    """With the name and what to change; the model goes on once that is done."""
+    """With the name and what to change; the model goes on once that is done. Before anything has moved, and where that
+    is not seen, in backward."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 8))
+    embedding = nn.Embedding(16, 8, sparse=True)
+    model = nn.Sequential(embedding, nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(ForebayError, match=r"embedding 0 makes sparse gradients.*sparse=False"):
+        forebay.prepare(model, torch.optim.AdamW(model.parameters()), device_memory="1MiB", policy=policy, device="cpu")
+    embedding.sparse = False
     model, optimizer = forebay.prepare(
         model, torch.optim.AdamW(model.parameters()), device_memory="1MiB", policy=policy, device="cpu"
     )
     ids = torch.arange(4)
+    embedding.sparse = True
     with pytest.raises(ForebayError, match=r"gradient of 0\.weight is sparse.*sparse=False"):
         model(ids).sum().backward()
     optimizer.zero_grad()
-    model.get_submodule("0").sparse = False
+    embedding.sparse = False
     model(ids).sum().backward()
     optimizer.step()
     assert set(forebay.gradients(model)) == {n for n, _ in model.named_parameters()}

@@ -34,6 +34,8 @@ def doctor(device: str | None, disk: str | None, refresh: bool, out: Path | None
     Raises the ``ForebayError`` of whatever stands in the way.
     """
     _check_out(out)
+    if disk is not None and not disk.strip():
+        raise ConfigError("--disk: the path is empty; name a folder on the disk to measure")
     from forebay.profiler.probe import examine
     from forebay.tiers.host import available_host_memory
 
