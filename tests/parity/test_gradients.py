@@ -175,8 +175,8 @@ def test_data_of_another_kind_is_refused(landing: Landing) -> None:
 
 
 def test_replaced_data_is_what_a_step_takes() -> None:
-    """As in loops that clip with ``p.grad.data = ...``. What it was set to is not looked at again, so that it must not
-    change: the step is refused, and goes on once ``data`` was set anew."""
+    """As in loops that clip with ``p.grad.data = ...``, or set it to what it is. What it was set to is not looked at
+    again, so that it must not change: the step is refused, and goes on once ``data`` was set anew."""
     torch.manual_seed(0)
     reference, model = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
     model.load_state_dict(reference.state_dict())
@@ -189,6 +189,9 @@ def test_replaced_data_is_what_a_step_takes() -> None:
         for parameter in subject.parameters():
             assert parameter.grad is not None
             parameter.grad.data = parameter.grad.data.clamp(-0.1, 0.1)
+            same = parameter.grad.data
+            parameter.grad.data = same
+            parameter.grad.mul_(0.5)
         used.step()
         shared = [torch.ones_like(p) for p in reference.parameters()]
         for parameter, gradient in zip(subject.parameters(), shared, strict=True):

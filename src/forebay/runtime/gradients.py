@@ -227,7 +227,9 @@ class LandedGradient(torch.Tensor):
             )
         source = value if value._base is None else value._base  # a view has the version of what it is a view of
         self.copy_(value)
-        self._source = weakref.ref(source), source._version
+        # What stands for the same bytes changes with them.
+        is_own = isinstance(value, LandedGradient) and value.buffer is self.buffer
+        self._source = None if is_own else (weakref.ref(source), source._version)
 
     def expect_same_source(self) -> None:
         """Raises ``UsageError`` where what ``data`` was set to has changed since. In torch the two are one tensor."""
