@@ -132,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
         "models", nargs="*", metavar="MODEL", help="default: all of benchmarks/activations/models.py"
     )
     activations.add_argument("--compile", action="store_true", help="torch.compile too, which takes minutes")
+    activations.add_argument(
+        "--beside-compiled", nargs="+", type=float, metavar="SHARE", help="only these budgets of torch.compile"
+    )
+    activations.add_argument("--rounds", type=int, help="default: as many as fit into seven minutes a model")
     activations.add_argument("--quick", action="store_true", help="small batches, one round: whether it works")
     update = commands.add_parser("update", help="hold the host's update kernels against torch's and DeepSpeed's")
     update.add_argument("--quick", action="store_true", help="few parameters, two rounds: whether it works")
@@ -288,6 +292,7 @@ def _fits(options: argparse.Namespace) -> None:
 
 def _activations(options: argparse.Namespace) -> None:
     from benchmarks.activations.models import chosen
+    from benchmarks.activations.race import Pace
     from benchmarks.activations.record import ARCHIVE
     from benchmarks.activations.run import COMPILED, QUICK, Settings, compare
     from benchmarks.activations.table import render
@@ -295,7 +300,15 @@ def _activations(options: argparse.Namespace) -> None:
     settings = QUICK if options.quick else Settings()
     if options.compile:
         settings = replace(settings, compiled=COMPILED)
+    if options.beside_compiled:
+        settings = replace(settings, compiled=tuple(options.beside_compiled), eager=False, shares=())
+    if options.rounds:
+        settings = replace(settings, pace=Pace(options.rounds, options.rounds))
     flags = [f"--{name}" for name in ("compile", "quick") if vars(options)[name]]
+    if options.beside_compiled:
+        flags += ["--beside-compiled", *map(str, options.beside_compiled)]
+    if options.rounds:
+        flags += ["--rounds", str(options.rounds)]
     # Each model is a run of its own, kept when it is done: a later one may fail, or have to be stopped.
     for model in chosen(options.models):
         command = " ".join(["scripts/bench activations", model.name, *flags])

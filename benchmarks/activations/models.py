@@ -30,6 +30,21 @@ class ZooModel:
         """The model in train mode on ``device``; its parameters are always the same. ``seq`` is the zoo's."""
         return self._entry().build().to(device)
 
+    def build_compiled(self, seq: int, device: str, share: float) -> torch.nn.Module:
+        """The same, its blocks compiled one by one with an activation memory budget of ``share``, as a rival is. The
+        switches are of this process."""
+        from torch._functorch import config as partitioner
+        from torch._inductor import config as inductor
+
+        from forebay.runtime.blocks import whole_blocks
+
+        partitioner.activation_memory_budget = share
+        inductor.fallback_random = True  # dropout draws from eager PyTorch's generator, as in the rivals
+        model = self.build(seq, device)
+        for block in whole_blocks(model).values():
+            block.compile()
+        return model
+
     def batch(self, batch: int, seq: int, device: str, seed: int) -> dict[str, torch.Tensor]:
         """``batch`` rows like those of the zoo, drawn from ``seed``; what is equal there is equal here."""
         import torch

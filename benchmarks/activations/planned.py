@@ -4,6 +4,8 @@ Series
     ``auto``            what a user gets: activations, parameters and states are planned together.
     ``auto-activations`` parameters, gradients and states stay on the device, as in the rivals: of what ``auto`` decided
                         for the activations under any of the budgets, the fastest that fits then.
+    ``auto-compiled``   ``auto`` for the model whose blocks are compiled one by one: beside rivals that are compiled,
+                        and with their activation memory budgets.
     policies            each baseline of ``forebay.planners`` with all the device memory that it asks for.
 """
 
@@ -26,9 +28,21 @@ if TYPE_CHECKING:
     from forebay.planners.parts import Level
     from forebay.trace import Trace
 
-__all__ = ["AUTO", "HERE", "POLICIES", "Candidate", "candidates", "never_slower", "same_plan"]
+__all__ = [
+    "AUTO",
+    "BESIDE_COMPILED",
+    "COMPILED_AUTO",
+    "HERE",
+    "POLICIES",
+    "Candidate",
+    "candidates",
+    "never_slower",
+    "same_plan",
+]
 
-AUTO, HERE = "auto", "auto-activations"
+AUTO, HERE, COMPILED_AUTO = "auto", "auto-activations", "auto-compiled"
+BESIDE_COMPILED = "as compile"
+"""Begins the labels of budgets that are the peaks of compiled rivals."""
 POLICIES = ("recompute", "offload-all")
 PLENTY = 64 << 30
 """Bytes: more than any of the models takes."""
@@ -47,6 +61,11 @@ class Candidate:
     refusal: str = ""
 
     @property
+    def share(self) -> float:
+        """The activation memory budget of the compiled rival whose peak this has for a budget; 1 beside others."""
+        return float(self.label.removeprefix(BESIDE_COMPILED)) if self.label.startswith(BESIDE_COMPILED) else 1.0
+
+    @property
     def name(self) -> str:
         """Unique within a model."""
         return f"{self.series} {self.label}"
@@ -55,17 +74,32 @@ class Candidate:
 def candidates(
     model: ZooModel, batch: int, machine: Machine, budgets: Sequence[tuple[str, int]], timing_seconds: float
 ) -> tuple[Candidate, ...]:
-    """Every series under ``budgets`` (label, bytes). Ops are timed one by one for ``timing_seconds`` beforehand."""
+    """Every series under ``budgets`` (label, bytes); where all of them are peaks of compiled rivals, only that beside
+    these. Ops are timed one by one for ``timing_seconds`` beforehand, compiled blocks as they are."""
     import torch
 
-    from forebay.profiler.capture import capture
+    from forebay.profiler.as_compiled import capture_as_compiled
     from forebay.profiler.stopwatch import ColdStopwatch
     from forebay.profiler.timing import TimingPolicy, time_ops
 
-    captured = capture(model.build(0, "cpu"), model.batch(batch, 0, "cpu", seed=0), "adamw", "cpu")
-    policy = TimingPolicy(total=timing_seconds)
-    machine = time_ops(captured.trace, captured.calls, machine, torch.device("cpu"), ColdStopwatch(), policy)
-    return tuple(_all(captured.trace, machine, budgets))
+    def timed(built: torch.nn.Module) -> tuple[Trace, Machine]:
+        captured = capture_as_compiled(built, model.batch(batch, 0, "cpu", seed=0), "adamw", "cpu")
+        policy = TimingPolicy(total=timing_seconds)
+        known = replace(machine, op_seconds={**machine.op_seconds, **captured.seconds})
+        return captured.trace, time_ops(
+            captured.trace, captured.calls, known, torch.device("cpu"), ColdStopwatch(), policy
+        )
+
+    compiled = [one for one in budgets if one[0].startswith(BESIDE_COMPILED)]
+    others = [one for one in budgets if one not in compiled]
+    found: list[Candidate] = []
+    if others or not compiled:
+        found += _all(*timed(model.build(0, "cpu")), budgets)
+    for budget in compiled:
+        torch.compiler.reset()
+        share = Candidate(COMPILED_AUTO, *budget).share
+        found.append(_auto(*timed(model.build_compiled(0, "cpu", share)), COMPILED_AUTO, *budget))
+    return tuple(found)
 
 
 def same_plan(one: Plan, other: Plan) -> bool:
@@ -74,7 +108,7 @@ def same_plan(one: Plan, other: Plan) -> bool:
 
 
 def _decided(plan: Plan) -> tuple[object, ...]:
-    return plan.placements, plan.streaming, plan.recompute, plan.activations
+    return plan.placements, plan.streaming, plan.recompute, plan.activations, plan.compiled
 
 
 def _all(trace: Trace, machine: Machine, budgets: Sequence[tuple[str, int]]) -> Iterator[Candidate]:
@@ -86,17 +120,18 @@ def _all(trace: Trace, machine: Machine, budgets: Sequence[tuple[str, int]]) -> 
                 trace, machine, policy, "", None, lambda bench, policy=policy: make_plan(bench.problem, policy, bench)
             )
     levels: dict[Level, None] = {}
-    for candidate in never_slower(
-        [
-            _foretold(trace, machine, AUTO, label, nbytes, lambda bench: make_plan(bench.problem, AUTO, bench))
-            for label, nbytes in budgets
-        ]
-    ):
+    for candidate in never_slower([_auto(trace, machine, AUTO, label, nbytes) for label, nbytes in budgets]):
         if candidate.plan is not None:
             levels[_level(candidate.plan)] = None
         yield candidate
     for label, nbytes in budgets:
         yield _foretold(trace, machine, HERE, label, nbytes, lambda bench: _here(bench, list(levels)))
+
+
+def _auto(trace: Trace, machine: Machine, series: str, label: str, nbytes: int) -> Candidate:
+    from forebay.planners import make_plan
+
+    return _foretold(trace, machine, series, label, nbytes, lambda bench: make_plan(bench.problem, AUTO, bench))
 
 
 def never_slower(asked: Sequence[Candidate]) -> Iterator[Candidate]:

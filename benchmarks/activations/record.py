@@ -86,18 +86,20 @@ class Field:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Comparison(TimedProvenance):
-    """One session. ``failed`` says in words which models did not run."""
+    """One session. ``failed`` says in words which models did not run. ``beside`` names the rivals that
+    alone ran; empty: all did."""
 
     rounds: int
     warmup: int
     steps: int
     fields: tuple[Field, ...]
     failed: tuple[str, ...] = ()
+    beside: str = ""
 
     @property
     def subject(self) -> str:
-        """The models compared."""
-        return ", ".join(field.model for field in self.fields)
+        """The models compared, and beside whom, where not beside all."""
+        return ", ".join(field.model for field in self.fields) + (f" beside {self.beside}" if self.beside else "")
 
 
 ARCHIVE = Archive("activations-", Comparison, topic=lambda comparison: comparison.subject)

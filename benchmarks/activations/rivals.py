@@ -24,15 +24,13 @@ from typing import Any, final
 
 import torch
 
-from benchmarks.activations.loop import LEARNING_RATE, Loop, seeded
+from benchmarks.activations.loop import COUNTED_STEPS, LEARNING_RATE, Loop, seeded
 from benchmarks.case import Account, Contender, Job, Running
 from forebay.device.ledger import StorageLedger
 from forebay.memory import Kind, Ledger, Tier
+from forebay.profiler.compiled import allocations, peak_of
 
 __all__ = ["CHECKPOINT", "PLAIN", "PLAIN_AGAIN", "SAVE_ON_CPU", "Compiled", "Eager", "Rival"]
-
-COUNTED_STEPS = 2
-"""Steps that a peak is taken over: the second one meets what the first one left."""
 
 
 @final
@@ -213,19 +211,3 @@ class _Compiled(_Unplanned):
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
             self.count()
         return Account(peaks={Tier.DEVICE.value: live + peak_of(allocations(profile)), Tier.HOST.value: 0})
-
-
-def allocations(profile: torch.profiler.profile) -> list[int]:
-    """Bytes that PyTorch's allocator for the CPU handed out (above 0) or took back, in their order."""
-    profiler = profile.profiler
-    found = [] if profiler is None else [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
-
-
-def peak_of(changes: list[int]) -> int:
-    """The most that is live at once, above what was before."""
-    live = peak = 0
-    for change in changes:
-        live += change
-        peak = max(peak, live)
-    return peak

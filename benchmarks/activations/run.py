@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from benchmarks.activations.models import BATCHES, ZooModel, chosen
-from benchmarks.activations.planned import Candidate, candidates, same_plan
+from benchmarks.activations.planned import COMPILED_AUTO, Candidate, candidates, same_plan
 from benchmarks.activations.race import Entry, Pace, Start, count, heats, merged, race, set_up
 from benchmarks.activations.record import Comparison, Field, Row, State
 from benchmarks.case import BenchmarkError, Contender, DeviceKind, Job
@@ -56,12 +56,14 @@ DUEL = 7
 @dataclass(frozen=True)
 class Settings:
     """How much is measured. ``shares`` are budgets in percent of plain's peak; ``compiled`` activation memory budgets
-    (0 to 1) of ``torch.compile``, which costs minutes; ``batches`` rows of a step by model; ``pace`` is that of all
+    (0 to 1) of ``torch.compile``, which costs minutes; ``eager``: whether rivals that are not compiled run, too (plain
+    always does); ``batches`` rows of a step by model; ``pace`` is that of all
     heats of a model together; ``timing`` seconds of op timing before plans are made; ``kept`` says that the figures are
     to be kept, so that no source may change."""
 
     shares: tuple[int, ...] = (20, 35, 50, 70, 90)
     compiled: tuple[float, ...] = ()
+    eager: bool = True
     batches: tuple[tuple[str, int], ...] = tuple(BATCHES.items())
     pace: Pace = PACE
     timing: float = 10.0
@@ -97,6 +99,7 @@ def compare(names: list[str], settings: Settings, command: str, *, say: Callable
         steps=settings.pace.steps,
         fields=tuple(fields),
         failed=tuple(failed),
+        beside=", ".join(f"compile {share:g}" for share in settings.compiled) if not settings.eager else "",
     )
 
 
@@ -116,6 +119,9 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
         raise BenchmarkError(f"plain did not run: {entries[0].row.detail}")
     say(f"  peaks of {', '.join(f'{name} {peak / 2**20:.0f} MiB' for name, peak in peaks.items() if peak)}")
     found = _planned(model, job.batch, machine, _budgets(plain, peaks, settings.shares), settings.timing)
+    for one in found:
+        foretold = one.predicted
+        say(f"  {one.name}: {one.refusal if foretold is None else f'{foretold.step_seconds:.3f} s foretold'}")
     rows = rows_of(found)
     contenders = _contenders(found, rows)
     say(f"  {len(found)} plans asked for, {len(contenders)} different ones")
@@ -171,7 +177,7 @@ def _rivals(settings: Settings) -> list[Contender]:
         Compiled(name=f"compile {share:g}", what=f"torch.compile, activation_memory_budget={share:g}", share=share)
         for share in settings.compiled
     ]
-    return [PLAIN, PLAIN_AGAIN, CHECKPOINT, SAVE_ON_CPU, *compiled]
+    return [PLAIN, *((PLAIN_AGAIN, CHECKPOINT, SAVE_ON_CPU) if settings.eager else ()), *compiled]
 
 
 def _entry(rival: Contender) -> Entry:
@@ -203,7 +209,9 @@ def rows_of(found: Sequence[Candidate]) -> list[Row]:
     ran: list[Candidate] = []
     for candidate in found:
         plan = candidate.plan
-        twin = next((c for c in ran if plan and c.plan and same_plan(c.plan, plan)), None)
+        twin = next(
+            (c for c in ran if plan and c.plan and c.share == candidate.share and same_plan(c.plan, plan)), None
+        )
         if plan is not None and twin is None:
             ran.append(candidate)
         rows.append(
@@ -214,6 +222,7 @@ def rows_of(found: Sequence[Candidate]) -> list[Row]:
                 label=candidate.label,
                 budget=candidate.nbytes,
                 state=State.MEASURED if plan is not None else State.NO_PLAN,
+                exact=candidate.series != COMPILED_AUTO,
                 detail=candidate.refusal,
                 predicted=candidate.predicted,
                 measured_as=None if twin is None else twin.name,
@@ -247,7 +256,7 @@ def _contenders(found: Sequence[Candidate], rows: Sequence[Row]) -> list[Entry]:
     from benchmarks.activations.loop import Planned
 
     return [
-        Entry(Planned(name=row.name, what=row.what, plan=candidate.plan), row)
+        Entry(Planned(name=row.name, what=row.what, plan=candidate.plan, share=candidate.share), row)
         for candidate, row in zip(found, rows, strict=True)
         if candidate.plan is not None and row.measured_as is None
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.activations.planned import AUTO
+from benchmarks.activations.planned import AUTO, COMPILED_AUTO
 from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
 from benchmarks.host import slug
 from benchmarks.table import QUIET_CORES, README, replace_between
@@ -35,11 +35,14 @@ def render(comparisons: Sequence[Comparison]) -> str:
 
 def held_against(field: Field, rival: Row) -> Row | None:
     """The run of ``auto`` that took turns with ``rival`` and as much of the device as ``rival`` did or less; None if
-    there is none. Of several, the one that was given most."""
+    there is none. Of several, the one that was given most. Beside a rival that is compiled it is one with compiled
+    blocks, where there are any."""
+    own = {row.series for row in field.rows if row.beside(rival)}
+    series = COMPILED_AUTO if rival.series == "compile" and COMPILED_AUTO in own else AUTO
     able = [
         row
         for row in field.rows
-        if row.series == AUTO
+        if row.series == series
         and row.beside(rival)
         and row.device is not None
         and rival.device is not None

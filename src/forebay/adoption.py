@@ -114,6 +114,12 @@ def _check_blocks(plan: Plan, bound: BoundModel) -> None:
                 f"the plan {does} block {name}, which is not one module: its parameters are used in several "
                 f"places, or while other blocks run; take it out of {field}"
             )
+    missing = min(set(plan.compiled) - set(bound.compiled), default=None)
+    if missing is not None:
+        raise ConfigError(
+            f"the plan was made for {missing} compiled, which in this model is not; compile it before prepare "
+            f"(.compile() of the module), or make the plan again"
+        )
     for placed in plan.placements:
         if placed.update is not Update.STEP and not blocks[placed.block].gradient_nbytes:
             raise ConfigError(

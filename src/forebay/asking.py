@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -23,12 +23,13 @@ from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import choose_plan
 from forebay.plans import Plan, UpdateTime
-from forebay.profiler.capture import capture
+from forebay.profiler.as_compiled import capture_as_compiled
+from forebay.profiler.capture import Captured, capture
 from forebay.profiler.here import this_machine
 from forebay.profiler.loss import cut_for, forced_cut
 from forebay.runtime.blocks import BoundModel
 from forebay.runtime.losses import LossFunction
-from forebay.trace import Footprint, Trace
+from forebay.trace import Footprint
 
 __all__ = ["Asking"]
 
@@ -74,8 +75,11 @@ class Asking:
 
     def _made(self, piece: int) -> Plan:
         limits = limits_of(self.budget, self.returning)
-        trace, unseen = self._captured(piece)
+        captured, unseen = self._captured(piece)
+        trace = None if captured is None else captured.trace
         machine, notes = (None, ()) if trace is None else this_machine(self.device.name, self.budget.disk)
+        if captured is not None and machine is not None and machine.source == "measured":
+            machine = replace(machine, op_seconds={**machine.op_seconds, **captured.seconds})
         problem = Problem(
             model=self.bound.model if trace is None else trace.model,
             footprint=unseen,
@@ -111,13 +115,15 @@ class Asking:
             raise refusal.having(settled(refusal.alone, benches[0], 1)) from None  # made first, with all the room
         return settled(room.plan, room.bench, self.micro_batches)
 
-    def _captured(self, piece: int) -> tuple[Trace | None, Footprint]:
-        """The trace of a step on the batch; None, and the reason, where there is none to be had."""
+    def _captured(self, piece: int) -> tuple[Captured | None, Footprint]:
+        """What a step on the batch is; None, and the reason, where that is not to be had."""
         if self.batch is None:
             return None, Footprint(0, 0, measured=False)
         try:
             kind = torch.device(self.device.name).type
-            trace = capture(self.model, self.batch, self.optimizer, kind, self.blocks, piece, self.loss_fn).trace
+            # Micro-batches that pass the model together run as written (``runtime.accumulate``).
+            take = capture_as_compiled if self.micro_batches == 1 else capture
+            captured = take(self.model, self.batch, self.optimizer, kind, self.blocks, piece, self.loss_fn)
         except CaptureFailed as error:
             # Whatever a model does with values it does not have ends here; the plan says that it does not know.
             warnings.warn(
@@ -125,4 +131,4 @@ class Asking:
                 stacklevel=2,
             )
             return None, Footprint(0, 0, measured=False, note=str(error))
-        return trace, Footprint(0, 0, measured=True)
+        return captured, Footprint(0, 0, measured=True)

@@ -121,7 +121,9 @@ def open_session(
     whereabouts = Whereabouts()
     on_cuda = torch.device(device.name).type == "cuda"
     pinner: Pinner = CudaPinner.of(torch.device(device.name)) if on_cuda else NoPinner()
-    watch: Watch = NoWatch() if on_cuda else StorageLedger(device.ledger, whereabouts, device.history)
+    watch: Watch = NoWatch()
+    if not on_cuda:
+        watch = StorageLedger(device.ledger, whereabouts, device.history, beside_compiled=bool(plan.compiled))
     store = Store(device, bound.model, plan, rule.state_names, ledgers, pinner, kept)
     try:
         # As early as can be: it has a second or two to get ready while parameters go home.

@@ -258,7 +258,8 @@ class Plan:
     are dropped in forward and made again in backward; ``activations`` says which ops are treated otherwise than their
     block (``Selection``). ``loss_piece`` (0: all at once) are the most bytes of logits at a time from which the loss of
     a language model is computed. ``read_outside`` names the blocks whose parameters the model reads outside of their
-    modules (``trace.Block``). ``fingerprint`` is that of the trace that the plan was made for ("": none).
+    modules (``trace.Block``). ``compiled`` names the modules that run as torch.compile made them, which the plan was
+    made for; others run as written. ``fingerprint`` is that of the trace that the plan was made for ("": none).
     ``reasons`` say in words why the plan is as it is, ``changes_numbers`` whatever makes the result differ from plain
     PyTorch (lossless: nothing). ``accumulation``: see there (None: unknown, or nothing that streams).
     """
@@ -275,6 +276,7 @@ class Plan:
     activations: tuple[Selection, ...] = ()
     loss_piece: int = 0
     read_outside: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
     step_seconds: float | None = None
     micro_batch_seconds: float | None = None
     accumulation: Accumulation | None = None

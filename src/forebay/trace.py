@@ -16,6 +16,7 @@ from forebay.errors import ConfigError
 from forebay.memory import Kind
 
 __all__ = [
+    "COMPILED",
     "NO_SAVES",
     "TRACE_SCHEMA",
     "Block",
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 TRACE_SCHEMA = 3
+
+COMPILED = "forebay.compiled_"
+"""Begins the names of the ops that stand for compiled blocks (``profiler.stand_ins``)."""
 
 NO_SAVES = -1
 """In the place of a number of ops: autograd saves nothing there."""
@@ -180,6 +184,11 @@ class Work:
     flops: int
     nbytes: int
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is half of a compiled block: no dispatch mode sees it run, so no plan can name it."""
+        return self.op.startswith(COMPILED)
+
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
@@ -274,8 +283,10 @@ class Trace:
     words what was assumed. ``held_nbytes`` of the step's outputs are still there while the next forward runs;
     ``unseen_nbytes`` may be taken by a loss outside the model, between forward and backward. ``read_in_backward`` names
     the blocks whose parameters a function that the model itself has run again in backward (a checkpoint) reads while
-    none of the modules run that ask for them: such a block has to stay on the device. ``changed_buffers`` names the
-    buffers that the step changes in place: a block that is recomputed keeps a copy of its own as forward found them.
+    none of the modules run that ask for them: such a block has to stay on the device. ``compiled`` names the modules,
+    blocks as a whole, that are here as a compiler made them: one op in forward and one in backward.
+    ``changed_buffers`` names the buffers that the step changes in place: a block that is recomputed keeps a copy of its
+    own as forward found them.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory. Seconds and simulated
@@ -298,6 +309,7 @@ class Trace:
     held_nbytes: int = 0
     unseen_nbytes: int = 0
     read_in_backward: tuple[str, ...] = ()
+    compiled: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     extremes: tuple[Trace, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any, final
 import pytest
 
 from benchmarks.activations.models import chosen
-from benchmarks.activations.planned import AUTO, Candidate, never_slower
+from benchmarks.activations.planned import AUTO, COMPILED_AUTO, Candidate, never_slower
 from benchmarks.activations.race import Entry, Pace, count, heats, merged, race, set_up
 from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
 from benchmarks.activations.run import follow, footprint, paired, rows_of
@@ -276,6 +276,27 @@ def test_auto_is_held_against_a_rival_within_the_rivals_peak() -> None:
     held = held_against(FIELD, FIELD.row("checkpoint"))
     assert held is not None and held.name == "auto 60 %"  # the one of 90 % takes more, the one of 40 % was given less
     assert held_against(FIELD, FIELD.row("save_on_cpu")) is None  # the one of 20 % took no turns with it
+
+
+def test_beside_a_compiled_rival_it_is_auto_with_compiled_blocks() -> None:
+    rival = row("compile 0.5", 60 * MIB, 1.2)
+    compiled = row("auto-compiled as compile 0.5", 58 * MIB, 1.1)
+    field = replace(FIELD, rows=(*FIELD.rows, rival, compiled))
+    assert held_against(field, rival) is compiled
+    assert held_against(field, field.row("checkpoint")) == FIELD.row("auto 60 %")
+    # Where none ran, the one that was not compiled.
+    without = held_against(replace(FIELD, rows=(*FIELD.rows, rival)), rival)
+    assert without is not None and without.name == "auto 60 %"
+
+
+def test_both_are_compiled_with_one_activation_memory_budget() -> None:
+    assert Candidate(COMPILED_AUTO, "as compile 0.75", 80).share == 0.75
+    assert Candidate("auto", "as checkpoint", 80).share == 1.0
+
+
+def test_a_part_is_a_subject_of_its_own() -> None:
+    assert RESULT.subject == "tiny"
+    assert replace(RESULT, beside="compile 0.5").subject == "tiny beside compile 0.5"
 
 
 def test_the_table_says_peak_share_prediction_and_verdict() -> None:

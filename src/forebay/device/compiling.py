@@ -1,11 +1,11 @@
 """What ``torch.compile`` was applied to, and where it has to stand back.
 
-Dispatch modes see a step op by op; compiled code has no ops. While a dispatch mode is on, PyTorch (2.13) compiles
-nothing: it goes through compiled modules as they are written, and compiles the Python of the mode in their place, again
-and again. So where a mode of forebay's is on, compiled modules are told to run as they are written: always on ``cpu``,
-whose bytes a mode counts; while a step is recorded; where a plan names ops. Also where blocks recompute: what compiled
-code saves holds on to slots then. The numbers are those of the same model, not compiled. Elsewhere compiled blocks stay
-compiled, and forebay's hooks run between them.
+Dispatch modes see a step op by op; compiled code has no ops. While a dispatch mode is on that does not say otherwise,
+PyTorch (2.13) compiles nothing: it goes through compiled modules as they are written, and compiles the Python of the
+mode in their place, again and again. So where a plan was not made for compiled blocks (``Plan.compiled``), compiled
+modules are told to run as they are written wherever a mode of forebay's is on: on ``cpu``, whose bytes a mode counts;
+while a step is recorded; where a plan names ops. Also where blocks recompute. The numbers are those of the same model,
+not compiled. Elsewhere compiled blocks stay compiled, and forebay's hooks run between them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from forebay.device.base import Watch
 from forebay.device.history import History
-from forebay.device.modes import OpMode
+from forebay.device.modes import BesideCompiled, Mode, OpMode
 from forebay.errors import BudgetExceeded, ParameterReleased
 from forebay.memory import Kind, Ledger
 
@@ -58,14 +58,22 @@ class StorageLedger(Watch):
     """Charges ``ledger`` with every storage that ops make while active.
 
     ``where`` says in words what is running (the current block), for the message when the budget is exceeded.
+    ``beside_compiled``: what torch.compile was applied to runs compiled.
     """
 
-    def __init__(self, ledger: Ledger, where: Callable[[], str] = lambda: "", history: History | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        where: Callable[[], str] = lambda: "",
+        history: History | None = None,
+        *,
+        beside_compiled: bool = False,
+    ) -> None:
         self.ledger = ledger
         self._history = history or History()
         self._where = where
         self._active = False
-        self._mode = OpMode(self.through)
+        self._mode: Mode = BesideCompiled(self.through) if beside_compiled else OpMode(self.through)
         self._counted: dict[int, _Entry] = {}
         self._known: set[int] = set()
         self._released: dict[int, str] = {}

@@ -17,6 +17,7 @@ leaves the stack when the next mode of this kind is put on or taken off in that 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -26,7 +27,7 @@ from typing import Any, final
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["OpMode"]
+__all__ = ["BesideCompiled", "Mode", "OpMode"]
 
 Seer = Callable[[Any, Any, Any], Any]
 """Runs an op, given as (func, args, kwargs), and returns its result. Ops that it issues itself go past its mode."""
@@ -47,10 +48,9 @@ _NEXT = {
 }
 
 
-@final
-class OpMode(TorchDispatchMode):
+class Mode(TorchDispatchMode, ABC):
     """Hands every op to ``see``, in the threads in which it was put on and in their backward. After ``end`` it holds
-    nothing."""
+    nothing. What torch.compile does meanwhile is said by the class: ``OpMode``, ``BesideCompiled``."""
 
     def __init__(self, see: Seer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,14 +113,38 @@ class OpMode(TorchDispatchMode):
         self._through = self._see if state is _State.ON else _hand_on
         return True
 
+    @abstractmethod
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Goes ``_through``. Each class has its own: torch treats the method of a class as that class asks."""
+
+
+@final
+class OpMode(Mode):
+    """Nothing is compiled while it is on a stack."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._through(func, args, kwargs or {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # torch would wrap the method above in a switch that keeps torch.compile out of it, two more Python
-        # calls for each op. There is nothing in it that a compiler could trace wrongly: it runs the op it was given.
+        # calls for each op. Nothing is compiled while this mode is on.
         return False
+
+
+@final
+class BesideCompiled(Mode):
+    """What was compiled stays so. That calls ops while the compiler looks at every frame: torch's switch stays around
+    the method."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._through(func, args, kwargs or {})
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # If not, PyTorch compiles nothing while the mode is on. What compiled code makes need not come by here:
+        # ``runtime.unseen``.
+        return True
 
 
 def _hand_on(func: Any, args: Any, kwargs: Any) -> Any:
@@ -157,11 +181,11 @@ def _clear() -> None:
 
 
 def _is_off(mode: TorchDispatchMode) -> bool:
-    return isinstance(mode, OpMode) and not mode.is_on
+    return isinstance(mode, Mode) and not mode.is_on
 
 
 _CHANGE_THE_STACK = frozenset(
-    function.__code__ for function in (OpMode.put_on, OpMode.put_behind, _clear, _Popped.__enter__, _Popped.__exit__)
+    function.__code__ for function in (Mode.put_on, Mode.put_behind, _clear, _Popped.__enter__, _Popped.__exit__)
 )
 
 

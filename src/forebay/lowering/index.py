@@ -95,7 +95,8 @@ class _Pattern:
         self.names = self._names(segment, works)
 
     def _names(self, segment: Segment, works: tuple[Work, ...]) -> Mapping[tuple[str, int], int]:
-        """Places of the ops that make roots which nothing here writes to later, by overload and occurrence."""
+        """Places of the ops that make roots which nothing here writes to later, by overload and occurrence. What a
+        compiler made has no name at run time."""
         good: dict[int, bool] = {}
         for reference, index, nbytes, _, _ in self.made:
             if nbytes:
@@ -104,7 +105,7 @@ class _Pattern:
         names = {}
         for index, op in enumerate(segment.ops):
             name = works[op.work].op
-            if good.get(index, False):
+            if good.get(index, False) and not works[op.work].is_compiled:
                 names[name, runs[name]] = index
             runs[name] += 1
         return MappingProxyType(names)

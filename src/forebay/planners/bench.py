@@ -198,6 +198,7 @@ class Bench:
             recompute=draft.recompute,
             activations=draft.activations,
             read_outside=tuple(block.name for block in self.model.blocks if block.is_read_outside),
+            compiled=() if self.problem.trace is None else self.problem.trace.compiled,
             fingerprint=self._fingerprint,
             reasons=reasons,
             changes_numbers=(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -63,10 +63,12 @@ lie."""
 @final
 @dataclass(frozen=True)
 class Captured:
-    """A trace, and for the ``signature`` of each of its works how to call that op for real."""
+    """A trace, and for the ``signature`` of each of its works how to call that op for real. ``seconds``, by
+    ``signature``, are those of compiled blocks, which were run while the trace was taken."""
 
     trace: Trace
     calls: Mapping[str, Call]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def capture(

@@ -61,6 +61,9 @@ def gains(attachment: Attachment) -> bool:
         # Tiles are fetched inside of one autograd function, which no other micro-batch can come in between of: backward
         # of the first would go on to its end, with the gradients of all tiles on the device at once.
         return False
+    if session.plan.compiled:
+        # Passing together, blocks run as written, and the plan was made for what the compiler made of them.
+        return False
     return any(not b.held and not session.store.blocks[b.name].placement.resident for b in session.model.blocks)
 
 

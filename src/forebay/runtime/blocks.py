@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from forebay.device.compiling import refuse_compiled_root
+from forebay.device.compiling import compiled_modules, refuse_compiled_root
 from forebay.errors import ModelError
 from forebay.layout import align
 from forebay.runtime.tiles import Tiled
@@ -30,6 +30,11 @@ class BoundModel:
     model: Model
     parameters: dict[str, nn.Parameter]
     modules: dict[str, nn.Module]
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Names of the modules that torch.compile was applied to."""
+        return compiled_modules(self.modules[""])
 
 
 def find_blocks(

@@ -114,6 +114,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._endings: list[Callable[[], None]] = []
         self._depth: dict[str, int] = {}
+        self._unseen = session.saved.unseen
         self._recomputation = Recomputation(session.saved, self._recompute, session.watch, session.stash)
         self._offloading = Offloading(session.saved, session.stash)
         # Held while several passes take turns: one accumulation at a time.
@@ -122,7 +123,8 @@ class Attachment:
         self.current = Pass()
         self.has_tiles = any(isinstance(module, Tiled) for module in modules.values())
         plan = session.plan
-        self._as_written = not isinstance(session.watch, NoWatch) or bool(plan.activations or plan.recompute)
+        watched = not isinstance(session.watch, NoWatch)
+        self._as_written = not plan.compiled and (watched or bool(plan.activations or plan.recompute))
         self._compiled = compiled_modules(root)
         self._hooked: list[nn.Module] = []
         streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
@@ -144,8 +146,11 @@ class Attachment:
             module, treatments = modules.get(block.module or block.name), self.session.plan.treatments(block.name)
             if module is None:
                 continue
+            compiled = block.module in self.session.plan.compiled
+            if compiled:
+                self._handles += self._unseen.attach(module)
             if block.name in self.session.plan.recompute:
-                self._handles += self._recomputation.attach(block.name, module, treatments)
+                self._handles += self._recomputation.attach(block.name, module, treatments, compiled=compiled)
             elif treatments:
                 self._handles += self._offloading.attach(block.name, module, treatments)
         for name, blocks in self._asked(streamed).items():
@@ -170,7 +175,9 @@ class Attachment:
         resident block, whose parameters are always there, the ones that say when it computes."""
         asked: dict[str, list[Block]] = {}
         for block in self.session.model.blocks:
-            whole = block.module if block not in streamed else None
+            # Inside of compiled code there is no place for hooks: the block is there from its begin to its end.
+            alone = block not in streamed or block.module in self.session.plan.compiled
+            whole = block.module if alone else None
             for name in (whole,) if whole is not None else block.modules:
                 asked.setdefault(name, []).append(block)
         return asked
@@ -194,6 +201,7 @@ class Attachment:
         self._remove_hooks()
         self._recomputation.abandon()
         self._offloading.abandon()
+        self._unseen.abandon()
         self.current.scopes.close()
         # After a fault the step's account is still open; what is made from here on is not the device's.
         self.session.watch.activate(False)
@@ -284,6 +292,7 @@ class Attachment:
         """Ends a forward that was interrupted: what it left open is closed."""
         self._recomputation.abandon()
         self._offloading.abandon()
+        self._unseen.abandon()
         for block in self.session.model.blocks:
             if self._depth.pop(block.name, 0):
                 self._hide_block(block)

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import (
 from torch.utils.hooks import RemovableHandle
 
 from forebay.device.base import Watch
+from forebay.device.compiling import outside_of_graphs
 from forebay.errors import ModelError
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.selective import Choice, Mover, Record, Replay, not_the_same
@@ -78,17 +79,23 @@ class Recomputation:
         # call on (None: nothing, or it has begun).
         self._again: list[tuple[nn.Module, Replay | None]] = []
 
-    def attach(self, block: str, module: nn.Module, treatments: Sequence[Treatment] = ()) -> list[RemovableHandle]:
-        """Puts the hooks on ``module``. To be followed by the pre-hook that exposes its parameters, prepended."""
+    def attach(
+        self, block: str, module: nn.Module, treatments: Sequence[Treatment] = (), *, compiled: bool = False
+    ) -> list[RemovableHandle]:
+        """Puts the hooks on ``module``; ``compiled``: it is, and stays so. To be followed by the pre-hook that exposes
+        its parameters, prepended."""
         accepted = inspect.signature(module.forward).parameters
         caches = {name: place for place, name in enumerate(accepted) if name in CACHES}
-        choice = Choice(block, treatments)
-        surroundings = Surroundings(block, module, self._watch)
-        before = partial(self._before, choice, surroundings, caches)
+        choice = Choice(block, treatments, compiled=compiled)
+        surroundings = Surroundings(block, module, self._watch, compiled=compiled)
+        before: Any = partial(self._before, choice, surroundings, caches)
+        after: Any = self._after
+        if compiled:
+            before, after = outside_of_graphs(before), outside_of_graphs(after)
         return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             # always_call: an exception in forward must take the saved-tensor hooks off too.
-            module.register_forward_hook(self._after, prepend=True, always_call=True),
+            module.register_forward_hook(after, prepend=True, always_call=True),
         ]
 
     def abandon(self) -> None:
@@ -147,7 +154,7 @@ class Recomputation:
                 filled[i] = tensor
             args, kwargs = _rewound(tree_unflatten(filled, spec))
             _let_go_at_the_end(holders)
-            with found.again(), self._replaying(module, Replay(record)), _as_they_are_now():
+            with found.again(), self._replaying(module, Replay(record)), _as_they_are_now(self._saved):
                 self._around(choice.block, lambda: module(*args, **kwargs))
 
         checkpoint: Region = _checkpoint_without_reentrant_generator(
@@ -220,12 +227,14 @@ def _let_go_at_the_end(holders: Sequence[weakref.ref[_Holder]]) -> None:
 
 
 @contextmanager
-def _as_they_are_now() -> Iterator[None]:
+def _as_they_are_now(saved: SavedTensors) -> Iterator[None]:
     """The saved-tensor hooks of a recomputation. They keep a frozen parameter as the object that it is, and that points
-    elsewhere when its block is hidden, before backward reads it: so they are given its present tensor."""
+    elsewhere when its block is hidden, before backward reads it: so they are given its present tensor. What compiled
+    code saves is told to ``saved``."""
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def present(tensor: torch.Tensor) -> Any:
+        saved.unseen.saved(tensor)
         return pack(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
 
     with saved_tensors_hooks(present, unpack):

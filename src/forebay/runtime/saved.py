@@ -17,6 +17,7 @@ from forebay.memory import Kind
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
 from forebay.runtime.stash import Stash, Ticket
+from forebay.runtime.unseen import Unseen
 from forebay.trace import Block
 
 __all__ = ["Kept", "SavedTensors", "SlotReference", "Treated", "modified"]
@@ -71,7 +72,7 @@ class SavedTensors:
 
     ``parameters`` are those of the model's ``blocks``. ``stash`` knows what was treated. ``measure`` says which block
     runs when a tensor is saved, and ``on_unpack`` is told that block when the tensor is asked for: backward has come to
-    it.
+    it. ``unseen`` counts what compiled blocks save.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class SavedTensors:
         self._watch = watch
         self._measure = measure
         self._on_unpack = on_unpack
+        self.unseen = Unseen(watch)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """A reference for a view of a slot or of what was treated; any other tensor is kept. Both but the first are
@@ -101,6 +103,7 @@ class SavedTensors:
             return _without_graph(tensor)  # a sparse tensor has no storage of its own
         slot = self._access.slot_at(tensor)
         if slot is None or slot.occupant is None:
+            self.unseen.saved(tensor)
             self._watch.attribute(tensor, Kind.ACTIVATION)
             ticket = self._stash.ticket_of(tensor)
             if ticket is None or tensor.is_conj() or tensor.is_neg() or not ticket.admits():

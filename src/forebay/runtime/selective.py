@@ -85,13 +85,14 @@ _PLAIN = _Traits(False, False, ())
 
 @final
 class Choice:
-    """The ops of one block that a plan names, and what is known of overloads: thousands pass in a step."""
+    """The ops of one block that a plan names, and what is known of overloads: thousands pass in a step. A ``compiled``
+    block has no ops to be seen."""
 
-    def __init__(self, block: str, treatments: Iterable[Treatment]) -> None:
+    def __init__(self, block: str, treatments: Iterable[Treatment], *, compiled: bool = False) -> None:
         self.block = block
         self.named = {(t.op, t.occurrence): t for t in treatments}
         # Whether every op of a recomputation is looked at: of the first one, and of all where ops are named.
-        self.looks = True
+        self.looks = not compiled
         self._ops = {op for op, _ in self.named}
         self._traits: dict[Any, _Traits] = {}
 

@@ -217,7 +217,10 @@ class Session:
             return
         gradient, state = parameter.grad, self.contents.state(name)
         if not isinstance(gradient, LandedGradient):  # else autograd's own accumulation has landed it
-            self.watch.attribute(gradient, Kind.GRADIENT)
+            if self.plan.compiled:
+                self.watch.count(gradient, Kind.GRADIENT)  # perhaps made where nobody looked
+            else:
+                self.watch.attribute(gradient, Kind.GRADIENT)
             buffer = state.gradients.get(name)
             if buffer is None:
                 return

@@ -62,10 +62,13 @@ class _Buffer:
 
 @final
 class Surroundings:
-    """Those of one block's module, and of the modules in it."""
+    """Those of one block's module, and of the modules in it. ``compiled``: it has no ops to be seen, and a buffer of
+    which nothing is known is copied when a forward begins."""
 
-    def __init__(self, block: str, module: nn.Module, watch: Watch) -> None:
+    def __init__(self, block: str, module: nn.Module, watch: Watch, *, compiled: bool = False) -> None:
         self.block = block
+        self.compiled = compiled
+        self.unknown = _Change.COUNTED if compiled else _Change.NONE
         self.parameters = tuple(module.named_parameters())
         self.modules = tuple(module.named_modules())
         self._watch = watch
@@ -98,7 +101,7 @@ class Surroundings:
                 found[own] = None
                 continue
             name = f"{prefix}.{own}" if prefix else own
-            content = None if known.get(name, _Change.NONE) is _Change.NONE else self.copy(buffer)
+            content = None if known.get(name, self.unknown) is _Change.NONE else self.copy(buffer)
             found[own] = _Buffer(name, buffer, _version(buffer), content)
         return found
 
@@ -123,7 +126,9 @@ class Found:
         self._known = known
         self._lost = set[str]()
         # Whether the ops of the forward are to be seen: of some buffer nobody knows yet whether they change it.
-        self.looks = any(b is not None and b.name not in known for _, found in buffers for b in found.values())
+        self.looks = not surroundings.compiled and any(
+            b is not None and b.name not in known for _, found in buffers for b in found.values()
+        )
 
     def written(self, tensor: torch.Tensor) -> None:
         """An op of the forward is about to write to ``tensor``."""

@@ -1,0 +1,130 @@
+"""A capture of the step as it will run here: blocks that torch.compile was applied to are what the compiler made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from forebay.device.compiling import compiled_modules
+from forebay.profiler.capture import Captured, capture
+from forebay.profiler.compiled import Measured, Measuring
+from forebay.profiler.stand_ins import standing_in
+from forebay.runtime.losses import LossFunction
+from forebay.trace import Model, Phase, Trace
+
+__all__ = ["capture_as_compiled"]
+
+Calls = dict[str, list[tuple[Any, Any]]]
+
+
+def capture_as_compiled(
+    model: nn.Module,
+    batch: Any,
+    optimizer: str | torch.optim.Optimizer = "adamw",
+    device: str | torch.device = "cpu",
+    blocks: Sequence[str] | None = None,
+    loss_piece: int = 0,
+    loss_fn: LossFunction | None = None,
+) -> Captured:
+    """``capture``, with what compiled blocks do measured: each is compiled and run, forward and backward.
+
+    As written, which is how they run then, are all blocks where one of the compiled modules is no block as a whole, has
+    no values yet, is not on ``cpu``, fails, or does what no stand-in can tell; the trace says so in its notes.
+
+    Raises what ``capture`` raises.
+    """
+    seen: Calls = {}
+    asked = partial(capture, model, batch, optimizer, device, blocks, loss_piece, loss_fn)
+    names = compiled_modules(model)
+    with _noting(model, names, seen):
+        written = asked()
+    if not names:
+        return written
+    whole = {block.module for block in written.trace.model.blocks}
+    modules = {name: model.get_submodule(name) for name in names}
+    tensors = [t for m in modules.values() for t in (*m.parameters(), *m.buffers())]
+    here = torch.device(device).type == "cpu" and all(t.device.type == "cpu" for t in tensors)
+    if not here or not whole.issuperset(names):
+        return _as_written(written, "what is compiled are not blocks as a whole, with values, on the cpu")
+    found: dict[str, tuple[nn.Module, Measured]] = {}
+    measuring = Measuring()
+    for name, module in modules.items():
+        calls = seen.get(name, [])
+        try:
+            measured = measuring.measure(module, *calls[0]) if len(calls) == 1 else None
+        except Exception as error:  # whatever a compiler, or a model on made-up values, may raise
+            return _as_written(
+                written, f"{name} alone, on made-up values, failed: {type(error).__name__}: {_line(error)}"
+            )
+        if measured is None:
+            return _as_written(written, f"{name} returns what it is given, or is not called once in a forward")
+        found[name] = getattr(module, "_orig_mod", module), _with_flops(measured, written.trace, name)
+    with standing_in(found):
+        captured = asked()
+    return replace(
+        captured,
+        trace=replace(captured.trace, compiled=names),
+        seconds=_seconds(captured.trace, {name: one for name, (_, one) in found.items()}),
+    )
+
+
+def _as_written(captured: Captured, why: str) -> Captured:
+    note = f"compiled blocks are planned, and run, as written: {why}"
+    return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, note)))
+
+
+def _line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+@contextmanager
+def _noting(model: nn.Module, names: Sequence[str], seen: Calls) -> Iterator[None]:
+    """Notes in ``seen`` what the modules called ``names`` are called with."""
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.setdefault(name, []).append((args, kwargs))
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True) for name in names
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _block_of(model: Model, module: str) -> str:
+    return next(block.name for block in model.blocks if block.module == module)
+
+
+def _with_flops(measured: Measured, trace: Trace, module: str) -> Measured:
+    """``measured`` with the FLOPs that its block has in ``trace``, op by op."""
+    block = _block_of(trace.model, module)
+    flops = {
+        phase: sum(
+            trace.works[op.work].flops for _, visit, op in trace.ops() if (visit.block, visit.phase) == (block, phase)
+        )
+        for phase in Phase
+    }
+    return replace(measured, forward_flops=flops[Phase.FORWARD], backward_flops=flops[Phase.BACKWARD])
+
+
+def _seconds(trace: Trace, measured: Mapping[str, Measured]) -> dict[str, float]:
+    """Seconds of the stand-ins' ops by signature; of blocks that are alike, the median."""
+    found: dict[str, list[float]] = {}
+    by_block = {_block_of(trace.model, name): one for name, one in measured.items()}
+    for _, visit, op in trace.ops():
+        work = trace.works[op.work]
+        if work.is_compiled:
+            one = by_block[visit.block]
+            taken = one.forward_seconds if visit.phase is Phase.FORWARD else one.backward_seconds
+            found.setdefault(work.signature, []).append(taken)
+    return {signature: median(taken) for signature, taken in found.items()}
