@@ -24,11 +24,10 @@ from typing import Any, final
 
 import torch
 
-from benchmarks.activations.loop import COUNTED_STEPS, LEARNING_RATE, Loop, seeded
+from benchmarks.activations.loop import COUNTED_STEPS, LEARNING_RATE, Loop, counted, seeded
 from benchmarks.case import Account, Contender, Job, Running
 from forebay.device.ledger import StorageLedger
 from forebay.memory import Kind, Ledger, Tier
-from forebay.profiler.compiled import allocations, peak_of
 
 __all__ = ["CHECKPOINT", "PLAIN", "PLAIN_AGAIN", "SAVE_ON_CPU", "Compiled", "Eager", "Rival"]
 
@@ -206,8 +205,5 @@ class _Compiled(_Unplanned):
     def account(self) -> Account:
         """Runs ``COUNTED_STEPS`` steps under the profiler and adds up what the allocator reports to it."""
         self.settle()
-        live = sum(storage.nbytes() for _, storage in self.standing())
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            self.count()
-        return Account(peaks={Tier.DEVICE.value: live + peak_of(allocations(profile)), Tier.HOST.value: 0})
+        peak = counted(sum(storage.nbytes() for _, storage in self.standing()), self.count)
+        return Account(peaks={Tier.DEVICE.value: peak, Tier.HOST.value: 0})
