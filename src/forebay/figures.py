@@ -13,6 +13,10 @@ from forebay.trace import Trace
 __all__ = ["source_of", "with_figures"]
 
 
+UNSEEN = "what compiled blocks take only while they run was measured beforehand; the account of a run does not see it"
+"""Said of every plan for compiled blocks (``runtime.unseen``)."""
+
+
 def with_figures(
     trace: Trace,
     machine: Machine,
@@ -48,7 +52,7 @@ def with_figures(
         step_seconds=step,
         micro_batch_seconds=further,
         accumulation=accumulation,
-        notes=(source_of(machine, costs.measured_share), *more),
+        notes=(source_of(machine, costs.measured_share), *more, *([UNSEEN] if plan.compiled else [])),
     )
 
 
