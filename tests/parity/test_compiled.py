@@ -190,7 +190,9 @@ def test_with_the_compilers_own_saves_numbers_are_those_of_the_compiled_model(co
         )
         expect_same(model, optimizer, models[1])
         seen, plan = forebay.report(model).measured_peaks()[Tier.DEVICE], forebay.report(model).plan
-        taken = counted(device.ledger.usage().live, lambda: model(batch(STEPS)).backward())
+        forebay.synchronize(model)
+        given = batch(STEPS)
+        taken = counted(device.ledger.usage().live, lambda: model(given).backward())
         forebay.close(model)
     assert plan.compiled
     assert seen <= taken <= plan.device
