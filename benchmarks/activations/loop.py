@@ -24,7 +24,7 @@ from forebay.plans import Plan
 from forebay.profiler.compiled import allocations, peak_of
 from forebay.units import format_bytes
 
-__all__ = ["COUNTED_STEPS", "LEARNING_RATE", "Loop", "Planned", "counted", "seeded"]
+__all__ = ["COUNTED_STEPS", "LEARNING_RATE", "Loop", "Planned", "changes_of", "counted", "seeded"]
 
 LEARNING_RATE = 1e-4
 
@@ -163,8 +163,13 @@ class _PlannedLoop(Loop):
 
 
 def counted(standing: int, steps: Callable[[], None]) -> int:
-    """The most bytes at once while ``steps`` run: ``standing`` before them, and what PyTorch's allocator for the CPU
-    hands out and takes back in this thread."""
+    """The most bytes at once while ``steps`` run: ``standing`` before them, and what this thread takes."""
+    return standing + peak_of(changes_of(steps))
+
+
+def changes_of(steps: Callable[[], None]) -> list[int]:
+    """Bytes that PyTorch's allocator for the CPU hands out (above 0) and takes back in this thread while ``steps`` run,
+    in their order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         steps()
-    return standing + peak_of(allocations(profile))
+    return allocations(profile)

@@ -200,6 +200,10 @@ class Watch(ABC):
     def count(self, tensor: Any, kind: Kind) -> None:
         """Counts the storage of ``tensor``, which an op has made that was not seen, as ``kind``."""
 
+    @abstractmethod
+    def found(self, tensor: Any, kind: Kind) -> None:
+        """The same of what compiled code has made, if what ops make is charged now."""
+
 
 class NoWatch(Watch):
     """Sees nothing."""
@@ -223,6 +227,9 @@ class NoWatch(Watch):
         return
 
     def attribute(self, tensor: Any, kind: Kind) -> None:
+        return
+
+    def found(self, tensor: Any, kind: Kind) -> None:
         return
 
     def count(self, tensor: Any, kind: Kind) -> None:

@@ -116,6 +116,11 @@ class StorageLedger(Watch):
             self._note(plain, kind.value)
             self.attribute(plain, kind)
 
+    def found(self, tensor: torch.Tensor, kind: Kind) -> None:
+        # An interrupt may leave saved-tensor hooks on that ask this: of a session that is over they charge nothing.
+        if self._active:
+            self.count(tensor, kind)
+
     def through(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op: refuses one that would read a released parameter, charges the storages that it makes.
 

@@ -218,7 +218,7 @@ class Session:
         gradient, state = parameter.grad, self.contents.state(name)
         if not isinstance(gradient, LandedGradient):  # else autograd's own accumulation has landed it
             if self.plan.compiled:
-                self.watch.count(gradient, Kind.GRADIENT)  # perhaps made where nobody looked
+                self.watch.found(gradient, Kind.GRADIENT)
             else:
                 self.watch.attribute(gradient, Kind.GRADIENT)
             buffer = state.gradients.get(name)

@@ -7,6 +7,7 @@ out nowhere; of that the plan's promise is what was measured before (``profiler.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, final
 
 import torch
@@ -24,11 +25,12 @@ __all__ = ["Unseen"]
 @final
 class Unseen:
     """The compiled blocks of one model whose forward is running, innermost last, each with the storages that it was
-    given: those are counted by whoever made them."""
+    given: those are counted by whoever made them. The blocks are held weakly: an interrupt may leave saved-tensor hooks
+    on, which hold this."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._running: list[tuple[nn.Module, frozenset[int]]] = []
+        self._running: list[tuple[weakref.ref[nn.Module], frozenset[int]]] = []
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Puts the hooks on ``module``. To be followed by the pre-hook that exposes its parameters, prepended."""
@@ -46,19 +48,19 @@ class Unseen:
     def saved(self, tensor: torch.Tensor) -> None:
         """``tensor`` is saved for backward."""
         if self._running and tensor.untyped_storage()._cdata not in self._running[-1][1]:
-            self._watch.count(tensor, Kind.ACTIVATION)
+            self._watch.found(tensor, Kind.ACTIVATION)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = (*tree_leaves((args, kwargs)), *module.parameters(), *module.buffers())
-        self._running.append((module, frozenset(_keys(given))))
+        self._running.append((weakref.ref(module), frozenset(_keys(given))))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._running or self._running[-1][0] is not module:
+        if not self._running or self._running[-1][0]() is not module:
             return  # its pre-hook did not come so far
         _, given = self._running.pop()
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
-                self._watch.count(leaf, Kind.TEMPORARY)
+                self._watch.found(leaf, Kind.TEMPORARY)
 
 
 def _keys(values: Any) -> list[int]:
