@@ -21,6 +21,7 @@ from forebay.errors import ConfigError, ModelError
 from forebay.memory import Tier
 from forebay.profiler.compiled import peak_of
 from forebay.units import parse_bytes
+from tests.parity.test_recompute_edges import NORMS, Normed
 
 WIDE = 16
 STEPS = 3
@@ -204,6 +205,57 @@ def test_with_the_compilers_own_saves_numbers_are_those_of_the_compiled_model(co
     assert seen <= taken <= plan.device
     if compiler == "aot_eager":
         assert seen == taken
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_buffers_that_only_a_later_forward_changes(compiler: str) -> None:
+    """Planned in evaluation, run again in training. Whether torch counts the changes, and whether the block reads what
+    has changed, is the compiler's to say."""
+    plain, evaluated = _normed(compiler), _normed(compiler).eval()
+    optimizer = torch.optim.AdamW(evaluated.parameters(), lr=1e-2)
+    given = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    model, _ = forebay.prepare(evaluated, optimizer, (given,), device_memory="1MiB", policy="recompute", device="cpu")
+    plan = forebay.report(model).plan
+    assert plan.compiled and plan.recompute
+    model.train()
+    for _ in range(2):
+        model(given)["loss"].backward()
+        plain(given)["loss"].backward()
+    actual, gradients = dict(model.named_buffers()), forebay.gradients(model)
+    forebay.close(model)
+    assert all(torch.equal(actual[name], buffer) for name, buffer in plain.named_buffers())
+    assert all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
+
+
+def test_blocks_that_change_their_buffers_run_as_written() -> None:
+    changing = _normed("eager")
+    optimizer = torch.optim.AdamW(changing.parameters(), lr=1e-2)
+    with pytest.warns(UserWarning, match="will run as written"):
+        model, _ = forebay.prepare(changing, optimizer, (torch.randn(4, 8),), device_memory="1MiB", device="cpu")
+    assert forebay.report(model).plan.compiled == ()
+    assert not torch.stack([b for n, b in model.named_buffers() if n.endswith("running_mean")]).any(), "not yet"
+    forebay.close(model)
+
+
+def _normed(compiler: str) -> Normed:
+    torch.manual_seed(0)
+    model = Normed(NORMS["statistics read before"])
+    for layer in model.layers:
+        layer.compile(backend=compiler)
+    return model
+
+
+def test_beside_another_prepared_model_blocks_run_as_written() -> None:
+    """Its mode is on from prepare to close, and under that PyTorch compiles nothing."""
+    other, _ = prepared(make(), "stream")
+    backend, model = Backend(), make()
+    in_place(model, backend)
+    with pytest.warns(UserWarning, match="will run as written"):
+        made = prepared(model, "stream")
+    expect_same(*made)
+    assert backend.runs == 0 and forebay.report(made[0]).plan.compiled == ()
+    forebay.close(made[0])
+    forebay.close(other)
 
 
 def test_a_block_that_does_not_compile_runs_as_written() -> None:

@@ -27,7 +27,7 @@ from typing import Any, final
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["BesideCompiled", "Mode", "OpMode"]
+__all__ = ["BesideCompiled", "Mode", "OpMode", "compiles_nothing"]
 
 Seer = Callable[[Any, Any, Any], Any]
 """Runs an op, given as (func, args, kwargs), and returns its result. Ops that it issues itself go past its mode."""
@@ -145,6 +145,13 @@ class BesideCompiled(Mode):
         # If not, PyTorch compiles nothing while the mode is on. What compiled code makes need not come by here:
         # ``runtime.unseen``.
         return True
+
+
+def compiles_nothing() -> bool:
+    """Whether PyTorch compiles nothing in the calling thread, because of a dispatch mode that is on there: one of
+    forebay's, or somebody else's."""
+    _clear()
+    return not all(mode.ignore_compile_internals() for mode in _get_current_dispatch_mode_stack())
 
 
 def _hand_on(func: Any, args: Any, kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from forebay.device.compiling import compiled_modules
+from forebay.device.modes import compiles_nothing
 from forebay.profiler.capture import Captured, capture
 from forebay.profiler.compiled import Measured, Measuring
 from forebay.profiler.stand_ins import standing_in
@@ -36,7 +37,8 @@ def capture_as_compiled(
     """``capture``, with what compiled blocks do measured: each is compiled and run, forward and backward.
 
     As written, which is how they run then, are all blocks where one of the compiled modules is no block as a whole, has
-    no values yet, is not on ``cpu``, fails, or does what no stand-in can tell; the trace says so in its notes.
+    no values yet, is not on ``cpu``, fails, or does what no stand-in can tell, and where a dispatch mode is on under
+    which PyTorch compiles nothing; the trace says so in its notes.
 
     Raises what ``capture`` raises.
     """
@@ -53,6 +55,8 @@ def capture_as_compiled(
     here = torch.device(device).type == "cpu" and all(t.device.type == "cpu" for t in tensors)
     if not here or not whole.issuperset(names):
         return _as_written(written, "what is compiled are not blocks as a whole, with values, on the cpu")
+    if compiles_nothing():
+        return _as_written(written, "a dispatch mode is on, that of another prepared model perhaps: close it before")
     found: dict[str, tuple[nn.Module, Measured]] = {}
     measuring = Measuring()
     for name, module in modules.items():
@@ -64,7 +68,7 @@ def capture_as_compiled(
                 written, f"{name} alone, on made-up values, failed: {type(error).__name__}: {_line(error)}"
             )
         if measured is None:
-            return _as_written(written, f"{name} returns what it is given, or is not called once in a forward")
+            return _as_written(written, f"{name} returns what it is given, changes its buffers, or is not called once")
         found[name] = getattr(module, "_orig_mod", module), _with_flops(measured, written.trace, name)
     with standing_in(found):
         captured = asked()

@@ -84,7 +84,7 @@ class Measuring:
 
         Parameters, buffers, gradients and random number generators are left as they are; what is compiled stays so, so
         that the next call of that shape finds it. None for a module that returns its arguments, or views of larger
-        tensors: no stand-in can tell that.
+        tensors, or changes its buffers: no stand-in can tell that.
 
         Raises whatever the module and its compiler raise.
         """
@@ -94,7 +94,9 @@ class Measuring:
             torch.manual_seed(0)
             given = [_real(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             try:
-                return _Runs(module, given, spec).measured(self._bytes)
+                measured = _Runs(module, given, spec).measured(self._bytes)
+                same = all(torch.equal(buffer, buffers[name]) for name, buffer in module.named_buffers())
+                return measured if same else None
             finally:
                 with torch.no_grad():
                     for name, buffer in module.named_buffers():

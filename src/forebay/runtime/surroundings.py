@@ -59,6 +59,10 @@ class _Buffer:
     read: bool = False
     updated: bool = False
 
+    def changed_unseen(self) -> bool:
+        """Whether it holds something else than what was copied of it, if it was."""
+        return self.content is not None and not torch.equal(self.content, self.tensor)
+
 
 @final
 class Surroundings:
@@ -167,6 +171,8 @@ class Found:
                     continue
                 known = self._known.get(buffer.name, _Change.NONE)
                 counted = _version(buffer.tensor) != buffer.version
+                if self._around.compiled and not counted and buffer.changed_unseen():
+                    buffer.updated = buffer.read = True  # nobody knows that it is not read
                 if buffer.updated and buffer.read and known is not _Change.UNCOUNTED:
                     known = _Change.UNCOUNTED
                     if buffer.content is not None:
