@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from forebay.device.modes import OpMode
+from forebay.device.modes import BesideCompiled, OpMode, compiles_nothing
 
 
 class Seen:
@@ -202,3 +202,23 @@ def test_one_that_is_on_for_a_while_goes_when_that_is_dropped() -> None:
     assert stack() == [seen.mode]
     del inside
     assert not stack()
+
+
+def test_what_is_compiled_beside_them() -> None:
+    """A mode that is off, and could not be taken off the stack, is in nobody's way."""
+    seen = Seen()
+    beside = BesideCompiled(seen.run)
+    beside.put_behind()
+    assert not compiles_nothing()
+    with seen.mode.on():
+        assert compiles_nothing()
+        in_another_thread(seen.mode.end)
+        assert stack() == [beside, seen.mode]
+        assert not compiles_nothing()
+        assert stack() == [beside]
+    torch.ones(1)
+    assert seen.ops == ["ones.default"]
+    beside.take_off()
+    with Others():
+        assert compiles_nothing()
+    assert not compiles_nothing()
