@@ -141,9 +141,9 @@ class _Both:
     def begin(self) -> None:
         """Of a round."""
         self.foretell()
-        # The first step after so many ops alone takes twice as long: memory that was given back comes anew.
+        # The first steps after so many ops alone take up to twice as long: memory that was given back comes anew.
         for number in range(MODELS):
-            self._train(number, 1)
+            self._train(number, STEPS)
 
     def foretell(self) -> None:
         """Measures what the machine does now, and what a step of both takes with that."""
