@@ -286,10 +286,11 @@ def test_the_step_after_an_error_between_forward_and_backward() -> None:
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_an_error_in_a_step_leaves_no_mode_on(half: str, error: type[BaseException]) -> None:
     """The model is dropped, not closed. Errors and the frames that they came through may hold each other and it: then
-    it goes with the next collection, and what was on with it. Saved-tensor hooks may stay, but charge nothing."""
+    it goes with the next collection, and what was on with it."""
     _interrupted_step(half, error)
     gc.collect()
     assert not _get_current_dispatch_mode_stack()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     large = torch.zeros(1024, WIDE)
     assert large.nbytes > parse_bytes(BUDGETS["stream"])
     make()(large)

@@ -9,6 +9,7 @@ from typing import final
 from forebay.device.base import Device, Watch
 from forebay.kernels.team import Team
 from forebay.runtime.host_arenas import Ledgers
+from forebay.runtime.saved import take_off
 from forebay.runtime.stash import Stash
 from forebay.runtime.store import Store
 from forebay.scheduling.slots import SlotPool
@@ -61,3 +62,4 @@ class Resources:
             # Nothing is freed while a lane may still read or write it.
             closing.callback(self.device.synchronize)
             closing.callback(self.watch.close)
+            closing.callback(take_off, self.watch)

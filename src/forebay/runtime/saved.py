@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import final
 
 import torch
@@ -20,7 +21,7 @@ from forebay.runtime.stash import Stash, Ticket
 from forebay.runtime.unseen import Unseen
 from forebay.trace import Block
 
-__all__ = ["Kept", "SavedTensors", "SlotReference", "Treated", "modified"]
+__all__ = ["Kept", "SavedTensors", "SlotReference", "Treated", "modified", "take_off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +167,29 @@ class SavedTensors:
                 f"allows it; else train this model without a second derivative"
             ) from error
 
+    def counts_with(self, watch: Watch) -> bool:
+        """Whether what goes through these hooks is counted by ``watch``."""
+        return self._watch is watch
+
     def innermost(self) -> bool:
         """Whether these hooks are the ones that a tensor saved now would go through: not so outside of the model's
         forward, and inside a checkpoint of the model's own, which decides by itself what is kept."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and top[0] == self.pack
+
+
+def take_off(watch: Watch) -> None:
+    """Takes off the calling thread's stack the hooks that count with ``watch``, if they are on top.
+
+    After a KeyboardInterrupt in a forward torch calls none of its hooks, so that they stay where that forward had put
+    them. The next pass of the model takes them off, as does closing it; of a model that is dropped nobody else does.
+    """
+    while True:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        saved = top[0].__self__ if top is not None and isinstance(top[0], MethodType) else None
+        if not isinstance(saved, SavedTensors) or not saved.counts_with(watch):
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def modified(block: str, name: str, version: int, expected: int) -> ModelError:
