@@ -144,7 +144,7 @@ class Rig:
         begun_with(self.folder)
 
     def _losses(self) -> None:
-        with Record.opened(self.folder / "losses.jsonl", 3):
+        with Record.read(self.folder / "losses.jsonl", 3):
             pass
 
     def _report(self) -> None:

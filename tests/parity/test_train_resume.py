@@ -195,6 +195,7 @@ def test_what_cannot_go_on_is_named(text: Path, tmp_path: Path) -> None:
     done = invoke(*go_on, "--steps", 3)
     assert done.exit_code == 2
     assert "does not have the loss of step 1" in done.stderr
+    assert [(run / name).read_bytes() for name in ("report.json", "plan.json")] == left, "what was measured"
     (run / "run.json").write_text("{")
     done = invoke(*go_on)
     assert (done.exit_code, "cannot read a RunStart" in done.stderr) == (2, True), done.stderr

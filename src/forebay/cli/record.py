@@ -16,28 +16,30 @@ __all__ = ["Record", "jsonable"]
 
 @final
 class Record:
-    """One loss for each step, and how many steps were ``skipped``; ``file`` has a JSON object in a line for each."""
+    """One loss for each step, and how many steps were ``skipped``. ``file`` has a JSON object in a line for each; it is
+    open within ``with`` where the run has a folder. Raises ``StorageError`` where it cannot be opened."""
 
-    def __init__(self, file: IO[str] | None = None) -> None:
+    def __init__(self) -> None:
         self.losses: list[float] = []
         self.skipped = 0
-        self.file = file
+        self.file: IO[str] | None = None
+        self._path: Path | None = None
+        self._end = 0
         self._elapsed = 0.0
 
     @classmethod
-    def opened(cls, path: Path, step: int) -> Record:
+    def read(cls, path: Path, step: int) -> Record:
         """The record in ``path`` of the first ``step`` steps. What comes after them belongs to steps that were not
-        saved and is dropped.
+        saved, and is dropped once the record is entered: nothing in the folder changes before.
 
-        Raises ``ConfigError`` where steps are missing, ``StorageError`` where the file cannot be used.
+        Raises ``ConfigError`` where steps are missing, ``StorageError`` where the file cannot be read.
         """
+        record = cls()
+        record._path = path
         try:
-            record = cls()
-            end = record._read(path, step) if step else 0
-            record.file = path.open("a", encoding="utf-8")
-            record.file.truncate(end)
+            record._end = record._read(path, step) if step else 0
         except OSError as error:
-            raise StorageError(f"cannot open {path}: {error.strerror}") from None
+            raise _cannot_open(path, error) from None
         return record
 
     def add(self, result: StepResult) -> None:
@@ -71,6 +73,12 @@ class Record:
         return end
 
     def __enter__(self) -> Record:
+        if self._path is not None:
+            try:
+                self.file = self._path.open("a", encoding="utf-8")
+                self.file.truncate(self._end)
+            except OSError as error:
+                raise _cannot_open(self._path, error) from None
         return self
 
     def __exit__(
@@ -78,6 +86,10 @@ class Record:
     ) -> None:
         if self.file is not None:
             self.file.close()
+
+
+def _cannot_open(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot open {path}: {error.strerror}")
 
 
 def jsonable(loss: float) -> float | None:

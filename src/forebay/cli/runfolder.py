@@ -243,10 +243,10 @@ class RunFolder:
         except OSError as error:
             raise StorageError(f"--run {self.path}: cannot write {name}: {error.strerror}") from None
 
-    def open_record(self, step: int) -> Record:
-        """The losses of the first ``step`` steps, and the file that takes those that come. Raises what
-        ``Record.opened`` raises."""
-        return Record.opened(self.path / LOSSES, step)
+    def record(self, step: int) -> Record:
+        """The losses of the first ``step`` steps, and the file that takes those that come. Raises what ``Record.read``
+        raises."""
+        return Record.read(self.path / LOSSES, step)
 
     def finish(self, model: nn.Module, engine: Engine, tokenizer: Tokenizer) -> None:
         """Writes the model as ``from_pretrained`` reads it."""

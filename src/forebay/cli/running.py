@@ -48,11 +48,11 @@ def run_loop(
     keeper: Keeper | None,
     trained: Trained,
     accumulate: Accumulate | None,
-    taken: int,
-) -> Record:
-    """Runs the loop with its losses shown and kept; returns them, those of the ``taken`` steps before included. A run
-    with a folder that is asked to stop, or has to, is saved there."""
-    record = Record() if folder is None else folder.open_record(taken)
+    record: Record,
+) -> None:
+    """Runs the loop behind the steps that ``record`` has, with its losses shown and kept there. A run with a folder
+    that is asked to stop, or has to, is saved there."""
+    taken = len(record.losses)
     stop, pressure = Stop(), HostPressure()
     with ExitStack() as stack:
         stack.enter_context(record)
@@ -81,14 +81,13 @@ def run_loop(
             raise
         step = len(record.losses)
         if keeper is None or record.file is None or step == config.steps or not stopping():
-            return record
+            return
         if stop.by is None:
             keeper.rescue(step, record.file)
             report = engine.report(trained.model)
             raise pressure.error(step, report.plan.peaks(report.together)[Tier.HOST])
         keeper.save_early(step, record.file)
         view.note(f"stopped by {stop.by} behind step {step}; go on with: forebay train --run {config.run} --resume")
-    return record
 
 
 def _rescue(

@@ -16,7 +16,7 @@ from forebay.cli.loop import make_scheduler, warmup_of
 from forebay.cli.plan import expect_policy
 from forebay.cli.preparing import Preparing, device_of
 from forebay.cli.progress import View
-from forebay.cli.record import jsonable
+from forebay.cli.record import Record, jsonable
 from forebay.cli.runfolder import RunFolder
 from forebay.cli.running import Trained, run_loop
 from forebay.cli.shortage import HostPressed, Overrun
@@ -150,15 +150,16 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
         view.note(_promise(engine.report(model).plan, config.accumulate, together))
         trained = Trained(model, optimizer, make_scheduler(optimizer, warmup), windows, device)
         keeper = None if folder is None else _keeper(config, engine, view, folder, trained)
-        taken = _started(config, engine, view, folder, trained, source)
-        if keeper is not None and taken is not None:
+        record = _started(config, engine, view, folder, trained, source)
+        taken = len(record.losses)
+        if keeper is not None and taken:
             keeper.saved = taken
         measured = None if taken == config.steps else folder
         accumulate = engine.accumulate if together > 1 else None
         with _accounted(config, engine, view, measured, model):
-            record = run_loop(config, engine, view, folder, keeper, trained, accumulate, taken or 0)
+            run_loop(config, engine, view, folder, keeper, trained, accumulate, record)
             engine.synchronize(model)
-        tokens = (len(record.losses) - (taken or 0)) * config.tokens_per_step
+        tokens = (len(record.losses) - taken) * config.tokens_per_step
         report = replace(engine.report(model), tokens=tokens)
         if measured is not None:
             measured.keep(report)
@@ -223,11 +224,12 @@ def _keeper(config: TrainConfig, engine: Engine, view: View, folder: RunFolder, 
 
 def _started(
     config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: Trained, source: ModelSource
-) -> int | None:
-    """Puts the run where it was saved, as ``_resumed`` does and returns, or at its beginning."""
+) -> Record:
+    """Puts the run where it was saved, or at its beginning; returns the record of the steps until then."""
     import torch
 
     taken = _resumed(config, engine, view, folder, trained)
+    record = Record() if folder is None else folder.record(taken or 0)
     # Behind whatever refuses to go on, and where there is a step to take: what was measured before is gone then.
     if folder is not None and taken != config.steps:
         folder.promise(engine.report(trained.model).plan)
@@ -235,7 +237,7 @@ def _started(
         _fill(engine, trained.model, source, config.seed)
         # What the steps draw (dropout) hangs on the seed too, and on nothing that this process drew before.
         torch.manual_seed(config.seed)
-    return taken
+    return record
 
 
 def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: Trained) -> int | None:
