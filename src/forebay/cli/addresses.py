@@ -56,9 +56,7 @@ def layout(
 ) -> None:
     """Give buffers with known lives addresses in one piece of memory. No two that are live together overlap."""
     with errors_as_messages():
-        from json import dumps
-
-        from forebay.cli.console import console
+        from forebay.cli.console import print_answer, print_json
         from forebay.cli.layout import Asked, lay
         from forebay.reporting.addresses import addresses_table
         from forebay.reporting.order import order_lines, order_object
@@ -67,10 +65,10 @@ def layout(
         found = lay(Asked(source, capacity, layout, order, step, seconds, out, graph))
         placed, ordered = found.addresses, found.ordered
         if json:
-            print(dumps(placed.to_json_dict() | ({} if ordered is None else {"order": order_object(ordered)})))
+            print_json(placed.to_json_dict() | ({} if ordered is None else {"order": order_object(ordered)}))
         else:
             lines = () if ordered is None else order_lines(ordered)
-            console().print(addresses_table(placed, found.title, out, lines))
+            print_answer(addresses_table(placed, found.title, out, lines))
         if not placed.feasible:
             raise typer.Exit(EXIT_NO)
 
@@ -90,9 +88,7 @@ def fragmentation(
 ) -> None:
     """Show what allocators would have reserved for what a program asked for, and who kept it from being given back."""
     with errors_as_messages():
-        from json import dumps
-
-        from forebay.cli.console import console
+        from forebay.cli.console import print_answer, print_json
         from forebay.cli.fragmentation import examine
         from forebay.reporting.address_plot import plot_addresses
         from forebay.reporting.fragmentation import fragmentation_table
@@ -102,8 +98,8 @@ def fragmentation(
             expect_plottable(plot)
         found = examine(source)
         if json:
-            print(dumps(found.to_json_dict()))
+            print_json(found.to_json_dict())
         else:
-            console().print(fragmentation_table(found))
+            print_answer(fragmentation_table(found))
         if plot is not None:
             plot_addresses(found.title, found.replays, plot)

@@ -87,17 +87,15 @@ def _expect_known(name: str, also: str) -> None:
 def print_plan(settings: PlanSettings, out: Path | None, *, as_json: bool) -> bool:
     """Prints what a step over several devices comes to, and returns whether it fits. Raises a ``UsageError`` for what
     cannot be used."""
-    from json import dumps
-
-    from forebay.cli.console import console
+    from forebay.cli.console import print_answer, print_json
     from forebay.reporting.devices import devices_table
 
     expect_simulated(settings, out=out)
     report = plan_devices(settings)
     if as_json:
-        print(dumps(report.to_json_dict()))
+        print_json(report.to_json_dict())
     else:
-        console().print(devices_table(report))
+        print_answer(devices_table(report))
     return report.fits
 
 
@@ -106,10 +104,8 @@ def print_comparison(
 ) -> bool:
     """Prints policies for several devices side by side, and returns whether any fits. ``others`` are flags for one
     device. Raises a ``UsageError`` for what cannot be used."""
-    from json import dumps
-
     from forebay.cli.compare import Shares, parse_budgets
-    from forebay.cli.console import console
+    from forebay.cli.console import print_answer, print_json
     from forebay.reporting.devices import devices_tables
 
     expect_simulated(settings, **others)
@@ -122,9 +118,9 @@ def print_comparison(
         raise ConfigError(f"--policies: {error}") from None
     found = compare_devices(settings, sizes, asked)
     if as_json:
-        print(dumps([candidate.to_json_dict() for candidate in found.candidates]))
+        print_json([candidate.to_json_dict() for candidate in found.candidates])
     else:
-        console().print(devices_tables(found.title, found.candidates, found.notes))
+        print_answer(devices_tables(found.title, found.candidates, found.notes))
     return any(candidate.feasible for candidate in found.candidates)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from forebay.cli.advice import advice
-from forebay.cli.console import console
+from forebay.cli.console import print_answer, print_lines
+from forebay.cli.messages import say
 from forebay.errors import ConfigError
 from forebay.machine import Link, Machine
 from forebay.units import KiB, MiB, format_bytes, format_rate, format_seconds
@@ -39,23 +39,19 @@ def doctor(device: str | None, disk: str | None, refresh: bool, out: Path | None
     from forebay.profiler.probe import examine
     from forebay.tiers.host import available_host_memory
 
-    def tell(line: str) -> None:
-        print(f"forebay: {line}", file=sys.stderr)
-
-    found = examine(device, disk, refresh, tell=tell)
+    found = examine(device, disk, refresh, tell=say)
     machine = found.machine
     if out is not None:
         _write(out, machine)
     if as_json:
-        print(machine.to_json())
+        print_lines(machine.to_json())
         return
     words = advice(machine, available_host_memory(), _installed())
-    shown = console()
     if not found.seconds:
-        shown.print("Remembered from an earlier measurement; --refresh measures anew.", highlight=False)
-    shown.print(machine_table(machine, (*found.remarks, *words)))
+        print_lines("Remembered from an earlier measurement; --refresh measures anew.")
+    print_answer(machine_table(machine, (*found.remarks, *words)))
     if out is not None:
-        shown.print(f"Written to {out}", markup=False, highlight=False, soft_wrap=True)
+        print_lines(f"Written to {out}")
 
 
 def machine_table(machine: Machine, words: Sequence[str] = ()) -> Group:

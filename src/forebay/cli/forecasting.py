@@ -79,9 +79,7 @@ def _flags(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
     """Prints the answer and returns whether the run fits."""
-    from json import dumps
-
-    from forebay.cli.console import console
+    from forebay.cli.console import print_answer, print_json
     from forebay.cli.devices import print_plan
     from forebay.cli.plan import make_settings, write_plan
     from forebay.cli.plan import plan as make_report
@@ -94,9 +92,9 @@ def _plan(flags: Mapping[str, Any], out: Path | None, as_json: bool) -> bool:
     if out is not None and report.fits:
         write_plan(report, out)
     if as_json:
-        print(dumps(report.to_json_dict()))
+        print_json(report.to_json_dict())
     else:
-        console().print(plan_table(report))
+        print_answer(plan_table(report))
     return report.fits
 
 
@@ -146,11 +144,9 @@ def _compare(
     as_json: bool,
 ) -> bool:
     """Prints the answer and returns whether any policy fits and, if they were to be run, any ran."""
-    from json import dumps
-
     from forebay.cli.compare import compare as make_comparison
     from forebay.cli.compare import draw, expect_picture, parse_budgets, parse_policies
-    from forebay.cli.console import console
+    from forebay.cli.console import console, print_answer, print_json
     from forebay.cli.devices import print_comparison
     from forebay.cli.plan import make_settings
     from forebay.cli.progress import choose_view
@@ -165,9 +161,9 @@ def _compare(
     asked = parse_policies(policies)
     found = make_comparison(settings, parse_budgets(budgets), policies=asked, measure=measure, tell=tell)
     if as_json:
-        print(dumps([candidate.to_json_dict() for candidate in found.candidates]))
+        print_json([candidate.to_json_dict() for candidate in found.candidates])
     else:
-        console().print(comparison_tables(found.title, found.candidates, found.notes))
+        print_answer(comparison_tables(found.title, found.candidates, found.notes))
     if plot is not None:
         draw(found, plot)  # last: a file that cannot be written takes no figure with it
     return any(candidate.served for candidate in found.candidates)

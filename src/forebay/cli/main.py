@@ -33,6 +33,7 @@ from forebay.cli.flags import (
 from forebay.cli.forecasting import compare, plan
 from forebay.cli.messages import errors_as_messages
 from forebay.cli.pictures import report
+from forebay.cli.streams import keep_standard_descriptors
 from forebay.cli.verbs import export, verify
 from forebay.errors import UsageError
 from forebay.recipes import settings_of
@@ -49,6 +50,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point. Exit code 0: yes, 1: no (it does not fit, it failed), 2: misuse, 130: stopped by Ctrl-C."""
+    keep_standard_descriptors()
     app()
 
 
@@ -177,10 +179,8 @@ def doctor(
 
 
 def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool, *, resume: bool = False) -> None:
-    from json import dumps
-
     from forebay import api
-    from forebay.cli.console import console
+    from forebay.cli.console import console, print_answer, print_json, print_lines
     from forebay.cli.progress import choose_view
     from forebay.cli.train import train as run_training
     from forebay.config import make_config, read_yaml
@@ -195,12 +195,11 @@ def _train(config_file: Path | None, flags: Mapping[str, Any], as_json: bool, *,
     config = make_config(settings_of(model), before, settings, flags)
     result = run_training(config, api, choose_view(console(stderr=True)), resume=resume)
     if as_json:
-        print(dumps(result.to_json_dict()))
+        print_json(result.to_json_dict())
         return
-    shown = console()
-    shown.print(closing_table(result.report, result.losses, result.skipped or 0))
+    print_answer(closing_table(result.report, result.losses, result.skipped or 0))
     if result.folder is not None:
-        shown.print(f"Kept in {result.folder}", markup=False, highlight=False, soft_wrap=True)
+        print_lines(f"Kept in {result.folder}")
 
 
 def _of_run(folder: Path | str | None) -> Mapping[str, Any]:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 import typer
 
+from forebay.cli.streams import settle
 from forebay.errors import ForebayError, UsageError
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_MISUSE", "EXIT_NO", "errors_as_messages"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_MISUSE", "EXIT_NO", "errors_as_messages", "say"]
 
 EXIT_NO = 1
 EXIT_MISUSE = 2
@@ -23,8 +24,21 @@ def errors_as_messages() -> Iterator[None]:
     try:
         yield
     except ForebayError as error:
-        print(f"forebay: {error}", file=sys.stderr)
+        say(str(error))
         raise typer.Exit(EXIT_MISUSE if isinstance(error, UsageError) else EXIT_NO) from None
     except KeyboardInterrupt:
-        print("forebay: stopped by Ctrl-C; what was not saved is lost", file=sys.stderr)
+        say("stopped by Ctrl-C; what was not saved is lost")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        settle(sys.stderr)
+
+
+def say(message: str) -> None:
+    """Prints ``message`` on stderr, in the name of the program. Where stderr takes nothing it is lost: it must neither
+    go to stdout, among answers, nor end what the program does."""
+    if sys.stderr is None:
+        return
+    try:
+        print(f"forebay: {message}", file=sys.stderr)
+    except OSError:
+        return

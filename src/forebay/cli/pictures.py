@@ -28,18 +28,12 @@ def report(
 ) -> None:
     """Make one page of a run that opens without a network: what was predicted, what was measured, what was learned."""
     with errors_as_messages():
-        from json import dumps
-
-        from forebay.cli.console import console
+        from forebay.cli.console import print_json, print_lines
         from forebay.cli.report import report as make
 
         made = make(run, out, plot, trace)
         if json:
-            print(dumps(made.to_json_dict()))
+            print_json(made.to_json_dict())
             return
-        shown = console()
-        for words in (*(f"to know: {words}" for words in made.shown.cautions), *made.shown.notes):
-            shown.print(words, markup=False, highlight=False, soft_wrap=True)
-        for path in (made.page, made.plot, made.trace):
-            if path is not None:
-                shown.print(f"Written to {path}", markup=False, highlight=False, soft_wrap=True)
+        print_lines(*(f"to know: {words}" for words in made.shown.cautions), *made.shown.notes)
+        print_lines(*(f"Written to {path}" for path in (made.page, made.plot, made.trace) if path is not None))

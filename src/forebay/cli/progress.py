@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from textwrap import fill
 from typing import final
@@ -52,7 +53,9 @@ class View(ABC):
         lines = text.splitlines()
         if self.console.is_terminal:
             lines = [_wrapped(line, self.console.width) if line.startswith(BULLET) else line for line in lines]
-        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        # Where stderr takes nothing, as a log on a full disk, the run is worth more than the line.
+        with suppress(OSError):
+            self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     @abstractmethod
     def start(self, steps: int, device_peak: Callable[[], int | None]) -> None:

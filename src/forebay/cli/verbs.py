@@ -98,9 +98,7 @@ def verify(
 
 def _verify(flags: Mapping[str, Any], as_json: bool) -> bool:
     """Prints the answer and returns whether all is as promised."""
-    from json import dumps
-
-    from forebay.cli.console import console
+    from forebay.cli.console import console, print_answer, print_json
     from forebay.cli.plan import make_settings, read_settings
     from forebay.cli.progress import choose_view
     from forebay.cli.verify import USUAL, Extent
@@ -112,9 +110,9 @@ def _verify(flags: Mapping[str, Any], as_json: bool) -> bool:
     asked = make_settings(usual, settings_of(flags["model"]), flags)
     verdict = make_verdict(asked, read_settings(Extent, usual, flags), choose_view(console(stderr=True)).note)
     if as_json:
-        print(dumps(verdict.to_json_dict()))
+        print_json(verdict.to_json_dict())
     else:
-        console().print(verdict_table(verdict))
+        print_answer(verdict_table(verdict))
     return verdict.kept
 
 
@@ -137,9 +135,11 @@ def export(
 ) -> None:
     """Write the model of a run as other programs read it, one tensor in memory at a time."""
     with errors_as_messages():
-        from json import dumps
-
+        from forebay.cli.console import print_json, print_lines
         from forebay.cli.export import export as write
 
         made = write(run, to, layout=layout, dtype=dtype)
-        print(dumps(made.to_json_dict()) if json else made.words)
+        if json:
+            print_json(made.to_json_dict())
+        else:
+            print_lines(made.words)
