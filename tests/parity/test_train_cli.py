@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 import subprocess
 import sys
@@ -153,6 +154,8 @@ def test_wrong_input_is_one_message_and_its_exit_code(tmp_path: Path, text: Path
     full.mkdir()
     (full / "file").write_text("x")
     (tmp_path / "nothing").mkdir()
+    other = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    other.write_text(TEXT)
     typo = tmp_path / "typo.yaml"
     typo.write_text("device_memroy: 1GiB\n")
     good = {"--model": "tiny", "--data": text, "--device-memory": "16MiB", "--steps": 1, "--seq": 32, "--device": "cpu"}
@@ -176,6 +179,8 @@ def test_wrong_input_is_one_message_and_its_exit_code(tmp_path: Path, text: Path
         ({"--policy": "magic"}, 2, "--policy: there is no 'magic'; policies are"),
         ({"--policy": "autp"}, 2, "--policy: there is no 'autp'; did you mean auto?"),
         ({"--run": full}, 2, "not empty"),
+        ({"--run": tmp_path / "caf\udce9"}, 2, "caf\\udce9': this name is no UTF-8"),
+        ({"--run": tmp_path / "run", "--data": other}, 2, "caf\\udce9.txt': this name is no UTF-8"),
         ({"--resume": "x"}, 2, "--resume"),
         ({typo: ""}, 2, "did you mean device_memory?"),
     ]
@@ -185,6 +190,7 @@ def test_wrong_input_is_one_message_and_its_exit_code(tmp_path: Path, text: Path
         assert (done.exit_code, done.stdout) == (code, ""), (change, done.stdout, done.stderr)
         assert said in done.stderr, (change, done.stderr)
         assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_missing_is_named(text: Path) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "RunFolder",
     "RunStart",
     "begun_with",
+    "expect_nameable",
     "kept_config",
     "may_begin",
 ]
@@ -86,6 +87,17 @@ def begun_with(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--resume: there is no folder {path}; leave --resume out to begin a run there")
     start = _read_start(path)
     return {} if start is None else dict(start.settings)
+
+
+def expect_nameable(config: TrainConfig) -> None:
+    """Raises ``ConfigError`` for a name among the settings that is no UTF-8: the files of a run are, and name it."""
+    for flag, name in (("run", config.run), ("disk", config.disk), *(("data", path) for path in config.data)):
+        try:
+            str(name).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"--{flag} {str(name)!a}: this name is no UTF-8, as files of a run are; rename it"
+            ) from None
 
 
 def kept_config(path: Path) -> TrainConfig | None:

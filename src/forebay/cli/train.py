@@ -17,7 +17,7 @@ from forebay.cli.plan import expect_policy
 from forebay.cli.preparing import Preparing, device_of
 from forebay.cli.progress import View
 from forebay.cli.record import Record, jsonable
-from forebay.cli.runfolder import RunFolder
+from forebay.cli.runfolder import RunFolder, expect_nameable
 from forebay.cli.running import Trained, run_loop
 from forebay.cli.shortage import HostPressed, Overrun
 from forebay.errors import (
@@ -71,6 +71,8 @@ def train(config: TrainConfig, engine: Engine, view: View, *, resume: bool = Fal
     if config.save_every is not None and config.run is None:
         raise ConfigError("--save-every saves steps in the folder of a run; give it as --run FOLDER")
     expect_policy(config.policy)
+    if config.run is not None:
+        expect_nameable(config)
     with ExitStack() as stack:
         folder = None if config.run is None else stack.enter_context(RunFolder(config.run, resume=resume))
         try:
