@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rich.table import Table
 from forebay.cli.console import LEAST, USUAL, console, print_answer, print_json, print_lines
 from forebay.cli.messages import errors_as_messages
 from forebay.cli.progress import PlainProgress
+from forebay.cli.streams import print_any_name
 from forebay.errors import ConfigError, StorageError
 
 WAYS: list[Callable[[], None]] = [
@@ -61,6 +63,14 @@ def test_a_command_that_stderr_does_not_serve_ends_as_it_would(
                     refuse()
             assert ended.value.exit_code == 2
     assert capsys.readouterr().out == "", "what is for stderr is no answer"
+
+
+def test_a_name_that_is_no_utf_8_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, encoding="utf-8"))
+    print_any_name()
+    print_lines("caf\udce9, café")
+    assert written.getvalue() == b"caf\xe9, caf\xc3\xa9\n"
 
 
 def test_a_process_whose_streams_are_closed_or_full(tmp_path: Path) -> None:

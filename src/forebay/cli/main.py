@@ -33,7 +33,7 @@ from forebay.cli.flags import (
 from forebay.cli.forecasting import compare, plan
 from forebay.cli.messages import errors_as_messages
 from forebay.cli.pictures import report
-from forebay.cli.streams import keep_standard_descriptors
+from forebay.cli.streams import keep_standard_descriptors, print_any_name
 from forebay.cli.verbs import export, verify
 from forebay.errors import UsageError
 from forebay.recipes import settings_of
@@ -51,6 +51,7 @@ app = typer.Typer(
 def main() -> None:
     """Entry point. Exit code 0: yes, 1: no (it does not fit, it failed), 2: misuse, 130: stopped by Ctrl-C."""
     keep_standard_descriptors()
+    print_any_name()
     app()
 
 

@@ -1,11 +1,13 @@
-"""The standard streams of a process: closed ones, and those that take nothing."""
+"""The standard streams of a process: closed ones, those that take nothing, and what names they take."""
 
 from __future__ import annotations
 
 import os
+import sys
+from io import TextIOWrapper
 from typing import Final, TextIO
 
-__all__ = ["drop_unwritten", "keep_standard_descriptors", "settle"]
+__all__ = ["drop_unwritten", "keep_standard_descriptors", "print_any_name", "settle"]
 
 LAST_STANDARD: Final = 2
 """The descriptor of stderr."""
@@ -17,6 +19,12 @@ def keep_standard_descriptors() -> None:
     while (found := os.open(os.devnull, os.O_RDWR)) <= LAST_STANDARD:
         os.set_inheritable(found, True)  # as standard streams are: a process that is started needs them as much
     os.close(found)
+
+
+def print_any_name() -> None:
+    """Has stdout take names of files that are no UTF-8, as the bytes that they are: they are there to be copied."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")
 
 
 def drop_unwritten(stream: TextIO) -> None:
