@@ -324,7 +324,9 @@ def _interrupted_step(half: str, error: type[BaseException]) -> None:
 def test_a_plan_for_compiled_blocks_is_refused_where_they_are_not() -> None:
     model = make()
     in_place(model, Backend())
-    plan = forebay.report(prepared(model, "stream")[0]).plan
+    made, _ = prepared(model, "stream")
+    plan = forebay.report(made).plan
+    forebay.close(made)
     other = make()
     optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
     with pytest.raises(ConfigError, match=r"made for layers\.0 compiled.*is not; compile it before prepare"):
@@ -338,6 +340,7 @@ def test_compiled_after_prepare(form: str) -> None:
     FORMS[form](model, backend)
     expect_same(*made)
     assert backend.runs == 0
+    forebay.close(model)
 
 
 @pytest.mark.usefixtures("unwatched")
@@ -353,6 +356,7 @@ def test_where_no_op_is_looked_at_parts_stay_compiled(policy: str) -> None:
     # Each of the three in every step, and backward runs none of them. In a block that streams a graph ends at the hooks
     # of each module with parameters: of two linear layers, and what is between those.
     assert backend.runs == 3 * STEPS * {"keep": 1, "stream": 3}[policy]
+    forebay.close(model)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -378,6 +382,7 @@ def test_compiling_the_prepared_model_is_refused_and_the_model_goes_on(in_place:
         whole(batch(0))
     model._compiled_call_impl = None
     expect_same(model, optimizer)
+    forebay.close(model)  # the compiler and its error may hold it until a collection
 
 
 @pytest.mark.usefixtures("unwatched")
@@ -389,3 +394,4 @@ def test_where_blocks_stay_compiled_they_are_compiled_before_prepare() -> None:
         model(batch(0))
     layers[1]._compiled_call_impl = None  # type: ignore[index]
     expect_same(model, optimizer)
+    forebay.close(model)
