@@ -97,7 +97,7 @@ class Planned(Contender):
         compiled = bool(self.plan.compiled)
         model = job.model.build_compiled(seq, device, self.share) if compiled else job.model.build(seq, device)
         values = seeded(model)
-        return _PlannedLoop(job, model, _prepared(job, model, self.plan, device), values, self.plan)
+        return _PlannedLoop(job, model, _prepared(job, model, self.plan, device), values)
 
 
 def _prepared(job: Job, model: torch.nn.Module, plan: Plan, device: str | Device) -> torch.optim.Optimizer:
@@ -109,17 +109,6 @@ def _prepared(job: Job, model: torch.nn.Module, plan: Plan, device: str | Device
 
 @final
 class _PlannedLoop(Loop):
-    def __init__(
-        self,
-        job: Job,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        seeded: Mapping[str, torch.Tensor],
-        plan: Plan,
-    ) -> None:
-        super().__init__(job, model, optimizer, seeded)
-        self._plan = plan
-
     def forward(self, batch: Mapping[str, torch.Tensor]) -> Any:
         return self.model(**batch)
 
@@ -129,27 +118,27 @@ class _PlannedLoop(Loop):
     def account(self) -> Account:
         record = api.report(self.model)
         peaks = {tier.value: peak for tier, peak in record.measured_peaks().items()}
-        if self._plan.compiled:
-            peaks[Tier.DEVICE.value] = max(peaks[Tier.DEVICE.value], self._counted())
+        if record.plan.compiled:
+            peaks[Tier.DEVICE.value] = max(peaks[Tier.DEVICE.value], self._counted(record.plan))
         return Account(peaks=peaks, counters=dict(record.timeline.counters))
 
-    def _counted(self) -> int:
-        """The device's peak where its ledger does not see all, of further steps: ``counted``.
+    def _counted(self, plan: Plan) -> int:
+        """The device's peak under ``plan`` where its ledger does not see all, of further steps: ``counted``.
 
         Whoever asks for a copy makes it there. PyTorch's profiler hears of the thread that it was started in and of no
         other: what a lane's thread lets go of, such as a gradient that has landed, would be counted for ever.
         """
         self.close()
-        budget = self._plan.budget.device
+        budget = plan.budget.device
         with closing(CpuDevice(budget, brief=budget)) as device:
-            self.optimizer = _prepared(self._job, self.model, self._plan, device)
+            self.optimizer = _prepared(self._job, self.model, plan, device)
             self.reset(1 + COUNTED_STEPS, first_seed=1)
             self.step(0)  # what is made in a first step only, such as buffers of lanes, stands then
             self.output = None
             self.finish()
             peak = counted(device.ledger.usage().live, self._count)
             self.close()
-        self.optimizer = _prepared(self._job, self.model, self._plan, self._job.device.value)
+        self.optimizer = _prepared(self._job, self.model, plan, self._job.device.value)
         return peak
 
     def _count(self) -> None:

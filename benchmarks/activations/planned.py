@@ -78,12 +78,14 @@ def candidates(
     these. Ops are timed one by one for ``timing_seconds`` beforehand, compiled blocks as they are."""
     import torch
 
-    from forebay.profiler.as_compiled import capture_as_compiled
+    from forebay.profiler.as_compiled import as_compiled
+    from forebay.profiler.capture import capture
     from forebay.profiler.stopwatch import ColdStopwatch
     from forebay.profiler.timing import TimingPolicy, time_ops
 
     def timed(built: torch.nn.Module) -> tuple[Trace, Machine]:
-        captured = capture_as_compiled(built, model.batch(batch, 0, "cpu", seed=0), "adamw", "cpu")
+        values = model.batch(batch, 0, "cpu", seed=0)
+        captured = as_compiled(built, "cpu", lambda: capture(built, values, "adamw", "cpu"))
         policy = TimingPolicy(total=timing_seconds)
         known = replace(machine, op_seconds={**machine.op_seconds, **captured.seconds})
         return captured.trace, time_ops(

@@ -23,7 +23,7 @@ from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import choose_plan
 from forebay.plans import Plan, UpdateTime
-from forebay.profiler.as_compiled import capture_as_compiled
+from forebay.profiler.as_compiled import as_compiled
 from forebay.profiler.capture import Captured, capture
 from forebay.profiler.here import this_machine
 from forebay.profiler.loss import cut_for, forced_cut
@@ -122,8 +122,8 @@ class Asking:
         try:
             kind = torch.device(self.device.name).type
             # Micro-batches that pass the model together run as written (``runtime.accumulate``).
-            take = capture_as_compiled if self.micro_batches == 1 else capture
-            captured = take(self.model, self.batch, self.optimizer, kind, self.blocks, piece, self.loss_fn)
+            take = partial(capture, self.model, self.batch, self.optimizer, kind, self.blocks, piece, self.loss_fn)
+            captured = as_compiled(self.model, kind, take) if self.micro_batches == 1 else take()
         except CaptureFailed as error:
             # Whatever a model does with values it does not have ends here; the plan says that it does not know.
             warnings.warn(

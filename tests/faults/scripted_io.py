@@ -13,7 +13,7 @@ import torch
 
 from forebay.calls import Calls
 from forebay.memory import Ledger, Tier
-from forebay.tiers.disk import DiskFile, DiskPolicy
+from forebay.tiers.diskfile import DiskPolicy, TierFile
 from forebay.tiers.io import Io, SystemIo
 from forebay.units import MiB
 
@@ -84,8 +84,12 @@ class ScriptedIo(Io):
         if code is not None:
             raise OSError(-code, os.strerror(-code))
 
+    def count(self, name: str) -> int:
+        """How many calls of ``name`` there were."""
+        return sum(1 for called, _ in self.calls if called == name)
+
     def _next(self, name: str) -> int | None:
-        count = sum(1 for called, _ in self.calls if called == name)
+        count = self.count(name)
         self.calls.append((name, count))
         return self.faults.get((name, count), self.always.get(name))
 
@@ -105,7 +109,7 @@ def tensor_at(skew: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, skew + nbytes + 1), dtype=torch.uint8)[skew : skew + nbytes]
 
 
-def round_trip(file: DiskFile, skew: int = 0) -> None:
+def round_trip(file: TierFile, skew: int = 0) -> None:
     source, target = tensor_at(skew, file.nbytes), tensor_at(skew, file.nbytes)
     source.copy_(pattern(file.nbytes))
     file.write(0, source)

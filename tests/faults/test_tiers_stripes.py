@@ -21,7 +21,7 @@ from forebay.memory import Kind, Ledger, Tier
 from forebay.tiers.diskfile import DiskPolicy
 from forebay.tiers.stripes import DiskTier, Folder, lay_out
 from forebay.units import MiB
-from tests.faults.scripted_io import PAGE, ScriptedIo, pattern
+from tests.faults.scripted_io import PAGE, ScriptedIo, pattern, round_trip
 
 STRIPE = 4 * PAGE
 POLICY = DiskPolicy(reads=Calls(2 * PAGE, 2), writes=Calls(2 * PAGE, 2), stripe=STRIPE)
@@ -122,12 +122,8 @@ def test_stripes_cut_no_calls_of_one_folder(tmp_path: Path) -> None:
     io = ScriptedIo()
     policy = DiskPolicy(reads=Calls(8 * PAGE), writes=Calls(2 * PAGE, 2), stripe=STRIPE)
     with DiskTier([Folder(str(tmp_path))], Ledger(Tier.DISK), policy=policy, io=io) as tier:
-        file = tier.create("states", 16 * PAGE)
-        file.write(0, pattern(16 * PAGE))
-        whole = torch.empty(16 * PAGE, dtype=torch.uint8)
-        file.read(0, whole)
-        assert torch.equal(whole, pattern(16 * PAGE))
-    assert [sum(called == name for called, _ in io.calls) for name in ("preadv", "pwritev")] == [2, 8]
+        round_trip(tier.create("states", 16 * PAGE), skew=64)
+    assert (io.count("preadv"), io.count("pwritev")) == (2, 8)
 
 
 def test_reads_and_writes_are_cut_into_calls_of_their_own(tmp_path: Path) -> None:
@@ -138,12 +134,8 @@ def test_reads_and_writes_are_cut_into_calls_of_their_own(tmp_path: Path) -> Non
     host = Ledger(Tier.HOST)
     with DiskTier([Folder(str(tmp_path))], Ledger(Tier.DISK), host_ledger=host, policy=policy, io=io) as tier:
         assert host.live == 2 * 5 * PAGE  # any call finds room in a bounce buffer
-        file = tier.create("states", 16 * PAGE)
-        file.write(0, pattern(16 * PAGE))
-        whole = torch.empty(16 * PAGE, dtype=torch.uint8)
-        file.read(0, whole)
-        assert torch.equal(whole, pattern(16 * PAGE))
-    assert [sum(called == name for called, _ in io.calls) for name in ("preadv", "pwritev")] == [8, 4]
+        round_trip(tier.create("states", 16 * PAGE), skew=64)
+    assert (io.count("preadv"), io.count("pwritev")) == (8, 4)
 
 
 def test_who_is_done_with_a_call_takes_the_next(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import forebay
 from forebay import asking, planning
 from forebay.cli.main import app
-from forebay.profiler import as_compiled
 from forebay.profiler import capture as capturing
 from tests.parity.compare import adamw
 
@@ -45,13 +44,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counting
 
-    for module, name in (
-        (asking, "capture"),
-        (as_compiled, "capture"),
-        (capturing, "capture"),
-        (asking, "make_plan"),
-        (planning, "make_plan"),
-    ):
+    for module, name in ((asking, "capture"), (capturing, "capture"), (asking, "make_plan"), (planning, "make_plan")):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,39 +14,30 @@ from torch import nn
 
 from forebay.device.compiling import compiled_modules
 from forebay.device.modes import compiles_nothing
-from forebay.profiler.capture import Captured, capture
+from forebay.profiler.capture import Captured
 from forebay.profiler.compiled import Measured, Measuring
 from forebay.profiler.stand_ins import standing_in
-from forebay.runtime.losses import LossFunction
 from forebay.trace import Model, Phase, Trace
 
-__all__ = ["capture_as_compiled"]
+__all__ = ["as_compiled"]
 
 Calls = dict[str, list[tuple[Any, Any]]]
 
 
-def capture_as_compiled(
-    model: nn.Module,
-    batch: Any,
-    optimizer: str | torch.optim.Optimizer = "adamw",
-    device: str | torch.device = "cpu",
-    blocks: Sequence[str] | None = None,
-    loss_piece: int = 0,
-    loss_fn: LossFunction | None = None,
-) -> Captured:
-    """``capture``, with what compiled blocks do measured: each is compiled and run, forward and backward.
+def as_compiled(model: nn.Module, device: str | torch.device, take: Callable[[], Captured]) -> Captured:
+    """What ``take`` captures of ``model`` on ``device``, with what compiled blocks do measured: each is compiled and
+    run, forward and backward. ``take`` is called once, and again where blocks were measured.
 
     As written, which is how they run then, are all blocks where one of the compiled modules is no block as a whole, has
     no values yet, is not on ``cpu``, fails, or does what no stand-in can tell, and where a dispatch mode is on under
     which PyTorch compiles nothing; the trace says so in its notes.
 
-    Raises what ``capture`` raises.
+    Raises what ``take`` raises.
     """
     seen: Calls = {}
-    asked = partial(capture, model, batch, optimizer, device, blocks, loss_piece, loss_fn)
     names = compiled_modules(model)
     with _noting(model, names, seen):
-        written = asked()
+        written = take()
     if not names:
         return written
     whole = {block.module for block in written.trace.model.blocks}
@@ -71,7 +62,7 @@ def capture_as_compiled(
             return _as_written(written, f"{name} returns what it is given, changes its buffers, or is not called once")
         found[name] = getattr(module, "_orig_mod", module), _with_flops(measured, written.trace, name)
     with standing_in(found):
-        captured = asked()
+        captured = take()
     return replace(
         captured,
         trace=replace(captured.trace, compiled=names),
