@@ -10,6 +10,10 @@ bytes at one time in a process of its own, in the same rounds, in the best of se
 The fastest ways have few buffers, which a processor's cache holds. States come from more memory than that: so the disk
 is measured once more from and to as many bytes as the ring has through which they pass. Notes have the ratio to that;
 targets are for the other.
+
+Where compute takes as long as the disk neither can be busy all the time: the first gradient of a step is there after
+forward and one block's backward, and the first block that waits is updated when the step has ended. So each row also
+says what a disk without any loss would leave (``floor``); it is the nearer to 1 the more blocks there are.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ from forebay.profiler.disk_rates import measure_disk
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.units import MiB
 
-__all__ = ["compare"]
+__all__ = ["compare", "floor"]
 
-LAYERS: Final = 18
-ELEMENTS: Final = 4 << 20
+LAYERS: Final = 36
+ELEMENTS: Final = 2 << 20
 CHUNK: Final = 1 << 20
 STEPS: Final = 3
 TIMES: Final = (0, 1, 2)
@@ -58,6 +62,9 @@ AHEAD: Final = 2 / 3
 """Of all blocks, those that are updated under backward, which is two thirds of the compute."""
 
 TARGET: Final = 1.1
+STEADY: Final = 12
+"""Steps after which each takes as long as the one before."""
+
 RINGED: Final = "disk alone, buffers of the ring"
 
 
@@ -148,7 +155,10 @@ def _rows(seconds: Mapping[str, list[float]], nbytes: int, note: str, way: str, 
     for times in TIMES:
         compute, step = seconds[f"compute {times}"], seconds[f"step {times}"]
         to_ring = median(_ratios(step, compute, ringed))
-        said = f"{to_ring:.3f} of the longer of compute and the disk from and to the ring's bytes, {note}"
+        least = floor(LAYERS, AHEAD, times, 1.0) / max(times, 1.0)
+        said = (
+            f"{to_ring:.3f} of the longer of compute and the disk from and to the ring's bytes, floor {least:.3f}, {note}"
+        )
         what = f"forward and backward take {times} times as long as the disk"
         ratios = _ratios(step, compute, disk)
         rows += [
@@ -156,6 +166,29 @@ def _rows(seconds: Mapping[str, list[float]], nbytes: int, note: str, way: str, 
             Row(f"step, {times} x disk", what, tuple(step), ratios, TARGET, nbytes=2 * nbytes, note=said),
         ]
     return rows
+
+
+def floor(layers: int, ahead: float, compute: float, disk: float) -> float:
+    """Seconds of a step whose forward and backward take ``compute`` and whose states the disk reads and writes in
+    ``disk``, block after block and without a loss: a block that is updated ``ahead`` of its step (that share of all,
+    evenly) from its gradient on, the others in the order of forward from the end of the step on."""
+    forward, backward, update = compute / 3 / layers, 2 * compute / 3 / layers, disk / layers
+    count = round(ahead * layers)
+    early = {layers - 1 - number * layers // count for number in range(count)}
+    now = idle = 0.0
+    ready, ends = [0.0] * layers, [0.0]
+    for _ in range(2 * STEADY):
+        for block in range(layers):
+            now = max(now, ready[block]) + forward
+        for block in reversed(range(layers)):
+            now += backward
+            if block in early:
+                ready[block] = idle = max(idle, now) + update
+        for block in range(layers):
+            if block not in early:
+                ready[block] = idle = max(idle, now) + update
+        ends.append(now)
+    return (ends[-1] - ends[-1 - STEADY]) / STEADY
 
 
 def _ratios(step: Sequence[float], compute: Sequence[float], disk: Sequence[float]) -> tuple[float, ...]:

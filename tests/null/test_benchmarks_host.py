@@ -117,6 +117,17 @@ def test_a_step_on_disk_is_held_against_both_floors() -> None:
     }
 
 
+def test_a_step_on_disk_has_a_floor_of_its_own() -> None:
+    """Where both take as long, the disk waits for the first block's backward, and forward for one update: the sum of
+    what a block takes of both, five thirds of a block, for any number of blocks."""
+    for layers in (18, 36, 54):
+        assert disk_step.floor(layers, 2 / 3, 0.0, 1.0) == pytest.approx(1.0)
+        assert disk_step.floor(layers, 2 / 3, 1.0, 1.0) == pytest.approx(1 + 5 / 3 / layers)
+        assert disk_step.floor(layers, 2 / 3, 1.0, 0.0) == pytest.approx(1.0)
+        assert 2 < disk_step.floor(layers, 2 / 3, 2.0, 1.0) < 2 * (1 + 5 / 3 / layers)
+    assert disk_step.floor(18, 1.0, 1.0, 1.0) > 1.3  # all ahead: the first of forward are the last to be updated
+
+
 def test_longer_models_have_rows_of_their_own() -> None:
     heat = hidden._Heat(56, 2)
     seconds = {"forward + backward": [1.0, 2.0], "speculative": [1.02, 2.08], hidden.ALL_CORES: [0.5, 1.0]}
