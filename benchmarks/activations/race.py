@@ -109,22 +109,29 @@ def with_peaks(row: Row, peaks: Mapping[str, int]) -> Row:
     return replace(row, device=peaks["device"], host=peaks["host"])
 
 
-def heats(entries: Sequence[Entry], plain: str, room: int, footprint: Callable[[Row], int]) -> list[list[Entry]]:
-    """``entries`` in their order, in groups that each take ``room`` bytes at most, or are plain and one other.
+def heats(
+    companies: Sequence[Sequence[Entry]], plain: str, room: int, footprint: Callable[[Row], int]
+) -> list[list[Entry]]:
+    """The entries of ``companies`` in their order, in groups that each take ``room`` bytes at most, or are plain and
+    one other. A company comes into one group where one has the room: what is held against each other takes turns.
 
     ``footprint`` is what a contender takes while it is set up. ``plain`` is in every group, as an entry of its own.
     """
-    baseline = next(entry for entry in entries if entry.row.name == plain)
+    baseline = next(entry for company in companies for entry in company if entry.row.name == plain)
+    fresh = room - footprint(baseline.row)
     found: list[list[Entry]] = []
     left = 0
-    for entry in entries:
-        if entry is baseline:
-            continue
-        left -= footprint(entry.row)
-        if left < 0 or not found:
-            found.append([Entry(baseline.contender, baseline.row)])
-            left = room - footprint(baseline.row) - footprint(entry.row)
-        found[-1].append(entry)
+    for company in companies:
+        others = [entry for entry in company if entry is not baseline]
+        whole = sum(footprint(entry.row) for entry in others)
+        for number, entry in enumerate(others):
+            needed = footprint(entry.row)
+            # A company that has room nowhere begins where there is any.
+            if not found or needed > left or (number == 0 and left < whole <= fresh):
+                found.append([Entry(baseline.contender, baseline.row)])
+                left = fresh
+            left -= needed
+            found[-1].append(entry)
     return found or [[baseline]]
 
 

@@ -130,12 +130,11 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     return Field(model.name, job.batch, plain, _ordered(entries, rows, merged(_raced(groups, settings, start, say))))
 
 
-def paired(rivals: Sequence[Entry], contenders: Sequence[Entry]) -> list[Entry]:
-    """Everyone, each rival followed by what has its peak for a budget: so they come into one heat."""
-    running = []
-    for rival in rivals:
-        running += [rival, *(entry for entry in contenders if entry.row.label == AS + rival.row.name)]
-    return running + [entry for entry in contenders if entry not in running]
+def paired(rivals: Sequence[Entry], contenders: Sequence[Entry]) -> list[list[Entry]]:
+    """Everyone: each rival with what has its peak for a budget, to come into one heat, then each of the others."""
+    running = [[rival, *(entry for entry in contenders if entry.row.label == AS + rival.row.name)] for rival in rivals]
+    taken = [entry for company in running for entry in company]
+    return running + [[entry] for entry in contenders if entry not in taken]
 
 
 def _raced(

@@ -156,9 +156,8 @@ def _rows(seconds: Mapping[str, list[float]], nbytes: int, note: str, way: str, 
         compute, step = seconds[f"compute {times}"], seconds[f"step {times}"]
         to_ring = median(_ratios(step, compute, ringed))
         least = floor(LAYERS, AHEAD, times, 1.0) / max(times, 1.0)
-        said = (
-            f"{to_ring:.3f} of the longer of compute and the disk from and to the ring's bytes, floor {least:.3f}, {note}"
-        )
+        longer = "the longer of compute and the disk from and to the ring's bytes"
+        said = f"{to_ring:.3f} of {longer}, floor {least:.3f}, {note}"
         what = f"forward and backward take {times} times as long as the disk"
         ratios = _ratios(step, compute, disk)
         rows += [

@@ -148,13 +148,24 @@ def test_the_rounds_of_a_later_heat_have_other_numbers() -> None:
 
 
 def test_a_heat_has_plain_and_what_fits_beside_it() -> None:
-    entries = [entry(Script(name)) for name in ("a", "plain", "b", "c", "d")]
+    entries = [[entry(Script(name))] for name in ("a", "plain", "b", "c", "d")]
     sizes = {"a": 3, "plain": 2, "b": 4, "c": 9, "d": 1}
     groups = heats(entries, "plain", room=9, footprint=lambda row: sizes[row.name])
     # 2 + 3 + 4 are 9; c alone beside plain is too much and comes all the same; d would be more still.
     assert [[e.row.name for e in group] for group in groups] == [["plain", "a", "b"], ["plain", "c"], ["plain", "d"]]
     assert len({id(group[0]) for group in groups}) == 3, "an entry has the rounds of one heat"
-    assert heats(entries[1:2], "plain", room=0, footprint=lambda row: 1) == [[entries[1]]]
+    assert heats(entries[1:2], "plain", room=0, footprint=lambda row: 1) == [entries[1]]
+
+
+def test_a_company_comes_into_one_heat_where_one_has_the_room() -> None:
+    names = (("plain",), ("a", "b"), ("c", "d"), ("e", "f", "g", "h"))
+    groups = heats([[entry(Script(name)) for name in company] for company in names], "plain", 4, lambda row: 1)
+    # c and d would be parted; e to h are more than any heat holds, and begin where there is room.
+    assert [[e.row.name for e in group] for group in groups] == [
+        ["plain", "a", "b"],
+        ["plain", "c", "d", "e"],
+        ["plain", "f", "g", "h"],
+    ]
 
 
 def test_who_was_in_two_heats_has_the_rounds_of_both() -> None:
@@ -177,13 +188,11 @@ def test_a_rival_is_followed_by_what_has_its_peak_for_a_budget() -> None:
 
     rivals = [labelled("plain", ""), labelled("checkpoint", ""), labelled("save_on_cpu", "")]
     own = [labelled("auto", label) for label in ("50 %", "as save_on_cpu", "as checkpoint")]
-    assert [entry.row.name for entry in paired(rivals, own)] == [
-        "plain",
-        "checkpoint",
-        "auto as checkpoint",
-        "save_on_cpu",
-        "auto as save_on_cpu",
-        "auto 50 %",
+    assert [[entry.row.name for entry in company] for company in paired(rivals, own)] == [
+        ["plain"],
+        ["checkpoint", "auto as checkpoint"],
+        ["save_on_cpu", "auto as save_on_cpu"],
+        ["auto 50 %"],
     ]
 
 
