@@ -1,4 +1,7 @@
-"""What a session leaves behind: threads, descriptors, files and mapped memory. The fixture is imported where used."""
+"""What a session leaves behind: threads, descriptors, queues, files and mapped memory.
+
+The fixture is imported where used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["descriptors", "mapped", "nothing_left_behind"]
+__all__ = ["descriptors", "kernel_queues", "mapped", "nothing_left_behind"]
 
 
 def descriptors() -> list[str]:
@@ -33,11 +36,17 @@ def mapped() -> int:
     return nbytes
 
 
+def kernel_queues() -> int:
+    """Queues for calls that the kernel keeps for this process: the memory of each is in its map."""
+    return sum("/[aio]" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(tmp_path: Path) -> Iterator[None]:
-    threads, before = set(threading.enumerate()), descriptors()
+    threads, before, queues = set(threading.enumerate()), descriptors(), kernel_queues()
     yield
     gc.collect()
     assert set(threading.enumerate()) <= threads
     assert descriptors() == before
+    assert kernel_queues() == queues
     assert not any(tmp_path.iterdir())

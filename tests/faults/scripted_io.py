@@ -15,7 +15,9 @@ from forebay.calls import Calls
 from forebay.memory import Ledger, Tier
 from forebay.tiers.diskfile import DiskPolicy, TierFile
 from forebay.tiers.io import Io, SystemIo
+from forebay.tiers.kernel_queue import CallQueue
 from forebay.units import MiB
+from tests.faults.simulated_queue import SimulatedQueue
 
 __all__ = ["PAGE", "SMALL", "ScriptedIo", "Tiers", "pattern", "round_trip", "tensor_at"]
 
@@ -29,7 +31,7 @@ class ScriptedIo(Io):
     """The real calls, except where ``faults`` says what happens instead of the n-th (from 0) call of a name.
 
     A fault is a negative error number, or the number of bytes that a transfer stops after. ``always`` holds for every
-    call of a name.
+    call of a name. A queue makes its calls here too, under the same names; ``queues`` are all that were opened.
     """
 
     faults: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class ScriptedIo(Io):
     free: int | None = None
     before_read: Callable[[], object] = lambda: None
     system: SystemIo = field(default_factory=SystemIo)
+    queues: list[SimulatedQueue] = field(default_factory=list)
 
     def free_bytes(self, path: Path) -> int:
         return self.system.free_bytes(path) if self.free is None else self.free
@@ -67,6 +70,11 @@ class ScriptedIo(Io):
 
     def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
         return self._transfer("pwritev", self.system.pwritev, fd, buffer, offset)
+
+    def open_queue(self, size: int) -> CallQueue:
+        self._fail("open_queue")
+        self.queues.append(SimulatedQueue(self, seed=len(self.queues)))
+        return self.queues[-1]
 
     def _transfer(
         self, name: str, call: Callable[[int, memoryview, int], int], fd: int, buffer: memoryview, offset: int

@@ -15,7 +15,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -24,10 +24,14 @@ import torch
 from torch import nn
 
 import forebay
+from forebay.calls import Calls
 from forebay.errors import ForebayError
+from forebay.layout import PAGE
 from forebay.plans import Plan
 from forebay.tiers.io import Io, SystemIo
+from forebay.tiers.kernel_queue import CallQueue
 from tests.faults.residue import descriptors
+from tests.faults.simulated_queue import SimulatedQueue
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
 
 STEPS = 4
@@ -68,6 +72,7 @@ class PointedIo(Io):
     def __post_init__(self) -> None:
         self.system = SystemIo()
         self.counts = dict.fromkeys(TRANSFERS, 0)
+        self.queues = 0
         self._lock = threading.Lock()
 
     def free_bytes(self, path: Path) -> int:
@@ -90,6 +95,10 @@ class PointedIo(Io):
 
     def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
         return self._transfer("pwritev", self.system.pwritev, fd, buffer, offset)
+
+    def open_queue(self, size: int) -> CallQueue:
+        self.queues += 1
+        return SimulatedQueue(self)
 
     def _transfer(
         self, name: str, call: Callable[[int, memoryview, int], int], fd: int, buffer: memoryview, offset: int
@@ -174,18 +183,24 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 
 
 # In the long run each of them at 50 points.
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(
     "points", [7, pytest.param(50 * len(FAULTS), marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
-def test_a_fault_of_the_disk_at_a_random_point(points: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_disk_at_a_random_point(
+    points: int, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
     plan = disk_plan(disk, checksums=True)
+    if depth > 1:
+        in_flight = Calls(PAGE, depth)
+        plan = replace(plan, streaming=replace(plan.streaming, disk_reads=in_flight, disk_writes=in_flight))
     threads, before = set(threading.enumerate()), descriptors()
     io = PointedIo()
     monkeypatch.setattr("forebay.tiers.stripes.SystemIo", lambda: io)
     expected = train(plan, disk, kept)
-    assert expected.error is None
+    assert expected.error is None and (io.queues > 0) == (depth > 1)
     calls = io.counts
     draw, stopped, unreached = random.Random(points), 0, 0
     kinds = [kind for _ in range(0, points, len(FAULTS)) for kind in draw.sample(list(FAULTS.values()), len(FAULTS))]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, final
 
 from forebay.errors import DiskFull, ForebayError, StorageError
-from forebay.tiers.diskfile import NO_SPACE, errno_words
+from forebay.tiers.io import NO_SPACE, errno_words
 from forebay.units import format_bytes
 
 __all__ = ["Files", "SystemFiles", "read_whole", "refused", "write_whole"]

@@ -17,16 +17,8 @@ from typing import final
 
 from forebay.errors import ConfigError, DiskFull, StorageError
 from forebay.memory import Kind, Ledger
-from forebay.tiers.diskfile import (
-    NO_SPACE,
-    Buffer,
-    DiskFile,
-    DiskPolicy,
-    Meter,
-    errno_words,
-    storage_error,
-)
-from forebay.tiers.io import Io, SystemIo, preallocate
+from forebay.tiers.diskfile import Buffer, DiskFile, DiskPolicy, Meter
+from forebay.tiers.io import NO_SPACE, Io, SystemIo, errno_words, preallocate, storage_error
 from forebay.tiers.pages import map_pages
 from forebay.tiers.sums import PageSums
 from forebay.units import format_bytes

@@ -21,39 +21,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, TypeAlias, final
+from typing import TypeAlias, final
 
-import numpy as np
 import torch
 
 from forebay.calls import CHECKSUMS, Calls
-from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
+from forebay.errors import ConfigError, StorageError
 from forebay.memory import Kind, Ledger
-from forebay.tiers.io import Io, preallocate
+from forebay.tiers.io import Io, preallocate, storage_error
+from forebay.tiers.kernel_queue import Verb, address_of
 from forebay.tiers.sums import SUMMED, PageSums
 from forebay.units import MiB, format_bytes
 
 __all__ = [
-    "NO_SPACE",
     "Buffer",
     "DiskFile",
     "DiskPolicy",
     "Meter",
     "TierFile",
-    "Verb",
     "bytes_of",
-    "errno_words",
-    "storage_error",
 ]
 
 Buffer: TypeAlias = torch.Tensor | memoryview
 """A contiguous uint8 CPU tensor, or a contiguous memoryview of bytes."""
-
-Verb: TypeAlias = Literal["read", "write"]
-"""The direction of a transfer, in the word of its errors."""
-
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers that mean: the disk is full, or the user's share of it."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +204,7 @@ class DiskFile(TierFile):
 
     def reserve(self) -> None:
         """Has the file system set aside what it has not yet of the space. Raises ``DiskFull``, ``StorageError``."""
-        with self._in_use():
+        with self.in_use():
             try:
                 preallocate(self.descriptor, self.nbytes, self.nbytes, self._io)
             except OSError as error:
@@ -244,23 +234,24 @@ class DiskFile(TierFile):
 
     def _transfer(self, verb: Verb, offset: int, buffer: Buffer) -> None:
         view = bytes_of(buffer)
-        self._check(verb, offset, view)
-        with self._in_use():
+        self.check(verb, offset, view)
+        with self.in_use():
             block = self.policy.calls(verb).block
             for begin in range(0, len(view), block):
                 part = view[begin : begin + block]
-                if verb == "write" and self.sums is not None:
-                    # Before the kernel has the bytes: what changes them on their way there is found too.
-                    self.sums.note(offset + begin, part)
-                done = 0
-                while done < len(part):
-                    done += self._piece(verb, offset + begin + done, part[done:])
-                if verb == "read" and self.sums is not None:
-                    # Block by block: they are in the cache still.
-                    self._expect_whole(self.sums, offset + begin, part)
+                self.note(verb, offset + begin, part)
+                self.move(verb, offset + begin, part)
+                # Block by block: they are in the cache still.
+                self.compare(verb, offset + begin, part)
 
-    def _expect_whole(self, sums: PageSums, offset: int, part: memoryview) -> None:
-        damaged = sums.damaged(offset, part)
+    def note(self, verb: Verb, offset: int, part: memoryview) -> None:
+        """Sums up what is about to be written: what changes it on its way to the kernel is found too."""
+        if verb == "write" and self.sums is not None:
+            self.sums.note(offset, part)
+
+    def compare(self, verb: Verb, offset: int, part: memoryview) -> None:
+        """Holds what was read against what was written there. Raises ``StorageError``."""
+        damaged = self.sums.damaged(offset, part) if verb == "read" and self.sums is not None else None
         if damaged is not None:
             raise StorageError(
                 f"{self.path}: the bytes at offset {damaged} are not those that were written there; the disk, or the "
@@ -268,8 +259,39 @@ class DiskFile(TierFile):
                 f"another, and go on from what was saved"
             )
 
+    def move(self, verb: Verb, offset: int, part: memoryview) -> None:
+        """Moves ``part`` in calls of this thread, one after the other; whoever asks has the file ``in_use``."""
+        done = 0
+        while done < len(part):
+            direct = self.direct
+            result = self._call(verb, offset + done, part[done:], direct)
+            done += self.moved(verb, offset + done, part[done:], result, direct)
+
+    def moved(self, verb: Verb, offset: int, piece: memoryview, result: int, direct: bool) -> int:
+        """How much of ``piece`` a call has moved that ended with ``result``, bytes or a negative error number, and was
+        made past the page cache or not (``direct``). Raises ``StorageError``, ``DiskFull``."""
+        if result < 0:
+            # Everything is aligned, so this can only mean that the file system has no O_DIRECT after all.
+            if direct and result == -errno.EINVAL:
+                self._leave_direct()
+                return 0
+            error = OSError(-result, os.strerror(-result))
+            action = f"{verb} {len(piece)} bytes at offset {offset} of"
+            raise storage_error(self._io, action, self.path, error, len(piece)) from error
+        if verb == "write":
+            self._meter.add(result)
+        if result == 0:
+            raise StorageError(
+                f"cannot {verb} {len(piece)} bytes at offset {offset} of {self.path}: the file ends there, although "
+                f"it was made with {self.nbytes} bytes; check the disk, or name another"
+            )
+        if direct and result % self.policy.alignment:
+            # O_DIRECT cannot go on from inside an aligned unit; the page cache can, to the end or to the error.
+            self._leave_direct()
+        return result
+
     @contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """Holds ``close`` back."""
         with self._idle:
             if self._closed:
@@ -282,7 +304,8 @@ class DiskFile(TierFile):
                 self._transfers -= 1
                 self._idle.notify_all()
 
-    def _check(self, verb: Verb, offset: int, view: memoryview) -> None:
+    def check(self, verb: Verb, offset: int, view: memoryview) -> None:
+        """Raises ``StorageError`` for a transfer that this file cannot make."""
         if verb == "read" and view.readonly:
             raise StorageError(f"cannot read from {self.path} into memory that is read-only; give a writable buffer")
         for name, value in (("offset", offset), ("size", len(view))):
@@ -297,74 +320,42 @@ class DiskFile(TierFile):
                 f"{self.nbytes} bytes"
             )
 
-    def _piece(self, verb: Verb, offset: int, piece: memoryview) -> int:
-        """Moves as much of ``piece`` (one block at most) as one system call does; returns the bytes done."""
-        direct = self.direct
+    def _call(self, verb: Verb, offset: int, piece: memoryview, direct: bool) -> int:
+        """What one system call makes of ``piece``: bytes, or a negative error number."""
         try:
-            if direct and not _aligned(piece, self.policy.alignment):
-                done = self._bounced(verb, offset, piece)
-            else:
-                done = self._call(verb, offset, piece)
+            if direct and not self.aligned(piece):
+                return self._bounced(verb, offset, piece)
+            return self._made(verb, offset, piece)
         except OSError as error:
-            # Everything is aligned, so this can only mean that the file system has no O_DIRECT after all.
-            if direct and error.errno == errno.EINVAL:
-                self._leave_direct()
-                return 0
-            action = f"{verb} {len(piece)} bytes at offset {offset} of"
-            raise storage_error(self._io, action, self.path, error, len(piece)) from error
-        if done == 0:
-            raise StorageError(
-                f"cannot {verb} {len(piece)} bytes at offset {offset} of {self.path}: the file ends there, although "
-                f"it was made with {self.nbytes} bytes; check the disk, or name another"
-            )
-        if direct and done % self.policy.alignment:
-            # O_DIRECT cannot go on from inside an aligned unit; the page cache can, to the end or to the error.
-            self._leave_direct()
-        return done
+            return -(error.errno or errno.EIO)
 
-    def _call(self, verb: Verb, offset: int, piece: memoryview) -> int:
-        if verb == "read":
-            return self._io.preadv(self.descriptor, piece, offset)
-        done = self._io.pwritev(self.descriptor, piece, offset)
-        self._meter.add(done)
-        return done
+    def _made(self, verb: Verb, offset: int, piece: memoryview) -> int:
+        call = self._io.preadv if verb == "read" else self._io.pwritev
+        return call(self.descriptor, piece, offset)
 
     def _bounced(self, verb: Verb, offset: int, piece: memoryview) -> int:
-        """``_call``, for as much as goes into an aligned block, by way of that; nobody else has it until it is back."""
+        """``_made``, for as much as goes into an aligned block, by way of that; nobody else has it until it is back."""
         block = self._bounce.get()
         piece = piece[: len(block)]
         try:
             with memoryview(block) as whole, whole[: len(piece)] as aligned:
                 if verb == "write":
                     aligned[:] = piece
-                done = self._call(verb, offset, aligned)
+                done = self._made(verb, offset, aligned)
                 if verb == "read":
                     piece[:done] = aligned[:done]
             return done
         finally:
             self._bounce.put(block)
 
+    def aligned(self, view: memoryview) -> bool:
+        """Whether O_DIRECT takes memory that starts where ``view`` does."""
+        return address_of(view) % self.policy.alignment == 0
+
     def _leave_direct(self) -> None:
         # The descriptor is switched before the flag: whoever sees ``direct`` False may send unaligned memory at once.
         self._io.set_direct(self.descriptor, False)
         self.direct = False
-
-
-def storage_error(io: Io, action: str, path: Path, error: OSError, needed: int = 0) -> ForebayError:
-    """The error for a refused ``action`` (verb and object) on ``path``."""
-    message = f"cannot {action} {path}: {errno_words(error)}"
-    if error.errno not in NO_SPACE:
-        return StorageError(f"{message}; check the disk, or name another")
-    free = io.free_bytes(path.parent)
-    return DiskFull(
-        f"{message}, {format_bytes(free)} are free; make room, or name another disk", needed=needed, allowed=free
-    )
-
-
-def errno_words(error: OSError) -> str:
-    """What the operating system says, with the name of its error number."""
-    number = error.errno or 0
-    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
 def bytes_of(buffer: Buffer) -> memoryview:
@@ -379,11 +370,6 @@ def bytes_of(buffer: Buffer) -> memoryview:
     if not buffer.c_contiguous:
         raise StorageError("a disk transfer needs a contiguous memoryview")
     return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
-
-
-def _aligned(view: memoryview, alignment: int) -> bool:
-    """Whether the memory starts on a multiple of ``alignment``."""
-    return np.frombuffer(view, dtype=np.uint8).ctypes.data % alignment == 0
 
 
 def _release(fd: int, ledger: Ledger, kind: Kind, nbytes: int) -> None:

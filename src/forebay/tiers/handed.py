@@ -16,11 +16,11 @@ from pathlib import Path
 
 from forebay.errors import StorageError
 from forebay.memory import Kind, Ledger, Tier
-from forebay.tiers.crew import Crew
-from forebay.tiers.diskfile import DiskFile, DiskPolicy, Meter, TierFile, Verb
+from forebay.tiers.callers import Callers
+from forebay.tiers.diskfile import DiskFile, DiskPolicy, Meter, TierFile
 from forebay.tiers.io import SystemIo
 from forebay.tiers.pages import map_pages
-from forebay.tiers.stripes import StripedFile, Zone, crews_for
+from forebay.tiers.stripes import StripedFile, Zone
 from forebay.tiers.sums import PageSums
 
 __all__ = ["HandedFile", "HandedPart", "hand_over", "taken_over"]
@@ -75,7 +75,7 @@ def taken_over(handed: HandedFile, meter: Meter) -> Iterator[TierFile]:
     bounce: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     # For memory that is not aligned, of which there is none: pages that nobody touches.
     bounce.put(map_pages(handed.policy.bounce_nbytes))
-    ledger = Ledger(Tier.DISK, None)
+    ledger, io = Ledger(Tier.DISK, None), SystemIo()
 
     def opened(part: HandedPart) -> DiskFile:
         ledger.charge(Kind.STATE, part.nbytes, part.path)
@@ -87,23 +87,21 @@ def taken_over(handed: HandedFile, meter: Meter) -> Iterator[TierFile]:
             direct=part.direct,
             ledger=ledger,
             policy=handed.policy,
-            io=SystemIo(),
+            io=io,
             bounce=bounce,
             meter=meter,
             sums=None if part.sums is None else PageSums(part.nbytes, descriptor=part.sums),
         )
 
     parts = [None if part is None else opened(part) for part in handed.parts]
-    crews: dict[Verb, Crew] = {}
+    callers = Callers(len(parts), handed.policy, io)
     try:
         if not handed.zones and parts[0] is not None:
             yield parts[0]
-            return
-        crews |= crews_for(len(parts), handed.policy)
-        yield StripedFile(parts, handed.zones, handed.policy, crews)
+        else:
+            yield StripedFile(parts, handed.zones, handed.policy, callers)
     finally:
-        for crew in crews.values():
-            crew.close()
+        callers.close()
         for file in parts:
             if file is not None:
                 file.close()

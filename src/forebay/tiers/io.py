@@ -9,9 +9,15 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Final, final
 
+from forebay.errors import DiskFull, ForebayError, StorageError
 from forebay.tiers.host import available_disk
+from forebay.tiers.kernel_queue import CallQueue, KernelQueue
+from forebay.units import format_bytes
 
-__all__ = ["Io", "SystemIo", "preallocate"]
+__all__ = ["NO_SPACE", "Io", "SystemIo", "errno_words", "preallocate", "storage_error"]
+
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers that mean: the disk is full, or the user's share of it."""
 
 # EINVAL: where a file system cannot preallocate, glibc writes a byte into every block instead, which O_DIRECT refuses.
 _CANNOT_PREALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
@@ -48,6 +54,10 @@ class Io(ABC):
     def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Writes at most ``len(buffer)`` bytes; returns how many."""
 
+    @abstractmethod
+    def open_queue(self, size: int) -> CallQueue:
+        """A queue for ``size`` calls at a time, which one thread makes. ``OSError`` where the kernel gives none."""
+
 
 @final
 class SystemIo(Io):
@@ -76,6 +86,9 @@ class SystemIo(Io):
     def pwritev(self, fd: int, buffer: memoryview, offset: int) -> int:
         return os.pwritev(fd, [buffer], offset)
 
+    def open_queue(self, size: int) -> CallQueue:
+        return KernelQueue(size)
+
 
 def preallocate(fd: int, nbytes: int, at_first: int, io: Io) -> None:
     """Gives a file ``nbytes``, and space for the first ``at_first`` of them. Raises ``OSError``."""
@@ -87,3 +100,20 @@ def preallocate(fd: int, nbytes: int, at_first: int, io: Io) -> None:
         at_first = 0
     if at_first < nbytes:
         os.ftruncate(fd, nbytes)
+
+
+def storage_error(io: Io, action: str, path: Path, error: OSError, needed: int = 0) -> ForebayError:
+    """The error for a refused ``action`` (verb and object) on ``path``."""
+    message = f"cannot {action} {path}: {errno_words(error)}"
+    if error.errno not in NO_SPACE:
+        return StorageError(f"{message}; check the disk, or name another")
+    free = io.free_bytes(path.parent)
+    return DiskFull(
+        f"{message}, {format_bytes(free)} are free; make room, or name another disk", needed=needed, allowed=free
+    )
+
+
+def errno_words(error: OSError) -> str:
+    """What the operating system says, with the name of its error number."""
+    number = error.errno or 0
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, final
 
 from forebay.errors import StorageError
-from forebay.tiers.diskfile import errno_words
+from forebay.tiers.io import errno_words
 
 __all__ = ["LOCK", "FolderLock"]
 

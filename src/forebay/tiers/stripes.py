@@ -2,8 +2,7 @@
 
 A file is cut into stripes, which go to the folders in turn. Where a folder is full before the others, what follows is
 spread over those that have room (a *zone* is a range of the file that is spread over the same folders). Several calls
-are in flight at one time, as many in each folder as ``DiskPolicy`` says for reads and for writes. Both have threads of
-their own, so that neither waits for the other anywhere but in the disk.
+are in flight at one time, as many in each folder as ``DiskPolicy`` says for reads and for writes (``callers``).
 """
 
 from __future__ import annotations
@@ -11,23 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, TypeAlias, final
+from typing import Final, final
 
 from forebay.errors import DiskFull, StorageError
 from forebay.memory import Kind, Ledger
-from forebay.tiers.crew import Crew
+from forebay.tiers.callers import Callers, Piece, Pieces
 from forebay.tiers.disk import DiskFolder
-from forebay.tiers.diskfile import Buffer, DiskFile, DiskPolicy, TierFile, Verb, bytes_of
+from forebay.tiers.diskfile import Buffer, DiskFile, DiskPolicy, TierFile, bytes_of
 from forebay.tiers.io import Io, SystemIo
+from forebay.tiers.kernel_queue import Verb
 from forebay.units import format_bytes
 
-__all__ = ["DiskTier", "Folder", "Zone", "crews_for", "lay_out"]
+__all__ = ["DiskTier", "Folder", "StripedFile", "Zone", "lay_out"]
 
 _UNLIMITED: Final = 1 << 62
 """Bytes: more than any disk."""
@@ -101,12 +99,6 @@ def lay_out(nbytes: int, room: Sequence[int], stripe: int, page: int) -> tuple[Z
     return tuple(zones)
 
 
-def crews_for(folders: int, policy: DiskPolicy) -> dict[Verb, Crew]:
-    """Who makes the calls of a file over ``folders``, beside its caller."""
-    verbs: tuple[Verb, ...] = ("read", "write")
-    return {verb: Crew(max(1, folders * policy.calls(verb).depth - 1), f"forebay-disk-{verb}") for verb in verbs}
-
-
 @final
 class DiskTier:
     """The folders of one run and the files over them. Use it as a context manager or close it.
@@ -151,9 +143,8 @@ class DiskTier:
             self._room = [_UNLIMITED if alone else self._allowed(folder) for folder in folders]
             lay_out(self.policy.padded(needed), self._room, self.policy.stripe, self.policy.alignment)
             opened.pop_all()
-        self._crews = crews_for(len(folders), self.policy)
-        for crew in self._crews.values():
-            self._stack.callback(crew.close)
+        self._callers = Callers(len(folders), self.policy, self._io)
+        self._stack.callback(self._callers.close)
 
     @property
     def direct(self) -> bool:
@@ -197,7 +188,7 @@ class DiskTier:
                 parts.append(made.enter_context(folder.create(name, share, kind, stays, at_first)) if share else None)
             made.pop_all()
         self._room = [room - share for room, share in zip(self._room, sizes, strict=True)]
-        return StripedFile(parts, zones, self.policy, self._crews)
+        return StripedFile(parts, zones, self.policy, self._callers)
 
     def close(self) -> None:
         """Closes the files and removes the folders; again: does nothing."""
@@ -223,10 +214,6 @@ class DiskTier:
         return free if folder.nbytes is None else folder.nbytes
 
 
-_Pieces: TypeAlias = deque[tuple[DiskFile, int, memoryview]]
-"""Calls of one folder that are to be made: the file, where in it, and the memory."""
-
-
 @final
 class StripedFile(TierFile):
     """A file of a ``DiskTier`` whose bytes are in ``parts``, one a folder (None: none there), as ``zones`` say."""
@@ -236,21 +223,21 @@ class StripedFile(TierFile):
         parts: Sequence[DiskFile | None],
         zones: Sequence[Zone],
         policy: DiskPolicy,
-        crews: dict[Verb, Crew],
+        callers: Callers,
     ) -> None:
         self.nbytes = sum(zone.nbytes for zone in zones)
         self.parts = parts
         self.zones = zones
         self.policy = policy
-        self._crews = crews
+        self._callers = callers
 
     def read(self, offset: int, buffer: Buffer) -> None:
         """As ``DiskFile.read``; the error of the first folder that fails is raised when all calls have ended."""
-        self._transfer("read", offset, buffer, DiskFile.read)
+        self._transfer("read", offset, buffer)
 
     def write(self, offset: int, buffer: Buffer) -> None:
         """As ``DiskFile.write``; the error of the first folder that fails is raised when all calls have ended."""
-        self._transfer("write", offset, buffer, DiskFile.write)
+        self._transfer("write", offset, buffer)
 
     def reserve(self) -> None:
         """As ``DiskFile.reserve``."""
@@ -264,32 +251,17 @@ class StripedFile(TierFile):
             if part is not None:
                 part.close()
 
-    def _transfer(
-        self, verb: Verb, offset: int, buffer: Buffer, move: Callable[[DiskFile, int, memoryview], None]
-    ) -> None:
+    def _transfer(self, verb: Verb, offset: int, buffer: Buffer) -> None:
         view = bytes_of(buffer)
         if offset < 0 or offset + len(view) > self.nbytes:
             raise StorageError(
                 f"cannot {verb} bytes {offset} to {offset + len(view)}: the file has {self.nbytes} bytes"
             )
-        crew = self._crews[verb]
-        depth = self.policy.calls(verb).depth
-        # Who is done with one call takes the next of that folder: the last ones end together, although no two calls
-        # take the same time.
-        takers = [pieces for pieces in self._cut(verb, offset, view) for _ in range(min(depth, len(pieces)))]
-        # The caller's thread is one of them: with a single call in flight there is nobody to wait for.
-        others = [crew.submit(partial(_drain, pieces, move)) for pieces in takers[1:]]
-        try:
-            _drain(takers[0] if takers else deque(), move)
-        finally:
-            # All calls are out before anybody hears of an error: the buffer is the caller's own again.
-            wait(others)
-        for other in others:
-            other.result()
+        self._callers.move(verb, self._cut(verb, offset, view))
 
-    def _cut(self, verb: Verb, offset: int, view: memoryview) -> list[_Pieces]:
+    def _cut(self, verb: Verb, offset: int, view: memoryview) -> list[Pieces]:
         """What is to be moved, in calls, folder by folder."""
-        found: list[_Pieces] = [deque() for _ in self.parts]
+        found: list[Pieces] = [deque() for _ in self.parts]
         block = self.policy.calls(verb).block
         position = 0
         while position < len(view):
@@ -298,7 +270,7 @@ class StripedFile(TierFile):
             if part is None:
                 raise StorageError(f"byte {offset + position} of a striped file is in no folder")
             length = min(follow, block, len(view) - position)
-            found[number].append((part, start, view[position : position + length]))
+            found[number].append(Piece(part, start, view[position : position + length]))
             position += length
         return [pieces for pieces in found if pieces]
 
@@ -307,17 +279,3 @@ class StripedFile(TierFile):
             if offset < zone.start + zone.nbytes:
                 return zone.find(offset)
         raise StorageError(f"byte {offset} is not inside a file of {self.nbytes} bytes")
-
-
-def _drain(pieces: _Pieces, move: Callable[[DiskFile, int, memoryview], None]) -> None:
-    """Makes calls until none is left, or one fails. Others may do the same: a piece is taken by one of them."""
-    while True:
-        try:
-            part, start, piece = pieces.popleft()
-        except IndexError:
-            return
-        try:
-            move(part, start, piece)
-        except BaseException:
-            pieces.clear()  # the transfer has failed: nobody needs the rest of it
-            raise
