@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Sequence
 from typing import final
 
 from forebay.tiers.io import Io
-from forebay.tiers.kernel_queue import CallQueue, Verb
+from forebay.tiers.kernel_queue import CallQueue, QueuedCall
 
 __all__ = ["SimulatedQueue"]
 
@@ -21,33 +22,34 @@ class SimulatedQueue(CallQueue):
         self.closed = False
         self._io = io
         self._draw = random.Random(seed)
-        self._under_way: list[tuple[int, Verb, int, memoryview, int]] = []
+        self._under_way: list[QueuedCall] = []
 
     @property
     def under_way(self) -> int:
         """Calls that are."""
         return len(self._under_way)
 
-    def submit(self, number: int, verb: Verb, fd: int, buffer: memoryview, offset: int) -> None:
-        assert not self.closed
-        self._under_way.append((number, verb, fd, buffer, offset))
+    def submit(self, calls: Sequence[QueuedCall]) -> int:
+        assert calls and not self.closed
+        self._under_way += calls
         self.most = max(self.most, len(self._under_way))
+        return len(calls)
 
-    def wait(self) -> list[tuple[int, int]]:
-        assert self._under_way and not self.closed
+    def wait(self, least: int) -> list[tuple[int, int]]:
+        assert least <= len(self._under_way) and not self.closed
         self._draw.shuffle(self._under_way)
-        count = self._draw.randint(1, len(self._under_way))
+        count = self._draw.randint(least, len(self._under_way))
         ended, self._under_way = self._under_way[:count], self._under_way[count:]
-        return [(number, self._made(*call)) for number, *call in ended]
+        return [(call.number, self._made(call)) for call in ended]
 
     def close(self) -> None:
         while self._under_way and not self.closed:
-            self.wait()
+            self.wait(1)
         self.closed = True
 
-    def _made(self, verb: Verb, fd: int, buffer: memoryview, offset: int) -> int:
-        call = self._io.preadv if verb == "read" else self._io.pwritev
+    def _made(self, asked: QueuedCall) -> int:
+        call = self._io.preadv if asked.verb == "read" else self._io.pwritev
         try:
-            return call(fd, buffer, offset)
+            return call(asked.fd, asked.buffer, asked.offset)
         except OSError as error:
             return -(error.errno or errno.EIO)

@@ -33,15 +33,17 @@ __all__ = ["WAYS", "DiskFound", "DiskTrial", "fastest", "measure_disk"]
 
 _BATCH = 16 * MiB
 
-_TRIED = ((16, 1), (4, 1), (2, 1), (1, 1), (1, 2), (2, 2), (4, 2), (4, 4))
+_TRIED = ((4, 4), (4, 2), (2, 4), (2, 2), (1, 2), (1, 1), (2, 1), (4, 1), (16, 1))
 WAYS = tuple(Calls(block * MiB, depth) for block, depth in _TRIED)
 """Tried for reads and for writes; the first stands unless another is faster by ``_BETTER``.
 
-The first, because the kernel cuts a long call into several requests that are with the disk at one time, and one thread
-wakes up once for all of them; other ways that have as many need more threads, or more calls, of cores that updates want
-too, which a trial alone does not see. It counts most where a disk tells of all that it was asked for together, at their
-end, as virtual ones do that serve their queue until it is empty: whoever reads and whoever writes wake up at one time
-then, and the disk has nothing to do until they ask again (docs/log.md, 2026-11-23).
+The first, because most of a chunk is with the disk at one time then, as in one long call, and the disk has others left
+while the thread wakes up for one. Small calls wait for their thread more often, and lose most where updates have the
+cores, which a trial alone does not see. It counts most where a disk tells of all that it was asked for together, at
+their end, as virtual ones do that serve their queue until it is empty: whoever reads and whoever writes wake up at one
+time then, and the disk has nothing to do until they ask again. In the kernel's queue a depth takes no thread, and no
+more of the cores than one long call; where there is none it takes three threads more (``tiers.callers``; docs/log.md,
+2026-11-23).
 """
 
 _BETTER = 1.05

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from forebay.errors import ForebayError
 from forebay.tiers.crew import Crew
 from forebay.tiers.diskfile import DiskFile, DiskPolicy
 from forebay.tiers.io import Io
-from forebay.tiers.kernel_queue import CallQueue, Verb
+from forebay.tiers.kernel_queue import CallQueue, QueuedCall, Verb
 
 __all__ = ["Callers", "Piece", "Pieces"]
 
@@ -176,66 +176,102 @@ class _Flight:
         self._verb = verb
         self._queue = queue
         self._numbers = count()
+        self._summing = False
         self._under_way: dict[int, tuple[Pieces, Piece]] = {}
         self._ended: deque[tuple[int, int]] = deque()
 
     def make(self, folders: Sequence[Pieces], depth: int) -> None:
+        self._summing = any(pieces[0].file.sums is not None for pieces in folders if pieces)
         try:
-            for pieces in folders:
-                for _ in range(depth):
-                    self._begin(pieces)
+            self._begin([pieces for pieces in folders for _ in range(depth)])
             while self._under_way:
-                pieces, piece, result = self._next()
-                self._count(piece, result)
-                whole = piece.done == len(piece.view)
-                if not whole:
-                    pieces.appendleft(piece)
-                # The next call first: the disk has something to do while this thread sums up.
-                self._begin(pieces)
-                if whole:
+                # Whoever wakes up may have to wait for the interpreter: once for the last calls, unless each is looked
+                # at while the others are under way.
+                least = 1 if self._summing or any(folders) else len(self._under_way)
+                self._ended.extend(self._queue.wait(least))
+                turns, whole = self._counted()
+                # The next calls first: the disk has something to do while this thread sums up.
+                self._begin(turns)
+                for piece in whole:
                     piece.file.compare(self._verb, piece.offset, piece.view)
         except ForebayError:
-            while self._under_way:
-                self._let_end()
+            self._let_end()
             raise
 
-    def _begin(self, pieces: Pieces) -> None:
-        """Has one more call of a folder under way, if one is left."""
-        while pieces:
-            piece = pieces.popleft()
-            if piece.done == 0:
-                piece.file.note(self._verb, piece.offset, piece.view)
-            if piece.file.direct and self._submitted(pieces, piece):
-                return
-            # Through the page cache, or the kernel has no room for it: what is wrong with it, the call itself will say.
-            piece.file.move(self._verb, piece.offset + piece.done, piece.view[piece.done :])
-            piece.file.compare(self._verb, piece.offset, piece.view)
+    def _begin(self, turns: Iterable[Pieces]) -> None:
+        """Has one more call under way for each of ``turns``, which name its folder, as far as there are calls left."""
+        left = deque(turns)
+        asked: list[tuple[Pieces, Piece]] = []
+        while left:
+            pieces = left.popleft()
+            if pieces:
+                piece = pieces.popleft()
+                if piece.done == 0:
+                    piece.file.note(self._verb, piece.offset, piece.view)
+                if piece.file.direct:
+                    asked.append((pieces, piece))
+                else:
+                    self._make(piece)
+                    left.append(pieces)
+            # While this thread sums up the next one, the disk has it.
+            if self._summing or not left:
+                left += self._submit(asked)
+                asked = []
 
-    def _submitted(self, pieces: Pieces, piece: Piece) -> bool:
-        number = next(self._numbers)
-        place = piece.file.descriptor, piece.view[piece.done :], piece.offset + piece.done
-        try:
-            self._queue.submit(number, self._verb, *place)
-        except OSError:
-            return False
-        self._under_way[number] = pieces, piece
-        return True
+    def _submit(self, asked: Sequence[tuple[Pieces, Piece]]) -> list[Pieces]:
+        """Has calls under way; where the kernel takes none, for want of room or for what is wrong with it, the call
+        itself is made, and will say what. Returns whose turn it is again."""
+        made: list[Pieces] = []
+        while asked:
+            calls = [self._call(piece) for _, piece in asked]
+            try:
+                taken = self._queue.submit(calls)
+            except OSError:
+                pieces, piece = asked[0]
+                self._make(piece)
+                made.append(pieces)
+                asked = asked[1:]
+                continue
+            self._under_way |= {call.number: one for call, one in zip(calls[:taken], asked, strict=False)}
+            asked = asked[taken:]
+        return made
 
-    def _next(self) -> tuple[Pieces, Piece, int]:
-        """A call that is out."""
-        while not self._ended:
-            self._ended.extend(self._queue.wait())
-        number, result = self._ended.popleft()
-        return *self._under_way.pop(number), result
+    def _call(self, piece: Piece) -> QueuedCall:
+        left = piece.view[piece.done :]
+        return QueuedCall(next(self._numbers), self._verb, piece.file.descriptor, left, piece.offset + piece.done)
+
+    def _make(self, piece: Piece) -> None:
+        """Moves what is left of ``piece`` here and now."""
+        piece.file.move(self._verb, piece.offset + piece.done, piece.view[piece.done :])
+        piece.file.compare(self._verb, piece.offset, piece.view)
+
+    def _counted(self) -> tuple[list[Pieces], list[Piece]]:
+        """Adds up what the calls that are out have moved: whose turn it is now, and the pieces that are whole."""
+        turns: list[Pieces] = []
+        whole: list[Piece] = []
+        while self._ended:
+            number, result = self._ended.popleft()
+            pieces, piece = self._under_way.pop(number)
+            self._count(piece, result)
+            turns.append(pieces)
+            if piece.done < len(piece.view):
+                pieces.appendleft(piece)
+            else:
+                whole.append(piece)
+        return turns, whole
 
     def _count(self, piece: Piece, result: int) -> None:
-        """Adds to what is done of ``piece``. A call that a signal has ended is made again, as by ``os.preadv``."""
+        # A call that a signal has ended is made again, as ``os.preadv`` makes it.
         if result != -errno.EINTR:
             left = piece.view[piece.done :]
             piece.done += piece.file.moved(self._verb, piece.offset + piece.done, left, result, direct=True)
 
     def _let_end(self) -> None:
-        """Waits for a call of a transfer that has failed: what it has written counts."""
-        _, piece, result = self._next()
-        if result > 0:
-            self._count(piece, result)
+        """Waits for the calls of a transfer that has failed: what they have written counts."""
+        while self._under_way:
+            self._ended.extend(self._queue.wait(len(self._under_way) - len(self._ended)))
+            while self._ended:
+                number, result = self._ended.popleft()
+                _, piece = self._under_way.pop(number)
+                if result > 0:
+                    self._count(piece, result)

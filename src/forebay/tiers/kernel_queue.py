@@ -14,28 +14,40 @@ import platform
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from typing import Final, Literal, TypeAlias, final
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-__all__ = ["CallQueue", "KernelQueue", "Verb", "address_of"]
+__all__ = ["CallQueue", "KernelQueue", "QueuedCall", "Verb", "address_of"]
 
 Verb: TypeAlias = Literal["read", "write"]
 """The direction of a transfer, in the word of its errors."""
+
+
+@final
+class QueuedCall(NamedTuple):
+    """To move ``buffer``, which stays until the call is out, to or from ``offset`` of a file; under a ``number``."""
+
+    number: int
+    verb: Verb
+    fd: int
+    buffer: memoryview
+    offset: int
 
 
 class CallQueue(ABC):
     """Calls that are under way, of one thread at a time."""
 
     @abstractmethod
-    def submit(self, number: int, verb: Verb, fd: int, buffer: memoryview, offset: int) -> None:
-        """Begins to move ``buffer``, which stays until call ``number`` is out, to or from the ``offset`` of a file.
-        Raises ``OSError`` where the kernel does not take the call: then it is not under way."""
+    def submit(self, calls: Sequence[QueuedCall]) -> int:
+        """Begins calls, one at least; returns how many of them, the first ones, are under way. Raises ``OSError`` where
+        the kernel does not take the first."""
 
     @abstractmethod
-    def wait(self) -> list[tuple[int, int]]:
-        """Waits until a call is out, of those under way, of which there is one at least. The numbers of all that are
-        by then, each with the bytes that it has moved, or a negative error number."""
+    def wait(self, least: int) -> list[tuple[int, int]]:
+        """Waits until ``least`` of the calls that are under way are out. The numbers of all that are by then, each with
+        the bytes that it has moved, or a negative error number."""
 
     @abstractmethod
     def close(self) -> None:
@@ -92,8 +104,8 @@ class KernelQueue(CallQueue):
         self._setup, self._destroy, self._submit, self._events = _system_calls()
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.syscall.restype = ctypes.c_long
-        self._call = _Call()
-        self._calls = (ctypes.POINTER(_Call) * 1)(ctypes.pointer(self._call))
+        self._calls = (_Call * size)()
+        self._places = (ctypes.POINTER(_Call) * size)(*(ctypes.pointer(call) for call in self._calls))
         self._ended = (_Event * size)()
         self._context = ctypes.c_ulong(0)
         # Before the setup: there is no moment at which a context exists and nobody would give it back. Not at exit,
@@ -102,24 +114,28 @@ class KernelQueue(CallQueue):
         self._release.atexit = False
         _made(self._libc, self._setup, ctypes.c_long(size), ctypes.byref(self._context))
 
-    def submit(self, number: int, verb: Verb, fd: int, buffer: memoryview, offset: int) -> None:
-        call = self._call  # the kernel keeps a copy
-        call.data = number
-        call.opcode = _OPCODES[verb]
-        call.fd = fd
-        call.buffer = address_of(buffer)
-        call.nbytes = len(buffer)
-        call.offset = offset
-        _made(self._libc, self._submit, self._context, ctypes.c_long(1), self._calls)
+    def submit(self, calls: Sequence[QueuedCall]) -> int:
+        # The kernel keeps a copy.
+        for call, asked in zip(self._calls, calls, strict=False):
+            call.data = asked.number
+            call.opcode = _OPCODES[asked.verb]
+            call.fd = asked.fd
+            call.buffer = address_of(asked.buffer)
+            call.nbytes = len(asked.buffer)
+            call.offset = asked.offset
+        return _made(self._libc, self._submit, self._context, ctypes.c_long(len(calls)), self._places)
 
-    def wait(self) -> list[tuple[int, int]]:
-        one, all_of_them = ctypes.c_long(1), ctypes.c_long(len(self._ended))
-        while True:
+    def wait(self, least: int) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        while len(found) < least:
+            some, most = ctypes.c_long(least - len(found)), ctypes.c_long(len(self._ended))
             try:
-                count = _made(self._libc, self._events, self._context, one, all_of_them, self._ended, None)
+                count = _made(self._libc, self._events, self._context, some, most, self._ended, None)
             except InterruptedError:
                 continue  # by a signal whose handler raised nothing
-            return [(int(event.data), int(event.result)) for event in self._ended[:count]]
+            # Fewer than were asked for: a signal came when some were out.
+            found += [(int(event.data), int(event.result)) for event in self._ended[:count]]
+        return found
 
     def close(self) -> None:
         self._release()
