@@ -3,6 +3,9 @@
 One thread keeps as many calls under way as it likes where they go to the kernel's queue: past the page cache, from or
 to memory that is aligned, where the operating system has such a queue and gives one. Elsewhere a call holds a thread
 until it is done, and each that is under way has one.
+
+Some file systems move the bytes before they give the thread back that asked: there a depth gains nothing, and long
+calls are as fast, which ``forebay doctor`` sees.
 """
 
 from __future__ import annotations
