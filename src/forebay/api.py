@@ -83,6 +83,7 @@ def prepare(
     device: str | torch.device | Device | None = None,
     blocks: Sequence[str] | None = None,
     micro_batches: int = 1,
+    accumulates: bool = True,
     update: UpdateTime = "step",
     crash_safe: str | os.PathLike[str] | None = None,
     checksums: bool = CHECKSUMS,
@@ -99,15 +100,18 @@ def prepare(
     is 0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other
     numbers, and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one;
     ``blocks`` names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as
-    many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``update``
-    "backward" lets blocks be updated in backward, as soon as their gradients are on the host, and these be used up: a
-    step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a folder on the disk of ``disk``
-    where what is at home there has two places, of which no update writes the one that the last checkpoint has: ``save``
-    to this folder copies none of it. It belongs to this model until ``close``. ``checksums`` (off where nobody says):
-    what is read of parameters and states on disk is held against checksums of what was written (``StorageError`` where
-    it is not that, before anything is computed with it). ``loss_fn`` is what the loop computes its loss by, of the
-    model and a batch, as ``accumulate`` takes it: what it lets go of, like the model's output, no plan leaves room for.
-    None: the loop names the output (``output = model(**batch)``), which then lives while the next forward runs.
+    many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``accumulates``
+    False: the loop takes one backward a step, and calls ``zero_grad`` before the next forward. What the gradients of
+    blocks that stay on the device will take is room for activations until they are made; a training forward that finds
+    one is refused. ``update`` "backward" lets blocks be updated in backward, as soon as their gradients are on the
+    host, and these be used up: a step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a
+    folder on the disk of ``disk`` where what is at home there has two places, of which no update writes the one that
+    the last checkpoint has: ``save`` to this folder copies none of it. It belongs to this model until ``close``.
+    ``checksums`` (off where nobody says): what is read of parameters and states on disk is held against checksums of
+    what was written (``StorageError`` where it is not that, before anything is computed with it). ``loss_fn`` is what
+    the loop computes its loss by, of the model and a batch, as ``accumulate`` takes it: what it lets go of, like the
+    model's output, no plan leaves room for. None: the loop names the output (``output = model(**batch)``), which then
+    lives while the next forward runs.
 
     A ``batch`` that forward cannot be looked at with is warned of, and the plan does not know the activations.
 
@@ -143,8 +147,8 @@ def prepare(
         made_here = plan is None and batch is not None
         if plan is None:
             places = 1 if kept is None else 2
-            asked = budget, policy, opened, compress, micro_batches, update, places, checksums, returning, loss_fn
-            plan = Asking(model, batch, bound, blocks, optimizer, *asked).plan(loss)
+            asked = budget, policy, opened, compress, micro_batches, accumulates, update, places, checksums
+            plan = Asking(model, batch, bound, blocks, optimizer, *asked, returning, loss_fn).plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, partial(limits_of, returning=returning))
         plan = with_tiles(plan, model, batch, torch.device(opened.name))
@@ -196,15 +200,17 @@ def plan(
     update: UpdateTime = "step",
     crash_safe: bool = False,
     checksums: bool = CHECKSUMS,
+    accumulates: bool = True,
 ) -> Plan:
     """The plan of the planner called ``policy`` for ``trace`` on ``machine`` within ``budget``.
 
-    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``, ``update``
-    and ``checksums`` are those of ``prepare``; ``crash_safe``: what is at home on disk has two places. Raises
-    ``DoesNotFit`` when no plan meets the budget (``CannotServe`` for a policy that is not for this model or machine),
-    ``ConfigError`` for an unknown policy, and for ``checksums`` without a disk.
+    It says what it needs of every tier (bytes) and for a step (seconds). ``compress``, ``micro_batches``, ``update``,
+    ``checksums`` and ``accumulates`` are those of ``prepare``; ``crash_safe``: what is at home on disk has two places.
+    Raises ``DoesNotFit`` when no plan meets the budget (``CannotServe`` for a policy that is not for this model or
+    machine), ``ConfigError`` for an unknown policy, and for ``checksums`` without a disk.
     """
-    problem = problem_of(trace, machine, budget, compress, update, 2 if crash_safe else 1, checksums)
+    copies = 2 if crash_safe else 1
+    problem = problem_of(trace, machine, budget, compress, update, copies, checksums, accumulates=accumulates)
     room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     return with_figures(trace, machine, room.plan, liveness=room.bench.liveness, micro_batches=micro_batches)
 
@@ -263,16 +269,21 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFunc
     fetched, forward and backward; what all of them keep for backward is on the device, or where the plan moves it, at
     the same time. On a model that is not prepared, or that stays on the device as a whole, it is that loop.
 
-    Raises ``UsageError`` for no micro-batches, a loss that is none, and a second call while one is under way;
-    ``ModelError`` for a model that cannot be taken block by block; ``DoesNotFit`` where the plan says beforehand that a
-    budget has no room for what so many micro-batches keep, ``BudgetExceeded`` where that shows on the way; and whatever
-    ``loss_fn`` raises. After an error the gradients are those of before, except that some may have been added to those
-    which were there already: begin the step anew with ``zero_grad()``.
+    Raises ``UsageError`` for no micro-batches, a loss that is none, several under a plan for one backward a step, and a
+    second call while one is under way; ``ModelError`` for a model that cannot be taken block by block; ``DoesNotFit``
+    where the plan says beforehand that a budget has no room for what so many micro-batches keep, ``BudgetExceeded``
+    where that shows on the way; and whatever ``loss_fn`` raises. After an error the gradients are those of before,
+    except that some may have been added to those which were there already: begin the step anew with ``zero_grad()``.
     """
     batches = list(micro_batches)
     if not batches:
         raise UsageError("accumulate was given no micro-batches; a step needs one at least")
     attachment = session_of(model)
+    if attachment is not None and len(batches) > 1 and not attachment.session.plan.accumulates:
+        raise UsageError(
+            f"the plan is for one backward a step (accumulates=False), and accumulate was given {len(batches)} "
+            f"micro-batches; prepare the model with accumulates=True"
+        )
     if attachment is None or len(batches) == 1 or not torch.is_grad_enabled() or not gains(attachment):
         return accumulate_in_order(model, batches, loss_fn)
     _expect_room(attachment.session, len(batches))

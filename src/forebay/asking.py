@@ -49,6 +49,7 @@ class Asking:
     device: Device
     compress: int
     micro_batches: int
+    accumulates: bool
     update: UpdateTime
     disk_copies: int
     checksums: bool
@@ -95,6 +96,7 @@ class Asking:
             update=self.update,
             disk_copies=self.disk_copies,
             checksums=self.checksums,
+            accumulates=self.accumulates,
         )
 
         def settled(plan: Plan, bench: Bench, many: int) -> Plan:

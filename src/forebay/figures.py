@@ -40,8 +40,9 @@ def with_figures(
 
     step = seconds(1) if plan.step_seconds is None else plan.step_seconds
     # Where updates use gradients up in backward, a step is one backward.
-    further = None if plan.updated(Update.BACKWARD) else max(0.0, seconds(2) - step)
-    accumulation = accumulation_of(trace, plan, liveness=liveness)
+    once = bool(plan.updated(Update.BACKWARD)) or not plan.accumulates
+    further = None if once else max(0.0, seconds(2) - step)
+    accumulation = accumulation_of(trace, plan, liveness=liveness) if plan.accumulates else None
     if accumulation is not None and micro_batches > 1:
         found = together(plan, costs, micro_batches, liveness=liveness)
         accumulation = replace(accumulation, micro_batches=micro_batches, step_seconds=found.seconds)

@@ -51,10 +51,11 @@ def problem_of(
     update: UpdateTime = "step",
     disk_copies: int = 1,
     checksums: bool = CHECKSUMS,
+    accumulates: bool = True,
 ) -> Problem:
     """What a planner is asked: ``trace`` on ``machine`` within ``budget``. What it leaves open is what is there.
-    ``compress``, ``update``, ``disk_copies``, ``checksums``: see ``Problem``. Raises ``ConfigError`` for ``checksums``
-    without a disk."""
+    ``compress``, ``update``, ``disk_copies``, ``checksums``, ``accumulates``: see ``Problem``. Raises ``ConfigError``
+    for ``checksums`` without a disk."""
     expect_disk(budget.disk, checksums=checksums)
     on_disk = 0
     if budget.disk is not None and machine.disk is not None:
@@ -74,6 +75,7 @@ def problem_of(
         update=update,
         disk_copies=disk_copies,
         checksums=checksums,
+        accumulates=accumulates,
     )
 
 

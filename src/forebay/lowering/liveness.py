@@ -112,19 +112,21 @@ class Liveness:
         hosted: Iterable[str],
         streaming: Streaming,
         activations: tuple[Selection, ...] = (),
+        fresh: Iterable[str] = (),
     ) -> int:
         """The most bytes on the device beside arenas, buffers and inputs, whatever the timing and the routes.
 
         ``hosted`` are the blocks whose gradients go to the host; at most ``streaming.gradient_window`` bytes of those
         are under way while an op runs (``scheduling.window``), no more than the pass has made so far, and none of
         the pass before. Of activations that move, ``offload_window`` and ``reload_window`` bytes are there beside those
-        that somebody holds (``scheduling.activations``).
+        that somebody holds (``scheduling.activations``). ``fresh`` are blocks whose gradients stay, of which a pass
+        finds none when it begins: until one is complete, its place in the arenas is room for what else is there.
         """
-        blocks, names = frozenset(recompute), frozenset(hosted)
+        blocks, names, new = frozenset(recompute), frozenset(hosted), frozenset(fresh)
         found = []
         for one in (self, *self.extremes):
             missing = 0 if one is self else self._not_in(one, names)
-            found.append(one._transit(blocks, activations).most(streaming, one._landings, names, missing))
+            found.append(one._transit(blocks, activations).most(streaming, one._landings, names, missing, new))
         return max(found)
 
     def _not_in(self, other: Liveness, names: frozenset[str]) -> int:
@@ -148,7 +150,8 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
     liveness = liveness or Liveness(trace)
     sizes = arenas_of(trace.model, plan, trace.state_names)
     hosted = [p.block for p in plan.placements if not p.resident]
-    beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations)
+    fresh = [] if plan.accumulates else [p.block for p in plan.placements if p.resident]
+    beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations, fresh)
     updating = updating_nbytes(trace, plan.placements, plan.streaming)
     return sizes.device + trace.model.buffer_nbytes + input_nbytes(trace) + max(beside, updating)
 

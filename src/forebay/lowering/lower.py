@@ -72,6 +72,10 @@ def _walked(
             f"a plan that updates blocks in backward takes one backward a step, got {micro_batches}; plan "
             f"with update='step', or pass the micro-batches together (forebay.accumulate)"
         )
+    if not plan.accumulates and micro_batches > 1:
+        raise ConfigError(
+            f"a plan with accumulates=False takes one backward a step, got {micro_batches}; plan with accumulates=True"
+        )
     sizes = arenas_of(trace.model, plan, trace.state_names)
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
     done, before, after = 0, None, walker.state()

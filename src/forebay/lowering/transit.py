@@ -49,10 +49,18 @@ class Transit:
         self._place = column(positions(profile.runs, ops))
         self._moving = self._moves()
 
-    def most(self, streaming: Streaming, landings: Landings, hosted: Collection[str], missing: int) -> int:
+    def most(
+        self,
+        streaming: Streaming,
+        landings: Landings,
+        hosted: Collection[str],
+        missing: int,
+        fresh: Collection[str] = (),
+    ) -> int:
         """The most bytes at any time. Gradients of the blocks ``hosted`` leave; ``missing`` bytes of such more are
-        complete as soon as the first one is."""
-        window, there = streaming.gradient_window, self._with_moves(streaming)
+        complete as soon as the first one is. Those of the blocks ``fresh`` have room elsewhere that is empty until they
+        are complete: what else is there may use it until then."""
+        window, there = streaming.gradient_window, self._with_moves(streaming) - self._to_come(landings, fresh)
         leaving = landings.of(hosted) if window > 0 else column(())
         if not len(leaving):
             return int(there.max(initial=0))
@@ -67,7 +75,14 @@ class Transit:
         starts, beside = np.r_[0, ends[first]], np.r_[beside[first], beside[-1]]
         if starts[-1] == len(there):
             return int(max((np.maximum.reduceat(there, starts[:-1]) + beside[:-1]).max(), beside[-1]))
-        return int((np.maximum.reduceat(there, starts) + beside).max())
+        return max(0, int((np.maximum.reduceat(there, starts) + beside).max()))
+
+    def _to_come(self, landings: Landings, blocks: Collection[str]) -> Column:
+        """Of each position the bytes of gradients of ``blocks`` that the pass completes then or later."""
+        places, complete = landings.of(blocks), np.zeros(len(self._whole) + 1, np.int64)
+        nbytes = landings.nbytes[places]
+        np.add.at(complete, self._place[landings.ops[places]] + 1, nbytes)
+        return np.asarray(nbytes.sum() - np.cumsum(complete)[: len(self._whole)])
 
     def _with_moves(self, streaming: Streaming) -> Column:
         """The most bytes at each position with activations under way, gradients left out.

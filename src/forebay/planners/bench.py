@@ -142,7 +142,8 @@ class Bench:
 
     def beside(self, draft: Draft) -> int:
         """Of the device's bytes those that are in no arena: activations, temporaries, buffers, gradients under way.
-        Where the homes of streamed blocks are, on the host or on disk, changes nothing about them."""
+        Where the homes of streamed blocks are, on the host or on disk, changes nothing about them. What has the room of
+        gradients that are not made yet is none of them (``Problem.accumulates``)."""
         window, trace = draft.streaming.gradient_window, self.problem.trace
         if trace is None or self.liveness is None:
             return self.problem.footprint.peak + self.model.buffer_nbytes + window
@@ -150,7 +151,8 @@ class Bench:
         key = (draft.level, hosted, window, draft.streaming.update_chunk)
         known = self.known.beside
         if key not in known:
-            live = self.liveness.beside(draft.recompute, hosted, draft.streaming, draft.activations)
+            fresh = () if self.problem.accumulates else draft.resident
+            live = self.liveness.beside(draft.recompute, hosted, draft.streaming, draft.activations, fresh)
             live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
             known[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
         return known[key]
@@ -199,6 +201,7 @@ class Bench:
             activations=draft.activations,
             read_outside=tuple(block.name for block in self.model.blocks if block.is_read_outside),
             compiled=() if self.problem.trace is None else self.problem.trace.compiled,
+            accumulates=self.problem.accumulates,
             fingerprint=self._fingerprint,
             reasons=reasons,
             changes_numbers=(

@@ -28,7 +28,7 @@ class Problem:
     cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
     is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
     ``update`` "backward": gradients may be used up while backward runs (``Update.BACKWARD``). ``disk_copies`` and
-    ``checksums``: as in ``Streaming``, for whatever a plan puts on disk.
+    ``checksums``: as in ``Streaming``, for whatever a plan puts on disk. ``accumulates``: as in ``Plan``.
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -47,6 +47,7 @@ class Problem:
     update: UpdateTime = "step"
     disk_copies: int = 1
     checksums: bool = CHECKSUMS
+    accumulates: bool = True
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):
@@ -57,13 +58,20 @@ class Problem:
             raise ConfigError(f"micro_batches must be 1 or more, got {self.micro_batches}")
         if self.update not in get_args(UpdateTime):
             raise ConfigError(f"update must be {' or '.join(get_args(UpdateTime))}, got {self.update!r}")
-        if self.update == "backward" and self.trace is None:
-            why = self.footprint.note or "no batch was given"
-            raise ConfigError(f"update='backward' needs to know when gradients are made ({why}); give a batch")
+        told = {"update='backward'": self.update == "backward", "accumulates=False": not self.accumulates}
+        for name, asked in told.items() if self.trace is None else ():
+            if asked:
+                why = self.footprint.note or "no batch was given"
+                raise ConfigError(f"{name} needs to know when gradients are made ({why}); give a batch")
         if self.update == "backward" and self.micro_batches > 1:
             raise ConfigError(
                 f"update='backward' makes one backward a step, got {self.micro_batches} micro-batches; take one, or "
                 f"update='step'"
+            )
+        if not self.accumulates and self.micro_batches > 1:
+            raise ConfigError(
+                f"accumulates=False is a loop of one backward a step, got {self.micro_batches} micro-batches; take "
+                f"one, or accumulates=True"
             )
         if self.trace is not None and self.trace.model != self.model:
             raise ConfigError("the trace is of another model; capture this one")

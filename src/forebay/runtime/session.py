@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
-from forebay.errors import ForebayError, SessionClosed
+from forebay.errors import ForebayError, SessionClosed, UsageError
 from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
@@ -98,6 +98,9 @@ class Session:
         self.gathering: Gathering | None = None
         self.saving: Outcome | None = None
         self._seen = False
+        # Parameters that have no gradient when a training forward begins, or there is no room for what it makes.
+        staying = [b for b in model.blocks if store.blocks[b.name].placement.resident and not plan.accumulates]
+        self._fresh = tuple(spec.name for block in staying for spec in block.parameters)
 
     # What is running.
 
@@ -117,6 +120,8 @@ class Session:
         self.expect_open()
         self.contents.expect_written()
         if self.gathering is None or self.gathering.begins():
+            if training:
+                self._expect_no_gradients()
             self.replaced.take_over()
             self.stepping.in_backward.expect_whole()
             # No gradient of the pass before is beside what this one makes: a budget has room for one of the two.
@@ -137,6 +142,16 @@ class Session:
         if training:
             self.measure.begin_pass(seen=seen)
         return seen or self._handles_saved
+
+    def _expect_no_gradients(self) -> None:
+        """Raises ``UsageError`` where gradients are there that the plan has no room for before backward."""
+        for name in self._fresh:
+            if self.parameters[name].grad is not None:
+                raise UsageError(
+                    f"parameter {name} has a gradient when forward begins, and the plan uses its room for other things "
+                    f"until backward (accumulates=False): call zero_grad() before the forward, with set_to_none=True, "
+                    f"or prepare the model with accumulates=True"
+                )
 
     def _look(self) -> None:
         """Counts what is made from here on, and the gradients that passes have left that nobody looked at."""

@@ -253,7 +253,8 @@ class _Grouping:
         update = touched / self._costs.update_rate
         hosted = block.nbytes + gradients + states
         on_device = max(touched / machine.device_bandwidth, machine.launch_seconds) if trained else 0.0
-        standing = block.nbytes + block.gradient_nbytes + states
+        # Gradients that no forward finds there are none at the turning point.
+        standing = block.nbytes + block.gradient_nbytes * self._problem.accumulates + states
         written = touched * self._updated + sum(p.nbytes for p in trained) * self._copied
         copied = block.nbytes * self._copied
         turns = [Phase.FORWARD in self._reads.get(block.name, ()), Phase.BACKWARD in self._reads.get(block.name, ())]
