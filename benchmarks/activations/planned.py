@@ -7,6 +7,9 @@ Series
     ``auto-compiled``   ``auto`` for the model whose blocks are compiled one by one: beside rivals that are compiled,
                         and with their activation memory budgets.
     policies            each baseline of ``forebay.planners`` with all the device memory that it asks for.
+
+The loop takes one backward a step, for everyone, and the plans are made for such a loop (``accumulates=False``): the
+peaks of rivals, which are budgets here, are those of this loop too.
 """
 
 from __future__ import annotations
@@ -158,7 +161,8 @@ def _foretold(
     from forebay.planners import Bench
     from forebay.planning import predict, problem_of
 
-    bench = Bench(problem_of(trace, machine, Budget(PLENTY if nbytes is None else nbytes)))
+    budget = Budget(PLENTY if nbytes is None else nbytes)
+    bench = Bench(problem_of(trace, machine, budget, accumulates=False))
     try:
         plan = make(bench)
     except DoesNotFit as refusal:
