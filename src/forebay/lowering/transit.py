@@ -60,7 +60,9 @@ class Transit:
         """The most bytes at any time. Gradients of the blocks ``hosted`` leave; ``missing`` bytes of such more are
         complete as soon as the first one is. Those of the blocks ``fresh`` have room elsewhere that is empty until they
         are complete: what else is there may use it until then."""
-        window, there = streaming.gradient_window, self._with_moves(streaming) - self._to_come(landings, fresh)
+        window, there = streaming.gradient_window, self._with_moves(streaming)
+        if fresh:
+            there = there - self._to_come(landings, fresh)
         leaving = landings.of(hosted) if window > 0 else column(())
         if not len(leaving):
             return int(there.max(initial=0))
