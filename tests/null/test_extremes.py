@@ -64,6 +64,15 @@ def test_gradients_that_an_extreme_lacks_may_be_under_way_in_it() -> None:
     assert liveness.beside(EVERY, EVERY, NO_WINDOW) == alone.beside(EVERY, EVERY, NO_WINDOW)
 
 
+def test_gradients_that_a_routing_lacks_leave_no_room_to_others() -> None:
+    """In a loop of one backward a step the room of gradients is others' until they are made: of those that are."""
+    layers = [Layer(b.name, (SAVED + 4 * MORE,), TEMPORARY, OUT) for b in BLOCKS]
+    lacking = chain_trace(BLOCKS, [layers[0], replace(layers[1], reads=()), layers[2]])
+    liveness, gradient = Liveness(replace(chain(), extremes=(lacking,))), 4 * 256
+    assert liveness.beside((), (), NO_WINDOW, (), EVERY) == Liveness(lacking).profile().peak - 2 * gradient
+    assert Liveness(chain()).beside((), (), NO_WINDOW, (), EVERY) == Liveness(chain()).profile().peak - 3 * gradient
+
+
 def test_a_plan_and_its_evaluation_promise_the_most() -> None:
     plan = planned(chain(), 0)
     each = [device_bound(t, plan) for t in (chain(), *routed().extremes)]
