@@ -191,6 +191,18 @@ def test_arguments_that_are_not_served_are_refused_at_once(tmp_path: Path, more:
         trainer(tmp_path, Memory(BUDGET), **more)
 
 
+def test_a_step_of_one_backward_is_trained_as_one(tmp_path: Path, opened: list[Noting]) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 beside Memory\(accumulates=False\)"):
+        trainer(tmp_path, Memory(BUDGET, accumulates=False))
+    own = trainer(tmp_path / "own", Memory(BUDGET, accumulates=False), gradient_accumulation_steps=1)
+    opened.append(own)
+    own.train()
+    theirs = trainer(tmp_path / "theirs", None, gradient_accumulation_steps=1)
+    theirs.train()
+    expect_same(own, theirs, forebay.report(own.model))
+    assert not forebay.report(own.model).plan.accumulates
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()

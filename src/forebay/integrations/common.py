@@ -57,6 +57,7 @@ class Memory:
     compress: int | None = None
     blocks: tuple[str, ...] | None = None
     checksums: bool | None = None
+    accumulates: bool | None = None
     example: Any = None
 
     def __post_init__(self) -> None:

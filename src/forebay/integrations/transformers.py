@@ -74,7 +74,7 @@ class ForebayMixin(_Base):
     def __init__(self, *args: Any, memory: Memory, **kwargs: Any) -> None:
         self._memory = memory
         super().__init__(*args, **kwargs)
-        _expect_served(self)
+        _expect_served(self, memory)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leaves the model where it is: the plan says where its parameters go."""
@@ -211,9 +211,10 @@ def _is_peft(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PeftModel)
 
 
-def _expect_served(trainer: Trainer) -> None:
+def _expect_served(trainer: Trainer, memory: Memory) -> None:
     """Raises ``ConfigError`` for arguments of the Trainer that forebay does not serve."""
     args = trainer.args
+    passes = args.gradient_accumulation_steps
     refused = (
         (args.world_size > 1, f"{args.world_size} processes", "start one"),
         (args.n_gpu > 1, f"{args.n_gpu} GPUs", "let CUDA_VISIBLE_DEVICES name one"),
@@ -221,6 +222,11 @@ def _expect_served(trainer: Trainer) -> None:
         (trainer.is_fsdp_enabled, "FSDP", "take it out of the arguments"),
         (args.fp16, "fp16", "use bf16, which needs no scaling of the loss"),
         (args.auto_find_batch_size, "auto_find_batch_size", "the plan says beforehand whether a batch fits"),
+        (
+            memory.accumulates is False and passes > 1,
+            f"gradient_accumulation_steps={passes} beside Memory(accumulates=False)",
+            "leave accumulates out, or take one micro-batch a step",
+        ),
     )
     expect_served("the trainer's arguments ask for", refused)
     asked = [name for name in sorted(_CHECKPOINTING.intersection(f.name for f in fields(args))) if getattr(args, name)]
