@@ -143,7 +143,7 @@ class DiskFile(TierFile):
     False for good at the first refusal by the file system. ``ledger`` counts ``nbytes`` as ``kind`` until the file is
     closed or collected; ``meter`` the bytes that are written. ``sums`` are of what was written (None: nobody compares).
     Several threads may read and write at one time; that they do not touch the same bytes is the caller's business.
-    ``check``, ``in_use``, ``note``, ``move``, ``moved`` and ``compare`` are what a transfer consists of, for ``callers``.
+    ``check``, ``in_use``, ``note``, ``move``, ``moved`` and ``compare`` are the parts of a transfer, for ``callers``.
     """
 
     def __init__(

@@ -465,6 +465,7 @@ with DiskTier([Folder(sys.argv[1])], Ledger(Tier.DISK), policy=DiskPolicy(reads=
 """
 
 
+@in_kernel
 def test_a_forked_child_has_queues_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "True"], done.stderr
