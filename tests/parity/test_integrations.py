@@ -90,7 +90,7 @@ def test_what_memory_asks_for_is_what_prepare_is_asked_for() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: list[dict[str, object]] = []
-    memory = Memory("1MiB", "2GiB", "/d", "stream", "plain", 8, ("0",), checksums=True)
+    memory = Memory("1MiB", "2GiB", "/d", "stream", "plain", 8, ("0",), checksums=True, accumulates=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "prepare", lambda model, optimizer, batch, **more: (given.append(more), optimizer))
         assert memory.prepare(model, optimizer, None) is optimizer
