@@ -7,15 +7,20 @@ takes them as time goes, like an allocator that does not know what comes.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from forebay.kernels.jit import compiled, part
 from forebay.planners.layout.table import Column, Lives
 
-__all__ = ["BEST", "FIRST", "fit", "flow", "stack"]
+__all__ = ["ANY", "BEST", "FIRST", "fit", "flow", "stack"]
 
 FIRST, BEST = False, True
 """Which gap a buffer gets: the lowest that holds it, or the one that it fills best."""
+
+ANY: Final = 1 << 62
+"""A limit that no layout reaches."""
 
 
 @part
@@ -24,8 +29,9 @@ def _aligned(address: int, alignment: int) -> int:
 
 
 @compiled
-def fit(order: Column, lives: Lives, best: bool, offsets: Column) -> int:
-    """Places the buffers of ``order`` and writes their addresses into ``offsets``. Returns the height (bytes).
+def fit(order: Column, lives: Lives, best: bool, limit: int, offsets: Column) -> int:
+    """Places the buffers of ``order`` and writes their addresses into ``offsets``. Returns the height (bytes). Once
+    that is ``limit`` or more the others get no address: the layout is too high already.
 
     Best fit by lists as in Pisarchyk and Lee, "Efficient memory management for deep neural net inference" (2020),
     algorithm 3. What is there is kept in the order of its address, so that the gaps come one after the other.
@@ -53,6 +59,8 @@ def fit(order: Column, lives: Lives, best: bool, offsets: Column) -> int:
             found = _aligned(top, step)
         offsets[row] = found
         height = max(height, found + nbytes)
+        if height >= limit:
+            break
         slot = placed
         while slot > 0 and offsets[there[slot - 1]] > found:
             there[slot] = there[slot - 1]

@@ -7,18 +7,26 @@ from collections.abc import Iterator
 import numpy as np
 
 from forebay.planners.layout.aim import Aim, Found, empty, lower_of
-from forebay.planners.layout.fits import BEST, FIRST, fit, flow, stack
+from forebay.planners.layout.fits import ANY, BEST, FIRST, fit, flow, stack
 from forebay.planners.layout.orders import LARGEST, ORDERS, order_by
 from forebay.planners.layout.table import Column, Table
 
-__all__ = ["best_fit", "fitted", "flowed", "portfolio"]
+__all__ = ["best_fit", "fitted", "fitted_below", "flowed", "portfolio"]
 
 
 def fitted(table: Table, order: Column, by: str, best: bool = BEST) -> Found:
     """The buffers placed in ``order``, each where it fits best, or first."""
     offsets = empty(table)
-    height = fit(order, table.lives, best, offsets)
+    height = fit(order, table.lives, best, ANY, offsets)
     return Found(offsets, int(height), by)
+
+
+def fitted_below(table: Table, order: Column, by: str, limit: int) -> Found | None:
+    """The buffers placed in ``order``, each where it fits best; None as soon as one of them ends at ``limit`` bytes or
+    above."""
+    offsets = empty(table)
+    height = int(fit(order, table.lives, BEST, limit, offsets))
+    return Found(offsets, height, by) if height < limit else None
 
 
 def stacked(table: Table, order: Column, by: str) -> Found:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from forebay.kernels.jit import compiled, part
 from forebay.planners.layout.draws import draw
-from forebay.planners.layout.fits import fit
+from forebay.planners.layout.fits import ANY, fit
 from forebay.planners.layout.table import Column, Lives
 
 __all__ = ["HISTORY", "shake"]
@@ -72,7 +72,7 @@ def shake(
         for index in range(at, to, step):
             trial[index] = trial[index + step]
         trial[to] = row
-        reached = fit(trial, lives, best, tried)
+        reached = fit(trial, lives, best, ANY, tried)
         _, cost = _excess(lives.size, tried, target, above)
         kept = turn % len(history)
         if cost <= current or cost <= history[kept]:

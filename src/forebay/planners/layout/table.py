@@ -105,11 +105,7 @@ class Table:
     @cached_property
     def pressure(self) -> Column:
         """Of each buffer the most bytes that are live, itself counted, at a time at which it is."""
-        found = np.zeros(len(self), np.int64)
-        live = self.live
-        for row, (start, end) in enumerate(zip(self.lower.tolist(), self.upper.tolist(), strict=True)):
-            found[row] = live[start:end].max()
-        return found
+        return _most(self.live, self.lower, self.upper)
 
     @cached_property
     def sections(self) -> tuple[Column, Column]:
@@ -133,3 +129,17 @@ def parts_of(table: Table) -> list[Table]:
     reached = np.maximum.accumulate(table.upper[order])
     cuts = np.flatnonzero(table.lower[order][1:] >= reached[:-1]) + 1
     return [table.rows(np.sort(rows)) for rows in np.split(order, cuts)]
+
+
+def _most(column: Column, first: Column, end: Column) -> Column:
+    """Of each stretch from ``first`` up to ``end``, of one place at least, the largest number of ``column``.
+
+    Of all stretches of 1, 2, 4, ... places the largest is made once; two of them, which may lie over each other, cover
+    any stretch."""
+    found, length, span = np.zeros(len(first), np.int64), end - first, 1
+    while span <= length.max(initial=0):
+        rows = np.flatnonzero((span <= length) & (length < 2 * span))
+        found[rows] = np.maximum(column[first[rows]], column[end[rows] - span])
+        column = np.maximum(column[:-span], column[span:])
+        span *= 2
+    return found
