@@ -5,8 +5,8 @@ peak, and those that are large beside what these times leave free: its *core*. T
 an order of theirs is tried in some milliseconds, where all buffers take a hundred times that. What is left comes behind
 them and finds room in their gaps.
 
-Most of the area of a core is outside of those times, where there is room. So lives are best counted in the fullest
-times only: two buffers that are live in the same of these do not disturb each other, whatever they do before and after.
+What is scarce is memory in those times. So lives are best counted in the fullest of them only: a buffer that is live
+for long, but mostly at other times, need not come before one that is not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDER = 0.05
 
 BESIDE = 4
 """How many times a buffer's size is added to what is live with it, before that is compared. A buffer that has the 64th
-part of the peak, and has to find a gap when 94 % is live, does mostly not find one behind the others."""
+part of the peak, and has to find a gap when 94 % is live, often finds none behind the others."""
 
 LARGE = (0.5, 0.98)
 """From and up to which share of the area those may have that come first (``orders.LARGEST``), drawn anew each time."""
@@ -64,8 +64,8 @@ BEHIND = ("area", "length", next(iter(LARGEST)))
 """Orders of those that come behind, until one of them is no higher than the core."""
 
 PATIENCE = 100
-"""Orders without a lower core before the others come behind the lowest, at most: each time takes as long as a hundred
-cores, and the next lower one is mostly near."""
+"""Orders without a lower core before the others come behind the lowest, at most: that takes as long as some hundred
+cores, and where one core was lower, the next one often is soon."""
 
 WORK = 10_000_000
 """Pairs of buffers that are looked at in one go, between two looks at the clock: some tens of milliseconds."""
@@ -141,8 +141,9 @@ class Cores:
         whole = [_Drawn(first, 0.0, 0.0, area, exact, exact) for first in SHARES for area in (False, True)]
         full = [_Drawn(first, 0.0, fullest, False, exact, exact) for fullest in FULLEST for first in SHARES]
         self._built_in = whole + full
-        self._drawn, self._height, self._stale = whole[0], int(ANY), 0
-        self._waiting, self._before = list[Column](), self.best.height
+        self._drawn, self._height, self._stale = whole[0], ANY, 0
+        self._waiting: list[Column] = []
+        self._before = self.best.height
 
     def advance(self) -> None:
         """Some orders of the core more, or all others behind the best of them where that is lower than ``best``."""
@@ -160,8 +161,8 @@ class Cores:
                 return
 
     def _extend(self, behind: Column) -> None:
-        """The others behind the best order of the core. With a wider core it begins anew where none of their orders
-        gave anything, and what is over the bound is mostly theirs."""
+        """The others, in the order ``behind``, after the best order of the core. If none of their orders gave anything,
+        and most of what is over the bound is theirs, a wider core begins."""
         order = np.concatenate([self._core.rows[self._core.ordered(self._drawn)], behind])
         found = fitted_below(self._table, order, "best fit, the fullest first", self.best.height)
         if found is not None:
