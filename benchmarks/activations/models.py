@@ -3,7 +3,7 @@ what a plain step takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -14,9 +14,14 @@ from benchmarks.prediction.zoo import ZOO, Entry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BATCHES", "ZooModel", "chosen"]
+__all__ = ["BATCHES", "NO_DROPOUT", "ZooModel", "chosen"]
 
-BATCHES: Mapping[str, int] = MappingProxyType({"gpt2-14m": 8, "llama-16m": 8, "vit-14m": 12})
+NO_DROPOUT = "-no-dropout"
+"""Ends the name of a model that is the entry of the zoo called what stands before it, with its dropout off."""
+
+BATCHES: Mapping[str, int] = MappingProxyType(
+    {"gpt2-14m": 8, f"gpt2-14m{NO_DROPOUT}": 8, "llama-16m": 8, "vit-14m": 12}
+)
 """Sequences or images of one step, by the name of the model."""
 
 
@@ -28,7 +33,16 @@ class ZooModel:
 
     def build(self, seq: int, device: str) -> torch.nn.Module:
         """The model in train mode on ``device``; its parameters are always the same. ``seq`` is the zoo's."""
-        return self._entry().build().to(device)
+        model = self._entry().build().to(device)
+        if self.name.endswith(NO_DROPOUT):
+            for layer in _dropouts(model):
+                layer.p = 0.0
+        return model
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step draws random numbers: whether there is dropout."""
+        return any(layer.p > 0 for layer in _dropouts(self.build(0, "cpu")))
 
     def build_compiled(self, seq: int, device: str, share: float) -> torch.nn.Module:
         """The same, its blocks compiled one by one with an activation memory budget of ``share``, as a rival is. The
@@ -57,7 +71,7 @@ class ZooModel:
         return {name: tensor.to(device) for name, tensor in made.items()}
 
     def _entry(self) -> Entry:
-        return next(entry for entry in ZOO if entry.name == self.name)
+        return next(entry for entry in ZOO if entry.name == self.name.removesuffix(NO_DROPOUT))
 
 
 def chosen(names: list[str]) -> list[ZooModel]:
@@ -65,6 +79,12 @@ def chosen(names: list[str]) -> list[ZooModel]:
     if unknown := sorted(set(names) - set(BATCHES)):
         raise BenchmarkError(f"no model {', '.join(unknown)}; there are {', '.join(BATCHES)}")
     return [ZooModel(name) for name in BATCHES if not names or name in names]
+
+
+def _dropouts(model: torch.nn.Module) -> Iterator[torch.nn.Dropout]:
+    from torch import nn
+
+    return (module for module in model.modules() if isinstance(module, nn.Dropout))
 
 
 def _drawn(example: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:

@@ -45,6 +45,12 @@ ROCKMATE = (
 )
 """Why Rockmate has no figures here."""
 
+REDRAWN = (
+    "with an activation memory budget below 1 torch.compile draws other numbers where it recomputes dropout, so that "
+    "the gradients are not those of the loss (pytorch issue 190758)"
+)
+"""Why ``torch.compile`` has no figures of a model with dropout."""
+
 
 PACE = Pace(seconds=420.0)
 """Of all heats of a model together."""
@@ -110,7 +116,7 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     def start(contender: Contender) -> Runner:
         return IsolatedRunner(contender, job, settings.pace.steps)
 
-    entries = [_entry(rival) for rival in _rivals(settings)]
+    entries, left_out = _rivals(model, settings)
     counted = [entry for entry in entries if entry.row.name != "plain-again"]
     count(counted, start)
     peaks = {entry.row.name: entry.row.device for entry in counted}
@@ -127,7 +133,8 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     say(f"  {len(found)} plans asked for, {len(contenders)} different ones")
     running = paired([entry for entry in entries if entry.row.state is State.MEASURED], contenders)
     groups = heats(running, "plain", int(SHARE_OF_MEMORY * psutil.virtual_memory().available), footprint)
-    return Field(model.name, job.batch, plain, _ordered(entries, rows, merged(_raced(groups, settings, start, say))))
+    done = merged(_raced(groups, settings, start, say))
+    return Field(model.name, job.batch, plain, _ordered(entries, left_out, rows, done))
 
 
 def paired(rivals: Sequence[Entry], contenders: Sequence[Entry]) -> list[list[Entry]]:
@@ -162,21 +169,30 @@ def footprint(row: Row) -> int:
     return PROCESS + int(FRAGMENTS * (device + host))
 
 
-def _ordered(rivals: Sequence[Entry], rows: Sequence[Row], done: Mapping[str, Row]) -> tuple[Row, ...]:
+def _ordered(
+    rivals: Sequence[Entry], left_out: Sequence[Row], rows: Sequence[Row], done: Mapping[str, Row]
+) -> tuple[Row, ...]:
     """Every row once, rivals first: as it came out of the race if it ran (``done``), else as it was."""
-    left_out = Row("rockmate", "rockmate", "Rockmate", "", None, State.LEFT_OUT, detail=ROCKMATE)
     own = follow([done.get(row.name, row) for row in rows])
-    return (*(done.get(entry.row.name, entry.row) for entry in rivals), left_out, *own)
+    return (*(done.get(entry.row.name, entry.row) for entry in rivals), *left_out, *own)
 
 
-def _rivals(settings: Settings) -> list[Contender]:
+def _rivals(model: ZooModel, settings: Settings) -> tuple[list[Entry], list[Row]]:
+    """Those that run, plain first, and the rows of those that do not."""
     from benchmarks.activations.rivals import CHECKPOINT, PLAIN, PLAIN_AGAIN, SAVE_ON_CPU, Compiled
 
+    eager = [PLAIN, *((PLAIN_AGAIN, CHECKPOINT, SAVE_ON_CPU) if settings.eager else ())]
     compiled = [
         Compiled(name=f"compile {share:g}", what=f"torch.compile, activation_memory_budget={share:g}", share=share)
         for share in settings.compiled
     ]
-    return [PLAIN, *((PLAIN_AGAIN, CHECKPOINT, SAVE_ON_CPU) if settings.eager else ()), *compiled]
+    absent = [Row("rockmate", "rockmate", "Rockmate", "", None, State.LEFT_OUT, detail=ROCKMATE)]
+    if compiled and model.draws:
+        if not settings.eager:
+            raise BenchmarkError(REDRAWN)
+        absent += [replace(_entry(rival).row, state=State.LEFT_OUT, detail=REDRAWN) for rival in compiled]
+        compiled = []
+    return [_entry(rival) for rival in (*eager, *compiled)], absent
 
 
 def _entry(rival: Contender) -> Entry:

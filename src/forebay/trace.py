@@ -39,6 +39,12 @@ TRACE_SCHEMA = 3
 COMPILED = "forebay.compiled_"
 """Begins the names of the ops that stand for compiled blocks (``profiler.stand_ins``)."""
 
+_DRAWING = (
+    *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "multinomial", "normal", "poisson", "rand"),
+    "uniform",
+)
+"""Parts of the names of ops that draw random numbers."""
+
 NO_SAVES = -1
 """In the place of a number of ops: autograd saves nothing there."""
 
@@ -188,6 +194,11 @@ class Work:
     def is_compiled(self) -> bool:
         """Whether it is half of a compiled block: no dispatch mode sees it run, so no plan can name it."""
         return self.op.startswith(COMPILED)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, by its name. That of attention, which may, does not say."""
+        return any(word in self.op for word in _DRAWING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 import forebay
 from benchmarks.activations import rivals
 from benchmarks.activations.loop import Loop, Planned, counted
-from benchmarks.activations.models import ZooModel
+from benchmarks.activations.models import NO_DROPOUT, ZooModel
 from benchmarks.case import DeviceKind, Job
 from benchmarks.models import LlamaShape
 from forebay.memory import Tier
@@ -116,6 +116,10 @@ def test_batches_are_of_any_size_and_like_those_of_the_zoo(name: str) -> None:
     assert all(torch.equal(again[key], made[key]) for key in made)
     if name == "llama-16m":
         assert torch.equal(made["labels"], made["input_ids"])
+
+
+def test_without_its_dropout_gpt2_draws_nothing() -> None:
+    assert [ZooModel(name).draws for name in ("gpt2-14m", f"gpt2-14m{NO_DROPOUT}", "llama-16m")] == [True, False, False]
 
 
 WIDE = 256

@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as partitioner
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import forebay
@@ -242,6 +243,47 @@ def _normed(compiler: str) -> Normed:
     model = Normed(NORMS["statistics read before"])
     model.layers[0].compile(backend=compiler)
     return model
+
+
+DECOMPOSED = "aot_eager_decomp_partition"
+"""A compiler with inductor's partition and eager kernels."""
+
+
+class Dropping(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(3)])
+
+
+def _dropping(compiler: str | None = None) -> Dropping:
+    torch.manual_seed(0)
+    model = Dropping()
+    for layer in model.layers:
+        if compiler:
+            layer.compile(backend=compiler)
+    return model
+
+
+def _drawn(model: nn.Module) -> torch.Tensor:
+    """All gradients of a step that draws from seed 1, one behind the other."""
+    torch.manual_seed(1)
+    model(batch(0)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_draws_runs_as_written_under_an_activation_memory_budget(share: float) -> None:
+    model = _dropping(DECOMPOSED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with partitioner.patch(activation_memory_budget=share), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model, _ = forebay.prepare(model, optimizer, batch(0), device_memory="1MiB", policy="keep", device="cpu")
+        found = _drawn(model)
+        compiled = bool(forebay.report(model).plan.compiled)
+        forebay.close(model)
+    warned = any("layers.0 draws random numbers" in str(one.message) for one in told)
+    assert (compiled, warned) == ((True, False) if share == 1 else (False, True))
+    assert torch.equal(found, _drawn(_dropping(DECOMPOSED if compiled else None)))
 
 
 def test_beside_another_prepared_model_blocks_run_as_written() -> None:

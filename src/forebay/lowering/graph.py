@@ -12,11 +12,8 @@ from forebay.trace import Op, Trace, Visit
 
 __all__ = ["step_graph"]
 
-RANDOM: Final = (
-    *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "multinomial", "normal", "poisson", "rand"),
-    *("scaled_dot_product", "uniform"),
-)
-"""Parts of the names of ops that draw random numbers, or may: they draw the same ones only in the same order."""
+ATTENTION: Final = "scaled_dot_product"
+"""Part of the names of ops that may draw random numbers: who draws does so in one order, to draw the same ones."""
 
 STATISTICS: Final = "batch_norm"
 """Part of the names of ops that write to buffers which they are said to read."""
@@ -65,7 +62,7 @@ class _Graph:
             forward = BACKWARD not in work.op
             if forward and STATISTICS in work.op:
                 writes += [root for root in reads if self._is_buffer(root)]
-            draws = forward and any(part in work.op for part in RANDOM)
+            draws = forward and (work.draws or ATTENTION in work.op)
             self._append(work.op, reads, writes, draws=draws)
             for root in made:
                 self._maker[root] = self._writer[root] = len(self._ops) - 1

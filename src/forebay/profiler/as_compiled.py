@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as partitioner
 
 from forebay.device.compiling import compiled_modules
 from forebay.device.modes import compiles_nothing
@@ -29,8 +31,9 @@ def as_compiled(model: nn.Module, device: str | torch.device, take: Callable[[],
     run, forward and backward. ``take`` is called once, and again where blocks were measured.
 
     As written, which is how they run then, are all blocks where one of the compiled modules is no block as a whole, has
-    no values yet, is not on ``cpu``, fails, or does what no stand-in can tell, and where a dispatch mode is on under
-    which PyTorch compiles nothing; the trace says so in its notes.
+    no values yet, is not on ``cpu``, fails, does what no stand-in can tell, or would have gradients that are not those
+    of its loss (``_redrawing``), and where a dispatch mode is on under which PyTorch compiles nothing; the trace has
+    it in its notes.
 
     Raises what ``take`` raises.
     """
@@ -48,6 +51,13 @@ def as_compiled(model: nn.Module, device: str | torch.device, take: Callable[[],
         return _as_written(written, "what is compiled are not blocks as a whole, with values, on the cpu")
     if compiles_nothing():
         return _as_written(written, "a dispatch mode is on, that of another prepared model perhaps: close it before")
+    if redrawing := _redrawing(written.trace, names):
+        why = (
+            f"{redrawing} draws random numbers, and where an activation memory budget below 1 recomputes them PyTorch "
+            "draws others (pytorch issue 190758): gradients would not be those of the loss"
+        )
+        warnings.warn(f"compiled blocks run as written: {why}", stacklevel=2)
+        return _as_written(written, why)
     found: dict[str, tuple[nn.Module, Measured]] = {}
     measuring = Measuring()
     for name, module in modules.items():
@@ -73,6 +83,15 @@ def as_compiled(model: nn.Module, device: str | torch.device, take: Callable[[],
 def _as_written(captured: Captured, why: str) -> Captured:
     note = f"compiled blocks are planned, and run, as written: {why}"
     return replace(captured, trace=replace(captured.trace, notes=(*captured.trace.notes, note)))
+
+
+def _redrawing(trace: Trace, names: Sequence[str]) -> str:
+    """The first of the compiled modules ``names`` in which something draws that its compiler may draw anew in backward;
+    empty where there is none, and where the compiler recomputes only what it recomputes by itself: no such op."""
+    if partitioner.activation_memory_budget >= 1:
+        return ""
+    drawing = {visit.block for _, visit, op in trace.ops() if trace.works[op.work].draws}
+    return next((name for name in names if _block_of(trace.model, name) in drawing), "")
 
 
 def _line(error: Exception) -> str:

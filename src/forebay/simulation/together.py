@@ -23,9 +23,6 @@ from forebay.trace import Phase, Trace
 
 __all__ = ["PassesForecast", "by_turns", "draws", "together"]
 
-DRAWS = ("dropout", "bernoulli", "rand", "normal", "uniform", "multinomial", "exponential")
-"""In the name of an op that draws random numbers."""
-
 
 @dataclass(frozen=True)
 class PassesForecast:
@@ -71,7 +68,7 @@ def draws(trace: Trace) -> bool:
     """Whether forward draws random numbers, by the names of its ops."""
     segments = {visit.segment for visit in trace.visits if visit.phase is Phase.FORWARD}
     works = {op.work for segment in segments for op in trace.segments[segment].ops}
-    return any(word in trace.works[work].op for work in works for word in DRAWS)
+    return any(trace.works[work].draws for work in works)
 
 
 def _times(program: Sketch, trace: Trace, micro_batches: int) -> list[int]:
