@@ -236,9 +236,8 @@ def test_plans_that_agree_are_measured_once_and_every_budget_keeps_its_row() -> 
 def test_a_turn_has_two_steps_and_a_model_a_name() -> None:
     with pytest.raises(BenchmarkError, match="2 steps"):
         Pace(steps=1)
-    with pytest.raises(
-        BenchmarkError, match="no model gpt-9; there are gpt2-14m, gpt2-14m-no-dropout, llama-16m, vit-14m"
-    ):
+    named = "no model gpt-9; there are gpt2-14m, gpt2-14m-no-dropout, llama-16m, vit-14m"
+    with pytest.raises(BenchmarkError, match=named):
         chosen(["gpt-9"])
 
 

@@ -69,7 +69,7 @@ def test_it_is_asked_again_for_longer_between_other_searches(monkeypatch: pytest
     for name, value in (
         ("cpsat_is_there", lambda: True),
         ("solve", solve_in_the_end),
-        ("ALONE", 0.0625),
+        ("ALONE", 0.125),
         ("Turns", Nothing),
     ):
         monkeypatch.setattr(module, name, value)

@@ -19,6 +19,7 @@ from forebay.planners.layout.multilevel import Multilevel
 from forebay.planners.layout.orders import order_by
 from forebay.planners.layout.periodic import Shaker
 from forebay.planners.layout.pools import Pools
+from forebay.planners.layout.sweeps import Sweeps
 from forebay.planners.layout.table import Table
 
 __all__ = ["compile_greedy", "compile_searches"]
@@ -51,4 +52,5 @@ def compile_searches() -> None:
     aim = Aim(2, 2, Deadline(0), Deadline(0))
     Beams(table, task, none_yet, aim).advance()
     Pools(table, none_yet, aim).advance()
+    Sweeps(table, none_yet, 2).advance()
     Multilevel(table, none_yet, 2, aim.deadline).advance()

@@ -19,6 +19,7 @@ from forebay.planners.layout.orders import order_by
 from forebay.planners.layout.periodic import Shaker
 from forebay.planners.layout.placing import Outcome
 from forebay.planners.layout.pools import Pools
+from forebay.planners.layout.sweeps import Sweeps
 from forebay.planners.layout.table import Table
 from forebay.planners.layout.turns import Improver, Turns
 
@@ -30,7 +31,7 @@ ALONE = 1.0
 CPSAT_MOST = 1000
 """Buffers of the largest part that CP-SAT is asked about."""
 
-CPSAT_TIMES = 4.0
+CPSAT_TIMES = 2.0
 """How many times as long as the searches here it gets."""
 
 LONGER = 2.0
@@ -46,6 +47,9 @@ JOINED_MOST = 500
 """Buffers of the largest part that are joined to blocks: all pairs of them are looked at, again and again. A turn,
 four sets of blocks, takes a tenth of a second of 220 to 420 buffers, where a turn of the others takes some
 hundredths."""
+
+SWEPT_MOST = 1000
+"""Buffers of the largest part that is swept: what one more takes grows with those that come before and after it."""
 
 POOLED_MOST = 3000
 """Buffers of the largest part that is searched with a pool: of 20,000 it finds no lower layouts in 10 seconds."""
@@ -94,9 +98,13 @@ def _improvers(table: Table, aim: Aim, best: Found) -> list[Improver]:
     pools = [Pools(table, best, aim)] if count <= POOLED_MOST else []
     joined = [Multilevel(table, best, target, aim.deadline)] if table.aligned and count <= JOINED_MOST else []
     beams = [Beams(table, task_of(table), best, aim)] if count <= BEAM_MOST else []
+    sweeps = [Sweeps(table, best, target)] if table.aligned and count <= SWEPT_MOST else []
     found: list[Improver] = []
     for name in SHAKEN:
-        found += [*joined, *pools, *beams, *joined, *pools, Shaker(table, order_by(table, name), target)]
+        shaken = [Shaker(table, order_by(table, name), target)]
+        # What fits to the last byte is mostly found by sweeps, or by joining: they have the most turns.
+        for others in (joined, pools, beams, joined, pools, shaken):
+            found += [*others, *sweeps]
     return found
 
 
