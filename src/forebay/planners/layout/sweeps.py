@@ -41,7 +41,7 @@ NOISE = 6.0
 """Sections by which an address is made worse at random, from the second width on: what is as good as another is mostly
 like it."""
 
-WORK = 20_000
+WORK = 10_000
 """Addresses that are looked at in one go, between two looks at the clock: some tens of milliseconds."""
 
 SEED = 1
