@@ -1,4 +1,4 @@
-"""Searches through time: what is found is a layout within what was asked for, and few buffers are all seen."""
+"""Searches through time: what is found is a layout within what was asked for, and aligned."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.kernels.jit import compiled, inlined
+from forebay.planners.layout.partial import seen_before, sort_by
 from forebay.planners.layout.placing import Task
 from forebay.planners.layout.table import Column
 
@@ -74,18 +75,6 @@ def _lift(task: Task, floors: Column, waiting: NDArray[np.uint8], lowest: Column
     for section in range(len(floors)):
         if least[section] < NOWHERE:
             floors[section] = max(floors[section], least[section])
-
-
-@inlined
-def _sort(order: Column, lowest: Column) -> None:
-    """Puts rows into the order of their lowest addresses; they are nearly in it already."""
-    for index in range(1, len(order)):
-        row = order[index]
-        place = index
-        while place > 0 and lowest[order[place - 1]] > lowest[row]:
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = row
 
 
 @inlined
@@ -151,7 +140,7 @@ def grow(
     for index in range(count):
         waiting, at = level.waiting[index], level.at[index]
         _lowest(task, level.floors[index], waiting, places)
-        _sort(before, places)
+        sort_by(before, buffers, places)
         end = NOWHERE
         for row in range(buffers):
             if waiting[row]:
@@ -168,7 +157,7 @@ def grow(
             _lowest(task, floors, waiting, lowest)
             _lift(task, floors, waiting, lowest, least)
             order[:] = before
-            _sort(order, lowest)
+            sort_by(order, buffers, lowest)
             wasted = _wasted(task, floors, waiting, lowest, order, slack, place, capacity, grain, reached)
             waiting[row] = 1
             if wasted < np.inf:
@@ -199,12 +188,8 @@ def keep(
             break
         parent, row = children.parent[index], children.row[index]
         key = level.keys[parent] ^ marks[row]
-        slot = key % np.uint64(len(seen))
-        while seen[slot] != 0 and seen[slot] != key:
-            slot = (slot + np.uint64(1)) % np.uint64(len(seen))
-        if seen[slot] == key:
+        if seen_before(seen, key):
             continue
-        seen[slot] = key
         into.floors[kept] = level.floors[parent]
         into.waiting[kept] = level.waiting[parent]
         into.waiting[kept, row] = 0

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from forebay.kernels.jit import compiled, inlined
 from forebay.planners.layout.draws import draw
+from forebay.planners.layout.partial import seen_before, sort_by
 from forebay.planners.layout.table import Column
 
 __all__ = [
@@ -147,18 +148,6 @@ def _live(course: Course, placed: int, section: int, rows: Column) -> Any:
     return count
 
 
-@inlined
-def _sort(rows: Column, count: int, offsets: Column) -> None:
-    """Puts the first ``count`` rows into the order of their addresses; they are nearly in it already."""
-    for index in range(1, count):
-        row = rows[index]
-        place = index
-        while place > 0 and offsets[rows[place - 1]] > offsets[row]:
-            rows[place] = rows[place - 1]
-            place -= 1
-        rows[place] = row
-
-
 @compiled
 def offer(
     course: Course, placed: int, fronts: Fronts, count: int, noise: float, state: NDArray[np.uint64], offers: Offers
@@ -171,7 +160,7 @@ def offer(
     among = _live(course, placed, section, rows)
     for index in range(count):
         offsets, most = fronts.offsets[index], made + FEWEST
-        _sort(rows, among, offsets)
+        sort_by(rows, among, offsets)
         bottom, below = 0, ENDLESS  # the wall below stays for ever
         for at in range(among + 1):
             top = offsets[rows[at]] if at < among else course.capacity
@@ -229,18 +218,6 @@ def _hopeful(course: Course, needs: Needs, section: int, rows: Column, count: in
 
 
 @inlined
-def _seen(seen: NDArray[np.uint64], key: Any) -> bool:
-    """Whether ``key`` was seen before; from now on it was."""
-    slot = key % np.uint64(len(seen))
-    while seen[slot] != 0:
-        if seen[slot] == key:
-            return True
-        slot = (slot + np.uint64(1)) % np.uint64(len(seen))
-    seen[slot] = key
-    return False
-
-
-@inlined
 def _key(rows: Column, count: int, offsets: Column, marks: NDArray[np.uint64]) -> Any:
     """A number, not 0, that is equal for those that agree about who is where."""
     key = np.uint64(1)
@@ -273,8 +250,8 @@ def choose(
             break
         offsets = fronts.offsets[offers.parent[index]]
         offsets[row] = offers.place[index]
-        _sort(rows, among, offsets)
-        if _hopeful(course, needs, section, rows, among, offsets) and not _seen(
+        sort_by(rows, among, offsets)
+        if _hopeful(course, needs, section, rows, among, offsets) and not seen_before(
             seen, _key(rows, among, offsets, marks)
         ):
             into.offsets[kept] = offsets

@@ -30,12 +30,15 @@ WIDTH = 30
 WIDER = 3
 """How many times as many the next ones keep, once each order was tried in both directions."""
 
-WIDEST = 1 << 25
-"""Bytes that the partial layouts of one search take at most."""
+WIDEST = 1 << 26
+"""Bytes that one search takes at most: its partial layouts, those that come of them, and addresses to choose from."""
+
+OFFER = 24
+"""Bytes of one such address."""
 
 AHEAD = 8
-"""Sections in which room for those in wait is looked for. With 25 fewer sets were found in the same time, and with 60
-fewer still: it takes most of it (docs/log.md, 2026-11-23)."""
+"""Sections in which room for those in wait is looked for, which takes most of the time: with 25 and 60 three sets of
+``loose`` took 2.1 to 2.6 and 4.6 to 14 times as long (docs/log.md, 2026-11-23)."""
 
 NOISE = 6.0
 """Sections by which an address is made worse at random, from the second width on: what is as good as another is mostly
@@ -74,7 +77,7 @@ class Sweeps:
         draw = np.random.default_rng(SEED)
         self._marks = draw.integers(1, 1 << 63, len(table)).astype(np.uint64)
         self._state = sown()
-        self._widest = max(WIDTH, WIDEST // (8 * len(table)))
+        self._widest = max(WIDTH, WIDEST // (2 * 8 * len(table) + OFFER * FEWEST))
         self._needs = room_for_needs(AHEAD)
         self._width, self._turn = WIDTH, 0
         self._run = self._begun()
