@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 
 @pytest.fixture(autouse=True)
 def _no_mode_is_left() -> Iterator[None]:
-    """A dispatch mode that stays is handed every op of every later test."""
+    """A dispatch mode that stays is handed every op of every later test. It is told once, and taken off."""
     yield
-    assert not _get_current_dispatch_mode_stack()
+    left = _get_current_dispatch_mode_stack()
+    for _ in left:
+        _pop_mode()
+    assert not left

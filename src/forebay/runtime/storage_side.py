@@ -145,8 +145,9 @@ class StorageWorker:
             if not self._ready:
                 self._answer("to be started")
                 self._ready = True
-            self._tell(order)
-            self.written += self._answer(f"to update block {order.block}").written
+            asked = f"to update block {order.block}"
+            self._tell(order, asked)
+            self.written += self._answer(asked).written
 
     def close(self) -> None:
         """Ends the process and waits until it has ended. The caller has waited for all jobs; a second call does
@@ -159,12 +160,12 @@ class StorageWorker:
             self._process.wait()
         self._said.close()
 
-    def _tell(self, what: Order) -> None:
+    def _tell(self, what: Order, asked: str) -> None:
         self._expect_whole()
         try:
             self._channel.send(what)
         except OSError as error:
-            raise self._died("to be told what to do") from error
+            raise self._died(asked) from error
 
     def _answer(self, asked: str) -> Done:
         self._expect_whole()
