@@ -169,6 +169,7 @@ class QueuedDevice(Device):
         *,
         after: Sequence[Completion] = (),
         what: str = "",
+        inline: bool = False,
     ) -> Completion:
         """Like that of ``CpuDevice``; ``wait`` returns the moment at which it was done."""
         move = partial(_copied, target, source, copies_bytes(target, source))

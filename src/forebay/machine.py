@@ -117,11 +117,12 @@ class Machine:
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
     host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes),
-    ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: the modes that see ops, hooks, a
-    lane's thread that is woken up), ``together_seconds`` how much longer an op takes in micro-batches that pass the
-    model together, or in models that train in turns (``cpu``: kernels run on more threads than there are cores).
-    ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go before everything else.
-    ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is written.
+    ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: the modes that see ops, hooks, and a
+    lane's thread that is woken up where the copy is not made inline), ``together_seconds`` how much longer an op takes
+    in micro-batches that pass the model together, or in models that train in turns (``cpu``: kernels run on more
+    threads than there are cores). ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go
+    before everything else. ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is
+    written.
 
     Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,
     ``update_elements`` the elements/s of updates that are known to differ from that, because the cores bind and not the

@@ -180,6 +180,39 @@ def test_small_copies_are_made_by_their_caller(opened: dict[str, int], nbytes: i
     device.close()
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("inline", [False, True])
+def test_copies_beside_compute_are_made_inline_where_compute_has_all_cores(
+    inline: bool, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large ones too, by all threads that compute; where there are ``more`` cores than those, by a lane's thread."""
+    monkeypatch.setattr("forebay.device.cpu.cores", lambda: torch.get_num_threads() + more)
+    device = CpuDevice()
+    nbytes = (4 << 20) + 13
+    source, target = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    before = Noting()
+    device.copy(Lane.D2H, target, source, after=(before,), inline=inline).wait()
+    assert (before.asked == threading.get_ident()) == (inline and more < 1) and torch.equal(target, source)
+    (event,) = device.drain_events()
+    assert (event.lane, event.nbytes) == (Lane.D2H, nbytes)
+    device.close()
+
+
+def test_an_inline_copy_waits_for_what_it_comes_after_and_for_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the lane's thread makes it, and whoever has asked goes on."""
+    monkeypatch.setattr("forebay.device.cpu.cores", lambda: 1)
+    device, gate = CpuDevice(), threading.Event()
+    source, target = torch.ones(1 << 20), torch.zeros(1 << 20)
+    read = device.submit(Lane.DISK_READ, gate.wait)
+    first = device.copy(Lane.H2D, target, source, after=(read,), inline=True)
+    second = device.copy(Lane.H2D, source, target, inline=True)  # behind the first on its lane
+    assert not first.done() and not second.done() and not target.any()
+    gate.set()
+    second.wait()
+    assert first.done() and target.all()
+    device.close()
+
+
 def test_a_long_hold_is_a_stall_and_a_finished_one_is_not() -> None:
     device = CpuDevice(delays=DelayOne(0, 0.02))
     device.hold_compute(device.mark())

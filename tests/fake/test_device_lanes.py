@@ -310,27 +310,27 @@ def test_negative_delays_are_refused() -> None:
         DelayOne(0, -1.0)
 
 
-def test_a_brief_job_of_an_idle_lane_is_run_by_its_caller() -> None:
+def test_an_inline_job_of_an_idle_lane_is_run_by_its_caller() -> None:
     lanes, log = make()
-    assert lanes.submit(Lane.D2H, threading.get_ident, brief=True).wait() == threading.get_ident()  # before any thread
+    assert lanes.submit(Lane.D2H, threading.get_ident, inline=True).wait() == threading.get_ident()  # before any thread
     lanes.submit(Lane.D2H, lambda: None).wait()
-    ran = lanes.submit(Lane.D2H, threading.get_ident, brief=True, after=(ReadyCompletion(),), nbytes=3, what="small")
+    ran = lanes.submit(Lane.D2H, threading.get_ident, inline=True, after=(ReadyCompletion(),), nbytes=3, what="small")
     assert ran.done() and ran.wait() == threading.get_ident()
     assert [(e.lane, e.nbytes, e.what) for e in log.drain()][-1] == (Lane.D2H, 3, "small")
     assert lanes.submit(Lane.D2H, threading.get_ident).wait() != threading.get_ident()
     lanes.close()
     with pytest.raises(SessionClosed):
-        lanes.submit(Lane.D2H, lambda: None, brief=True)
+        lanes.submit(Lane.D2H, lambda: None, inline=True)
 
 
-def test_a_brief_job_waits_its_turn_as_any_other(lanes: WorkerLanes) -> None:
+def test_an_inline_job_waits_its_turn_as_any_other(lanes: WorkerLanes) -> None:
     """Behind what the lane has, and behind what it comes after on another one."""
     gate, seen = threading.Event(), list[str]()
     lanes.submit(Lane.D2H, gate.wait)
     for name in ("one", "two"):
-        lanes.submit(Lane.D2H, lambda name=name: seen.append(name), brief=name == "two")
+        lanes.submit(Lane.D2H, lambda name=name: seen.append(name), inline=name == "two")
     other = lanes.submit(
-        Lane.H2D, lambda: seen.append("three"), brief=True, after=(lanes.submit(Lane.UPDATE, gate.wait),)
+        Lane.H2D, lambda: seen.append("three"), inline=True, after=(lanes.submit(Lane.UPDATE, gate.wait),)
     )
     assert seen == [] and not other.done()
     gate.set()
@@ -338,25 +338,25 @@ def test_a_brief_job_waits_its_turn_as_any_other(lanes: WorkerLanes) -> None:
     assert sorted(seen) == ["one", "three", "two"] and seen.index("one") < seen.index("two")
 
 
-def test_a_brief_job_that_is_to_be_late_is_late() -> None:
+def test_an_inline_job_that_is_to_be_late_is_late() -> None:
     lanes, _ = make(DelayOne(1, 0.02))
     lanes.submit(Lane.D2H, lambda: None).wait()
     lanes.synchronize()
-    late = lanes.submit(Lane.D2H, threading.get_ident, brief=True)
+    late = lanes.submit(Lane.D2H, threading.get_ident, inline=True)
     assert not late.done() and late.wait() != threading.get_ident()
     lanes.close()
 
 
-def test_a_brief_job_that_fails_is_told_as_any_other_and_an_interrupt_at_once(lanes: WorkerLanes) -> None:
+def test_an_inline_job_that_fails_is_told_as_any_other_and_an_interrupt_at_once(lanes: WorkerLanes) -> None:
     def fail(error: BaseException) -> None:
         raise error
 
     lanes.submit(Lane.D2H, lambda: None).wait()
     lanes.synchronize()
-    failed = lanes.submit(Lane.D2H, lambda: fail(ValueError("small")), brief=True)
+    failed = lanes.submit(Lane.D2H, lambda: fail(ValueError("small")), inline=True)
     with pytest.raises(ValueError, match="small"):
         lanes.submit(Lane.H2D, lambda: None, after=(failed,)).wait()
     with pytest.raises(KeyboardInterrupt):
-        lanes.submit(Lane.D2H, lambda: fail(KeyboardInterrupt()), brief=True)
+        lanes.submit(Lane.D2H, lambda: fail(KeyboardInterrupt()), inline=True)
     lanes.synchronize()  # both have been told
-    assert lanes.submit(Lane.D2H, lambda: 7, brief=True).wait() == 7
+    assert lanes.submit(Lane.D2H, lambda: 7, inline=True).wait() == 7

@@ -76,17 +76,19 @@ class Scripted(Stopwatch):
         return (1.0, 3.0, 4.0, 10.0)[(self.runs - 1) % 4]
 
 
-def test_the_hosts_part_of_an_op_is_the_step_over_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inline", [False, True])
+def test_the_hosts_part_of_an_op_is_the_step_over_its_ops(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch, copies, made_by = Scripted(), forebay.device.cpu._copy_bytes, set[int]()
 
-    def noting(*tensors: torch.Tensor) -> None:
+    def noting(here: Any, *tensors: torch.Tensor) -> None:
         made_by.add(threading.get_ident())
-        copies(*tensors)
+        copies(here, *tensors)
 
     monkeypatch.setattr(forebay.device.cpu, "_copy_bytes", noting)
+    monkeypatch.setattr(forebay.device.cpu, "cores", lambda: torch.get_num_threads() + (not inline))
     found = host_overhead(stopwatch, replace(CPU_EFFORT, rounds=2))
-    # Small as they are: what is measured is for those that are handed over to a lane.
-    assert made_by and threading.get_ident() not in made_by
+    # Small as they are: what is measured is for those that are handed over to a lane, or would be made inline.
+    assert made_by and (threading.get_ident() in made_by) == inline
     assert stopwatch.runs == 4 * (3 + 4 * 2)
     assert found.watch == pytest.approx(2 * found.launch)
     assert found.handover == pytest.approx((10.0 - 4.0) / (2 * 5 * TINY.layers))  # 5 tensors a layer, there and back

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import forebay
+import forebay.device.cpu
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.memory import Kind, Tier
@@ -50,6 +54,27 @@ def test_same_numbers_with_all_that_may_be_moved_moved(name: str, resident: bool
     host = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.HOST)
     assert host.at_peak[Kind.ACTIVATION] == host_formula(named)
     assert host.peak == plan.host
+    forebay.close(model)
+
+
+@WHERE
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_same_numbers_with_copies_made_between_ops(name: str, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own copy, however small, where compute has all cores: no lane's thread ever has an activation."""
+    case, made_by, right = SUBJECTS[name], set[str](), forebay.device.cpu._copy_bytes
+
+    def noting(here: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        made_by.add(threading.current_thread().name)
+        right(here, target, source)
+
+    monkeypatch.setattr("forebay.device.cpu.cores", lambda: 1)
+    monkeypatch.setattr("forebay.device.cpu.BRIEF", 0)
+    monkeypatch.setattr("forebay.device.cpu._copy_bytes", noting)
+    plan = offload_plan(case, torch.float32, resident=resident, offload_window=20_000, reload_window=20_000)
+    model = assert_same_training(case, torch.float32, steps=2, plan=plan, device_memory=AMPLE, device="cpu")
+    assert moved(model, "offload") and len(moved(model, "offload")) == len(moved(model, "reload"))
+    # Parameters that stream may have to wait for an update of theirs: that copy is their lane's.
+    assert made_by == {threading.main_thread().name} or (made_by and not resident)
     forebay.close(model)
 
 

@@ -126,8 +126,8 @@ def spoil_copy(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """The ``nth`` copy between the tiers turns a bit of every fp32 number in it, which changes each by some half."""
     copies, right = iter(range(10**9)), forebay.device.cpu._copy_bytes
 
-    def wrong(target: torch.Tensor, source: torch.Tensor) -> None:
-        right(target, source)
+    def wrong(here: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        right(here, target, source)
         if next(copies) == nth:
             forebay.device.cpu.as_bytes(target)[2::4] ^= 0x40
 

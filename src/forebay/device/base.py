@@ -99,12 +99,20 @@ class Device(ABC):
 
     @abstractmethod
     def copy(
-        self, lane: Lane, target: Any, source: Any, *, after: Sequence[Completion] = (), what: str = ""
+        self,
+        lane: Lane,
+        target: Any,
+        source: Any,
+        *,
+        after: Sequence[Completion] = (),
+        what: str = "",
+        inline: bool = False,
     ) -> Completion:
         """Queues a copy between host and device on ``Lane.H2D`` or ``Lane.D2H``.
 
         ``target`` and ``source`` have the same number of bytes. Both stay untouched by others until the completion
-        is done: the caller holds them.
+        is done: the caller holds them. ``inline``: compute has just made the bytes, or is about to read them; a
+        device whose copies take cores from compute may make this one here and now.
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ from forebay.device.history import History
 from forebay.device.lanes import ReadyCompletion, WorkerLanes
 from forebay.device.turn import Turn
 from forebay.errors import DeviceOutOfMemory
+from forebay.kernels.team import cores
 from forebay.memory import Kind, Ledger, Tier, TierUsage
 from forebay.timeline import Event, Lane
 from forebay.units import KiB, format_bytes
@@ -39,13 +40,23 @@ ten times."""
 
 
 @final
+class _Thread(threading.local):
+    """What a device knows of the calling thread: whether it serves one of its lanes."""
+
+    is_lane = False
+
+
+@final
 class CpuDevice(Device):
     """The host's processor as a device with ``budget`` bytes of memory (None: counted, not limited).
 
     It may be a part ``of`` another: its bytes count there too, its lanes are its own, and its events are on the same
     clock; where it has no ``delays`` it has those of the other. Threads that train on parts of one device compute in
-    turns. Copies of ``brief`` bytes or less are made by who asks for them, if their lane is idle; with 0 every copy is
-    handed over to its lane's thread.
+    turns.
+
+    Copies of ``brief`` bytes or less are made by who asks for them, if their lane is idle. So are copies of any size
+    that may be made ``inline``, where the threads that compute have all cores of this process: a lane's thread would
+    take one of theirs, and fetch from memory what is in their cache. All others are handed over to their lane's thread.
     """
 
     def __init__(
@@ -62,14 +73,15 @@ class CpuDevice(Device):
         self.turn = Turn() if of is None else of.turn
         self._delays: Delays = delays or (NoDelays() if of is None else of._delays)
         self._brief = brief
+        self._inline = torch.get_num_threads() >= cores()
+        self._here = _Thread()
         self._origin: float = time.perf_counter() if of is None else of._origin
         self._log = EventLog()
-        # Grad mode is thread-local and starts enabled: a copy in a lane would otherwise be recorded by autograd.
         self._lanes = WorkerLanes(
             self.now,
             self._log,
             self._delays,
-            prepare_thread=partial(torch.set_grad_enabled, False),
+            prepare_thread=partial(_prepare_lane, self._here),
             turn=self.turn,
         )
         self._lock = threading.Lock()
@@ -133,14 +145,16 @@ class CpuDevice(Device):
         *,
         after: Sequence[Completion] = (),
         what: str = "",
+        inline: bool = False,
     ) -> Completion:
         """Copies bytes between contiguous tensors of any dtype, or values between strided ones of the same dtype
         and shape. ValueError for anything else."""
         if lane not in (Lane.H2D, Lane.D2H):
             raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")
-        move = _copy_bytes if copies_bytes(target, source) else _copy_values
-        nbytes, job = source.nbytes, partial(move, target, source)
-        return self._lanes.submit(lane, job, after=after, nbytes=nbytes, what=what, brief=nbytes <= self._brief)
+        plain = copies_bytes(target, source)
+        job = partial(_copy_bytes, self._here, target, source) if plain else partial(_copy_values, target, source)
+        inline = source.nbytes <= self._brief or (inline and self._inline)
+        return self._lanes.submit(lane, job, after=after, nbytes=source.nbytes, what=what, inline=inline)
 
     def launch(
         self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""
@@ -217,7 +231,17 @@ def _copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
     target.detach().copy_(source.detach())
 
 
-def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    # numpy and not copy_: torch would start a team of OpenMP threads for this lane, which fights for the cores
-    # with the team that computes. np.copyto is one thread and lets go of the GIL.
-    np.copyto(as_bytes(target).numpy(), as_bytes(source).numpy())
+def _copy_bytes(here: _Thread, target: torch.Tensor, source: torch.Tensor) -> None:
+    if here.is_lane or target.nbytes <= BRIEF:
+        # torch would start a team of OpenMP threads for a lane, which fights for the cores with the team that computes.
+        # np.copyto is one thread and lets go of the GIL.
+        np.copyto(as_bytes(target).numpy(), as_bytes(source).numpy())
+    else:
+        # By whoever computes, with the team that does.
+        as_bytes(target).copy_(as_bytes(source))
+
+
+def _prepare_lane(here: _Thread) -> None:
+    # Grad mode is thread-local and starts enabled: a copy in a lane would otherwise be recorded by autograd.
+    torch.set_grad_enabled(False)
+    here.is_lane = True

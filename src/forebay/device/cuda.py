@@ -239,6 +239,7 @@ class CudaDevice(Device):
         *,
         after: Sequence[Completion] = (),
         what: str = "",
+        inline: bool = False,
     ) -> Completion:
         """Copies bytes between contiguous tensors of any dtype, or values between strided ones of the same dtype
         and shape (ValueError for anything else). Overlaps with compute only if the host's side is pinned."""

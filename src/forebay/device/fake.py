@@ -152,6 +152,7 @@ class FakeDevice(Device):
         *,
         after: Sequence[Completion] = (),
         what: str = "",
+        inline: bool = False,
     ) -> FakeCompletion:
         if lane not in (Lane.H2D, Lane.D2H):
             raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")

@@ -220,14 +220,13 @@ class WorkerLanes:
         what: str = "",
         await_one: Callable[[Completion], BaseException | None] = dependency_failure,
         timed: bool = True,
-        brief: bool = False,
+        inline: bool = False,
     ) -> WorkerCompletion:
         """Queues ``run`` on ``lane``. A failed dependency fails the job with the same exception, without running it.
 
         ``await_one`` says how the lane's thread waits for one of ``after`` and returns its failure. ``timed`` False:
-        the caller records the event. ``brief``: the job takes less than handing it to another thread does, so that the
-        caller runs it, if the lane has nothing else to do and it need not wait. Raises ``SessionClosed`` after
-        ``close``.
+        the caller records the event. ``inline``: the caller runs the job, if the lane has nothing else to do and it
+        need not wait. Raises ``SessionClosed`` after ``close``.
         """
         if lane not in WORKER_LANES:
             raise ValueError(
@@ -242,7 +241,7 @@ class WorkerLanes:
             delay = self._delays.seconds(lane, what)
             job = Job(run, after, await_one, completion, delay, nbytes, what, timed)
             idle = lane not in self._lines or self._lines[lane].is_idle
-            if brief and not delay and idle and all(c.done() for c in after):
+            if inline and not delay and idle and all(c.done() for c in after):
                 # With the lock: a job that is submitted meanwhile must not begin before this one has ended.
                 self._finish(lane, job)
                 if not isinstance(completion.failure(), Exception | None):

@@ -5,8 +5,9 @@ dispatcher; streamed, forebay's hooks and the handing over to lanes; and where a
 every op of a block, and more that is handed over. On ``cpu`` all of it lies between the kernels; a GPU hides it as long
 as its queue is full.
 
-Copies as small as those of this model are otherwise made by who asks for them (``device.cpu.BRIEF``). Here all of them
-go to the lanes' threads, as those of a model do that is worth streaming.
+Copies as small as those of this model are otherwise made by who asks for them (``device.cpu.BRIEF``). Here they go the
+way that larger ones go, as those of a model do that is worth streaming: to the lanes' threads, or inline where
+``CpuDevice`` says so.
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ WINDOW = MiB
 @dataclass(frozen=True)
 class Overhead:
     """Seconds per op of a step: ``launch`` in plain PyTorch, ``watch`` more when every block streams. ``handover`` are
-    those for each transfer of an activation, to the host or back. Both are those of transfers that a lane's thread
-    makes."""
+    those for each transfer of an activation, to the host or back. Both are those of transfers that are not small."""
 
     launch: float
     watch: float
@@ -157,7 +157,7 @@ class _Case:
 
 
 def _streamed(opened: ExitStack, layers: Layers, moved: tuple[Treatment, ...] = ()) -> _Case:
-    """``layers`` streaming, all copies handed over, until ``opened`` is closed."""
+    """``layers`` streaming, with no copy taken for a small one, until ``opened`` is closed."""
     model = layers.model()
     model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), moved, brief=0)
     opened.callback(close, model)

@@ -153,7 +153,8 @@ class HostDepot(Depot):
         target = self.arena[offset : offset + nbytes]
         try:
             # The mark: the copy must not start before the kernel that makes the bytes is done.
-            left = self.device.copy(Lane.D2H, target, origin, after=(self.device.mark(),), what=f"offload {what}")
+            after = (self.device.mark(),)
+            left = self.device.copy(Lane.D2H, target, origin, after=after, what=f"offload {what}", inline=True)
         except BaseException:
             self.ranges.give_back(offset)  # no lane has taken it
             raise
@@ -191,7 +192,7 @@ class _HostRange(Range):
         # The bytes must be on the host before they are read there. And the mark: the memory may have been given back
         # by an op that compute has not come to yet.
         after = (self.left, device.mark())
-        return device.copy(Lane.H2D, target, source, after=after, what=f"reload {self.what}")
+        return device.copy(Lane.H2D, target, source, after=after, what=f"reload {self.what}", inline=True)
 
     def forget(self) -> None:
         return
@@ -234,7 +235,7 @@ class DiskDepot(Depot):
         try:
             # The mark: as on the host. And whoever had these bytes of the ring must have written or read them.
             after = (self.device.mark(), *map(_Regardless, before))
-            left = self.device.copy(Lane.D2H, whole[:nbytes], origin, after=after, what=f"offload {what}")
+            left = self.device.copy(Lane.D2H, whole[:nbytes], origin, after=after, what=f"offload {what}", inline=True)
             place.busy = (left,)
             written = self.device.submit(
                 Lane.DISK_WRITE,
@@ -306,7 +307,9 @@ class _DiskRange(Range):
         place, read = ahead.demand(self)
         source = self.depot.of_ring(place, self.nbytes)
         # The mark: as on the host.
-        copied = device.copy(Lane.H2D, target, source, after=(read, device.mark()), what=f"reload {self.what}")
+        copied = device.copy(
+            Lane.H2D, target, source, after=(read, device.mark()), what=f"reload {self.what}", inline=True
+        )
         ahead.sent(self, copied)
         return copied
 

@@ -136,8 +136,9 @@ class MemoryHome(Home):
 
     def fetch(self, target: torch.Tensor, after: Sequence[Completion]) -> Completion:
         # The copy must see the last update of these bytes, and must not overtake the slot's last reader.
+        after = (*after, *self._pending())
         self._read_by = self._device.copy(
-            Lane.H2D, target[: self.nbytes], self._buffer, after=(*after, *self._pending()), what=f"fetch {self._what}"
+            Lane.H2D, target[: self.nbytes], self._buffer, after=after, what=f"fetch {self._what}", inline=True
         )
         return self._read_by
 
