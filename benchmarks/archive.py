@@ -31,9 +31,18 @@ class Archive(Generic[Record]):
     def save(self, record: Record, folder: Path = RESULTS) -> Path:
         """Writes ``record`` to a file of its own."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.prefix}{record.date:%Y%m%dT%H%M%SZ}-{slug(record.hardware)}.jsonl"
-        path.write_text(dump(record) + "\n", encoding="utf-8")
-        return path
+        name = f"{self.prefix}{record.date:%Y%m%dT%H%M%SZ}-{slug(record.hardware)}"
+        number, path = 1, folder / f"{name}.jsonl"
+        while True:
+            try:
+                with path.open("x", encoding="utf-8") as file:
+                    file.write(dump(record) + "\n")
+            except FileExistsError:
+                # Another run has begun in the same second, here or on a machine of the same name.
+                number += 1
+                path = folder / f"{name}-{number}.jsonl"
+            else:
+                return path
 
     def latest(self, folder: Path = RESULTS) -> Sequence[Record]:
         """The newest record of every machine and topic, in order of the machines' first ones."""

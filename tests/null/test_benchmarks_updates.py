@@ -56,6 +56,9 @@ def test_table(tmp_path: Path) -> None:
     assert "0.50 cores busy with others" in render([comparison(other_cores=0.5)])
     assert ARCHIVE.save(comparison(), tmp_path).name == "update-20261121T000000Z-a-processor-2-cores.jsonl"
     assert ARCHIVE.latest(tmp_path) == (comparison(),)
+    second = comparison(other_cores=0.5)  # begun in the same second
+    assert ARCHIVE.save(second, tmp_path).name == "update-20261121T000000Z-a-processor-2-cores-2.jsonl"
+    assert sorted(one.other_cores for one in ARCHIVE.every(tmp_path)) == [0.0, 0.5]
     readme = tmp_path / "README.md"
     readme.write_text("<!-- updates: begin -->\nold\n<!-- updates: end -->\n")
     write(readme)
