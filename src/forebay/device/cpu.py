@@ -1,7 +1,7 @@
 """torch's ``cpu`` as a device: host memory played by two ledgers, so that a budget means something without a GPU.
 
-The device tier is a ledger of its own beside the host's; a copy between them is a real copy of bytes by the lane's
-thread. Compute runs in the caller's thread and is done when it returns.
+The device tier is a ledger of its own beside the host's; a copy between them is a real copy of bytes, by the lane's
+thread or by whoever asks for it (``CpuDevice``). Compute runs in the caller's thread and is done when it returns.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ class CpuDevice(Device):
         and shape. ValueError for anything else."""
         if lane not in (Lane.H2D, Lane.D2H):
             raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")
-        plain = copies_bytes(target, source)
-        job = partial(_copy_bytes, self._here, target, source) if plain else partial(_copy_values, target, source)
+        move = partial(_copy_bytes, self._here) if copies_bytes(target, source) else _copy_values
         inline = source.nbytes <= self._brief or (inline and self._inline)
+        job = partial(move, target, source)
         return self._lanes.submit(lane, job, after=after, nbytes=source.nbytes, what=what, inline=inline)
 
     def launch(
