@@ -117,12 +117,18 @@ class Machine:
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
     host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes),
-    ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: the modes that see ops, hooks, and a
-    lane's thread that is woken up where the copy is not made inline), ``together_seconds`` how much longer an op takes
-    in micro-batches that pass the model together, or in models that train in turns (``cpu``: kernels run on more
+    ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: hooks, and a lane's thread that is
+    woken up where the copy is not made inline), ``replay_seconds`` how much longer an op takes that runs again
+    (``cpu``: the saved-tensor hooks of a checkpoint), ``treat_seconds`` how much longer each op takes in the forward of
+    a block of which a plan treats some (``cpu``: the mode that sees them), ``together_seconds`` how much longer an op
+    takes in micro-batches that pass the model together, or in models that train in turns (``cpu``: kernels run on more
     threads than there are cores). ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go
     before everything else. ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is
     written.
+
+    Links: ``h2d`` and ``d2h`` of everything that crosses, but that ``offload``, where it is stated, is for activations
+    on their way to the host (``cpu``: the threads that compute may copy these between two ops, while gradients go
+    beside ops by a lane's thread).
 
     Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,
     ``update_elements`` the elements/s of updates that are known to differ from that, because the cores bind and not the
@@ -145,11 +151,14 @@ class Machine:
     update_rate: float
     h2d: Link
     d2h: Link
+    offload: Link | None = None
     duplex: float = 1.0
     shared_cores: float = 0.0
     launch_seconds: float = 0.0
     watch_seconds: float = 0.0
     handover_seconds: float = 0.0
+    replay_seconds: float = 0.0
+    treat_seconds: float = 0.0
     together_seconds: float = 0.0
     disk: Disk | None = None
     op_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -186,6 +195,11 @@ class Machine:
                 f"machine {self.name}: duplex is in (0, 1] and shared_cores in [0, 1], got {self.duplex} and "
                 f"{self.shared_cores}"
             )
+
+    @property
+    def leaving(self) -> Link:
+        """The link of activations on their way to the host."""
+        return self.offload or self.d2h
 
     def to_json(self) -> str:
         """The machine as one JSON object."""

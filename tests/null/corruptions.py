@@ -114,8 +114,8 @@ def drop_detour(case: Case, program: Program) -> list[Spoiled]:
     made = []
     for i, a in numbered(program, *verbs):
         if a.tensor >= 0:
-            # What stays as it is weighs on the computations behind it: one of them has more beside it than it says.
-            crowded = [c.what for j, c in numbered(program, Verb.COMPUTE) if j > i]
+            # What stays as it is weighs on what computes behind it: one of them has more beside it than it says.
+            crowded = [c.what for j, c in numbered(program, Verb.COMPUTE, Verb.ENCODE, Verb.DECODE) if j > i]
             made.append((drop(program, i), frozenset((name(a.tensor), *crowded))))
     return made
 

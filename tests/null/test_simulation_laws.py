@@ -133,9 +133,12 @@ def test_times_scale_with_the_rates(program: Program, machine: Machine, factor: 
         launch_seconds=machine.launch_seconds / factor,
         watch_seconds=machine.watch_seconds / factor,
         handover_seconds=machine.handover_seconds / factor,
+        replay_seconds=machine.replay_seconds / factor,
+        treat_seconds=machine.treat_seconds / factor,
         together_seconds=machine.together_seconds / factor,
         h2d=link(machine.h2d),
         d2h=link(machine.d2h),
+        offload=machine.offload and link(machine.offload),
         disk=replace(disk, read=link(disk.read), write=link(disk.write)),
     )
     before, after = by_what(play(program, TRACE, machine)), by_what(play(program, TRACE, faster))

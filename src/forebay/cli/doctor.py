@@ -102,12 +102,16 @@ def _rates(machine: Machine) -> Table:
     table.add_row("host's part of an op", format_seconds(machine.launch_seconds))
     table.add_row("more where blocks stream", format_seconds(machine.watch_seconds))
     table.add_row("for each transfer of an activation", format_seconds(machine.handover_seconds))
+    table.add_row("more for an op that runs again", format_seconds(machine.replay_seconds))
+    table.add_row("more for an op of a block whose ops are treated", format_seconds(machine.treat_seconds))
     table.add_row("more for an op where micro-batches pass together", format_seconds(machine.together_seconds))
     return table
 
 
 def _curves(machine: Machine) -> Table:
     links: dict[str, Link] = {"h2d": machine.h2d, "d2h": machine.d2h}
+    if machine.offload is not None:
+        links["activations to host"] = machine.offload
     if machine.disk is not None:
         links |= {"disk read": machine.disk.read, "disk write": machine.disk.write}
     table = _table("One transfer of so many bytes, latency included")

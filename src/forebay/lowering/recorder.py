@@ -229,6 +229,7 @@ class Recorder:
         ops: tuple[int, int],
         *,
         recomputed: bool,
+        treated: bool,
         uses: tuple[Use, ...],
         peak: int,
         changes: tuple[Change, ...],
@@ -240,7 +241,9 @@ class Recorder:
         self._lanes.append(Lane.COMPUTE)
         if self.sketching:
             self.outlines.append(
-                Outline(Lane.COMPUTE, Verb.COMPUTE, what, self.step, known, 0, ops, recomputed=recomputed)
+                Outline(
+                    Lane.COMPUTE, Verb.COMPUTE, what, self.step, known, 0, ops, recomputed=recomputed, treated=treated
+                )
             )
             return
         self.actions.append(
@@ -253,6 +256,7 @@ class Recorder:
                 after=known,
                 ops=ops,
                 recomputed=recomputed,
+                treated=treated,
                 uses=uses,
                 peak=peak,
                 changes=changes,

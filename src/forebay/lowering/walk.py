@@ -49,6 +49,7 @@ class Walker:
         self._recorder = recorder
         self._profile = liveness.profile(plan.recompute, plan.activations)
         self.homes = Homes(trace, plan, sizes, recorder)
+        self._treated = frozenset(block for selection in plan.activations for block in selection.blocks)
         self._hosted = {p.block for p in plan.placements if not p.resident}
         self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted))
         streaming = plan.streaming
@@ -299,6 +300,7 @@ class Walker:
             stage.block,
             (first, first + end - begin),
             recomputed=run.again,
+            treated=stage.forward and stage.block in self._treated,
             uses=uses,
             peak=peak,
             changes=changes,

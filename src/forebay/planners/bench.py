@@ -330,7 +330,7 @@ class Bench:
         lanes = [
             self._compute_seconds(draft),
             (trained + moved) / machine.h2d.curve.best,
-            (gradients + moved) / machine.d2h.curve.best,
+            gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
             2 * sum(sizer.state_nbytes(b.name) for b, p in hosted if p.update not in there) / self.costs.update_rate,
         ]
         if machine.disk is not None:

@@ -13,8 +13,9 @@ kernel wakes them up: 30 % of a forward, on 2 cores of an AMD EPYC (docs/log.md,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -22,24 +23,47 @@ import torch
 
 from forebay.machine import Curve, Link, Machine
 from forebay.profiler.capture import capture
-from forebay.profiler.overhead import Layers, attached, close, stream
+from forebay.profiler.overhead import MOVED, Layers, attached, close, stream
 from forebay.profiler.stopwatch import WallStopwatch, in_turns
 from forebay.runtime.accumulate import accumulate_by_block
 from forebay.timeline import Event, Lane
 
-__all__ = ["as_in_a_step", "lane_rates", "together_seconds"]
+__all__ = ["Rate", "Rates", "as_in_a_step", "lane_rates", "rates_of", "together_seconds"]
 
 LAYERS = Layers(width=512, heads=8, layers=4, tokens=256)
+
+AWAY = 4 * LAYERS.layers * len(MOVED) * LAYERS.tokens * LAYERS.width
+"""Bytes of what ``MOVED`` of them sends to the host."""
+
 WARM, STEPS = 2, 3
 ROUNDS, BOUND = 15, 5.0
 """Of passes alone and together, which take a tenth of a second and differ by a tenth of that; seconds."""
 
 
-def lane_rates() -> Mapping[Lane, tuple[float, int]]:
-    """Bytes/s of each lane over some streamed AdamW steps, and the mean bytes of one of its jobs."""
+@dataclass(frozen=True)
+class Rate:
+    """How fast jobs of a lane were: bytes/s, and the mean bytes of one."""
+
+    rate: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Those of parameters and activations to the device (``h2d``), of gradients to the host (``d2h``), of activations
+    to the host, and of updates; None where nothing was seen."""
+
+    h2d: Rate | None = None
+    d2h: Rate | None = None
+    offload: Rate | None = None
+    update: Rate | None = None
+
+
+def lane_rates() -> Rates:
+    """The rates over some AdamW steps in which parameters, gradients and activations come and go."""
     model = LAYERS.model()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    model, optimizer = stream(model, optimizer)
+    model, optimizer = stream(model, optimizer, MOVED, window=AWAY)
     measure = attached(model).session.measure
     batch = LAYERS.batch()
     try:
@@ -87,35 +111,38 @@ def together_seconds() -> float:
     return max(0.0, median(longer)) / ops
 
 
-def rates_of(events: tuple[Event, ...]) -> dict[Lane, tuple[float, int]]:
-    """Bytes/s and mean bytes of the jobs of each lane that moves bytes."""
-    found = {}
-    for lane in (Lane.H2D, Lane.D2H, Lane.UPDATE):
-        moved = [e for e in events if e.lane is lane and e.nbytes]
-        seconds = sum(e.end - e.start for e in moved)
-        if seconds > 0:
-            nbytes = sum(e.nbytes for e in moved)
-            found[lane] = (nbytes / seconds, nbytes // len(moved))
-    return found
+def rates_of(events: tuple[Event, ...]) -> Rates:
+    """The rates of jobs that moved bytes."""
+    moved: dict[tuple[Lane, bool], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.nbytes:
+            moved[event.lane, event.what.startswith("offload ")].append(event)
+
+    def rate(lane: Lane, offload: bool = False) -> Rate | None:
+        jobs = moved[lane, offload]
+        seconds, nbytes = sum(e.end - e.start for e in jobs), sum(e.nbytes for e in jobs)
+        return Rate(nbytes / seconds, nbytes // len(jobs)) if seconds > 0 else None
+
+    return Rates(rate(Lane.H2D), rate(Lane.D2H), rate(Lane.D2H, offload=True), rate(Lane.UPDATE))
 
 
-def as_in_a_step(machine: Machine, rates: Mapping[Lane, tuple[float, int]]) -> Machine:
+def as_in_a_step(machine: Machine, rates: Rates) -> Machine:
     """``machine`` with its update rate and its links as slow as they were in a step, and never faster than alone."""
 
-    def link(alone: Link, lane: Lane) -> Link:
-        if lane not in rates:
+    def link(alone: Link, found: Rate | None) -> Link:
+        if found is None:
             return alone
-        rate, nbytes = rates[lane]
-        share = min(1.0, rate * alone.seconds(nbytes) / nbytes)
+        share = min(1.0, found.rate * alone.seconds(found.nbytes) / found.nbytes)
         return replace(alone, curve=Curve(tuple((size, share * r) for size, r in alone.curve.points)))
 
-    update = min(machine.update_rate, rates[Lane.UPDATE][0]) if Lane.UPDATE in rates else machine.update_rate
+    update = machine.update_rate if rates.update is None else min(machine.update_rate, rates.update.rate)
     # What cores bind loses as much as what memory binds: it is the cores that compute takes.
     share = update / machine.update_rate
     return replace(
         machine,
-        h2d=link(machine.h2d, Lane.H2D),
-        d2h=link(machine.d2h, Lane.D2H),
+        h2d=link(machine.h2d, rates.h2d),
+        d2h=link(machine.d2h, rates.d2h),
+        offload=None if machine.offload is None else link(machine.offload, rates.offload),
         update_rate=update,
         update_elements={kind: share * rate for kind, rate in machine.update_elements.items()},
         shared_cores=1.0,

@@ -1,8 +1,9 @@
 """What the host takes for one op of a training step beside its kernel, and what streaming adds to that.
 
 Measured on a model so small that its kernels take next to nothing: Python of the modules, autograd, torch's
-dispatcher; streamed, forebay's hooks and the handing over to lanes; and where activations move, the modes that see
-every op of a block, and more that is handed over. On ``cpu`` all of it lies between the kernels; a GPU hides it as long
+dispatcher; streamed, forebay's hooks and the handing over to lanes; where a block runs again, the hooks of its
+checkpoint; where ops of it are treated, the mode that sees every op; and where activations move, more that is handed
+over. On ``cpu`` all of it lies between the kernels; a GPU hides it as long
 as its queue is full.
 
 Copies as small as those of this model are otherwise made by who asks for them (``device.cpu.BRIEF``). Here they go the
@@ -12,6 +13,7 @@ way that larger ones go, as those of a model do that is worth streaming: to the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import final
@@ -32,6 +34,7 @@ from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import Stopwatch
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.hooks import Attachment, session_of
+from forebay.trace import Phase
 from forebay.treatments import Fate, Selection, Treatment
 from forebay.units import MiB
 
@@ -50,12 +53,16 @@ WINDOW = MiB
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds per op of a step: ``launch`` in plain PyTorch, ``watch`` more when every block streams. ``handover`` are
-    those for each transfer of an activation, to the host or back. Both are those of transfers that are not small."""
+    """Seconds per op of a step: ``launch`` in plain PyTorch, ``watch`` more when every block streams, ``replay`` more
+    for an op that runs again, ``treat`` more for each op in the forward of a block of which any is treated, run for the
+    first time or again. ``handover`` are those for each transfer of an activation, to the host or back. Those of
+    transfers are for such as are not small."""
 
-    launch: float
-    watch: float
-    handover: float
+    launch: float = 0.0
+    watch: float = 0.0
+    handover: float = 0.0
+    replay: float = 0.0
+    treat: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,8 @@ MOVING = replace(TINY, tokens=MOVED_LEAST // (4 * TINY.width))
 MOVED = tuple(Treatment("aten.addmm.default", linear, Fate.OFFLOAD) for linear in (0, 1, 2, 4, 5))
 """Of the linear layers in a layer those whose results are saved for backward."""
 
+KEPT = tuple(replace(treatment, fate=Fate.KEEP) for treatment in MOVED)
+
 
 @final
 class _Layer(nn.Module):
@@ -111,11 +120,13 @@ class _Layer(nn.Module):
 
 def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
     """Measures all of it on the ``cpu`` device, in turns."""
-    ops = sum(1 for _ in capture(TINY.model(), (TINY.batch(),), "sgd").trace.ops())
+    counts = _Counts.of(TINY)
     with ExitStack() as opened:
         cases = {
             "plain": _Case(TINY.model(), TINY.batch()),
             "streamed": _streamed(opened, TINY),
+            "replayed": _streamed(opened, TINY, again=True),
+            "treated": _streamed(opened, TINY, KEPT, again=True),
             "staying": _streamed(opened, MOVING),
             "moving": _streamed(opened, MOVING, MOVED),
         }
@@ -126,12 +137,39 @@ def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
                 case.end_step()
     # The fastest quarter: whatever else the machine does only ever adds.
     least = {name: sorted(seconds[WARM:])[len(seconds) // 4] for name, seconds in taken.items()}
-    transfers = 2 * len(MOVED) * MOVING.layers
-    return Overhead(
-        least["plain"] / ops,
-        max(0.0, least["streamed"] - least["plain"]) / ops,
-        max(0.0, least["moving"] - least["staying"]) / transfers,
-    )
+    return counts.overhead(least)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Ops of a step of layers: all of them, those of the forward, and those that run again where all layers do."""
+
+    ops: int
+    forward: int
+    again: int
+
+    @classmethod
+    def of(cls, layers: Layers) -> _Counts:
+        trace = capture(layers.model(), (layers.batch(),), "sgd").trace
+        forward = [trace.segments[visit.segment] for visit in trace.visits if visit.phase is Phase.FORWARD]
+        again = sum(max(0, segment.saves_until) for segment in forward)
+        return cls(sum(1 for _ in trace.ops()), sum(len(segment.ops) for segment in forward), again)
+
+    def overhead(self, seconds: Mapping[str, float]) -> Overhead:
+        """What follows from the ``seconds`` of a step of every case."""
+        launch = seconds["plain"] / self.ops
+        replay = max(0.0, (seconds["replayed"] - seconds["streamed"]) / self.again - launch)
+        # The ops that are kept do not run again.
+        kept, transfers = len(KEPT) * TINY.layers, 2 * len(MOVED) * MOVING.layers
+        more = seconds["treated"] - seconds["replayed"] + kept * (launch + replay)
+        treat = max(0.0, more) / (self.forward + self.again - kept)
+        return Overhead(
+            launch,
+            watch=max(0.0, seconds["streamed"] - seconds["plain"]) / self.ops,
+            handover=max(0.0, seconds["moving"] - seconds["staying"] - self.forward * treat) / transfers,
+            replay=replay,
+            treat=treat,
+        )
 
 
 @final
@@ -156,10 +194,10 @@ class _Case:
         attached(self._model).session.watch.uninstall()
 
 
-def _streamed(opened: ExitStack, layers: Layers, moved: tuple[Treatment, ...] = ()) -> _Case:
+def _streamed(opened: ExitStack, layers: Layers, treated: tuple[Treatment, ...] = (), *, again: bool = False) -> _Case:
     """``layers`` streaming, with no copy taken for a small one, until ``opened`` is closed."""
     model = layers.model()
-    model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), moved, brief=0)
+    model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), treated, again=again, brief=0)
     opened.callback(close, model)
     return _Case(model, layers.batch(), optimizer)
 
@@ -167,24 +205,35 @@ def _streamed(opened: ExitStack, layers: Layers, moved: tuple[Treatment, ...] = 
 def stream(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    moved: tuple[Treatment, ...] = (),
+    treated: tuple[Treatment, ...] = (),
     *,
+    again: bool = False,
     brief: int = BRIEF,
+    window: int = WINDOW,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Puts every layer at home on the host, with three slots to stream through; ``moved`` is what the ops of each have
-    made and goes to the host too, little enough for a window of ``WINDOW``. ``brief``: see ``CpuDevice``."""
+    """Puts every layer at home on the host, with three slots to stream through; ``treated`` are ops of each, of which
+    what goes to the host too is little enough for windows of ``window`` bytes. ``again``: all layers run again in
+    backward. ``brief``: see ``CpuDevice``."""
     bound = find_blocks(model)
     blocks = bound.model.blocks
     largest = max(block.nbytes for block in blocks)
     streaming = Streaming(
         slots=(largest,) * 3, prefetch_distance=2, gradient_window=largest, update_chunk=CHUNK, overlap_update=False
     )
-    if moved:
-        streaming = replace(streaming, offload_window=WINDOW, reload_window=WINDOW, host_activations=WINDOW)
+    if any(treatment.fate is Fate.OFFLOAD for treatment in treated):
+        streaming = replace(streaming, offload_window=window, reload_window=window, host_activations=window)
     placements = tuple(Placement(block.name, Tier.HOST, Tier.HOST, Tier.HOST) for block in blocks)
-    chosen = (Selection(tuple(block.name for block in blocks), moved),) if moved else ()
+    names = tuple(block.name for block in blocks)
     plan = Plan(
-        "overhead", Budget(ROOM, ROOM), placements, streaming, device=ROOM, host=ROOM, disk=0, activations=chosen
+        "overhead",
+        Budget(ROOM, ROOM),
+        placements,
+        streaming,
+        device=ROOM,
+        host=ROOM,
+        disk=0,
+        recompute=names if again else (),
+        activations=(Selection(names, treated),) if treated else (),
     )
     device = CpuDevice(ROOM, brief=brief)
     try:

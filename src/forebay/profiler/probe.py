@@ -205,7 +205,7 @@ class _Here:
             raise ModelError(f"{self.name} multiplies matrices in no dtype that forebay trains in; use another device")
         remarks = [f"{self.name} does not multiply matrices of {dtype}" for dtype in found.refused]
         nbytes = min(self.effort.copy_sizes[-1], self.host // 8, capacity // 4) // PAGE * PAGE
-        overhead = Overhead(0.0, 0.0, 0.0) if cuda else host_overhead(watch, effort())
+        overhead = Overhead() if cuda else host_overhead(watch, effort())
         with Transfers(device, pinner, nbytes) as transfers:
             machine = Machine(
                 name=self.name,
@@ -218,14 +218,18 @@ class _Here:
                 device_bandwidth=elementwise_bandwidth(device.name, watch, effort()),
                 host_bandwidth=host_bandwidth(transfers, effort()),
                 update_rate=update_rate(device, effort()),
-                h2d=link(transfers, Lane.H2D, effort()),
+                # As the runtime asks for them: of parameters and activations inline, of gradients not.
+                h2d=link(transfers, Lane.H2D, effort(), inline=True),
                 d2h=link(transfers, Lane.D2H, effort()),
+                offload=None if cuda else link(transfers, Lane.D2H, effort(), inline=True),
                 duplex=duplex(transfers, effort()),
                 # A GPU computes and copies with engines of its own.
                 shared_cores=0.0 if cuda else shared_cores(transfers, effort()),
                 launch_seconds=launch_seconds(device.name, watch, effort()) if cuda else overhead.launch,
                 watch_seconds=overhead.watch,
                 handover_seconds=overhead.handover,
+                replay_seconds=overhead.replay,
+                treat_seconds=overhead.treat,
                 update_elements=core_bound_rates(device, effort()),
             )
         if not cuda:

@@ -61,8 +61,11 @@ class Transfers:
         self.device.free(self.buffer)
         self._arena.close()
 
-    def queue(self, lane: Lane, size: int, count: int, start: int = 0, room: int | None = None) -> list[Completion]:
-        """Queues ``count`` copies of ``size`` bytes, spread over ``room`` bytes from ``start``.
+    def queue(
+        self, lane: Lane, size: int, count: int, start: int = 0, room: int | None = None, *, inline: bool = False
+    ) -> list[Completion]:
+        """Queues ``count`` copies of ``size`` bytes, spread over ``room`` bytes from ``start``. ``inline``: see
+        ``Device.copy``.
 
         Spread, because a copy of what the last one left in the processor's cache says nothing about memory.
         """
@@ -74,7 +77,7 @@ class Transfers:
             offset = start + number % places * stride
             host, buffer = self.host[offset : offset + size], self.buffer[offset : offset + size]
             target, source = (buffer, host) if lane is Lane.H2D else (host, buffer)
-            done.append(self.device.copy(lane, target, source, what="probe"))
+            done.append(self.device.copy(lane, target, source, what="probe", inline=inline))
         return done
 
     def finish(self, completions: Sequence[Completion]) -> list[Event]:
@@ -83,17 +86,18 @@ class Transfers:
             completion.wait()
         return self.device.drain_events()
 
-    def seconds(self, lane: Lane, size: int) -> float:
+    def seconds(self, lane: Lane, size: int, *, inline: bool = False) -> float:
         """Seconds of one copy of ``size`` bytes among several that follow each other."""
         count = min(_JOBS, max(1, _BATCH // size))
         self.device.drain_events()
-        return span(self.finish(self.queue(lane, size, count))) / count
+        return span(self.finish(self.queue(lane, size, count, inline=inline))) / count
 
 
-def link(transfers: Transfers, lane: Lane, effort: Effort) -> Link:
-    """The link of ``lane`` as a curve over size, alone and with its queue full."""
+def link(transfers: Transfers, lane: Lane, effort: Effort, *, inline: bool = False) -> Link:
+    """The link of ``lane`` as a curve over size, alone and with its queue full; ``inline``: of copies that may be made
+    between ops (``Device.copy``)."""
     sizes = [size for size in effort.copy_sizes if size <= transfers.nbytes]
-    cases = {size: partial(transfers.seconds, lane, size) for size in (_TINY, *sizes)}
+    cases = {size: partial(transfers.seconds, lane, size, inline=inline) for size in (_TINY, *sizes)}
     taken = medians(cases, effort.rounds, effort.bound)
     latency = taken.pop(_TINY)
     return Link(curve_of(taken, latency), latency)

@@ -122,6 +122,14 @@ class Costs:
         after it where a process on the host does it."""
         self.states_share = states_share(trace)
         """Bytes of states, over those that an update of them touches."""
+        # Where a GPU computes the host works ahead.
+        host = machine.device_kind == "cpu"
+        self.handover_seconds = machine.handover_seconds if host else 0.0
+        """Seconds of compute for each transfer of an activation."""
+        self.replay_seconds = machine.replay_seconds if host else 0.0
+        """Seconds that an op takes longer when it runs again."""
+        self.treat_seconds = machine.treat_seconds if host else 0.0
+        """Seconds that each op takes longer in the forward of a block of which a plan treats some."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
         self._moves: dict[tuple[Verb, Lane, int, bool, int], float] = {}
@@ -160,14 +168,18 @@ class Costs:
         """The cost of ``trace.works[index]``."""
         return self._works[index]
 
+    def again(self, index: int) -> float:
+        """Seconds of an op of ``trace.works[index]`` that runs again."""
+        return self._works[index].seconds + self.replay_seconds
+
     def ops(self, first: int, last: int) -> float:
         """Seconds of the ops with the numbers ``first`` to ``last`` (not included), one after the other."""
         return self._seconds.between(first, last)
 
     def action(self, action: Action | Outline, *, watched: bool = False, summed: bool = CHECKSUMS) -> float:
         """Seconds of ``action`` with its lane, and all that the lane shares, to itself. ``watched`` says that
-        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer; ``summed`` that
-        parameters and states on disk have checksums.
+        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer when it runs
+        first; ``summed`` that parameters and states on disk have checksums.
 
         Raises ``ConfigError`` for an action on a disk that the machine does not have.
         """
@@ -177,7 +189,9 @@ class Costs:
             seconds = self._computed.get(action.ops)
             if seconds is None:
                 seconds = self._computed[action.ops] = self._seconds.between(first, last)
-            return seconds + (last - first) * self.machine.watch_seconds * watched
+            # What runs again finds the parameters there that the backward behind it asks for in any case.
+            more = self.replay_seconds if action.recomputed else self.machine.watch_seconds * watched
+            return seconds + (last - first) * (more + self.treat_seconds * action.treated)
         if verb is Verb.ENCODE or verb is Verb.DECODE:
             return self._coding(action)
         key = verb, action.lane, action.nbytes, action.apart, action.chosen_from
@@ -209,7 +223,9 @@ class Costs:
                 return self._to_storage(action)
             case Verb.FETCH | Verb.RELOAD | Verb.LOAD:
                 return machine.h2d.seconds(nbytes)
-            case Verb.LAND | Verb.OFFLOAD | Verb.STORE:
+            case Verb.OFFLOAD:
+                return machine.leaving.seconds(nbytes)
+            case Verb.LAND | Verb.STORE:
                 return machine.d2h.seconds(nbytes)
             case Verb.ACCUMULATE:
                 # Copy and sum are jobs of one lane: the one staging buffer keeps them one after the other.

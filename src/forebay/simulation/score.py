@@ -50,7 +50,7 @@ class Score:
         watched = costs.machine.device_kind == "cpu" and bool(program.slots)
         seconds = [costs.action(action, watched=watched, summed=program.checksums) for action in actions]
         rates = [action.nbytes / s if s else 0.0 for action, s in zip(actions, seconds, strict=True)]
-        _hand_over(actions, seconds, costs.machine)
+        _hand_over(actions, seconds, costs.handover_seconds)
         queues: list[list[int]] = [[] for _ in LANES]
         for index, action in enumerate(actions):
             queues[PLACE[action.lane]].append(index)
@@ -97,17 +97,17 @@ class Score:
         return replace(self, queues=queues, after=after, seconds=seconds, rates=[*rates, 0.0])
 
 
-def _hand_over(actions: Sequence[Action | Outline], seconds: list[float], machine: Machine) -> None:
-    """Adds to each compute of ``actions`` the host's part of the transfers of activations that come behind it: whoever
-    computes hands them over. Where a GPU computes the host works ahead."""
-    if machine.device_kind != "cpu" or not machine.handover_seconds:
+def _hand_over(actions: Sequence[Action | Outline], seconds: list[float], each: float) -> None:
+    """Adds to each compute of ``actions`` the host's part of the transfers of activations that come behind it, ``each``
+    seconds: whoever computes hands them over."""
+    if not each:
         return
     computed = -1
     for index, action in enumerate(actions):
         if action.verb is Verb.COMPUTE:
             computed = index
         elif action.tensor >= 0 and action.lane is not Lane.COMPUTE and computed >= 0:
-            seconds[computed] += machine.handover_seconds
+            seconds[computed] += each
 
 
 def _copies(actions: Sequence[Action | Outline], machine: Machine) -> frozenset[int]:

@@ -63,7 +63,7 @@ class Coded:
         machine = costs.machine
         codes = [Codes.of(root.nbytes, root.dtype, bits) for root in roots]
         encode, decode = (sum(costs.coding(c, encode=making) for c in codes) for making in (True, False))
-        out, back = (sum(link.seconds(c.nbytes) for c in codes) for link in (machine.d2h, machine.h2d))
+        out, back = (sum(link.seconds(c.nbytes) for c in codes) for link in (machine.leaving, machine.h2d))
         moved = sum(c.nbytes for c in codes)
         return cls(bits, held - sum(root.nbytes for root in roots) + moved, moved, encode, decode, out, back)
 

@@ -117,7 +117,8 @@ def memory_seconds(costs: Costs) -> tuple[float, float]:
     machine, updates = costs.machine, costs.update_rate
     # On a cpu a copied byte is in host memory twice.
     twice = 2.0 if machine.device_kind == "cpu" else 1.0
-    links = [twice * link.curve.best for link in (machine.h2d, machine.d2h)]
+    out = max(machine.d2h.curve.best, machine.leaving.curve.best)
+    links = [twice * rate for rate in (machine.h2d.curve.best, out)]
     together = max(machine.host_bandwidth, updates, *links)
     rest = max(together, *links, machine.duplex * sum(links))
     return (1 - (together - updates) / rest) / updates, twice / rest
@@ -312,7 +313,7 @@ def _least(items: Items, costs: Costs, copied: float) -> tuple[Use, ...]:
     are all there are, and no choice lies below their hull. What may be codes is taken as codes that cost nothing to
     make.
     """
-    back, out = (1 / link.curve.best for link in (costs.machine.h2d, costs.machine.d2h))
+    back, out = (1 / link.curve.best for link in (costs.machine.h2d, costs.machine.leaving))
     # Bytes that nothing can move, bytes that are kept or moved, seconds that run again.
     found = [(items.kept_held, sum(item.least for item in items.kept), 0.0)]
     if items.again is not None:

@@ -33,7 +33,7 @@ class Item:
     forward to backward. ``moved``: the same bytes if they can go to the host, else 0; ``out_seconds`` and
     ``back_seconds`` on the link if they do. ``saved`` bytes are on the device while backward runs through the block,
     whatever is done. ``named`` says whether a plan has to name the op to keep what it makes. ``codes``: the same as
-    codes; None where it may not be codes.
+    codes; None where it may not be codes. ``handover_seconds`` of compute, to hand over both transfers.
 
     Up to ``MOVED_LEAST`` bytes of an op that is moved stay on the device and are left out here: they are thousands
     among millions, and what a plan needs is counted exactly in any case (``Bench.device``).
@@ -50,6 +50,7 @@ class Item:
     reruns: bool = False
     named: bool = False
     codes: Coded | None = None
+    handover_seconds: float = 0.0
 
     @property
     def worth(self) -> float:
@@ -73,13 +74,16 @@ class Items:
 
     ``kept`` are those of a block that does not recompute: what it saves; ``kept_held`` bytes more are held then, of
     ops that cannot be named. ``again`` are those of one that does, None where it may not; ``again_seconds`` are those
-    of the ops that run again in any case: views, and ops that cannot be named.
+    of the ops that run again in any case: views, and ops that cannot be named. ``treat_seconds`` are added to a forward
+    and ``treat_again_seconds`` to what runs again of it where any item is treated.
     """
 
     kept: tuple[Item, ...]
     kept_held: int = 0
     again: tuple[Item, ...] | None = None
     again_seconds: float = 0.0
+    treat_seconds: float = 0.0
+    treat_again_seconds: float = 0.0
 
     @property
     def held(self) -> int:
@@ -105,14 +109,15 @@ def items_of(
     """
     maker = _Maker(costs, segment, named, bits)
     kept = tuple(item for index, name in maker.names.items() if (item := maker.kept(index, name)) is not None)
+    treated = len(segment.ops) * costs.treat_seconds
     if not recomputes or segment.saves_until == NO_SAVES:
-        return Items(kept, maker.nameless)
+        return Items(kept, maker.nameless, treat_seconds=treated)
     stop = segment.saves_until
     again = [item for index, name in maker.names.items() if (item := maker.again(index, name, index < stop))]
     if arriving:
         again.append(maker.arriving(arriving, arriving_moves))
     rest = sum(maker.seconds(op.work) for index, op in enumerate(segment.ops[:stop]) if index not in maker.names)
-    return Items(kept, maker.nameless, tuple(again), rest)
+    return Items(kept, maker.nameless, tuple(again), rest, treated, stop * costs.treat_seconds)
 
 
 class _Maker:
@@ -137,7 +142,7 @@ class _Maker:
 
     def seconds(self, work: int) -> float:
         """Seconds to run an op again."""
-        return self._costs.work(work).seconds
+        return self._costs.again(work)
 
     def kept(self, index: int, name: tuple[str, int]) -> Item | None:
         """What the op saves, in a block that does not recompute; None if it saves nothing of its own."""
@@ -189,9 +194,9 @@ class _Maker:
     ) -> Item:
         if sum(moved) < TINY * self._saved:
             moved = []
-        machine = self._costs.machine
-        out, back = (sum(link.seconds(n) for n in moved) for link in (machine.d2h, machine.h2d))
-        return Item(*name, seconds, held, held if moved else 0, saved, out, back, reruns, named, codes)
+        machine, handed = self._costs.machine, 2 * len(moved) * self._costs.handover_seconds
+        out, back = (sum(link.seconds(n) for n in moved) for link in (machine.leaving, machine.h2d))
+        return Item(*name, seconds, held, held if moved else 0, saved, out, back, reruns, named, codes, handed)
 
     def _coded(self, large: list[int], held: int, *, again: bool) -> Coded | None:
         """What the roots ``large`` are as codes, of an op that holds ``held`` bytes; None where they may not be, or

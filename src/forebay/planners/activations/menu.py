@@ -61,9 +61,9 @@ class Option:
     what comes into it is on the host, which the block before it has to say.
 
     ``held``: bytes on the device from its forward to its backward. ``moved``: bytes to the host and as many back, in
-    ``out_seconds`` and ``back_seconds``. ``seconds`` of compute are those of what runs again and of reading codes,
-    ``encode_seconds`` those of making codes, in forward. ``workspace``: bytes that come back or are made again for its
-    backward, beside ``held``.
+    ``out_seconds`` and ``back_seconds``. ``seconds`` of compute are those of what runs again, of reading codes and of
+    handing over what moves, ``encode_seconds`` those of making codes and of seeing what is treated, in forward.
+    ``workspace``: bytes that come back or are made again for its backward, beside ``held``.
     """
 
     recompute: bool
@@ -165,7 +165,11 @@ def _possible(item: Item) -> list[int]:
 
 def _costs(item: Item) -> dict[int, tuple[float, float, float]]:
     """Bytes held, seconds on the link and seconds of compute of what may be done with an item."""
-    costs = {AGAIN: (0.0, 0.0, item.seconds), KEEP: (item.held, 0.0, 0.0), MOVE: (0.0, item.link_seconds, 0.0)}
+    costs = {
+        AGAIN: (0.0, 0.0, item.seconds),
+        KEEP: (item.held, 0.0, 0.0),
+        MOVE: (0.0, item.link_seconds, item.handover_seconds),
+    }
     if item.codes:
         costs[CODE] = item.codes.held, 0.0, item.codes.seconds
         costs[CODE_AND_MOVE] = 0.0, item.codes.link_seconds, item.codes.seconds
@@ -233,17 +237,21 @@ def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
     held = sum(item.held for item, code in pairs if code == KEEP) + sum(c.held for c, code in coded if code == CODE)
     made = sum(item.saved for item, code in pairs if code != KEEP) + (items.kept_held if recompute else 0)
     seconds = sum(item.seconds for item, code in pairs if code == AGAIN) + sum(c.decode_seconds for c, _ in coded)
+    seconds += sum(item.handover_seconds for item in moving)
+    treatments = tuple(_treatments(pairs))
+    if recompute:
+        seconds += items.again_seconds + (items.treat_again_seconds if treatments else 0.0)
     return Option(
         recompute=recompute,
-        treatments=tuple(_treatments(pairs)),
+        treatments=treatments,
         input_moves=any(item.op == INPUT for item in moving),
         held=held + (0 if recompute else items.kept_held),
         moved=sum(item.moved for item in moving) + sum(c.moved for c in leaving),
-        seconds=seconds + (items.again_seconds if recompute else 0.0),
+        seconds=seconds,
         out_seconds=sum(item.out_seconds for item in moving) + sum(c.out_seconds for c in leaving),
         back_seconds=sum(item.back_seconds for item in moving) + sum(c.back_seconds for c in leaving),
         workspace=made,
-        encode_seconds=sum(c.encode_seconds for c, _ in coded),
+        encode_seconds=sum(c.encode_seconds for c, _ in coded) + (items.treat_seconds if treatments else 0.0),
     )
 
 

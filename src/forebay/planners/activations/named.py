@@ -39,7 +39,8 @@ def again_seconds(costs: Costs, index: TraceIndex, recompute: Sequence[str], act
     total = 0.0
     for visit in trace.visits:
         if visit.phase is Phase.FORWARD and visit.block in again:
-            total += costs.ops(visit.first_op, visit.first_op + max(0, trace.segments[visit.segment].saves_until))
+            stop = max(0, trace.segments[visit.segment].saves_until)
+            total += costs.ops(visit.first_op, visit.first_op + stop) + stop * costs.replay_seconds
     known: dict[tuple[int, tuple[str, ...]], float] = {}
     for place, selection in _selected(index, activations):
         visit = trace.visits[place]
@@ -47,7 +48,8 @@ def again_seconds(costs: Costs, index: TraceIndex, recompute: Sequence[str], act
         if visit.block in again and key not in known:
             names, segment = index.named(place), trace.segments[visit.segment]
             named = [names.get((t.op, t.occurrence), segment.saves_until) for t in selection.treatments]
-            known[key] = sum(costs.work(segment.ops[op].work).seconds for op in named if op < segment.saves_until)
+            spared = [costs.again(segment.ops[op].work) for op in named if op < segment.saves_until]
+            known[key] = sum(spared)
         total -= known.get(key, 0.0)
     return total
 

@@ -45,7 +45,7 @@ def autotm(problem: Problem, bench: Bench | None = None) -> Plan:
 def _decide(room: Room) -> Answer | None:
     if room.fits(KEPT):
         return Answer(KEPT)
-    links, rate = links_of(room.bench, room.layers), room.bench.costs.machine.d2h.curve.best
+    links, rate = links_of(room.bench, room.layers), room.bench.costs.machine.leaving.curve.best
 
     def solve(allowed: int, nodes: int) -> tuple[Choice, Found] | None:
         found = solved(room.layers, links, allowed, rate, nodes)

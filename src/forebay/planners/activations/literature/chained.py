@@ -28,7 +28,7 @@ def chained(room: Room, options_of: Callable[[Layer], Sequence[Option]]) -> Answ
     step_by_group = {group: [step_of(option) for option in able] for group, able in by_group.items()}
     steps = [step_by_group[id(layer.group)] for layer in room.layers]
     links = links_of(room.bench, room.layers)
-    rate = room.bench.costs.machine.d2h.curve.best
+    rate = room.bench.costs.machine.leaving.curve.best
 
     def solve(allowed: int) -> Choice | None:
         places = best_chain(steps, links, allowed, rate)

@@ -49,7 +49,7 @@ def _hiding(bench: Bench, nbytes: int) -> str:
     """Whether the writes hide under the forward."""
     machine = bench.costs.machine
     to_disk = machine.disk is not None and bench.problem.limit(Tier.DISK)
-    rate = machine.disk.write.curve.best if machine.disk is not None and to_disk else machine.d2h.curve.best
+    rate = machine.disk.write.curve.best if machine.disk is not None and to_disk else machine.leaving.curve.best
     turn = Moments.of(bench).turn
     if not nbytes:
         return "nothing is written: everything fits"
