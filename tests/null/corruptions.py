@@ -308,7 +308,8 @@ def _needs(case: Case, program: Program, used: list[tuple[int, int, Use]], first
             for g in op.gradients
             if a.ops[0] <= n < a.ops[1]
         }
-        return frozenset((b.parameter,)) if b.parameter in made else frozenset()
+        # Its update may come before the ops now: it changes what those read of its block.
+        return frozenset((b.parameter, b.block)) if b.parameter in made else frozenset()
     if pair[0] in (Verb.LAND, Verb.ACCUMULATE) and b.verb is Verb.UPDATE and a.step == b.step:
         layout = state_layout(case.trace.model.block(b.block), case.trace.state_names, case.plan.streaming.update_chunk)
         inside = any(p.parameter.name == a.parameter for p in layout.chunks[b.chunk].pieces)

@@ -155,7 +155,7 @@ def machines(draw: st.DrawFn, device: str = "cuda", disk: bool | None = None) ->
     """A machine with room for anything; its rates are of a size with what the random traces move."""
     rate = st.floats(1e6, 1e10)
     with_disk = draw(st.booleans()) if disk is None else disk
-    return Machine(
+    drawn = Machine(
         name="drawn",
         source="measured",
         device_kind=device,
@@ -168,16 +168,20 @@ def machines(draw: st.DrawFn, device: str = "cuda", disk: bool | None = None) ->
         update_rate=draw(rate),
         h2d=draw(_links()),
         d2h=draw(_links()),
-        offload=draw(st.none() | _links()),
         duplex=draw(st.sampled_from([1.0, 0.6])),
         shared_cores=draw(st.sampled_from([0.0, 0.5, 1.0])),
         launch_seconds=draw(st.sampled_from([0.0, 1e-5])),
         watch_seconds=draw(st.sampled_from([0.0, 1e-5])),
         handover_seconds=draw(st.sampled_from([0.0, 1e-4])),
-        replay_seconds=draw(st.sampled_from([0.0, 1e-4])),
-        treat_seconds=draw(st.sampled_from([0.0, 1e-4])),
         together_seconds=draw(st.sampled_from([0.0, 1e-5])),
         disk=Disk(ENOUGH, draw(_links()), draw(_links())) if with_disk else None,
+    )
+    # All kinds of all figures without more draws: each has its own in half of the machines.
+    return replace(
+        drawn,
+        replay_seconds=10 * drawn.launch_seconds,
+        treat_seconds=drawn.watch_seconds,
+        offload=drawn.h2d if drawn.handover_seconds else None,
     )
 
 

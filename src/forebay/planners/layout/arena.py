@@ -12,6 +12,7 @@ from forebay.planners.layout.aim import Aim, Found, lower_of
 from forebay.planners.layout.beams import Beams
 from forebay.planners.layout.cores import Cores
 from forebay.planners.layout.cpsat import solve
+from forebay.planners.layout.drawings import Drawings
 from forebay.planners.layout.exact import task_of
 from forebay.planners.layout.greedy import fitted, portfolio
 from forebay.planners.layout.multilevel import Multilevel
@@ -50,6 +51,9 @@ hundredths."""
 
 SWEPT_MOST = 1000
 """Buffers of the largest part that is swept: what one more takes grows with those that come before and after it."""
+
+DRAWN_MOST = 1500
+"""Buffers of the largest part of which drawings are looked for: to test one takes 10 microseconds a buffer."""
 
 POOLED_MOST = 3000
 """Buffers of the largest part that is searched with a pool: of 20,000 it finds no lower layouts in 10 seconds."""
@@ -99,12 +103,13 @@ def _improvers(table: Table, aim: Aim, best: Found) -> list[Improver]:
     joined = [Multilevel(table, best, target, aim.deadline)] if table.aligned and count <= JOINED_MOST else []
     beams = [Beams(table, task_of(table), best, aim)] if count <= BEAM_MOST else []
     sweeps = [Sweeps(table, best, target)] if table.aligned and count <= SWEPT_MOST else []
+    drawings = [Drawings(table, best, target)] if table.aligned and count <= DRAWN_MOST else []
     found: list[Improver] = []
     for name in SHAKEN:
         shaken = [Shaker(table, order_by(table, name), target)]
         # Sweeps have every other turn: five of nine hard sets were found so, two before (docs/log.md, 2026-11-23).
         for others in (joined, pools, beams, joined, pools, shaken):
-            found += [*others, *sweeps]
+            found += [*others, *sweeps, *drawings]
     return found
 
 
