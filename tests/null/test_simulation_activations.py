@@ -124,10 +124,11 @@ def test_who_computes_hands_over_what_moves(kind: str, seconds: float) -> None:
 
 def test_only_where_parameters_come_and_go_do_ops_take_longer() -> None:
     """On ``cpu``. Where activations move, or blocks run again, the byte ledger rests in the steps that count. What runs
-    again takes what that takes (``test_what_runs_again_and_what_is_treated_take_longer``)."""
+    again is an op like others where it was not measured."""
     machine = replace(MACHINE, device_kind="cpu", watch_seconds=0.5)
+    again = replace(making(0, N), recomputed=True)
     for slots, seconds in (((), 1.0), ((N,), 1.5)):
-        for actions in ((making(0, N),), (making(0, N), offload(N, 0, ops=(0, 1)))):
+        for actions in ((making(0, N),), (again,), (making(0, N), offload(N, 0, ops=(0, 1)))):
             program = replace(programmed(*actions), slots=slots)
             played = play(program, seconds_trace([1.0]), machine)
             assert spans(played, Lane.COMPUTE) == [(0.0, seconds)]

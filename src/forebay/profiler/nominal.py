@@ -50,7 +50,5 @@ def typical(kind: str, name: str, device_capacity: int, host_capacity: int, pinn
         shared_cores=0.4,
         launch_seconds=15e-6,
         watch_seconds=40e-6,
-        replay_seconds=25e-6,
-        treat_seconds=20e-6,
         sources=("not timed: rates typical for two cores of a server, capacities as they are here",),
     )

@@ -178,8 +178,8 @@ class Costs:
 
     def action(self, action: Action | Outline, *, watched: bool = False, summed: bool = CHECKSUMS) -> float:
         """Seconds of ``action`` with its lane, and all that the lane shares, to itself. ``watched`` says that
-        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer when it runs
-        first; ``summed`` that parameters and states on disk have checksums.
+        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer, but for what
+        runs again and takes ``Machine.replay_seconds``; ``summed`` that parameters and states on disk have checksums.
 
         Raises ``ConfigError`` for an action on a disk that the machine does not have.
         """
@@ -189,8 +189,10 @@ class Costs:
             seconds = self._computed.get(action.ops)
             if seconds is None:
                 seconds = self._computed[action.ops] = self._seconds.between(first, last)
-            # What runs again finds the parameters there that the backward behind it asks for in any case.
-            more = self.replay_seconds if action.recomputed else self.machine.watch_seconds * watched
+            # What runs again finds the parameters there that the backward behind it asks for in any case. Where nobody
+            # has measured what it takes instead, it is taken for an op like others.
+            replayed = action.recomputed and self.replay_seconds > 0
+            more = self.replay_seconds if replayed else self.machine.watch_seconds * watched
             return seconds + (last - first) * (more + self.treat_seconds * action.treated)
         if verb is Verb.ENCODE or verb is Verb.DECODE:
             return self._coding(action)
