@@ -201,6 +201,11 @@ class Machine:
         """The link of activations on their way to the host."""
         return self.offload or self.d2h
 
+    @property
+    def out_rate(self) -> float:
+        """The most bytes/s of anything on its way to the host."""
+        return max(self.d2h.curve.best, self.leaving.curve.best)
+
     def to_json(self) -> str:
         """The machine as one JSON object."""
         from forebay.records import dump

@@ -111,7 +111,7 @@ def _rates(machine: Machine) -> Table:
 def _curves(machine: Machine) -> Table:
     links: dict[str, Link] = {"h2d": machine.h2d, "d2h": machine.d2h}
     if machine.offload is not None:
-        links["activations to host"] = machine.offload
+        links["offload"] = machine.offload
     if machine.disk is not None:
         links |= {"disk read": machine.disk.read, "disk write": machine.disk.write}
     table = _table("One transfer of so many bytes, latency included")

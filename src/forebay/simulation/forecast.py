@@ -149,7 +149,7 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
     rates = {
         Lane.COMPUTE: machine.device_bandwidth,
         Lane.H2D: machine.h2d.curve.best,
-        Lane.D2H: max(machine.d2h.curve.best, machine.leaving.curve.best),
+        Lane.D2H: machine.out_rate,
         Lane.UPDATE: costs.update_rate,
         Lane.DEVICE_UPDATE: costs.update_rate if machine.device_kind == "cpu" else machine.device_bandwidth,
     }

@@ -4,74 +4,47 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.layout.instances import Kind, instance
 from benchmarks.layout.unseen import unseen
-from forebay.buffers import Addresses, Buffer, BufferSet
-from forebay.checking.addresses import check_addresses
-from forebay.planners.layout.aim import Found
+from forebay.buffers import Buffer, BufferSet
 from forebay.planners.layout.dissections import drawn, edges_of, moments_of
 from forebay.planners.layout.drawings import Drawings
 from forebay.planners.layout.table import Table, parts_of
-from tests.null.layouts.making import buffer_tuples, least_height
-
-NOWHERE = 1 << 40
+from tests.null.layouts.making import buffer_tuples, expect_found, expect_within, none_yet
 
 
-def found_on(table: Table, capacity: int, turns: int) -> Found:
-    """What some turns find that know of no layout below ``NOWHERE`` bytes."""
-    search = Drawings(table, Found(np.zeros(len(table), np.int64), NOWHERE, "none yet"), capacity)
-    for _ in range(turns):
-        search.advance()
-    return search.best
-
-
-def expect_found(given: BufferSet, turns: int) -> None:
-    """Every part of ``given`` is found within its capacity."""
-    assert given.capacity is not None
-    offsets = np.zeros(len(given.buffers), np.int64)
-    for part in parts_of(Table.of(given.buffers)):
-        found = found_on(part, given.capacity, turns)
-        assert found.by == "drawing"
-        offsets[part.number] = found.offsets
-    check_addresses(Addresses(given, tuple(offsets.tolist()), "", False, 0.0))
+def drawings_on(table: Table, capacity: int) -> Drawings:
+    """A search that knows of no layout."""
+    return Drawings(table, none_yet(table), capacity)
 
 
 @settings(max_examples=100, deadline=None)
 @given(buffers=buffer_tuples(6), more=st.integers(0, 6))
 def test_what_is_found_is_within_the_capacity(buffers: tuple[Buffer, ...], more: int) -> None:
-    for part in parts_of(Table.of(buffers)):
-        rows = tuple(buffers[number] for number in part.number)
-        least = least_height(rows)
-        capacity = max(part.peak, least - 1 + more)
-        found = found_on(part, capacity, 20)
-        if capacity < least:
-            assert found.by == "none yet"
-        elif found.by != "none yet":
-            assert found.height <= capacity
-            check_addresses(Addresses(BufferSet(rows, capacity), tuple(found.offsets.tolist()), "", False, 0.0))
+    expect_within(drawings_on, buffers, more, turns=20)
 
 
 @pytest.mark.parametrize("pinwheel", [0.0, 0.3])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_cut_from_a_rectangle_is_put_together_again(seed: int, pinwheel: float) -> None:
-    expect_found(instance(seed, Kind(count=60, through=2, pinwheel=pinwheel, slack=0.0)), turns=100)
+    given = instance(seed, Kind(count=60, through=2, pinwheel=pinwheel, slack=0.0))
+    expect_found(drawings_on, given, "drawing", turns=100)
 
 
 @pytest.mark.parametrize("seed", [1000, 1003])
 def test_memory_that_is_free_for_a_while_is_a_piece_too(seed: int) -> None:
     """Half of the time every byte is in use, and at the others stripes have not begun yet, or are gone."""
-    expect_found(unseen("few-long", seed), turns=100)
+    expect_found(drawings_on, unseen("few-long", seed), "drawing", turns=100)
 
 
 def test_five_around_a_middle_are_no_straight_cuts() -> None:
     lives = ((0, 6, 3), (6, 9, 7), (3, 9, 3), (0, 3, 7), (3, 6, 4))
     pieces = tuple(Buffer(str(n), *life) for n, life in enumerate(lives))
-    expect_found(BufferSet(pieces, 10), turns=1)
+    expect_found(drawings_on, BufferSet(pieces, 10), "drawing", turns=1)
 
 
 def test_where_bytes_balance_in_several_ways_all_are_listed() -> None:
@@ -117,4 +90,7 @@ def test_sets_that_are_hardly_ever_full_are_left_to_others() -> None:
     given = unseen("loose", 1000)
     assert given.capacity is not None
     (part, *_) = parts_of(Table.of(given.buffers))
-    assert found_on(part, given.capacity, 3).by == "none yet"
+    search = drawings_on(part, given.capacity)
+    for _ in range(3):
+        search.advance()
+    assert search.best.by == "none yet"

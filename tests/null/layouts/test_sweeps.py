@@ -8,50 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.layout.unseen import unseen
-from forebay.buffers import Addresses, Buffer, BufferSet
-from forebay.checking.addresses import check_addresses
-from forebay.planners.layout.aim import Found
+from forebay.buffers import Buffer
 from forebay.planners.layout.sweeping import Course, look_ahead, room_for_needs
 from forebay.planners.layout.sweeps import AHEAD, Sweeps
 from forebay.planners.layout.table import Table, parts_of
-from tests.null.layouts.making import buffer_tuples, least_height
+from tests.null.layouts.making import buffer_tuples, expect_found, expect_within, none_yet
 
 
 def sweeps_on(table: Table, capacity: int) -> Sweeps:
-    """A search that knows of no layout below 2^40 bytes."""
-    return Sweeps(table, Found(np.zeros(len(table), np.int64), 1 << 40, "none yet"), capacity)
+    """A search that knows of no layout."""
+    return Sweeps(table, none_yet(table), capacity)
 
 
 @settings(max_examples=60, deadline=None)
 @given(buffers=buffer_tuples(6), more=st.integers(0, 6))
 def test_what_is_found_is_within_the_capacity(buffers: tuple[Buffer, ...], more: int) -> None:
-    for part in parts_of(Table.of(buffers)):
-        rows = tuple(buffers[number] for number in part.number)
-        least = least_height(rows)
-        capacity = max(part.peak, least - 1 + more)
-        search = sweeps_on(part, capacity)
-        search.advance()
-        found = search.best
-        if capacity < least:
-            assert found.by == "none yet"
-        elif found.by != "none yet":
-            assert found.height <= capacity
-            check_addresses(Addresses(BufferSet(rows, capacity), tuple(found.offsets.tolist()), "", False, 0.0))
+    expect_within(sweeps_on, buffers, more)
 
 
 @pytest.mark.parametrize("seed", [1000, 1003])
 def test_an_unseen_set_is_found_by_sweeps_alone(seed: int) -> None:
-    given = unseen("loose", seed)
-    assert given.capacity is not None
-    offsets = np.zeros(len(given.buffers), np.int64)
-    for part in parts_of(Table.of(given.buffers)):
-        search = sweeps_on(part, given.capacity)
-        for _ in range(300):
-            search.advance()
-            if search.best.height <= given.capacity:
-                break
-        offsets[part.number] = search.best.offsets
-    check_addresses(Addresses(given, tuple(offsets.tolist()), "", False, 0.0))
+    expect_found(sweeps_on, unseen("loose", seed), "sweep", turns=300)
 
 
 def test_alignment_is_that_of_all_sizes_below_an_odd_capacity() -> None:

@@ -117,8 +117,7 @@ def memory_seconds(costs: Costs) -> tuple[float, float]:
     machine, updates = costs.machine, costs.update_rate
     # On a cpu a copied byte is in host memory twice.
     twice = 2.0 if machine.device_kind == "cpu" else 1.0
-    out = max(machine.d2h.curve.best, machine.leaving.curve.best)
-    links = [twice * rate for rate in (machine.h2d.curve.best, out)]
+    links = [twice * rate for rate in (machine.h2d.curve.best, machine.out_rate)]
     together = max(machine.host_bandwidth, updates, *links)
     rest = max(together, *links, machine.duplex * sum(links))
     return (1 - (together - updates) / rest) / updates, twice / rest

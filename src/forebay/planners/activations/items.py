@@ -116,7 +116,7 @@ def items_of(
     again = [item for index, name in maker.names.items() if (item := maker.again(index, name, index < stop))]
     if arriving:
         again.append(maker.arriving(arriving, arriving_moves))
-    rest = sum(maker.seconds(op.work) for index, op in enumerate(segment.ops[:stop]) if index not in maker.names)
+    rest = sum(costs.again(op.work) for index, op in enumerate(segment.ops[:stop]) if index not in maker.names)
     return Items(kept, maker.nameless, tuple(again), rest, treated, stop * costs.treat_seconds)
 
 
@@ -139,10 +139,6 @@ class _Maker:
         others = {r for index in range(len(segment.ops)) if index not in self.names for r in self._roots(index)}
         others -= {r for index in self.names for r in self._roots(index)}
         self.nameless = sum(segment.tensors[r].nbytes for r in others & self._dropped if segment.tensors[r].saved)
-
-    def seconds(self, work: int) -> float:
-        """Seconds to run an op again."""
-        return self._costs.again(work)
 
     def kept(self, index: int, name: tuple[str, int]) -> Item | None:
         """What the op saves, in a block that does not recompute; None if it saves nothing of its own."""
@@ -172,7 +168,7 @@ class _Maker:
             return None
         held = sum(tensors[r].nbytes for r in roots)
         saved = sum(tensors[r].nbytes for r in roots if tensors[r].saved)
-        seconds = self.seconds(self._segment.ops[index].work)
+        seconds = self._costs.again(self._segment.ops[index].work)
         codes = self._coded([r for r in roots if tensors[r].nbytes >= MOVED_LEAST], held, again=True)
         return self._item(name, seconds, held, moved, saved, reruns=True, named=True, codes=codes)
 
