@@ -69,8 +69,8 @@ def test_gradients_that_a_routing_lacks_leave_no_room_to_others() -> None:
     layers = [Layer(b.name, (SAVED + 4 * MORE,), TEMPORARY, OUT) for b in BLOCKS]
     lacking = chain_trace(BLOCKS, [layers[0], replace(layers[1], reads=()), layers[2]])
     liveness, gradient = Liveness(replace(chain(), extremes=(lacking,))), 4 * 256
-    assert liveness.beside((), (), NO_WINDOW, (), EVERY) == Liveness(lacking).profile().peak - 2 * gradient
-    assert Liveness(chain()).beside((), (), NO_WINDOW, (), EVERY) == Liveness(chain()).profile().peak - 3 * gradient
+    assert liveness.beside((), (), NO_WINDOW, (), False) == Liveness(lacking).profile().peak - 2 * gradient
+    assert Liveness(chain()).beside((), (), NO_WINDOW, (), False) == Liveness(chain()).profile().peak - 3 * gradient
 
 
 def test_a_plan_and_its_evaluation_promise_the_most() -> None:

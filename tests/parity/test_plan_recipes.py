@@ -13,10 +13,13 @@ pytest.importorskip("transformers")
 
 import torch
 
+import forebay
 from forebay.budgets import Budget
 from forebay.catalogue import load_machine
+from forebay.checking import check
 from forebay.cli.main import app
 from forebay.errors import PlanInvalid
+from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.planners.parts import recomputable
 from forebay.planning import assess
@@ -58,6 +61,15 @@ def test_recipes_of_every_kind_are_planned(recipe: str) -> None:
     trace = step(recipe)
     for policy in ("resident", "recompute", "stream", "stream-recompute", "auto"):
         assert_planned(trace, policy)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_gradients_that_are_part_of_something_larger_are_planned(accumulates: bool) -> None:
+    """The class token's gradient is a row of that of all tokens, which stays with it (605,184 bytes for 3,072)."""
+    trace, machine = step("vit-base"), roomy()
+    plan = forebay.plan(trace, machine, Budget(machine.device_capacity), "resident", accumulates=accumulates)
+    for micro_batches in (1, 2) if accumulates else (1,):
+        check(trace, machine, plan, lower(trace, plan, micro_batches=micro_batches))
 
 
 def test_a_mixture_of_experts_is_planned(tmp_path: Path) -> None:

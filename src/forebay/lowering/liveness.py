@@ -112,21 +112,23 @@ class Liveness:
         hosted: Iterable[str],
         streaming: Streaming,
         activations: tuple[Selection, ...] = (),
-        fresh: Iterable[str] = (),
+        accumulates: bool = True,
     ) -> int:
         """The most bytes on the device beside arenas, buffers and inputs, whatever the timing and the routes.
 
-        ``hosted`` are the blocks whose gradients go to the host; at most ``streaming.gradient_window`` bytes of those
-        are under way while an op runs (``scheduling.window``), no more than the pass has made so far, and none of
-        the pass before. Of activations that move, ``offload_window`` and ``reload_window`` bytes are there beside those
-        that somebody holds (``scheduling.activations``). ``fresh`` are blocks whose gradients stay, of which a pass
-        finds none when it begins: until one is complete, its place in the arenas is room for what else is there.
+        ``hosted`` are the blocks whose gradients go to the host; those of all others stay. At most
+        ``streaming.gradient_window`` bytes of those that go are under way while an op runs (``scheduling.window``), no
+        more than the pass has made so far, and none of the pass before. Of activations that move, ``offload_window``
+        and ``reload_window`` bytes are there beside those that somebody holds (``scheduling.activations``). Without
+        ``accumulates`` a pass finds no gradient when it begins: until one that stays is complete, its place in the
+        arenas is room for what else is there.
         """
-        blocks, names, new = frozenset(recompute), frozenset(hosted), frozenset(fresh)
+        blocks, names = frozenset(recompute), frozenset(hosted)
+        staying = frozenset(self.index.blocks) - names
         found = []
         for one in (self, *self.extremes):
-            missing = 0 if one is self else self._not_in(one, names)
-            found.append(one._transit(blocks, activations).most(streaming, one._landings, names, missing, new))
+            missing, transit = 0 if one is self else self._not_in(one, names), one._transit(blocks, activations)
+            found.append(transit.most(streaming, one._landings, names, missing, staying, accumulates))
         return max(found)
 
     def _not_in(self, other: Liveness, names: frozenset[str]) -> int:
@@ -150,8 +152,7 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
     liveness = liveness or Liveness(trace)
     sizes = arenas_of(trace.model, plan, trace.state_names)
     hosted = [p.block for p in plan.placements if not p.resident]
-    fresh = [] if plan.accumulates else [p.block for p in plan.placements if p.resident]
-    beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations, fresh)
+    beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations, plan.accumulates)
     updating = updating_nbytes(trace, plan.placements, plan.streaming)
     return sizes.device + trace.model.buffer_nbytes + input_nbytes(trace) + max(beside, updating)
 

@@ -31,12 +31,25 @@ class Landings:
         self.excess = column([max(0, root - size) for root, size in zip(roots, sizes, strict=True)])
         self._numbers = {name: number for number, name in enumerate(dict.fromkeys(index.blocks))}
         self._block = column([self._numbers[index.blocks[c.parameter]] for c in done])
+        # The roots of all gradients: which one each has, after which op the last one in it is complete, their bytes.
+        last = {c.root: c.op for c in done}
+        places = {root: place for place, root in enumerate(last)}
+        self._root = column([places[c.root] for c in done])
+        self._root_ops = column(list(last.values()))
+        self._root_nbytes = column([index.roots[root].nbytes if root in index.roots else 0 for root in last])
 
     def of(self, blocks: Collection[str]) -> Column:
         """The places of the gradients of ``blocks``."""
         chosen = np.zeros(len(self._numbers), bool)
         chosen[[self._numbers[name] for name in blocks if name in self._numbers]] = True
         return np.flatnonzero(chosen[self._block])
+
+    def beyond(self, blocks: Collection[str]) -> tuple[Column, Column]:
+        """What stays with gradients of ``blocks`` and is none of them, root by root: after which op, and the bytes. A
+        gradient that is a view of something larger keeps all of it."""
+        places, within = self.of(blocks), np.zeros_like(self._root_nbytes)
+        np.add.at(within, self._root[places], self.nbytes[places])
+        return self._root_ops, np.where(within > 0, np.maximum(self._root_nbytes - within, 0), 0)
 
 
 @final
@@ -55,14 +68,18 @@ class Transit:
         landings: Landings,
         hosted: Collection[str],
         missing: int,
-        fresh: Collection[str] = (),
+        staying: Collection[str] = (),
+        accumulates: bool = True,
     ) -> int:
         """The most bytes at any time. Gradients of the blocks ``hosted`` leave; ``missing`` bytes of such more are
-        complete as soon as the first one is. Those of the blocks ``fresh`` have room elsewhere that is empty until they
-        are complete: what else is there may use it until then."""
+        complete as soon as the first one is. Those of the blocks ``staying`` have room elsewhere, but for what is in
+        their roots beside them. If a step ``accumulates``, both are there from its first pass on; if not, that room is
+        empty until they are complete: what else is there may use it until then."""
         window, there = streaming.gradient_window, self._with_moves(streaming)
-        if fresh:
-            there = there - self._to_come(landings, fresh)
+        if accumulates:
+            there = there + landings.beyond(staying)[1].sum()
+        else:
+            there = there - self._to_come(landings, staying) + self._beyond(landings, staying)
         leaving = landings.of(hosted) if window > 0 else column(())
         if not len(leaving):
             return int(there.max(initial=0))
@@ -81,10 +98,19 @@ class Transit:
 
     def _to_come(self, landings: Landings, blocks: Collection[str]) -> Column:
         """Of each position the bytes of gradients of ``blocks`` that the pass completes then or later."""
-        places, complete = landings.of(blocks), np.zeros(len(self._whole) + 1, np.int64)
+        places = landings.of(blocks)
         nbytes = landings.nbytes[places]
-        np.add.at(complete, self._place[landings.ops[places]] + 1, nbytes)
-        return np.asarray(nbytes.sum() - np.cumsum(complete)[: len(self._whole)])
+        return np.asarray(nbytes.sum() - self._since(landings.ops[places], nbytes))
+
+    def _beyond(self, landings: Landings, blocks: Collection[str]) -> Column:
+        """Of each position the bytes beside complete gradients of ``blocks`` in the same roots."""
+        return self._since(*landings.beyond(blocks))
+
+    def _since(self, ops: Column, nbytes: Column) -> Column:
+        """Of each position the sum of ``nbytes`` whose op of ``ops`` is behind it."""
+        complete = np.zeros(len(self._whole) + 1, np.int64)
+        np.add.at(complete, self._place[ops] + 1, nbytes)
+        return np.cumsum(complete)[: len(self._whole)]
 
     def _with_moves(self, streaming: Streaming) -> Column:
         """The most bytes at each position with activations under way, gradients left out.

@@ -151,8 +151,8 @@ class Bench:
         key = (draft.level, hosted, window, draft.streaming.update_chunk)
         known = self.known.beside
         if key not in known:
-            fresh = () if self.problem.accumulates else draft.resident
-            live = self.liveness.beside(draft.recompute, hosted, draft.streaming, draft.activations, fresh)
+            how = draft.streaming, draft.activations, self.problem.accumulates
+            live = self.liveness.beside(draft.recompute, hosted, *how)
             live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
             known[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
         return known[key]
