@@ -22,7 +22,7 @@ from forebay.errors import (
 )
 from forebay.figures import with_figures
 from forebay.loss import Cut
-from forebay.lowering import lower
+from forebay.lowering import device_bound, lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
 from forebay.phases import phases
@@ -100,11 +100,13 @@ def assess(
 
     ``model`` is its name in the report, ``notes`` what the report shall say beside. ``cut`` is how ``trace`` computes
     the loss, None: from all logits at once. ``compress``, ``update``, ``checksums``: see ``Problem``. There is room for
-    ``micro_batches`` that pass the model together. It is checked before it is reported. Raises ``UsageError`` for input
-    that cannot be used, and ``ForebayError`` where that check finds a fault.
+    ``micro_batches`` that pass the model together; with one, a step is one backward (``Problem.accumulates``). It is
+    checked before it is reported. Raises ``UsageError`` for input that cannot be used, and ``ForebayError`` where that
+    check finds a fault.
     """
     with collector_paused():
-        problem = problem_of(trace, machine, budget, compress, update, checksums=checksums)
+        several = micro_batches > 1
+        problem = problem_of(trace, machine, budget, compress, update, checksums=checksums, accumulates=several)
         allowed = {tier: problem.limit(tier) for tier in Tier}
         if not machine.pinned_capacity:
             del allowed[Tier.PINNED]  # this device needs none
@@ -155,6 +157,7 @@ def _filled(
             *_passing(beside),
             *_unheld(bench.problem, plan),
             *_named(trace, peaks),
+            *_once(bench, plan),
         ),
     )
 
@@ -350,3 +353,14 @@ def _named(trace: Trace, peaks: Mapping[Tier, int]) -> tuple[str, ...]:
         return ()
     words = "is for a loop that still names a step's output while the next forward runs (output = model(**batch))"
     return (f"{format_bytes(nbytes)} of the device {words}; forebay train lets go of it before",)
+
+
+def _once(bench: Bench, plan: Plan) -> tuple[str, ...]:
+    """What ``plan``, for a loop of one backward a step, lacks for one of several, where that is something."""
+    if plan.accumulates:
+        return ()
+    further = device_bound(bench.costs.trace, replace(plan, accumulates=True), liveness=bench.liveness) - plan.device
+    if further * NOTABLE < plan.device:
+        return ()
+    loop = "a loop of several backwards a step (--accumulate; what forebay.prepare plans for unless accumulates=False)"
+    return (f"{loop} takes {format_bytes(further)} more of the device: gradients that stay, beside all activations",)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from forebay.arenas import arenas
+from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.errors import ConfigError
 from forebay.lowering import Liveness, device_bound, lower
@@ -15,9 +16,11 @@ from forebay.lowering.liveness import input_nbytes
 from forebay.memory import Tier
 from forebay.planners import Bench, make_plan
 from forebay.planners.parts import all_resident, gives_up_nothing
+from forebay.planning import assess
 from forebay.plans import Plan
 from forebay.simulation import play
 from forebay.trace import Trace
+from forebay.units import format_bytes
 from tests.null.planning import asked, chain, machine
 from tests.null.strategies import RESIDENT, Case, cases, roomy
 from tests.null.synthetic import block, problem
@@ -107,3 +110,14 @@ def test_what_contradicts_it_is_refused() -> None:
         replace(problem([block("b", ((8,), "float32", True))], device=1 << 20), accumulates=False)
     with pytest.raises(ConfigError, match="accumulates=False takes one backward a step, got 2"):
         lower(trace, once(roomy(trace)), micro_batches=2)
+
+
+def test_a_report_says_what_several_backwards_would_take() -> None:
+    trace = chain(LAYERS, width=WIDTH, activation=1 << 16)
+    one, several = [assess("chain", trace, machine(), Budget(1 << 30), "resident", micro_batches=n) for n in (1, 2)]
+    assert one.plan is not None and several.plan is not None
+    assert several.plan.device - one.plan.device == GRADIENTS
+    words = "a loop of several backwards a step"
+    (note,) = [note for note in one.notes if note.startswith(words)]
+    assert f"takes {format_bytes(GRADIENTS)} more of the device" in note
+    assert not [note for note in several.notes if note.startswith(words)]

@@ -194,13 +194,25 @@ def test_arguments_that_are_not_served_are_refused_at_once(tmp_path: Path, more:
 def test_a_step_of_one_backward_is_trained_as_one(tmp_path: Path, opened: list[Noting]) -> None:
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 beside Memory\(accumulates=False\)"):
         trainer(tmp_path, Memory(BUDGET, accumulates=False))
-    own = trainer(tmp_path / "own", Memory(BUDGET, accumulates=False), gradient_accumulation_steps=1)
+    own = trainer(tmp_path / "own", Memory(BUDGET), gradient_accumulation_steps=1)
     opened.append(own)
     own.train()
     theirs = trainer(tmp_path / "theirs", None, gradient_accumulation_steps=1)
     theirs.train()
     expect_same(own, theirs, forebay.report(own.model))
     assert not forebay.report(own.model).plan.accumulates
+
+
+@pytest.mark.parametrize(
+    ("said", "passes", "accumulates"), [(None, 1, False), (False, 1, False), (True, 1, True), (None, 2, True)]
+)
+def test_what_a_plan_is_for_is_what_is_said_or_what_the_trainer_does(
+    tmp_path: Path, opened: list[Noting], said: bool | None, passes: int, accumulates: bool
+) -> None:
+    own = trainer(tmp_path, Memory(BUDGET, accumulates=said), gradient_accumulation_steps=passes)
+    opened.append(own)
+    own.create_optimizer()
+    assert forebay.report(own.model).plan.accumulates is accumulates
 
 
 @pytest.fixture

@@ -242,7 +242,8 @@ def _candidate(
     from forebay.simulation import by_turns, together
 
     # Each has benches of its own: what another policy has simulated on one would count as found by this one.
-    problem, start = problem_of(trace, machine, budget, update=update), time.perf_counter()
+    problem = problem_of(trace, machine, budget, update=update, accumulates=micro_batches > 1)
+    start = time.perf_counter()
     try:
         room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))
     except DoesNotFit as refusal:

@@ -39,6 +39,7 @@ class Engine(Protocol):
         plan: Plan | None,
         device: str,
         micro_batches: int,
+        accumulates: bool,
         update: UpdateTime,
         crash_safe: Path | None,
         checksums: bool,

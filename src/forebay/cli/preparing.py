@@ -121,6 +121,7 @@ class Preparing:
             plan=plan,
             device=self.device,
             micro_batches=micro_batches,
+            accumulates=config.accumulate > 1,
             update=config.update,
             crash_safe=crash_safe,
             checksums=config.checksums,

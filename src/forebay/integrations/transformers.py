@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
@@ -95,9 +95,16 @@ class ForebayMixin(_Base):
         asked = TorchDynamoPlugin(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         compiled = blocks_compiled(self._trained, self._memory.blocks, compile_arguments(asked))
         with compiled, self.accelerator.autocast(), as_drawn_before():
-            self.optimizer = self._memory.prepare(self._trained, made, self._example(), self.args.device)
+            self.optimizer = self._asked.prepare(self._trained, made, self._example(), self.args.device)
         _say(self._trained)
         return self.optimizer
+
+    @property
+    def _asked(self) -> Memory:
+        """The memory, for the loop of the Trainer: it calls ``zero_grad`` behind every step."""
+        if self._memory.accumulates is not None:
+            return self._memory
+        return replace(self._memory, accumulates=self.args.gradient_accumulation_steps > 1)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Prepares a model that is evaluated before it was ever trained: it may not fit otherwise."""
