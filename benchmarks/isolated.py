@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -49,13 +50,14 @@ class _Failed:
 
 @final
 class IsolatedRunner(Runner):
-    """Starts ``contender`` in a new process. Raises ``OutOfMemory`` where it does not fit."""
+    """Starts ``contender`` in a new process, which calls ``first`` before all else. Raises ``OutOfMemory`` where it
+    does not fit."""
 
-    def __init__(self, contender: Contender, job: Job, steps: int) -> None:
+    def __init__(self, contender: Contender, job: Job, steps: int, first: Callable[[], object] | None = None) -> None:
         self._name = contender.name
         context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, contender, job, steps), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, contender, job, steps, first), daemon=True)
         self._process.start()
         theirs.close()  # so that the end of the process ends our wait for its answer
         try:
@@ -106,8 +108,10 @@ class IsolatedRunner(Runner):
         return BenchmarkError(f"{self._name}: its process ended with exit code {self._process.exitcode}")
 
 
-def _serve(pipe: Connection, contender: Contender, job: Job, steps: int) -> None:
+def _serve(pipe: Connection, contender: Contender, job: Job, steps: int, first: Callable[[], object] | None) -> None:
     """The process: answers requests in order until it is told to close, or is left alone."""
+    if first is not None:
+        first()
     runner: LocalRunner | None = None
     request: object = None
     while not isinstance(request, _Close):

@@ -87,7 +87,7 @@ class Field:
 @dataclass(frozen=True, kw_only=True)
 class Comparison(TimedProvenance):
     """One session. ``failed`` says in words which models did not run. ``beside`` names the rivals that
-    alone ran; empty: all did."""
+    alone ran; empty: all did. ``held``: whether all processes kept the memory that they freed (``allocator``)."""
 
     rounds: int
     warmup: int
@@ -95,6 +95,7 @@ class Comparison(TimedProvenance):
     fields: tuple[Field, ...]
     failed: tuple[str, ...] = ()
     beside: str = ""
+    held: bool = False
 
     @property
     def subject(self) -> str:

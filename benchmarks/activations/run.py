@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
@@ -15,12 +15,15 @@ from benchmarks.activations.models import BATCHES, ZooModel, chosen
 from benchmarks.activations.planned import COMPILED_AUTO, Candidate, candidates, same_plan
 from benchmarks.activations.race import Entry, Pace, Start, count, heats, merged, race, set_up
 from benchmarks.activations.record import Comparison, Field, Row, State
+from benchmarks.allocator import hold_freed_memory
 from benchmarks.case import BenchmarkError, Contender, DeviceKind, Job
 from benchmarks.provenance import Timing
 from forebay.machine import Machine
 
 if TYPE_CHECKING:
     from benchmarks.measure import Runner
+
+T = TypeVar("T")
 
 __all__ = ["COMPILED", "QUICK", "Settings", "compare", "follow", "footprint", "paired", "rows_of"]
 
@@ -82,11 +85,10 @@ QUICK = Settings(shares=(50, 80), batches=tuple((name, 2) for name in BATCHES), 
 
 def compare(names: list[str], settings: Settings, command: str, *, say: Callable[[str], None]) -> Comparison:
     """Runs the models called ``names`` (all, if empty). A model that fails is named in the result."""
-    from forebay.profiler.probe import probe
-
     models = chosen(names)
     timing = Timing(command)
-    machine = probe("cpu", refresh=True)
+    held = _apart(hold_freed_memory)
+    machine = _apart(_measured)
     fields: list[Field] = []
     failed: list[str] = []
     for model in models:
@@ -105,6 +107,7 @@ def compare(names: list[str], settings: Settings, command: str, *, say: Callable
         steps=settings.pace.steps,
         fields=tuple(fields),
         failed=tuple(failed),
+        held=held,
         beside=", ".join(f"compile {share:g}" for share in settings.compiled) if not settings.eager else "",
     )
 
@@ -114,7 +117,7 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     from benchmarks.isolated import IsolatedRunner
 
     def start(contender: Contender) -> Runner:
-        return IsolatedRunner(contender, job, settings.pace.steps)
+        return IsolatedRunner(contender, job, settings.pace.steps, hold_freed_memory)
 
     entries, left_out = _rivals(model, settings)
     counted = [entry for entry in entries if entry.row.name != "plain-again"]
@@ -124,7 +127,10 @@ def _field(model: ZooModel, job: Job, machine: Machine, settings: Settings, say:
     if plain is None:
         raise BenchmarkError(f"plain did not run: {entries[0].row.detail}")
     say(f"  peaks of {', '.join(f'{name} {peak / 2**20:.0f} MiB' for name, peak in peaks.items() if peak)}")
-    found = _planned(model, job.batch, machine, _budgets(plain, peaks, settings.shares), settings.timing)
+    try:
+        found = _apart(candidates, model, job.batch, machine, _budgets(plain, peaks, settings.shares), settings.timing)
+    except Exception as error:  # whatever a planner raises: this model has no result, the others go on
+        raise BenchmarkError(f"planning failed: {type(error).__name__}: {error}") from error
     for one in found:
         foretold = one.predicted
         say(f"  {one.name}: {one.refusal if foretold is None else f'{foretold.step_seconds:.3f} s foretold'}")
@@ -208,14 +214,17 @@ def _budgets(plain: int, peaks: dict[str, int | None], shares: Sequence[int]) ->
     return [(f"{AS}{name}", peak) for name, peak in peaks.items() if peak is not None and peak < plain] + grid
 
 
-def _planned(
-    model: ZooModel, batch: int, machine: Machine, budgets: Sequence[tuple[str, int]], timing: float
-) -> tuple[Candidate, ...]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        try:
-            return pool.apply(candidates, (model, batch, machine, budgets, timing))
-        except Exception as error:  # whatever a planner raises: this model has no result, the others go on
-            raise BenchmarkError(f"planning failed: {type(error).__name__}: {error}") from error
+def _apart(function: Callable[..., T], *args: Any) -> T:
+    """What ``function`` returns in a process of its own, which holds the memory that it frees as the contenders' do."""
+    with multiprocessing.get_context("spawn").Pool(1, hold_freed_memory) as pool:
+        return pool.apply(function, args)
+
+
+def _measured() -> Machine:
+    """This machine as it is now."""
+    from forebay.profiler.probe import probe
+
+    return probe("cpu", refresh=True)
 
 
 def rows_of(found: Sequence[Candidate]) -> list[Row]:

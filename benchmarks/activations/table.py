@@ -54,6 +54,7 @@ def held_against(field: Field, rival: Row) -> Row | None:
 def _section(comparison: Comparison) -> str:
     company = "" if comparison.other_cores < QUIET_CORES else f", {comparison.other_cores:.2f} cores busy with others"
     machine = comparison.hardware
+    held = "; freed memory stays with every process" if comparison.held else ""
     state = {True: " with changes", False: "", None: " (no repository)"}[comparison.code.dirty]
     return "\n".join(
         [
@@ -62,7 +63,7 @@ def _section(comparison: Comparison) -> str:
             *(f"{_field(field)}\n" for field in comparison.fields),
             f"Models that failed: {'; '.join(comparison.failed) or 'none'}. {comparison.rounds} rounds of "
             f"{comparison.steps} steps; {machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB; "
-            f"{comparison.threads} threads{company}; "
+            f"{comparison.threads} threads{company}{held}; "
             f"{', '.join(f'{name} {version}' for name, version in comparison.versions.items())}; commit "
             f"{comparison.code.revision[:12]}{state}; {comparison.date:%Y-%m-%d %H:%M} UTC. `{comparison.command}`",
             "",
