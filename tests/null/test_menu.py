@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,3 +218,19 @@ def test_a_small_tensor_stays_when_everything_else_moves() -> None:
     assert option.treatments == (Treatment("linear", 0, Fate.OFFLOAD),)
     assert (option.held, option.moved) == (3 * WIDE + 64, 2 * WIDE)
     assert option.out_seconds == option.back_seconds == 2 * WIDE / RATE
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_whatever_leaves_is_handed_over_on_its_way_out_and_back(bits: int) -> None:
+    """Codes too. Each op here makes one tensor."""
+    trace, each = traced(), 1e-3
+    forward, named = trace.segments[trace.visits[1].segment], TraceIndex(trace).named(1)
+    slow, free = (
+        thresholds(items_of(Costs(trace, host), forward, named, recomputes=True, bits=bits))
+        for host in (replace(machine(), device_kind="cpu", handover_seconds=seconds) for seconds in (each, 0.0))
+    )
+    assert [one.treatments for one in slow] == [one.treatments for one in free]
+    leaving = [[t for t in one.treatments if t.fate is Fate.OFFLOAD] for one in slow]
+    assert any(t.bits == bits for one in leaving for t in one)
+    for one, other, left in zip(slow, free, leaving, strict=True):
+        assert one.seconds - other.seconds == pytest.approx(2 * each * len(left))

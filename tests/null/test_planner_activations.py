@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from forebay.memory import Tier
-from forebay.planners import Bench
-from forebay.planners.activations.choosing import all_moved, drafted, leanest, level_of, seeds, still
+from forebay.planners import Bench, make_plan
+from forebay.planners.activations.choosing import all_moved, drafted, leanest, level_of, seeds, staying, still
 from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.menu import Option
 from forebay.planners.activations.named import again_seconds, moved_nbytes
-from forebay.planners.parts import Level
+from forebay.planners.homes import at_home
+from forebay.planners.parts import Level, all_resident
+from forebay.planners.search import TIE
 from forebay.plans import Placement, Plan, Streaming
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
@@ -129,6 +133,32 @@ def test_seeds_in_which_nothing_moves(part: float) -> None:
     assert not any(t.fate is Fate.OFFLOAD for draft in found for s in draft.activations for t in s.treatments)
     assert any(draft.recompute for draft in found)
     assert any(len(draft.resident) == len(bench.model.blocks) for draft in found) == (part > 0.5)
+
+
+@pytest.mark.parametrize("part", [0.5, 0.7, 0.9])
+def test_everything_but_activations_may_stay(part: float) -> None:
+    """All that is saved moved is one of the levels, where it fits; each level comes once."""
+    whole, _ = opened()
+    bench, _ = opened(int(part * whole.device(all_resident(whole.model))))
+    found = list(staying(bench))
+    moved = all_resident(bench.model, all_moved(bench))
+    assert (moved in found) == bench.fits_device(moved)
+    assert bool(found) == bench.fits_device(moved) and len(set(found)) == len(found)
+    for draft in found:
+        assert len(draft.resident) == len(bench.model.blocks) and bench.fits_device(draft)
+        assert draft.activations or draft.recompute
+
+
+@pytest.mark.parametrize("part", [0.7, 0.8, 0.9])
+@pytest.mark.parametrize("handed", [0.0, 1e-3])
+def test_auto_is_not_behind_a_step_in_which_everything_but_activations_stays(part: float, handed: float) -> None:
+    trace, host = traced(), replace(machine(), device_kind="cpu", handover_seconds=handed)
+    whole = Bench(asked(trace, host, device=ENOUGH))
+    problem = asked(trace, host, device=int(part * whole.device(all_resident(whole.model))))
+    bench = Bench(problem)
+    others = [bench.seconds(at_home(bench, draft)) for draft in staying(bench)]
+    best = make_plan(problem, "auto").step_seconds
+    assert others and best is not None and best <= min(others) * (1 + TIE)
 
 
 def test_the_leanest_levels_are_drafted_where_they_fit() -> None:

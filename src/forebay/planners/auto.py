@@ -28,7 +28,7 @@ from itertools import chain
 
 from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
-from forebay.planners.activations.choosing import all_moved, drafted, leanest, narrow, seeds, still
+from forebay.planners.activations.choosing import all_moved, drafted, leanest, narrow, seeds, staying, still
 from forebay.planners.activations.swapping import swapped
 from forebay.planners.bench import Bench
 from forebay.planners.device_updates import fastest_there
@@ -165,7 +165,8 @@ def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, sing
     if not anything_fits(bench, [*narrowest, *among]):
         least = least_device(bench, [*among, *narrowest])
         raise refused(bench, device_too_small(bench, least), least)
-    guided = (swapped(bench), still(bench), chain(seeds(bench), drafted(bench, lean))) if seeded else ()
+    proposed = chain(seeds(bench), drafted(bench, lean))
+    guided = (staying(bench), swapped(bench), still(bench), proposed) if seeded else ()
     search = Search(bench, among, guided)
     best = search.run(single_blocks=single_blocks)
     if best is None:

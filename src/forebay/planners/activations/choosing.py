@@ -21,6 +21,7 @@ from forebay.planners.parts import (
     RESIDENT,
     Draft,
     Level,
+    all_resident,
     fewer_slots,
     selected,
     streaming_through,
@@ -29,7 +30,19 @@ from forebay.planners.shapes import Filling, filled, options, streamed_through, 
 from forebay.plans import Placement
 from forebay.treatments import Fate, Treatment
 
-__all__ = ["all_moved", "drafted", "early", "leanest", "level_of", "narrow", "rounded", "seeds", "spread", "still"]
+__all__ = [
+    "all_moved",
+    "drafted",
+    "early",
+    "leanest",
+    "level_of",
+    "narrow",
+    "rounded",
+    "seeds",
+    "spread",
+    "staying",
+    "still",
+]
 
 TRIES = 8
 """How often the room that the programme is given is corrected by what the bench says of its answer."""
@@ -98,6 +111,30 @@ def still(bench: Bench) -> Iterator[Draft]:
     through = dict.fromkeys((slots[0], slots[-1]))
     scope = Scope(disk=not _without_a_disk(bench, limit), moves=False)
     yield from _seeds(bench, limit, list(product(through, (early, _alike))), scope)
+
+
+def staying(bench: Bench) -> Iterator[Draft]:
+    """Drafts in which parameters, gradients and states all stay and activations make the room: all that is saved moves,
+    or what the programme says for less of the device, on the ladder. To the programme what streams beside compute is
+    done for nothing, so that of its own accord it has activations stay and blocks stream."""
+    tried = set[Level]()
+    for level in _leaner(bench):
+        draft = all_resident(bench.model, level)
+        if level not in tried and bench.fits_device(draft):
+            yield draft
+        tried.add(level)
+
+
+def _leaner(bench: Bench) -> Iterator[Level]:
+    yield all_moved(bench)
+    if bench.chain is None:
+        return
+    limit, slots = bench.problem.limit(Tier.DEVICE), options(bench)[0]
+    scope = Scope(disk=not _without_a_disk(bench, limit))
+    for rung, order in product(_rungs(limit), (_alike, early)):
+        draft = _repaired(bench, bench.chain, slots, order, rung, scope)
+        if draft is not None:
+            yield draft.level
 
 
 def _ladder(bench: Bench, limit: int, scope: Scope) -> Iterator[Draft]:

@@ -45,8 +45,9 @@ class Coded:
     """What an op makes as codes of ``bits`` bits an element.
 
     ``held``: bytes on the device if the codes stay there. ``moved``: those of the codes alone, without what is too
-    small for codes; ``out_seconds`` and ``back_seconds`` on the link if they leave. Making them takes
-    ``encode_seconds`` of compute in forward, reading them ``decode_seconds`` in backward.
+    small for codes; ``out_seconds`` and ``back_seconds`` on the link if they leave, and ``handover_seconds`` of compute
+    to hand over both transfers. Making them takes ``encode_seconds`` of compute in forward, reading them
+    ``decode_seconds`` in backward.
     """
 
     bits: int
@@ -56,6 +57,7 @@ class Coded:
     decode_seconds: float
     out_seconds: float
     back_seconds: float
+    handover_seconds: float
 
     @classmethod
     def of(cls, costs: Costs, roots: Sequence[Tensor], held: int, bits: int) -> Coded:
@@ -64,12 +66,12 @@ class Coded:
         codes = [Codes.of(root.nbytes, root.dtype, bits) for root in roots]
         encode, decode = (sum(costs.coding(c, encode=making) for c in codes) for making in (True, False))
         out, back = (sum(link.seconds(c.nbytes) for c in codes) for link in (machine.leaving, machine.h2d))
-        moved = sum(c.nbytes for c in codes)
-        return cls(bits, held - sum(root.nbytes for root in roots) + moved, moved, encode, decode, out, back)
+        moved, handed = sum(c.nbytes for c in codes), 2 * len(codes) * costs.handover_seconds
+        return cls(bits, held - sum(root.nbytes for root in roots) + moved, moved, encode, decode, out, back, handed)
 
     @property
     def seconds(self) -> float:
-        """Seconds of compute."""
+        """Seconds of compute if the codes stay."""
         return self.encode_seconds + self.decode_seconds
 
     @property

@@ -172,7 +172,7 @@ def _costs(item: Item) -> dict[int, tuple[float, float, float]]:
     }
     if item.codes:
         costs[CODE] = item.codes.held, 0.0, item.codes.seconds
-        costs[CODE_AND_MOVE] = 0.0, item.codes.link_seconds, item.codes.seconds
+        costs[CODE_AND_MOVE] = 0.0, item.codes.link_seconds, item.codes.seconds + item.codes.handover_seconds
     return costs
 
 
@@ -237,7 +237,7 @@ def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
     held = sum(item.held for item, code in pairs if code == KEEP) + sum(c.held for c, code in coded if code == CODE)
     made = sum(item.saved for item, code in pairs if code != KEEP) + (items.kept_held if recompute else 0)
     seconds = sum(item.seconds for item, code in pairs if code == AGAIN) + sum(c.decode_seconds for c, _ in coded)
-    seconds += sum(item.handover_seconds for item in moving)
+    seconds += sum(item.handover_seconds for item in moving) + sum(c.handover_seconds for c in leaving)
     treatments = tuple(_treatments(pairs))
     if recompute:
         seconds += items.again_seconds + (items.treat_again_seconds if treatments else 0.0)
