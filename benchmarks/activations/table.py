@@ -33,22 +33,18 @@ def render(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(_section(one) for one in comparisons) or "No comparison is kept yet.\n"
 
 
-def held_against(field: Field, rival: Row) -> Row | None:
-    """The run of ``auto`` that took turns with ``rival`` and as much of the device as ``rival`` did or less; None if
-    there is none. Of several, the one that was given most. Beside a rival that is compiled it is one with compiled
-    blocks, where there are any."""
-    own = {row.series for row in field.rows if row.beside(rival)}
-    series = COMPILED_AUTO if rival.series == "compile" and COMPILED_AUTO in own else AUTO
-    able = [
-        row
-        for row in field.rows
-        if row.series == series
-        and row.beside(rival)
-        and row.device is not None
-        and rival.device is not None
-        and row.device <= rival.device
-    ]
-    return max(able, key=lambda row: row.budget or 0, default=None)
+def held_against(field: Field, rival: Row) -> tuple[Row, ...]:
+    """The runs of ``auto`` that took turns with ``rival`` and as much of the device as ``rival`` did or less: of those
+    of a model as it is, and beside a rival that is compiled of those with compiled blocks, too, the one that was given
+    most."""
+    series = (AUTO, COMPILED_AUTO) if rival.series == "compile" else (AUTO,)
+    able = [row for row in field.rows if row.beside(rival) and _within(row.device, rival.device)]
+    found = (max((r for r in able if r.series == one), key=lambda r: r.budget or 0, default=None) for one in series)
+    return tuple(row for row in found if row is not None)
+
+
+def _within(device: int | None, peak: int | None) -> bool:
+    return device is not None and peak is not None and device <= peak
 
 
 def _section(comparison: Comparison) -> str:
@@ -88,13 +84,17 @@ def _field(field: Field) -> str:
 def _verdict(field: Field, rival: Row) -> str:
     """How ``auto`` within the rival's peak compares, round by round."""
     held = held_against(field, rival)
-    if held is None:
+    if not held:
         return f"Within the peak of {rival.name} no run of auto was measured beside it."
-    ratios = held.beside(rival)
+    return f"Within the peak of {rival.name}: {'; '.join(_beside(row, rival) for row in held)}."
+
+
+def _beside(row: Row, rival: Row) -> str:
+    ratios = row.beside(rival)
     verdict = "on or below it" if median(ratios) <= 1 else "above it"
     return (
-        f"Within the peak of {rival.name}: {held.name} takes {median(ratios):.3f} of its step ({min(ratios):.3f} - "
-        f"{max(ratios):.3f}, {len(ratios)} rounds), {verdict}."
+        f"{row.name} takes {median(ratios):.3f} of its step ({min(ratios):.3f} - {max(ratios):.3f}, {len(ratios)} "
+        f"rounds), {verdict}"
     )
 
 

@@ -283,20 +283,18 @@ RESULT = Comparison(
 
 
 def test_auto_is_held_against_a_rival_within_the_rivals_peak() -> None:
-    held = held_against(FIELD, FIELD.row("checkpoint"))
-    assert held is not None and held.name == "auto 60 %"  # the one of 90 % takes more, the one of 40 % was given less
-    assert held_against(FIELD, FIELD.row("save_on_cpu")) is None  # the one of 20 % took no turns with it
+    (held,) = held_against(FIELD, FIELD.row("checkpoint"))
+    assert held.name == "auto 60 %"  # the one of 90 % takes more, the one of 40 % was given less
+    assert held_against(FIELD, FIELD.row("save_on_cpu")) == ()  # the one of 20 % took no turns with it
 
 
-def test_beside_a_compiled_rival_it_is_auto_with_compiled_blocks() -> None:
+def test_beside_a_compiled_rival_it_is_auto_with_compiled_blocks_too() -> None:
     rival = row("compile 0.5", 60 * MIB, 1.2)
     compiled = row("auto-compiled as compile 0.5", 58 * MIB, 1.1)
     field = replace(FIELD, rows=(*FIELD.rows, rival, compiled))
-    assert held_against(field, rival) is compiled
-    assert held_against(field, field.row("checkpoint")) == FIELD.row("auto 60 %")
-    # Where none ran, the one that was not compiled.
-    without = held_against(replace(FIELD, rows=(*FIELD.rows, rival)), rival)
-    assert without is not None and without.name == "auto 60 %"
+    assert held_against(field, rival) == (FIELD.row("auto 60 %"), compiled)
+    assert held_against(field, field.row("checkpoint")) == (FIELD.row("auto 60 %"),)
+    assert held_against(replace(FIELD, rows=(*FIELD.rows, rival)), rival) == (FIELD.row("auto 60 %"),)
 
 
 def test_both_are_compiled_with_one_activation_memory_budget() -> None:
