@@ -4,8 +4,9 @@ Series
     ``auto``            what a user gets: activations, parameters and states are planned together.
     ``auto-activations`` parameters, gradients and states stay on the device, as in the rivals: of what ``auto`` decided
                         for the activations under any of the budgets, the fastest that fits then.
-    ``auto-compiled``   ``auto`` for the model whose blocks are compiled one by one: beside rivals that are compiled,
-                        and with their activation memory budgets.
+    ``auto-compiled``   ``auto`` for the model whose blocks are compiled one by one, beside rivals that are compiled: of
+                        all their activation memory budgets, and of none, the one with which the step is foretold to
+                        be the fastest.
     policies            each baseline of ``forebay.planners`` with all the device memory that it asks for.
 
 The loop takes one backward a step, for everyone, and the plans are made for such a loop (``accumulates=False``): the
@@ -14,6 +15,7 @@ peaks of rivals, which are budgets here, are those of this loop too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -39,8 +41,10 @@ __all__ = [
     "POLICIES",
     "Candidate",
     "candidates",
+    "fastest",
     "never_slower",
     "same_plan",
+    "shares_beside",
 ]
 
 AUTO, HERE, COMPILED_AUTO = "auto", "auto-activations", "auto-compiled"
@@ -54,7 +58,7 @@ PLENTY = 64 << 30
 @dataclass(frozen=True)
 class Candidate:
     """A plan of one ``series`` for a budget of ``nbytes`` (None: all that it asks for), called ``label``, and what is
-    foretold of it; or why there is none."""
+    foretold of it; or why there is none. ``share`` is the activation memory budget that blocks are compiled with."""
 
     series: str
     label: str
@@ -62,11 +66,7 @@ class Candidate:
     plan: Plan | None = None
     predicted: Figures | None = None
     refusal: str = ""
-
-    @property
-    def share(self) -> float:
-        """The activation memory budget of the compiled rival whose peak this has for a budget; 1 beside others."""
-        return float(self.label.removeprefix(BESIDE_COMPILED)) if self.label.startswith(BESIDE_COMPILED) else 1.0
+    share: float = 1.0
 
     @property
     def name(self) -> str:
@@ -100,11 +100,26 @@ def candidates(
     found: list[Candidate] = []
     if others or not compiled:
         found += _all(*timed(model.build(0, "cpu")), budgets)
-    for budget in compiled:
+    tried: list[Candidate] = []
+    for share in shares_beside([label for label, _ in compiled]):
         torch.compiler.reset()
-        share = Candidate(COMPILED_AUTO, *budget).share
-        found.append(_auto(*timed(model.build_compiled(0, "cpu", share)), COMPILED_AUTO, *budget))
-    return tuple(found)
+        trace, known = timed(model.build_compiled(0, "cpu", share))
+        tried += [replace(_auto(trace, known, COMPILED_AUTO, *budget), share=share) for budget in compiled]
+    return (*found, *fastest(tried))
+
+
+def shares_beside(labels: Sequence[str]) -> list[float]:
+    """The activation memory budgets of the compiled rivals whose peaks are the budgets called ``labels``, and none (1),
+    the largest first; nothing where there are no such rivals."""
+    shares = {float(label.removeprefix(BESIDE_COMPILED)) for label in labels}
+    return sorted(shares | {1.0}, reverse=True) if shares else []
+
+
+def fastest(tried: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Of those of ``tried`` for one budget the one that is foretold to be the fastest, the first of equals."""
+    for label in dict.fromkeys(one.label for one in tried):
+        own = [one for one in tried if one.label == label]
+        yield min(own, key=lambda one: math.inf if one.predicted is None else one.predicted.step_seconds)
 
 
 def same_plan(one: Plan, other: Plan) -> bool:

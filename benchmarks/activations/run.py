@@ -300,4 +300,5 @@ def _words(candidate: Candidate) -> str:
         f"{treated} by op" if treated else "",
         f"{plan.streaming.host_activations / 2**20:.0f} MiB offloaded" if plan.streaming.host_activations else "",
     ]
-    return ", ".join(part for part in parts if part) or "all is kept"
+    how = f"activation memory budget {candidate.share:g}: " if candidate.series == COMPILED_AUTO else ""
+    return how + (", ".join(part for part in parts if part) or "all is kept")

@@ -11,7 +11,7 @@ from typing import Any, final
 import pytest
 
 from benchmarks.activations.models import chosen
-from benchmarks.activations.planned import AUTO, COMPILED_AUTO, Candidate, never_slower
+from benchmarks.activations.planned import AUTO, COMPILED_AUTO, Candidate, fastest, never_slower, shares_beside
 from benchmarks.activations.race import Entry, Pace, count, heats, merged, race, set_up
 from benchmarks.activations.record import ARCHIVE, Comparison, Field, Row, State
 from benchmarks.activations.run import follow, footprint, paired, rows_of
@@ -297,9 +297,21 @@ def test_beside_a_compiled_rival_it_is_auto_with_compiled_blocks_too() -> None:
     assert held_against(replace(FIELD, rows=(*FIELD.rows, rival)), rival) == (FIELD.row("auto 60 %"),)
 
 
-def test_both_are_compiled_with_one_activation_memory_budget() -> None:
-    assert Candidate(COMPILED_AUTO, "as compile 0.75", 80).share == 0.75
-    assert Candidate("auto", "as checkpoint", 80).share == 1.0
+def test_compiled_blocks_have_the_activation_memory_budget_that_is_foretold_to_be_the_fastest() -> None:
+    assert shares_beside(["as compile 0.25", "as compile 0.75"]) == [1.0, 0.75, 0.25]
+    assert shares_beside([]) == []
+    tried = [
+        Candidate(COMPILED_AUTO, label, 80, predicted=seconds and Figures(70, 0, seconds), share=share)
+        for share, label, seconds in (
+            (1.0, "as compile 0.25", None),  # no plan fits
+            (1.0, "as compile 0.75", 2.0),
+            (0.75, "as compile 0.25", 1.5),
+            (0.75, "as compile 0.75", 2.0),
+            (0.25, "as compile 0.25", 1.25),
+            (0.25, "as compile 0.75", 3.0),
+        )
+    ]
+    assert [(one.label, one.share) for one in fastest(tried)] == [("as compile 0.25", 0.25), ("as compile 0.75", 1.0)]
 
 
 def test_a_part_is_a_subject_of_its_own() -> None:

@@ -63,17 +63,20 @@ def usage(model: nn.Module) -> Mapping[Tier, TierUsage]:
 
 
 def assert_peaks(model: nn.Module) -> None:
-    """The device's peak is the plan's, but for the gradients that might have been on their way to the host then.
+    """The device's peak is the plan's, but for gradients and activations that might have been under way then.
 
     The plan adds up what can be there at once: slots, resident blocks with gradients and states, buffers, the
-    activations and temporaries of the profile, and a full gradient window. All but the last is there at the peak to
-    the byte: the activations are those of the profile, and what is resident has its gradients since the first
-    micro-batch. In these models the peak comes before the backward's first gradient, so the window is empty but for
-    what the micro-batch before may have left under way.
+    activations and temporaries of the profile, a full gradient window, and of activations that move a full window in
+    one direction. All but the windows is there at the peak to the byte: the activations are those of the profile, and
+    what is resident has its gradients since the first micro-batch. In these models the peak comes before the backward's
+    first gradient, so that window is empty but for what the micro-batch before may have left under way; and copies
+    that are made between two ops are over when the next one begins.
     """
     plan, peaks = forebay.report(model).plan, usage(model)
     peak = peaks[Tier.DEVICE].peak
-    assert plan.device - plan.streaming.gradient_window <= peak <= plan.device <= plan.budget.device
+    how = plan.streaming
+    windows = how.gradient_window + max(how.offload_window, how.reload_window)
+    assert plan.device - windows <= peak <= plan.device <= plan.budget.device
     assert (peaks[Tier.HOST].peak, peaks[Tier.DISK].peak) == (plan.host, plan.disk)
 
 

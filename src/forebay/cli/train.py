@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from forebay.cli.engine import Engine
 from forebay.cli.keeping import Keeper
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from forebay.reporting.run import RunReport
 
 __all__ = ["TrainResult", "train"]
+
+MOST_OVERRUNS: Final = 4
+"""How often a run goes on under another plan because a step took more of the device than was promised."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +79,37 @@ def train(config: TrainConfig, engine: Engine, view: View, *, resume: bool = Fal
     with ExitStack() as stack:
         folder = None if config.run is None else stack.enter_context(RunFolder(config.run, resume=resume))
         try:
-            return _train(config, engine, view, folder, None)
-        except Overrun as overrun:
-            if overrun.steps and (folder is None or not folder.is_saved):
-                raise
-            again = partial(_with_less_device, spare=overrun.spare, why=str(overrun))
+            return _taken(config, engine, view, folder)
         except HostPressed as pressed:
             if config.disk is None or folder is None or not folder.is_saved or pressed.within <= 0:
                 raise
             again = partial(_with_less_host, within=pressed.within, found=pressed.found, stop=str(pressed))
-        # Not before: what was raised holds on to what the step had on the device, and to the model with its bytes.
-        gc.collect()
-        if folder is not None:
-            folder.reopen()
+        _clear_away(folder)
         return again(config, engine, view, folder)
+
+
+def _taken(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None) -> TrainResult:
+    """Trains; where a step has more on the device than its plan promised, goes on under one that leaves more free. What
+    was seen need not have been the most, nor lie where a plan for less takes less: so for a few times, more each."""
+    attempt, spare = partial(_train, plan=None), 0
+    for _ in range(MOST_OVERRUNS):
+        try:
+            return attempt(config, engine, view, folder)
+        except Overrun as overrun:
+            if overrun.steps and (folder is None or not folder.is_saved):
+                raise
+            spare += overrun.spare
+            attempt = partial(_with_less_device, spare=spare, why=str(overrun))
+        _clear_away(folder)
+    return attempt(config, engine, view, folder)
+
+
+def _clear_away(folder: RunFolder | None) -> None:
+    """Behind the handler of an error, not in it: what was raised holds on to what the step had on the device, and to
+    the model with its bytes."""
+    gc.collect()
+    if folder is not None:
+        folder.reopen()
 
 
 def _with_less_device(
@@ -107,7 +127,7 @@ def _with_less_host(
     which says ``stop``, where there is none."""
     view.note(f"{found}. The run goes on under a plan that takes {format_bytes(within)} of it and more of the disk")
     try:
-        return _train(config.model_copy(update={"host_memory": within}), engine, view, folder, None)
+        return _taken(config.model_copy(update={"host_memory": within}), engine, view, folder)
     except DoesNotFit as refusal:
         raise HostOutOfMemory(f"{stop}. {refusal}", needed=refusal.needed, allowed=refusal.allowed) from None
 
