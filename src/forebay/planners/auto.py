@@ -8,9 +8,10 @@ Choices
     the device for blocks that are resident and on the host for all others.
     Which ops of a block are kept, run again or moved to the host comes from the programme over all blocks
     (``activations``); the search goes on around its answers.
-    What waits for links and updates is not in that programme. So it is also asked for answers in which nothing moves,
-    and the simplest policies for activations, all kept and all blocks run again, are searched with simulations of
-    their own: ``auto`` is not behind what one of them finds.
+    What waits for links and updates is not in that programme, and what streams beside compute costs it nothing. So it
+    is also asked for answers in which nothing moves, drafts in which all but activations stays are tried first, and the
+    simplest policies for activations, all kept and all blocks run again, are searched with simulations of their own:
+    ``auto`` is not behind what one of them finds.
     What the host has no room for goes to disk: states, activations that move, parameters (``homes``).
     What is left of the host goes to second copies of blocks that are updated while backward still runs, where that
     makes a step faster (``speculation``); and the first blocks of the forward are updated on the device, where the host
