@@ -24,19 +24,18 @@ class Landings:
 
     def __init__(self, index: TraceIndex) -> None:
         done = sorted((c for visit in index.completed for c in visit), key=lambda c: c.op)
+        # The roots of all gradients, each with the op after which the last one in it is complete, and their bytes.
+        last = {c.root: c.op for c in done}
+        held = {root: index.roots[root].nbytes if root in index.roots else 0 for root in last}
         sizes = [index.trace.sources[c.parameter].nbytes for c in done]
-        roots = [index.roots[c.root].nbytes if c.root in index.roots else 0 for c in done]
         self.ops = column([c.op for c in done])
         self.nbytes = column(sizes)
-        self.excess = column([max(0, root - size) for root, size in zip(roots, sizes, strict=True)])
+        self.excess = column([max(0, held[c.root] - size) for c, size in zip(done, sizes, strict=True)])
         self._numbers = {name: number for number, name in enumerate(dict.fromkeys(index.blocks))}
         self._block = column([self._numbers[index.blocks[c.parameter]] for c in done])
-        # The roots of all gradients: which one each has, after which op the last one in it is complete, their bytes.
-        last = {c.root: c.op for c in done}
         places = {root: place for place, root in enumerate(last)}
         self._root = column([places[c.root] for c in done])
-        self._root_ops = column(list(last.values()))
-        self._root_nbytes = column([index.roots[root].nbytes if root in index.roots else 0 for root in last])
+        self._root_ops, self._root_nbytes = column(list(last.values())), column(list(held.values()))
 
     def of(self, blocks: Collection[str]) -> Column:
         """The places of the gradients of ``blocks``."""
@@ -68,8 +67,8 @@ class Transit:
         landings: Landings,
         hosted: Collection[str],
         missing: int,
-        staying: Collection[str] = (),
-        accumulates: bool = True,
+        staying: Collection[str],
+        accumulates: bool,
     ) -> int:
         """The most bytes at any time. Gradients of the blocks ``hosted`` leave; ``missing`` bytes of such more are
         complete as soon as the first one is. Those of the blocks ``staying`` have room elsewhere, but for what is in
@@ -79,7 +78,7 @@ class Transit:
         if accumulates:
             there = there + landings.beyond(staying)[1].sum()
         else:
-            there = there - self._to_come(landings, staying) + self._beyond(landings, staying)
+            there = there - self._to_come(landings, staying) + self._since(*landings.beyond(staying))
         leaving = landings.of(hosted) if window > 0 else column(())
         if not len(leaving):
             return int(there.max(initial=0))
@@ -101,10 +100,6 @@ class Transit:
         places = landings.of(blocks)
         nbytes = landings.nbytes[places]
         return np.asarray(nbytes.sum() - self._since(landings.ops[places], nbytes))
-
-    def _beyond(self, landings: Landings, blocks: Collection[str]) -> Column:
-        """Of each position the bytes beside complete gradients of ``blocks`` in the same roots."""
-        return self._since(*landings.beyond(blocks))
 
     def _since(self, ops: Column, nbytes: Column) -> Column:
         """Of each position the sum of ``nbytes`` whose op of ``ops`` is behind it."""
