@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
-__all__ = ["Block", "anchors", "blocks", "commands", "dead_links", "links"]
+__all__ = ["Block", "anchors", "blocks", "commands", "dead_links", "links", "stale"]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(`+).+?\1", re.DOTALL)
@@ -61,6 +62,22 @@ def dead_links(page: Path) -> list[str]:
     scheme (``https:``) is not asked for."""
     text = page.read_text(encoding="utf-8")
     return [link for link in links(text) if not re.match(r"[a-z]+:", link) and not _leads(page, link)]
+
+
+def stale(folder: Path, made: Mapping[Path, str]) -> list[str]:
+    """The names of files of ``folder`` that are not what is ``made``, those that are missing and those too many among
+    them, with the first lines in which they differ."""
+    there = {path: path.read_text(encoding="utf-8") for path in folder.glob("*")}
+    return [
+        f"{path.name}: {_first_difference(there.get(path, ''), made.get(path, ''))}"
+        for path in sorted(there | made)
+        if there.get(path) != made.get(path)
+    ]
+
+
+def _first_difference(old: str, new: str) -> str:
+    pairs = zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
+    return next((f"{one!r}, made {two!r}" for one, two in pairs if one != two), "they end differently")
 
 
 def _leads(page: Path, link: str) -> bool:

@@ -13,7 +13,7 @@ import typer
 from forebay.cli.main import app
 from forebay.planners import PLANNERS
 from pages import api
-from pages.markdown import anchors, blocks, commands, dead_links, links
+from pages.markdown import anchors, blocks, commands, dead_links, links, stale
 from pages.printed import ONE_RUN, PageError, Session, printed, settled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,12 +59,22 @@ def test_every_policy_is_described() -> None:
     assert set(PLANNERS) - set(described) == set()
 
 
+def test_stale_pages_are_named(tmp_path: Path) -> None:
+    for name in ("same", "changed", "extra"):
+        (tmp_path / name).write_text(f"{name}\nold\n")
+    made = {tmp_path / "same": "same\nold\n", tmp_path / "changed": "changed\nnew\n", tmp_path / "missing": "new\n"}
+    assert stale(tmp_path, made) == [
+        "changed: 'old', made 'new'",
+        "extra: 'extra', made ''",
+        "missing: '', made 'new'",
+    ]
+
+
 # The API
 
 
 def test_the_api_is_as_the_docstrings_say() -> None:
-    there = {path: path.read_text(encoding="utf-8") for path in api.FOLDER.glob("*")}
-    assert there == api.pages(), "run scripts/docs"
+    assert stale(api.FOLDER, api.pages()) == [], "run scripts/docs"
 
 
 @pytest.mark.parametrize("module", api.modules())
