@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from benchmarks.activations.models import BATCHES, ZooModel, chosen
-from benchmarks.activations.planned import COMPILED_AUTO, Candidate, candidates, same_plan
+from benchmarks.activations.planned import AUTO, COMPILED_AUTO, Candidate, candidates, same_plan
 from benchmarks.activations.race import Entry, Pace, Start, count, heats, merged, race, set_up
 from benchmarks.activations.record import Comparison, Field, Row, State
 from benchmarks.allocator import hold_freed_memory
@@ -228,13 +228,16 @@ def _measured() -> Machine:
 
 
 def rows_of(found: Sequence[Candidate]) -> list[Row]:
-    """A row for every candidate; of several with one plan, the first one is measured for all."""
+    """A row for every candidate; of several with one plan, the first one is measured for all. What is held against a
+    rival takes turns with it, though another heat may have its plan, too."""
     rows: list[Row] = []
     ran: list[Candidate] = []
     for candidate in found:
         plan = candidate.plan
+        held = candidate.series in (AUTO, COMPILED_AUTO) and candidate.label.startswith(AS)
+        near = [one for one in ran if one.label == candidate.label] if held else ran
         twin = next(
-            (c for c in ran if plan and c.plan and c.share == candidate.share and same_plan(c.plan, plan)), None
+            (c for c in near if plan and c.plan and c.share == candidate.share and same_plan(c.plan, plan)), None
         )
         if plan is not None and twin is None:
             ran.append(candidate)

@@ -233,6 +233,16 @@ def test_plans_that_agree_are_measured_once_and_every_budget_keeps_its_row() -> 
     assert [row.device for row in follow([ran, *rows[1:]])] == [4, 4, None, None]
 
 
+def test_a_plan_that_is_held_against_two_rivals_runs_beside_both() -> None:
+    found = [
+        Candidate("auto", "as checkpoint", 60, plan(60), FORETOLD),
+        Candidate("auto", "as save_on_cpu", 50, plan(50), FORETOLD),
+        Candidate("auto-activations", "as save_on_cpu", 50, plan(50), FORETOLD),
+        Candidate("auto", "50 %", 50, plan(50), FORETOLD),
+    ]
+    assert [row.measured_as for row in rows_of(found)] == [None, None, "auto as checkpoint", "auto as checkpoint"]
+
+
 def test_a_turn_has_two_steps_and_a_model_a_name() -> None:
     with pytest.raises(BenchmarkError, match="2 steps"):
         Pace(steps=1)
