@@ -1,4 +1,8 @@
-"""A copy engine, played by one thread of the host: bytes, and the moment at which the last of them is there."""
+"""A copy engine, played by one thread of the host: bytes, and the moment at which the last of them is there.
+
+An engine reads no line that it is about to overwrite, nor leaves what it has copied in a core's cache. A thread that
+copies as C does reads one byte more for each that it writes, and updates beside it wait for memory meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, Final
 from numba import types
 
 from forebay.kernels.jit import compiled
-from forebay.kernels.native import copy_bytes
+from forebay.kernels.lines import copy_past_caches
 from forebay.kernels.stamp import STAMP
 
 __all__ = ["moved"]
@@ -23,6 +27,6 @@ _clock_gettime: Final = types.ExternalFunction("clock_gettime", types.int32(type
 def moved(target: Any, source: Any, nbytes: Any, moment: Any) -> Any:
     """Copies ``nbytes`` between two addresses, without the interpreter's lock, and then puts seconds and nanoseconds on
     the clock of ``time.perf_counter`` where ``moment``, the address of two int64, says."""
-    copy_bytes(source, target, nbytes)
+    copy_past_caches(source, target, nbytes)
     # The stamp: what is compiled is kept until any kernel changes.
     return _clock_gettime(_CLOCK, moment) + STAMP - STAMP

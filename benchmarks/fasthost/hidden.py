@@ -2,7 +2,8 @@
 
 The model of ``timed`` has forward and backward that take twice as long as its update alone on all cores, as it is where
 a step waits for it. That is measured at the begin of each round, and holds for the turns of the round: a host may be
-half as fast from one minute to the next. Beside compute updates take one core less (``update alone``).
+half as fast from one minute to the next. Beside compute updates take the cores that ``forebay doctor`` would give them
+(``profiler.update_rates.spared_cores``): all but one, or all where the last one is worth it (``update alone``).
 Contenders: the same forward and backward without any step, in plain PyTorch, which is what ratios are taken to; and
 steps with ``torch.nn.utils.clip_grad_norm_`` before them, in three modes:
 
@@ -39,7 +40,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Final, final
@@ -53,9 +54,12 @@ from benchmarks.fasthost.record import Comparison, Row
 from benchmarks.fasthost.run import Measured, Say, compared, rotated
 from benchmarks.fasthost.stepped import ALWAYS, NEVER, Stepped
 from benchmarks.fasthost.timed import TimedModel, plan_by_hand, spread
+from forebay.device.cpu import CpuDevice
 from forebay.kernels.team import cores, cores_beside_compute
 from forebay.memory import Tier
 from forebay.plans import Plan
+from forebay.profiler.effort import CPU_EFFORT
+from forebay.profiler.update_rates import spared_cores
 
 __all__ = ["Parts", "compare", "compare_longer"]
 
@@ -128,14 +132,14 @@ def _measured(elements: int, heats: Sequence[Sequence[_Heat]], say: Say) -> Meas
     finally:
         pace.close()
     lengths = " and ".join(str(layers) for layers in dict.fromkeys(same[0].layers for same in heats))
-    return Measured(rows, _setting(elements, lengths, heats[0][0].rounds))
+    return Measured(rows, _setting(elements, lengths, heats[0][0].rounds, pace.threads))
 
 
-def _setting(elements: int, lengths: str, rounds: int) -> str:
+def _setting(elements: int, lengths: str, rounds: int, threads: int) -> str:
     return (
         f"{lengths} layers of {elements / (1 << 20):g}M bf16 parameters with fp32 master and moments on the host; "
         f"forward and backward are timed waits, 1 to 2, of twice the update on all cores, measured anew in each round; "
-        f"{rounds} rounds of {STEPS} steps"
+        f"{rounds} rounds of {STEPS} steps; updates have {threads} of {cores()} cores beside compute"
     )
 
 
@@ -169,7 +173,7 @@ def _heats(elements: int, heats: Sequence[_Heat], pace: _Pace, say: Say) -> list
     """Rows of heats that differ in what is clipped."""
     layers, own_slots, shares = heats[0].layers, heats[0].own_slots, heats[0].shares
     parts, base = _Parts(LAYERS, elements), Stepped(layers, elements, None)
-    subjects = {mode: _subject(layers, elements, own_slots, share) for mode, share in shares.items()}
+    subjects = {mode: _subject(layers, elements, own_slots, share, pace.spared) for mode, share in shares.items()}
     everyone = (base, *subjects.values())
     rows: list[Row] = []
     try:
@@ -184,7 +188,7 @@ def _heats(elements: int, heats: Sequence[_Heat], pace: _Pace, say: Say) -> list
             seconds = rotated(turns, heat.rounds, WARMUP, say, begin)
             made, taken = (n - m for n, m in zip(subjects["speculative"].speculation(), before, strict=True))
             said = f"{taken} of {made} updates ahead were taken over"
-            rows += _rows({**seconds, ALL_CORES: updates[WARMUP:]}, said, heat)
+            rows += _rows({**seconds, ALL_CORES: updates[WARMUP:]}, said, heat, pace.threads)
     finally:
         for subject in everyone:
             subject.close()
@@ -201,10 +205,13 @@ def _begin(pace: _Pace, subjects: Sequence[Stepped], layers: int, updates: list[
 
 @final
 class _Pace:
-    """A model of ``PACED`` blocks whose updates run on all cores, and nothing beside them."""
+    """A model of ``PACED`` blocks whose updates run on all cores, and nothing beside them. Updates beside compute leave
+    ``spared`` cores to others, and have ``threads``."""
 
     def __init__(self, elements: int) -> None:
-        self._waiting = _subject(PACED, elements, own_slots=True, share=0.0, overlap=False)
+        self.spared = _spared()
+        self.threads = cores_beside_compute(self.spared)
+        self._waiting = _subject(PACED, elements, own_slots=True, share=0.0, spared=self.spared, overlap=False)
         self._waiting.turn(2, NEVER)  # pages touched, kernels compiled
 
     def measure(self) -> float:
@@ -216,10 +223,28 @@ class _Pace:
         self._waiting.close()
 
 
-def _subject(layers: int, elements: int, own_slots: bool, share: float, *, overlap: bool = True) -> Stepped:
+def _spared() -> int:
+    """What ``forebay doctor`` finds where a device computes beside updates."""
+    device = CpuDevice()
+    try:
+        return spared_cores(device, replace(CPU_EFFORT, update_dtype="bfloat16"))
+    finally:
+        device.close()
+
+
+def _subject(
+    layers: int, elements: int, own_slots: bool, share: float, spared: int, *, overlap: bool = True
+) -> Stepped:
     def plan(model: TimedModel) -> Plan:
-        ahead = spread(model, share, first=True)
-        return plan_by_hand(model, states=Tier.HOST, overlap=overlap, speculate=ahead, chunk=CHUNK, own_slots=own_slots)
+        return plan_by_hand(
+            model,
+            states=Tier.HOST,
+            overlap=overlap,
+            speculate=spread(model, share, first=True),
+            chunk=CHUNK,
+            own_slots=own_slots,
+            spared=spared,
+        )
 
     return Stepped(layers, elements, plan)
 
@@ -312,7 +337,7 @@ class Parts:
 _WHAT: Final = {
     "forward + backward": "PyTorch, no step",
     ALL_CORES: "from step() to the last write, nothing beside it",
-    "update alone": "the same on one core less than there are",
+    "update alone": "the same on the cores that updates have beside compute",
     "fetches alone": "all parameters copied once, on one core",
     "landings alone": "all gradients copied once, on one core",
     "norms alone": "of all gradients, on one core",
@@ -322,8 +347,8 @@ _WHAT: Final = {
 }
 
 
-def _rows(seconds: Mapping[str, list[float]], speculated: str, heat: _Heat) -> list[Row]:
-    """Those of one heat."""
+def _rows(seconds: Mapping[str, list[float]], speculated: str, heat: _Heat, threads: int) -> list[Row]:
+    """Those of one heat, in which ``threads`` update beside compute."""
     base = seconds["forward + backward"]
     alone = [name for name in seconds if name.endswith(" alone")]
     rounds = [Parts(*each) for each in zip(base, *(seconds[name] for name in alone), strict=True)] if alone else []
@@ -340,7 +365,7 @@ def _rows(seconds: Mapping[str, list[float]], speculated: str, heat: _Heat) -> l
         over = median(own - least for own, least in zip(taken, base, strict=True))
         said = [f"{1e3 * over:.1f} ms over forward and backward"]
         if rounds:
-            said.append(f"floor {_floor(rounds, name, own_slots=heat.own_slots, clipped=heat.clipped):.3f}")
+            said.append(f"floor {_floor(rounds, name, heat, threads):.3f}")
         if name == "speculative":
             said.append(speculated)
         # What every step is clipped to is known when backward has ended: the floor is above the target then.
@@ -350,12 +375,11 @@ def _rows(seconds: Mapping[str, list[float]], speculated: str, heat: _Heat) -> l
     return rows
 
 
-def _floor(rounds: Sequence[Parts], mode: str, *, own_slots: bool, clipped: bool) -> float:
+def _floor(rounds: Sequence[Parts], mode: str, heat: _Heat, threads: int) -> float:
     """The median over the rounds of the least seconds, over those of forward and backward."""
-    fetches = 1 if own_slots else 2 - SHARED_SLOTS / LAYERS
+    fetches = 1 if heat.own_slots else 2 - SHARED_SLOTS / LAYERS
 
     def floor(parts: Parts) -> float:
-        count, threads = cores(), cores_beside_compute()
-        return parts.floor(mode, clipped=clipped, fetches=fetches, layers=LAYERS, cores=count, threads=threads)
+        return parts.floor(mode, clipped=heat.clipped, fetches=fetches, layers=LAYERS, cores=cores(), threads=threads)
 
     return median(floor(parts) / parts.forward_backward for parts in rounds)

@@ -21,6 +21,7 @@ from benchmarks.fasthost.queued import Compute
 from forebay.arenas import arenas
 from forebay.budgets import Budget, DiskBudget
 from forebay.calls import Calls
+from forebay.machine import SPARED_CORES
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.runtime.blocks import find_blocks
@@ -140,12 +141,14 @@ def spread(model: nn.Module, share: float, *, first: bool = False) -> list[str]:
 
     Where updates take turns to run under backward and under the next forward, each has the time of its neighbours. With
     ``first`` it is the first of forward that is among them: it lands last and is wanted first, so that its update has
-    the time of the norm. That leaves the beginning of backward without an update, which has to have time to spare.
+    the time of the norm. The second one is not, which would be updated when the first has landed and has to wait. That
+    leaves the beginning of backward without an update, which has to have time to spare.
     """
     blocks = [block.name for block in find_blocks(model).model.blocks if block.gradient_nbytes]
     order = blocks if first else blocks[::-1]
     count = round(share * len(order))
-    return [order[number * len(order) // count] for number in range(count)]
+    # Half a distance later with ``first``, but for that one itself: places are rounded and not cut.
+    return [order[(2 * number * len(order) + first * count) // (2 * count)] for number in range(count)]
 
 
 def plan_by_hand(
@@ -156,14 +159,15 @@ def plan_by_hand(
     speculate: Sequence[str] = (),
     chunk: int,
     own_slots: bool = False,
+    spared: int = SPARED_CORES,
     disk: DiskBudget | None = None,
     reads: Calls | None = None,
     writes: Calls | None = None,
     disk_copies: int = 1,
 ) -> Plan:
     """``states`` is where the optimizer's live. ``chunk`` are the elements of an update job; ``overlap`` lets updates
-    run under the next forward. Every block streams through four slots, or with ``own_slots`` has one of its own, to
-    which nothing is fetched but what an update has changed."""
+    run under the next forward, where they leave ``spared`` cores to others. Every block streams through four slots, or
+    with ``own_slots`` has one of its own, to which nothing is fetched but what an update has changed."""
     blocks = find_blocks(model).model
     largest = max(block.nbytes for block in blocks.blocks)
     home = Tier.DEVICE if own_slots else Tier.HOST
@@ -175,6 +179,7 @@ def plan_by_hand(
         gradient_window=2 * largest,
         update_chunk=chunk,
         overlap_update=overlap,
+        spared_cores=spared,
         disk_reads=reads or Calls(),
         disk_writes=writes or Calls(),
         disk_copies=disk_copies,

@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from forebay.calls import Calls
 from forebay.errors import ConfigError
 
-__all__ = ["MACHINE_SCHEMA", "Curve", "Disk", "Link", "Machine"]
+__all__ = ["MACHINE_SCHEMA", "SPARED_CORES", "Curve", "Disk", "Link", "Machine"]
 
 MACHINE_SCHEMA = 2
+
+SPARED_CORES = 1
+"""Cores that updates leave to others where nothing is known of what the last one would bring them."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ class Machine:
 
     Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,
     ``update_elements`` the elements/s of updates that are known to differ from that, because the cores bind and not the
-    bytes, by ``forebay.states.update_kind``; ``pinned_capacity`` what may be page-locked (0: this device needs none).
+    bytes, by ``forebay.states.update_kind``; ``spared_cores`` how many of the host's cores updates beside compute are
+    better off without; ``pinned_capacity`` what may be page-locked (0: this device needs none).
 
     Sharing: ``duplex`` is the share of its rate that each direction of the h2d/d2h pair keeps while both are busy;
     ``shared_cores`` the share of its rate that compute loses while a host lane is busy (0 where the device has an
@@ -163,6 +167,7 @@ class Machine:
     disk: Disk | None = None
     op_seconds: Mapping[str, float] = field(default_factory=dict)
     update_elements: Mapping[str, float] = field(default_factory=dict)
+    spared_cores: int = SPARED_CORES
     sources: tuple[str, ...] = ()
     schema: int = MACHINE_SCHEMA
 
@@ -190,6 +195,8 @@ class Machine:
                 raise ConfigError(f"machine {self.name}: {name} must be more than 0, got {value}")
         if not self.compute:
             raise ConfigError(f"machine {self.name}: compute names no dtype")
+        if self.spared_cores < 0:
+            raise ConfigError(f"machine {self.name}: spared_cores must be 0 or more, got {self.spared_cores}")
         if not 0 < self.duplex <= 1 or not 0 <= self.shared_cores <= 1:
             raise ConfigError(
                 f"machine {self.name}: duplex is in (0, 1] and shared_cores in [0, 1], got {self.duplex} and "

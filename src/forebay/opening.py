@@ -136,7 +136,8 @@ def open_session(
         watch.adopt(buffer.untyped_storage())
     stash = Stash(device, watch, torch.device(device.name), store.depots, plan.streaming)
     # The lane of updates steps back too (``runtime.updates``).
-    team = Team(cores_beside_compute(), step_back) if plan.streaming.overlap_update else Team(cores())
+    spared = plan.streaming.spared_cores
+    team = Team(cores_beside_compute(spared), step_back) if plan.streaming.overlap_update else Team(cores())
     resources = Resources(device, watch, ledgers, store, pool, stash, team, owns_device=owns_device)
     if kept is not None:
         resources.locks[kept.path] = kept.lock

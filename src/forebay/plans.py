@@ -11,6 +11,7 @@ from forebay.budgets import Budget
 from forebay.calls import CHECKSUMS, Calls
 from forebay.errors import ConfigError
 from forebay.layout import PAGE
+from forebay.machine import SPARED_CORES
 from forebay.memory import Tier
 from forebay.treatments import Selection, Treatment
 
@@ -128,9 +129,10 @@ class Streaming:
     the bytes on the device through which blocks pass that are updated there and not at home there (``Update.DEVICE``):
     as many chunks at a time as it holds, beside the gradients that one of them widens. ``gradient_slots`` are buffers
     on the host (bytes each, largest first) through which the gradients of blocks pass that are updated in backward
-    (``Update.BACKWARD``). ``overlap_update`` lets the updates of later blocks run under the next forward.
-    ``delay_after`` (None: never) is the number of steps after which updates are delayed: that of a step then runs under
-    forward and backward of the next one, which see parameters without it, and so make other numbers.
+    (``Update.BACKWARD``). ``overlap_update`` lets the updates of later blocks run under the next forward, and beside
+    compute they have all cores of the host but ``spared_cores``. ``delay_after`` (None: never) is the number of steps
+    after which updates are delayed: that of a step then runs under forward and backward of the next one, which see
+    parameters without it, and so make other numbers.
     ``update_every`` (1: each step updates all blocks) is the number of steps in which every block that is not resident
     is updated once, in turns; its gradients are added up meanwhile, which makes other numbers.
     ``gradient_density`` (None: it goes as it is) is the share of the elements of a gradient that go to an update beside
@@ -155,6 +157,7 @@ class Streaming:
     update_chunk: int = 4 * 1024 * 1024
     update_window: int = 0
     overlap_update: bool = True
+    spared_cores: int = SPARED_CORES
     delay_after: int | None = None
     update_every: int = 1
     gradient_density: float | None = None
@@ -165,6 +168,8 @@ class Streaming:
             raise ConfigError(f"prefetch_distance must be 0 or more, got {self.prefetch_distance}")
         if self.update_chunk < 1024:
             raise ConfigError(f"update_chunk must be 1024 elements or more, got {self.update_chunk}")
+        if self.spared_cores < 0:
+            raise ConfigError(f"spared_cores must be 0 or more, got {self.spared_cores}")
         if self.disk_copies not in (1, 2):
             raise ConfigError(f"disk_copies must be 1 or 2, got {self.disk_copies}")
         self._check_changes()

@@ -131,7 +131,7 @@ def test_a_step_on_disk_has_a_floor_of_its_own() -> None:
 def test_longer_models_have_rows_of_their_own() -> None:
     heat = hidden._Heat(56, 2)
     seconds = {"forward + backward": [1.0, 2.0], "speculative": [1.02, 2.08], hidden.ALL_CORES: [0.5, 1.0]}
-    rows = {row.name: row for row in hidden._rows(seconds, "taken over", heat)}
+    rows = {row.name: row for row in hidden._rows(seconds, "taken over", heat, 1)}
     assert rows["update on all cores, 56 blocks"].ratios == (0.5, 0.5)
     long = rows["speculative, never, 56 blocks"]
     assert long.ratios == pytest.approx((1.02, 1.04)) and long.met is True

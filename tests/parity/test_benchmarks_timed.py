@@ -8,10 +8,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.fasthost.disk_step import STATE_BYTES
+from benchmarks.fasthost.engine import moved
 from benchmarks.fasthost.hidden import Parts
 from benchmarks.fasthost.queued import Compute, QueuedDevice
 from benchmarks.fasthost.stepped import ALWAYS, NEVER, Stepped
@@ -147,7 +149,21 @@ def test_what_is_updated_ahead_is_spread_over_the_model() -> None:
     model = TimedModel(8, TimedModel.WIDTH)
     assert spread(model, 3 / 8) == ["layers.7", "layers.5", "layers.2"]
     assert spread(model, 1.0) == [f"layers.{number}" for number in range(7, -1, -1)]
-    assert spread(model, 3 / 4, first=True) == [f"layers.{number}" for number in (0, 1, 2, 4, 5, 6)]
+    assert spread(model, 3 / 4, first=True) == [f"layers.{number}" for number in (0, 1, 3, 4, 5, 7)]
+    assert spread(model, 1.0, first=True) == [f"layers.{number}" for number in range(8)]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 200, 4096 + 17])
+def test_the_copy_engine_copies_wherever_bytes_begin(nbytes: int) -> None:
+    """Whole lines of the target go past the caches; what is before and behind is copied, and nothing around it is."""
+    moment = np.zeros(2, np.int64)
+    source = np.random.default_rng(0).integers(0, 256, nbytes + 128, np.uint8)
+    for here in (0, 1, 40):
+        for there in (0, 1, 40):
+            room = np.full(nbytes + 128, 7, np.uint8)
+            moved(room.ctypes.data + there, source.ctypes.data + here, nbytes, moment.ctypes.data)
+            assert np.array_equal(room[there : there + nbytes], source[here : here + nbytes])
+            assert (room[:there] == 7).all() and (room[there + nbytes :] == 7).all()
 
 
 def test_the_training_thread_waits_until_a_copy_can_be_issued() -> None:

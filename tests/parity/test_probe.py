@@ -26,7 +26,7 @@ from forebay.profiler.probe import cached, examine, nominal, probe
 from forebay.profiler.sharing import lost_share
 from forebay.profiler.stopwatch import in_turns, rate_within, span
 from forebay.profiler.transfer_rates import both_rates, curve_of
-from forebay.profiler.update_rates import UpdateTrial
+from forebay.profiler.update_rates import UpdateTrial, spared_by, spared_cores
 from forebay.timeline import Event, Lane
 from forebay.trace import Block, Parameter
 
@@ -264,12 +264,32 @@ def test_an_update_counts_the_bytes_that_a_program_counts() -> None:
     layout = state_layout(Block("b", (parameter,), ("b",), 4 * elements), ("exp_avg", "exp_avg_sq"), 4 * MiB)
     device = CpuDevice()
     try:
-        with UpdateTrial(device, elements, "float32") as trial:
+        with UpdateTrial(device, elements, "float32", 2) as trial:
             events = trial.step()
     finally:
         device.close()
     assert len(events) == len(layout.chunks) == 3
     assert sum(event.nbytes for event in events) == elements * (2 * 2 * 4 + 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("every", "less", "spared"),
+    [(1.08, 1.0, 1), (1.6, 1.0, 0), (16.0, 15.0, 1)],
+    ids=["memory binds", "cores bind", "one of many"],
+)
+def test_the_last_core_is_for_updates_where_it_is_worth_it(every: float, less: float, spared: int) -> None:
+    assert spared_by(every, less) == spared
+
+
+def test_a_core_alone_is_the_updates_own_too() -> None:
+    mine, device = os.sched_getaffinity(0), CpuDevice()
+    try:
+        assert spared_cores(device, SMALL) in (0, 1)
+        os.sched_setaffinity(0, {min(mine)})
+        assert spared_cores(device, SMALL) == 1
+    finally:
+        os.sched_setaffinity(0, mine)
+        device.close()
 
 
 @pytest.fixture

@@ -178,11 +178,14 @@ def test_a_plain_loop_with_clipping_is_made_ahead(run: Run) -> None:
 
 def test_updates_beside_compute_leave_a_core_to_others(run: Run) -> None:
     plan = speculating(NARROW, torch.float32, disk=False)
-    plan = at_home(plan, streaming=replace(plan.streaming, overlap_update=False))
-    waited = Run(NARROW, torch.float32, plan, None, None)
-    sizes = [prepared_session(each.model).resources.team.size for each in (run, waited)]
-    waited.close()
-    assert sizes == [cores_beside_compute(), cores()]
+    waited = at_home(plan, streaming=replace(plan.streaming, overlap_update=False))
+    crowded = at_home(plan, streaming=replace(plan.streaming, spared_cores=0))
+    others = [Run(NARROW, torch.float32, each, None, None) for each in (waited, crowded)]
+    sizes = [prepared_session(each.model).resources.team.size for each in (run, *others)]
+    for other in others:
+        other.close()
+    assert sizes == [cores_beside_compute(plan.streaming.spared_cores), cores(), cores()]
+    assert plan.streaming.spared_cores == 1
 
 
 def test_a_parameter_without_gradient_is_not_waited_for() -> None:

@@ -16,9 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from forebay.kernels.jit import part
+from forebay.kernels.native import copy_bytes
 from forebay.kernels.shares import BLOCK
 
-__all__ = ["drain", "lines_for", "place_in", "send"]
+__all__ = ["copy_past_caches", "drain", "lines_for", "place_in", "send"]
 
 _LINE: Final = 64
 _SLOT: Final = 4 * BLOCK
@@ -49,8 +50,8 @@ def lines_for(context: Any, slots: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _send(context: Any, source: Any, target: Any, nbytes: Any) -> Any:
-    """Copies ``nbytes`` from ``source``, where a line begins: past the caches if the target is lines too. Belongs to no
-    stream, like ``native.copy_bytes``."""
+    """Copies ``nbytes`` from ``source``: past the caches if the target is whole lines. Belongs to no stream, like
+    ``native.copy_bytes``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, target, nbytes = arguments
@@ -64,7 +65,7 @@ def _send(context: Any, source: Any, target: Any, nbytes: Any) -> Any:
                     here, there = (
                         builder.inttoptr(builder.add(base, at), _FLOATS.as_pointer()) for base in (source, target)
                     )
-                    stored = builder.store(builder.load(here, align=_LINE), there, align=_LINE)
+                    stored = builder.store(builder.load(here, align=1), there, align=_LINE)
                     stored.set_metadata("nontemporal", mark)
             with otherwise:
                 places = [builder.inttoptr(address, _I8.as_pointer()) for address in (target, source)]
@@ -88,6 +89,17 @@ def _drain(context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@part
+def copy_past_caches(source: Any, target: Any, nbytes: Any) -> None:
+    """Copies ``nbytes`` between two addresses; what is no whole line of the target, at its begin and end, as ever."""
+    head = min((_LINE - target % _LINE) % _LINE, nbytes)
+    whole = (nbytes - head) // _LINE * _LINE
+    copy_bytes(source, target, head)
+    _send(source + head, target + head, whole)
+    copy_bytes(source + head + whole, target + head + whole, nbytes - head - whole)
+    _drain()
 
 
 @part

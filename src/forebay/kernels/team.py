@@ -25,13 +25,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def cores_beside_compute() -> int:
-    """The cores for work that runs while a device computes: all but one, which is left to the thread that tells the
-    device what to do and to what brings it its bytes. One where there is no other.
-
-    Threads that move bytes wait for memory together: with one more of them each byte takes more of the cores' time.
+def cores_beside_compute(spared: int) -> int:
+    """The cores for work that runs while a device computes: all but those ``spared``, which are left to the thread that
+    tells the device what to do and to what brings it its bytes. One where there is no other.
     """
-    return max(1, cores() - 1)
+    return max(1, cores() - spared)
 
 
 @final

@@ -192,7 +192,7 @@ class Bench:
             planner=name,
             budget=self.problem.budget,
             placements=settled.placements,
-            streaming=settled.streaming,
+            streaming=self._on_cores(settled.streaming),
             device=self.device(draft),
             host=sizes.host,
             disk=sizes.disk,
@@ -212,6 +212,10 @@ class Bench:
                 *omissions(draft.streaming),
             ),
         )
+
+    def _on_cores(self, streaming: Streaming) -> Streaming:
+        machine = self.problem.machine
+        return streaming if machine is None else replace(streaming, spared_cores=machine.spared_cores)
 
     def timed(self, plan: Plan) -> Plan:
         """``plan`` with the seconds of its simulated step, where the problem says enough to simulate one."""

@@ -14,8 +14,9 @@ import torch
 from forebay.device import open_device
 from forebay.device.base import Device
 from forebay.errors import ConfigError, ModelError
+from forebay.kernels.team import cores_beside_compute
 from forebay.layout import PAGE
-from forebay.machine import Disk, Machine
+from forebay.machine import SPARED_CORES, Disk, Machine
 from forebay.profiler.company import Company
 from forebay.profiler.compute_rates import (
     arithmetic,
@@ -41,7 +42,7 @@ from forebay.profiler.pinning import memlock_limit, pinned_capacity, tries_with
 from forebay.profiler.sharing import shared_cores
 from forebay.profiler.stopwatch import CudaStopwatch, Stopwatch, WallStopwatch
 from forebay.profiler.transfer_rates import Transfers, duplex, host_bandwidth, link
-from forebay.profiler.update_rates import core_bound_rates, update_rate
+from forebay.profiler.update_rates import core_bound_rates, spared_cores, update_rate
 from forebay.tiers.arena import CudaPinner, NoPinner, Pinner
 from forebay.tiers.host import available_disk, available_host_memory
 from forebay.timeline import Lane
@@ -206,6 +207,9 @@ class _Here:
         remarks = [f"{self.name} does not multiply matrices of {dtype}" for dtype in found.refused]
         nbytes = min(self.effort.copy_sizes[-1], self.host // 8, capacity // 4) // PAGE * PAGE
         overhead = Overhead() if cuda else host_overhead(watch, effort())
+        # On ``cpu`` updates do not run beside compute, and have all cores (``opening``).
+        spared = spared_cores(device, effort()) if cuda else SPARED_CORES
+        threads = cores_beside_compute(spared) if cuda else len(self.cores)
         with Transfers(device, pinner, nbytes) as transfers:
             machine = Machine(
                 name=self.name,
@@ -217,7 +221,7 @@ class _Here:
                 compute=found.rates,
                 device_bandwidth=elementwise_bandwidth(device.name, watch, effort()),
                 host_bandwidth=host_bandwidth(transfers, effort()),
-                update_rate=update_rate(device, effort()),
+                update_rate=update_rate(device, effort(), threads),
                 # As the runtime asks for them: of parameters and activations inline, of gradients not.
                 h2d=link(transfers, Lane.H2D, effort(), inline=True),
                 d2h=link(transfers, Lane.D2H, effort()),
@@ -230,7 +234,8 @@ class _Here:
                 handover_seconds=overhead.handover,
                 replay_seconds=overhead.replay,
                 treat_seconds=overhead.treat,
-                update_elements=core_bound_rates(device, effort()),
+                update_elements=core_bound_rates(device, effort(), threads),
+                spared_cores=spared,
             )
         if not cuda:
             machine = replace(as_in_a_step(machine, lane_rates()), together_seconds=together_seconds())

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from forebay.device.base import Completion, Device
+from forebay.kernels.team import cores
 from forebay.profiler.effort import Effort, Layer
 from forebay.profiler.stopwatch import medians, rate_within
 from forebay.profiler.transfer_rates import Transfers
@@ -34,7 +35,7 @@ def shared_cores(transfers: Transfers, effort: Effort) -> float:
 
     The mean over a lane of copies and the lane of updates. ``transfers`` are those of a ``cpu`` device.
     """
-    with UpdateTrial(transfers.device, effort.update_elements, "float32") as update:
+    with UpdateTrial(transfers.device, effort.update_elements, "float32", cores()) as update:
         size = min(4 * MiB, transfers.nbytes)
         lanes: dict[Lane, Feed] = {
             Lane.H2D: lambda: transfers.queue(Lane.H2D, size, max(1, transfers.nbytes // size))[-1],

@@ -17,6 +17,7 @@ import torch
 from forebay.device.base import Completion, Device
 from forebay.kernels.team import Team, cores, cores_beside_compute
 from forebay.layout import STATE_ITEMSIZE, align, state_layout
+from forebay.machine import SPARED_CORES
 from forebay.memory import Kind, Ledger, Tier
 from forebay.optim.rules import AdamRule, LionRule, UpdateRule
 from forebay.plans import Placement, Streaming
@@ -34,7 +35,7 @@ from forebay.tiers.arena import HostArena
 from forebay.timeline import Event, Lane
 from forebay.trace import Block, Parameter
 
-__all__ = ["UpdateTrial", "core_bound_rates", "update_rate"]
+__all__ = ["UpdateTrial", "core_bound_rates", "spared_by", "spared_cores", "update_rate"]
 
 _NAME: Final = "weight"
 
@@ -50,6 +51,9 @@ _CORE_BOUND: Final[tuple[UpdateRule, ...]] = (
 _SHARE: Final = 4
 """The part of the elements of the AdamW trial that each of the others has: they are in memory at one time."""
 
+_WORTH: Final = 1.25
+"""Times as fast as without it: what the last core makes of updates that shall have it beside compute."""
+
 _NUMBERS: Final = MappingProxyType(
     {
         "lr": 1e-3,
@@ -64,9 +68,10 @@ _NUMBERS: Final = MappingProxyType(
 
 @final
 class UpdateTrial:
-    """One block of ``elements`` parameters of ``dtype`` on the host, its gradients and the states of ``rule``."""
+    """One block of ``elements`` parameters of ``dtype`` on the host, its gradients and the states of ``rule``, updated
+    by ``threads``."""
 
-    def __init__(self, device: Device, elements: int, dtype: str, rule: UpdateRule = _ADAMW) -> None:
+    def __init__(self, device: Device, elements: int, dtype: str, threads: int, rule: UpdateRule = _ADAMW) -> None:
         itemsize = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
         parameter = Parameter(_NAME, (elements,), (1,), dtype, elements * itemsize, 0, True)
         block = Block("probe", (parameter,), ("probe",), align(parameter.nbytes))
@@ -88,8 +93,7 @@ class UpdateTrial:
             MemoryHome(device, states, block.name),
             {_NAME: GradientBuffer(parameter, landed, landing)},
         )
-        # As many threads as a step has (``opening``): on ``cpu`` updates do not run beside compute.
-        self._team = Team(cores() if torch.device(device.name).type == "cpu" else cores_beside_compute())
+        self._team = Team(threads)
         self._updater = Updater(device, rule, work, self._team)
         self._steps = 0
         self._elements = elements
@@ -135,8 +139,34 @@ class UpdateTrial:
         return self._elements / span(self.step())
 
 
-def update_rate(device: Device, effort: Effort) -> float:
-    """Bytes/s of AdamW on the host, with the update lane to itself."""
+def spared_cores(device: Device, effort: Effort) -> int:
+    """How many cores updates that run beside compute leave to others: one, or none where the last one makes them so
+    much faster that it is of use to them for most of the time that it has.
+
+    Threads that move bytes wait for memory together: where it has little more for the last one, each byte takes more of
+    the cores' time, and what wants a core beside the updates gets it later.
+    """
+    if cores_beside_compute(SPARED_CORES) == cores():
+        return SPARED_CORES
+    elements = max(effort.update_elements // 2, 1)
+    with ExitStack() as opened:
+        trials = {
+            spared: opened.enter_context(
+                UpdateTrial(device, elements, effort.update_dtype, cores_beside_compute(spared))
+            )
+            for spared in (0, SPARED_CORES)
+        }
+        rates = medians({spared: trial.rate for spared, trial in trials.items()}, effort.rounds, effort.bound)
+    return spared_by(rates[0], rates[SPARED_CORES])
+
+
+def spared_by(every: float, less: float) -> int:
+    """The cores to spare where updates have a rate of ``every`` on all of them and of ``less`` on all but one."""
+    return 0 if every >= _WORTH * less else SPARED_CORES
+
+
+def update_rate(device: Device, effort: Effort, threads: int) -> float:
+    """Bytes/s of AdamW on the host by ``threads``, with the update lane to itself."""
     cold = ColdStopwatch()
 
     def after_compute() -> float:
@@ -144,12 +174,13 @@ def update_rate(device: Device, effort: Effort) -> float:
         cold.cool()
         return trial.rate()
 
-    with UpdateTrial(device, effort.update_elements, effort.update_dtype) as trial:
+    with UpdateTrial(device, effort.update_elements, effort.update_dtype, threads) as trial:
         return medians({"update": after_compute}, effort.rounds, effort.bound)["update"]
 
 
-def core_bound_rates(device: Device, effort: Effort) -> Mapping[str, float]:
-    """Elements/s of the updates that cores bind, by ``update_kind``, with the update lane to themselves."""
+def core_bound_rates(device: Device, effort: Effort, threads: int) -> Mapping[str, float]:
+    """Elements/s of the updates that cores bind, by ``update_kind``, by ``threads``, with the update lane to
+    themselves."""
     cold = ColdStopwatch()
 
     def after_compute(trial: UpdateTrial) -> float:
@@ -160,7 +191,7 @@ def core_bound_rates(device: Device, effort: Effort) -> Mapping[str, float]:
         elements = max(effort.update_elements // _SHARE, 1)
         trials = {
             update_kind(rule.state_names): opened.enter_context(
-                UpdateTrial(device, elements, effort.update_dtype, rule)
+                UpdateTrial(device, elements, effort.update_dtype, threads, rule)
             )
             for rule in _CORE_BOUND
         }
