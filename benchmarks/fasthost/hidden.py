@@ -32,8 +32,8 @@ bytes, but those that are read are in a cache; ``n``, of the norms, 2 bytes on o
   ``h = max(u, (t u + c) / k)``, since the cores have both to do.
 - ``speculative``: nothing but the first block, ``w + (g + u + c) / l``, as long as the cores have the time for all the
   work: ``max(u, (t u + fetches * c + g + n) / k)``. An update into another copy is counted as one in place.
-- ``always``: that of the mode, and before the updates every gradient is scaled: ``c / k``. ``speculative`` has that of
-  ``deferred``, since no update can begin before.
+- ``always``: that of the mode with updates that scale their gradients first: ``u + c / k`` for ``u``. ``speculative``
+  has that of ``deferred``, since no update can begin before.
 """
 
 from __future__ import annotations
@@ -324,14 +324,14 @@ class Parts:
     def floor(self, mode: str, *, clipped: bool, fetches: float, layers: int, cores: int, threads: int) -> float:
         """Seconds of a step in ``mode`` at the least; ``fetches`` are those of a block, ``threads`` those that
         update."""
-        w, u, c, g = self.forward_backward, self.update, self.fetches, self.landings
-        scaled = c / cores if clipped else 0.0
+        w, c, g = self.forward_backward, self.fetches, self.landings
+        u = self.update + (c / cores if clipped else 0.0)
         if mode == "plain":
-            return w + scaled + u + (g + c) / layers
+            return w + u + (g + c) / layers
         if mode == "speculative" and not clipped:
             return max(w + (g + u + c) / layers, u, (threads * u + fetches * c + g + self.norms) / cores)
         hidden = max(w / 3 + (u + c) / layers, max(u, (threads * u + c) / cores) + w / 3 / layers)
-        return 2 * w / 3 + g / layers + scaled + hidden
+        return 2 * w / 3 + g / layers + hidden
 
 
 _WHAT: Final = {

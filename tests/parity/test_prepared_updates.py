@@ -83,7 +83,8 @@ def test_an_update_that_is_ready_asks_torch_for_nothing(tmp_path: Path) -> None:
                 state.prepared.clear()
                 state.prepared.update(dict.fromkeys(range(KEPT * CHUNKS), lambda step, group: None))
             with Ops() as ops:
-                session.stepping._updater.run_chunk(state, chunk, loan, states, {name: Task(7, group)}, landed)
+                task = {name: Task(7, group)}
+                session.stepping._updater.run_chunk(state, chunk, loan, states, task, landed, {name: 0.5})
             assert (ops.count == 0) is made_ready
         assert len(state.prepared) == 1
     finally:

@@ -96,9 +96,8 @@ def _by_kernel(
 ) -> None:
     # numba takes a third of a second to import: not before there is something to update.
     from forebay.kernels.adafactor import AdafactorStep, Matrix, update_matrix, update_vector
-    from forebay.kernels.native import Form
+    from forebay.optim.launching import FORMS
 
-    forms = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
     eps1, eps2 = _epsilons(numbers)
     others = {name: float(numbers[name]) for name in ("lr", "beta2_decay", "d", "weight_decay")}
     step = AdafactorStep(int(state["step"]), eps1=eps1, eps2=eps2, **others)
@@ -108,9 +107,9 @@ def _by_kernel(
         rows,
         parameter.numel() // rows,
         gradient.data_ptr(),
-        forms[gradient.dtype],
+        FORMS[gradient.dtype],
         parameter.data_ptr(),
-        forms[parameter.dtype],
+        FORMS[parameter.dtype],
         wide.data_ptr(),
     )
     if parameter.dim() == 2:

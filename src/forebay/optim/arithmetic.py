@@ -209,14 +209,13 @@ class KernelArithmetic(Arithmetic):
 
     def __init__(self, rule: KernelRule, team: Team) -> None:
         # numba takes a third of a second to import: not before there is something to update.
-        from forebay.kernels.native import Form
-        from forebay.optim.launching import chooser_of, left_alone
+        from forebay.optim.launching import FORMS, chooser_of, left_alone
 
         self._team = team
         self._choose, self._columns = chooser_of(rule)
         self._left_alone = partial(left_alone, rule)
         self._states = tuple(form_of(state) for state in rule.state_names)
-        self._forms = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
+        self._forms = FORMS
 
     def prepared(self, parts: Sequence[Part]) -> Prepared:
         alike: dict[_Alike, list[list[int]]] = defaultdict(list)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
 
 from forebay.kernels import adam, adam_low, lion, sgd
 from forebay.kernels.native import Apart, Form
 from forebay.optim.rules import AdamRule, LionRule, SgdRule
 from forebay.states import plain_name
 
-__all__ = ["Choose", "Launch", "chooser_of", "left_alone"]
+__all__ = ["FORMS", "Choose", "Launch", "chooser_of", "left_alone"]
 
 Launch = Callable[[Any, int, int], float]
 """A kernel for given hyperparameters: called with rows, the counter from which it takes shares, and their number. A
@@ -18,6 +21,10 @@ counter of 0 and 1 share: all of it."""
 
 Choose = Callable[[Form, Form, Apart, int, Mapping[str, Any]], Launch]
 """The kernel for a parameter's form, a gradient's form, what is written apart, a step and a group."""
+
+
+FORMS: Final = MappingProxyType({torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16})
+"""How values of a dtype lie, for those that kernels read."""
 
 
 def chooser_of(rule: AdamRule | LionRule | SgdRule) -> tuple[Choose, tuple[str, ...]]:

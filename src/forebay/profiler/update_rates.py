@@ -25,7 +25,7 @@ from forebay.profiler.effort import Effort
 from forebay.profiler.stopwatch import ColdStopwatch, medians, span
 from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
-from forebay.runtime.gradients import GradientBuffer
+from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.homes import MemoryHome
 from forebay.runtime.landing import Landing
 from forebay.runtime.tensors import dtype_of

@@ -10,7 +10,7 @@ from forebay.layout import gradient_offsets, residual_offsets, state_layout
 from forebay.plans import Placement, Streaming, Update
 from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
 from forebay.runtime.deferred import Deferred
-from forebay.runtime.gradients import GradientBuffer
+from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.landing import Landing
 from forebay.runtime.places import Places
 from forebay.runtime.sparse import residuals_in

@@ -13,7 +13,7 @@ from forebay.layout import MASTER, Chunk, Piece, StateLayout, needs_master
 from forebay.optim.arithmetic import Prepared
 from forebay.plans import Placement
 from forebay.runtime.deferred import Deferred
-from forebay.runtime.gradients import GradientBuffer
+from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.holds import Alternate, Hold, Outcome
 from forebay.runtime.homes import Home
 from forebay.runtime.tensors import state_view

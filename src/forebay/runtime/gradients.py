@@ -9,144 +9,23 @@ runs on a copy on the device. (design.md, mechanism 4.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Final, final
+from math import isfinite
+from typing import Any, final
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from forebay.device.base import Completion
-from forebay.device.lanes import dependency_failure
-from forebay.errors import ForebayError, GradientUsedUp, UsageError
-from forebay.runtime.deferred import Deferred
-from forebay.runtime.landing import Landing
-from forebay.runtime.norms import Norms
-from forebay.runtime.tensors import flat, shaped
-from forebay.trace import Parameter
+from forebay.errors import UsageError
+from forebay.optim.scaling import SCALABLE
+from forebay.runtime.gradient_buffer import GradientBuffer
 
-__all__ = ["GradientBuffer", "LandedGradient", "host_copy"]
-
-
-@final
-class GradientBuffer:
-    """The landed bytes of one parameter's gradient: ``host`` (1-D, the parameter's dtype) in the gradient arena. None:
-    it has a place there only from ``lend`` until it is used up.
-
-    ``arrived`` is the last job that writes the bytes, ``read_by`` the update that reads them. ``generation`` counts
-    the gradients that have landed here: a wrapper that somebody kept must not pass the next one off as its own.
-    ``version`` is raised by whatever may change the bytes: who has read them at one version knows them until the next.
-    ``landings`` counts what has landed since the buffer was empty, or zeroed, or an optimizer step took what was there.
-    ``deferred`` is the update that is going to read the bytes and is not queued yet. ``waiting``: a step has taken what
-    has landed, and its update is still to come (``runtime.waiting``). ``adds_up``: what has landed is a sum with what
-    had waited.
-    """
-
-    def __init__(
-        self, parameter: Parameter, host: torch.Tensor | None, landing: Landing, deferred: Deferred | None = None
-    ) -> None:
-        self.parameter = parameter
-        self._host = host
-        self._whole: torch.Tensor | None = None
-        self.passes: Final = host is None
-        self._free: tuple[Completion, ...] = ()
-        self.arrived: Completion | None = None
-        self.read_by: Completion | None = None
-        self.generation = 0
-        self.version = 0
-        self.landings = 0
-        self.waiting = self.adds_up = False
-        self._landing = landing
-        self._deferred = deferred or Deferred()
-        # Where others' gradients land next, nothing may read a norm behind the update's back.
-        self._norms = Norms(landing.device if landing.norms_ahead and not self.passes else None)
-
-    @property
-    def host(self) -> torch.Tensor:
-        """The landed bytes. Raises ``GradientUsedUp`` where they have no place."""
-        if self._host is None:
-            raise self.gone()
-        return self._host
-
-    @property
-    def whole(self) -> torch.Tensor:
-        """The landed bytes in the shape of the parameter: one view for as long as they have their place."""
-        if self._whole is None:
-            self._whole = shaped(self.host, self.parameter)
-        return self._whole
-
-    def gone(self) -> ForebayError:
-        """What is said to whoever asks for a gradient that is no longer here."""
-        if self.passes:
-            return GradientUsedUp(
-                f"the gradient of {self.parameter.name} was used up: its block is updated in backward, so that nobody "
-                f"can clip, read or add to it; call optimizer.step() and optimizer.zero_grad(), which sets it to None, "
-                f"after every backward, or prepare the model with update='step'"
-            )
-        return ForebayError(
-            f"this gradient of {self.parameter.name} is that of an earlier backward and its bytes were overwritten by "
-            f"the next; to keep a gradient, clone() it before zero_grad()"
-        )
-
-    def lend(self, host: torch.Tensor, free: tuple[Completion, ...]) -> None:
-        """The gradient has its place at ``host``, whose last reader is done when ``free`` are."""
-        self._host, self._free, self._whole = host, free, None
-
-    def use_up(self) -> None:
-        """The update that reads the bytes is queued; their place is another's from now on, behind that update."""
-        self._host, self._free, self._whole = None, (), None
-        self.arrived = self.read_by = None
-        self.landings = 0
-        self.generation += 1  # who holds the gradient must not take the next one's bytes for it
-
-    def land(self, gradient: torch.Tensor) -> None:
-        """Replaces the landed bytes by ``gradient``."""
-        self._before_write()
-        self.generation += 1
-        self.landings = 1
-        source = flat(gradient, self.parameter)
-        self._arrives(self._landing.copy(self.host, source, self.parameter.name, self._free))
-
-    def accumulate(self, gradient: torch.Tensor) -> None:
-        """Adds ``gradient`` to the landed bytes, in the parameter's dtype as autograd would on the device."""
-        self._before_write()
-        self.landings += 1
-        source = flat(gradient, self.parameter)
-        self._arrives(self._landing.accumulate(self.host, source, self.parameter.name))
-
-    def norm(self, op: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
-        """``op(gradient, *args)``, a norm of what has landed."""
-        self.settle()
-        return self._norms.of(self.whole, self.landings, self.version, op, args)
-
-    def settle(self) -> None:
-        """Waits until the landed bytes are there."""
-        if self.arrived is not None:
-            self.arrived.wait()
-            self.arrived = None
-
-    def settle_for_write(self) -> None:
-        """Like ``settle``, for a caller that is going to change them."""
-        self._before_write()
-        self.settle()
-
-    def _arrives(self, arrived: Completion) -> None:
-        self.arrived = arrived
-        self._norms.landed(self.whole, self.landings, self.version, arrived, self.parameter.name)
-
-    def _before_write(self) -> None:
-        self.version += 1
-        self._norms.settle()
-        self._deferred.now()
-        # An update, that of the last step or one ahead of the next, may not have read these bytes yet. One that failed
-        # reads nothing more: its error is for whoever needs what it should have made, not for a gradient that lands.
-        if self.read_by is not None:
-            dependency_failure(self.read_by)
-            self.read_by = None
+__all__ = ["LandedGradient", "host_copy"]
 
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-_IN_PLACE_SCALE = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar})
+_MULTIPLIES = frozenset({aten.mul_.Tensor, aten.mul_.Scalar})
+_IN_PLACE_SCALE = _MULTIPLIES | {aten.div_.Tensor, aten.div_.Scalar}
 _NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim})
 
 
@@ -314,17 +193,32 @@ def _can_accumulate(gradient: LandedGradient, value: Any) -> bool:
 def _scale(func: Any, gradient: LandedGradient, factor: Any) -> LandedGradient:
     """Multiplies or divides in place. By exactly 1, which clipping does where there is nothing to clip, changes no bit
     of a real number: then nothing is written, and an update that has read the gradient has read the right one."""
-    if gradient.is_floating_point() and _is_one(factor):
+    number = _number_of(factor)
+    if gradient.is_floating_point() and number == 1:
         gradient._expect_current()  # one that is out of date is refused all the same
+    elif func in _MULTIPLIES and _is_plain(number) and _can_wait(gradient):
+        gradient.buffer.scale(float(number))
     else:
         func(gradient.writable(), factor.cpu() if isinstance(factor, torch.Tensor) else factor)
     return gradient
 
 
-def _is_one(factor: Any) -> bool:
+def _number_of(factor: Any) -> Any:
+    """The number that all elements are multiplied by; None where each has its own."""
     if isinstance(factor, torch.Tensor):
-        return factor.dim() == 0 and bool(factor.item() == 1)
-    return bool(factor == 1)
+        return factor.item() if factor.dim() == 0 else None
+    return factor
+
+
+def _is_plain(number: Any) -> bool:
+    """Whether it is real, finite and not 0: what clipping makes of gradients that are finite. Of others torch makes NaN
+    in several ways, by where an element lies, and those are its own."""
+    return isinstance(number, int | float) and number != 0 and isfinite(number)
+
+
+def _can_wait(gradient: LandedGradient) -> bool:
+    """Whether the update can multiply it: all that has landed, of a dtype that it knows how to."""
+    return gradient.dtype in SCALABLE and gradient.stands_for(gradient.buffer)
 
 
 def _one_by_one(func: Any, args: Any) -> None:
@@ -342,7 +236,7 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
     copies: list[tuple[LandedGradient, torch.Tensor]] = []
 
     def materialise(gradient: LandedGradient) -> torch.Tensor:
-        if func is _UNSCALE and gradient.buffer.adds_up and not _is_one(args[2]):
+        if func is _UNSCALE and gradient.buffer.adds_up and _number_of(args[2]) != 1:
             raise UsageError(
                 f"this plan updates blocks in turns: the gradient of {gradient.buffer.parameter.name} is a sum with "
                 f"that of steps before, which a GradScaler has unscaled already; train in bfloat16, or without a "
@@ -368,7 +262,7 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _changed(func: Any, args: Any, kwargs: Any) -> set[int]:
     """The ``id`` of every landed gradient that ``func`` writes to; one that is only read has not changed."""
-    if func is _UNSCALE and _is_one(args[2]):
+    if func is _UNSCALE and _number_of(args[2]) == 1:
         return set()  # a scale of exactly 1, as in ``_scale``; the check has been made
     parameters = func._schema.arguments
     given = [*zip((p for p in parameters if not p.kwarg_only), args, strict=False)]

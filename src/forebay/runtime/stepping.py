@@ -14,7 +14,8 @@ from forebay.errors import ModelError
 from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.delay import Delay
-from forebay.runtime.gradients import GradientBuffer, LandedGradient
+from forebay.runtime.gradient_buffer import GradientBuffer
+from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.in_backward import BackwardUpdates
 from forebay.runtime.measure import Measurement
 from forebay.runtime.speculation import Speculation, SpeculationPolicy

@@ -14,6 +14,7 @@ from forebay.kernels.team import Team
 from forebay.layout import Cell, Chunk, Piece, untrained_nbytes
 from forebay.optim.arithmetic import Arithmetic, Prepared, TorchArithmetic, copied, host_arithmetic
 from forebay.optim.rules import UpdateRule
+from forebay.optim.scaling import Span, multiply
 from forebay.priority import step_back
 from forebay.runtime.applying import (
     Copy,
@@ -84,6 +85,7 @@ class Updater:
         loan = source.parameters.check_out(0, source.parameters.nbytes, f"read {block.name}", target.parameters)
         # Where they are now: by the time that a job runs, the gradients of the next step may have another place.
         gradients = {name: state.gradients[name].host for name in tasks}
+        factors = self._factors(state, tasks)
         read: Completion | None = None
         done: Completion | None = None
         for number, chunk in enumerate(state.layout.chunks):
@@ -98,7 +100,7 @@ class Updater:
                 along = 2 * untrained_nbytes(block) if loan.apart and done is None else 0
                 read = done = self._device.submit(
                     Lane.UPDATE,
-                    partial(self.run_chunk, state, chunk, loan, states, tasks, gradients),
+                    partial(self.run_chunk, state, chunk, loan, states, tasks, gradients, factors),
                     after=(*arrived, *loan.ready, *states.ready),
                     nbytes=state.layout.touched(chunk) + along,
                     what=f"update {block.name}",
@@ -109,9 +111,21 @@ class Updater:
             target.parameters.check_in(loan, 0, done, f"write {block.name}")
             for name in tasks:
                 state.gradients[name].read_by = read
+                if name in factors:
+                    state.gradients[name].multiplied_by(done)
             if target is not source and into is None:
                 state.turn()
         return done
+
+    def _factors(self, state: BlockState, tasks: Mapping[str, Task]) -> Mapping[str, float]:
+        """What the jobs of a block's update at home multiply gradients by, in place, before they read them. An update
+        elsewhere finds them multiplied."""
+        due = {name: state.gradients[name] for name in tasks}
+        if state.streamed is not None:
+            for gradient in due.values():
+                gradient.multiply()
+            return {}
+        return {name: gradient.factor for name, gradient in due.items() if gradient.factor is not None}
 
     def _in_cell(
         self,
@@ -153,15 +167,20 @@ class Updater:
         states: Checkout,
         tasks: Mapping[str, Task],
         gradients: Mapping[str, torch.Tensor],
+        factors: Mapping[str, float],
     ) -> None:
         """The job of ``submit``: updates one chunk on the host, whose ``states`` these are; ``loan`` are the parameters
-        of the block, ``gradients`` the landed ones of those in ``tasks``. Runs in the update lane's thread."""
+        of the block, ``gradients`` the landed ones of those in ``tasks``, which are multiplied by ``factors`` first.
+        Runs in the update lane's thread."""
         # Once: the lane has one thread. Updates take all cores there are, and the model's own Python goes first, which
         # tells the device what to do; so do copies where the device's memory is the host's.
         begin, self._begin = self._begin, _nothing
         begin()
         if loan.apart or states.apart:
             self._take_along(state, chunk, loan, states, tasks)
+        if factors:
+            due = [(piece, piece.parameter.name) for piece in chunk.pieces if piece.parameter.name in factors]
+            multiply(self._team, [Span(gradients[name], p.start, p.stop, factors[name]) for p, name in due])
         for task, pieces in batches(chunk, tasks):
             self._prepared(state, chunk, loan, states, pieces, gradients)(task.step, task.group)
 

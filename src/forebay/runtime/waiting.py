@@ -19,7 +19,7 @@ import torch
 
 from forebay.errors import UsageError
 from forebay.runtime.blockstate import BlockState
-from forebay.runtime.gradients import GradientBuffer
+from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.scheduling.rounds import Rounds
 
 __all__ = ["Waiting"]
