@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from forebay.checking import check
 from forebay.errors import ConfigError, DeviceOutOfMemory
-from forebay.lowering import device_bound, lower
+from forebay.lowering import device_bound, lower, sketch
 from forebay.memory import Kind, Tier
-from forebay.plans import Placement, Plan
-from forebay.program import Action, Change, Program, Verb
+from forebay.plans import Placement, Plan, Update
+from forebay.program import Action, Change, Program, Sketch, Verb
 from forebay.simulation import play, simulate
 from forebay.timeline import Lane
-from forebay.trace import Trace
+from forebay.trace import Phase, Trace
 from tests.null.simulating import MACHINE
 from tests.null.strategies import RESIDENT, Case, cases, plan_for, roomy, roomy_machine
 from tests.null.synthetic import block
@@ -246,3 +246,27 @@ def test_states_on_disk_are_read_while_others_are_written() -> None:
     check(trace, machine, plan)
     writes = [e for e in simulate(trace, machine, plan).events if e.lane is Lane.DISK_WRITE][-16:]
     assert writes[-1].end - writes[0].start == pytest.approx(sum(e.end - e.start for e in writes))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(0, 1 << 16))
+def test_gradients_that_land_together_are_the_same_bytes_in_fewer_parts(case: Case, together: int) -> None:
+    """Of each backward visit the last part of a block may be smaller than asked for, and no other."""
+    each = sketch(case.trace, case.plan)
+    assert each == sketch(case.trace, case.plan, together=0)
+    gathered = landings(sketch(case.trace, case.plan, together=together))
+    visits = sum(visit.phase is Phase.BACKWARD for visit in case.trace.visits)
+    assert gathered.keys() == landings(each).keys()
+    for key, parts in landings(each).items():
+        assert sum(gathered[key]) == sum(parts) and len(gathered[key]) <= len(parts)
+        if not case.plan.updated(Update.BACKWARD):
+            assert sum(part < together for part in gathered[key]) <= visits
+
+
+def landings(program: Sketch) -> dict[tuple[int, str], list[int]]:
+    """Bytes that land, by step and block."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for action in program.actions:
+        if action.verb in (Verb.LAND, Verb.ACCUMULATE):
+            found.setdefault((action.step, action.block), []).append(action.nbytes)
+    return found

@@ -61,16 +61,17 @@ class Liveness:
         return self._profiles[key]
 
     def stages(
-        self, recompute: Iterable[str], activations: tuple[Selection, ...], hosted: frozenset[str]
+        self, recompute: Iterable[str], activations: tuple[Selection, ...], hosted: frozenset[str], together: int = 0
     ) -> Sequence[Stage]:
-        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave. Some of the
-        latest are kept: plans that differ in windows or updates alone have the same."""
-        key = frozenset(recompute), activations, hosted
+        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave, so many
+        bytes ``together`` (``Stages``). Some of the latest are kept: plans that differ in windows or updates alone have
+        the same."""
+        key = frozenset(recompute), activations, hosted, together
         stages = self._stages
         if key not in stages:
             while len(stages) >= STAGES:
                 del stages[next(iter(stages))]
-            stages[key] = Stages(self.index, self.profile(recompute, activations), hosted).all()
+            stages[key] = Stages(self.index, self.profile(recompute, activations), hosted, together).all()
         return stages[key]
 
     def _transit(self, recompute: frozenset[str], activations: tuple[Selection, ...]) -> Transit:

@@ -52,16 +52,26 @@ def lower(
     )
 
 
-def sketch(trace: Trace, plan: Plan, *, micro_batches: int = 1, liveness: Liveness | None = None) -> Sketch:
-    """``lower`` for who asks for nothing but seconds. Raises what that raises."""
+def sketch(
+    trace: Trace, plan: Plan, *, micro_batches: int = 1, liveness: Liveness | None = None, together: int = 0
+) -> Sketch:
+    """``lower`` for who asks for nothing but seconds. For who only compares, gradients of a block land as one until
+    they have ``together`` bytes, where no update in backward waits for each. Raises what ``lower`` raises."""
     recorder = Recorder(in_step_with_compute=trace.device == "cpu", sketching=True)
-    slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness)
+    together = 0 if plan.updated(Update.BACKWARD) else together
+    slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness, together)
     every = plan.streaming.update_every
     return Sketch(tuple(recorder.outlines), slots, done, micro_batches, plan.streaming.checksums, min(done, every))
 
 
 def _walked(
-    trace: Trace, plan: Plan, recorder: Recorder, steps: int | None, micro_batches: int, liveness: Liveness | None
+    trace: Trace,
+    plan: Plan,
+    recorder: Recorder,
+    steps: int | None,
+    micro_batches: int,
+    liveness: Liveness | None,
+    together: int = 0,
 ) -> tuple[tuple[int, ...], Arenas, int]:
     """Writes the steps into ``recorder``. Returns the bytes of the slots, the arenas and the number of steps."""
     if micro_batches < 1 or (steps is not None and steps < 1):
@@ -77,7 +87,7 @@ def _walked(
             f"a plan with accumulates=False takes one backward a step, got {micro_batches}; plan with accumulates=True"
         )
     sizes = arenas_of(trace.model, plan, trace.state_names)
-    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder)
+    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, together)
     done, before, after = 0, None, walker.state()
     # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.
     settling, left_of_round = True, plan.streaming.update_every - 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from forebay.lowering.arrangement import Run
@@ -68,9 +68,13 @@ class Stage:
 
 @final
 class Stages:
-    """Finds what the runtime will do in each run of ``profile``; ``hosted`` are the blocks that are not resident."""
+    """Finds what the runtime will do in each run of ``profile``; ``hosted`` are the blocks that are not resident.
 
-    def __init__(self, index: TraceIndex, profile: Profile, hosted: Collection[str]) -> None:
+    Gradients of a block are taken for one until they have ``together`` bytes: as if they left when the last of them is
+    made. With 0 each leaves by itself, as it does.
+    """
+
+    def __init__(self, index: TraceIndex, profile: Profile, hosted: Collection[str], together: int = 0) -> None:
         trace = self._trace = index.trace
         self._index = index
         self._runs = profile.runs
@@ -85,6 +89,7 @@ class Stages:
         after = (position + 1 for position in (*self._made, *self._dropped))
         self._at = sorted({*after, *self._asked, *skipped})  # where compute may be cut
         self._hosted = hosted
+        self._together = together
         self._held = {b.name: b.modules for b in trace.model.blocks if b.held and b.name in hosted}
         self._modules = {b.name: b.modules for b in trace.model.blocks}
         self._order = {b.name: i for i, b in enumerate(trace.model.blocks)}
@@ -146,10 +151,11 @@ class Stages:
                 asked[op].append(block)
         leaving: dict[int, list[Landing]] = defaultdict(list)
         kept: dict[int, int] = defaultdict(int)
-        for done in self._index.completed[run.visit]:
-            if self._leaves(done):
-                leaving[done.op - run.first_op].append(self._landing(done))
-            elif self._last[done.root] == done and done.root in self._index.roots:
+        completed = self._index.completed[run.visit]
+        for done, landing in self._landings([done for done in completed if self._leaves(done)]):
+            leaving[done.op - run.first_op].append(landing)
+        for done in completed:
+            if not self._leaves(done) and self._last[done.root] == done and done.root in self._index.roots:
                 kept[done.op - run.first_op] += self._index.roots[done.root].nbytes
         return tuple(
             Stop(run.position + op, tuple(asked.get(op, ())), tuple(leaving.get(op, ())), kept.get(op, 0))
@@ -171,6 +177,21 @@ class Stages:
             if leaving or asked or skips or (before and at - 1 in self._dropped):
                 cuts.append(Cut(at, tuple(leaving), tuple(asked)))
         return tuple(cuts)
+
+    def _landings(self, leaving: Sequence[Completed]) -> Iterator[tuple[Completed, Landing]]:
+        """The landings of one run, ``leaving`` in the order in which they are made, each with its last gradient."""
+        last = {self._index.blocks[done.parameter]: done for done in leaving}
+        before: dict[str, Landing] = {}
+        for done in leaving:
+            landing = self._landing(done)
+            gathered = before.pop(landing.block, None)
+            if gathered is not None:
+                frees = gathered.frees + landing.frees
+                landing = replace(landing, nbytes=gathered.nbytes + landing.nbytes, frees=frees)
+            if landing.nbytes >= self._together or last[landing.block] is done:
+                yield done, landing
+            else:
+                before[landing.block] = landing
 
     def _leaves(self, done: Completed) -> bool:
         return self._index.blocks[done.parameter] in self._hosted

@@ -41,9 +41,11 @@ TRAINING = "training"
 @final
 class Walker:
     """Writes the steps of one plan into ``recorder``. In a sketch compute does not say what it takes and leaves on the
-    device."""
+    device, and gradients of a block may land ``together`` (``Stages``)."""
 
-    def __init__(self, trace: Trace, plan: Plan, liveness: Liveness, sizes: Arenas, recorder: Recorder) -> None:
+    def __init__(
+        self, trace: Trace, plan: Plan, liveness: Liveness, sizes: Arenas, recorder: Recorder, together: int = 0
+    ) -> None:
         self._trace = trace
         self._plan = plan
         self._recorder = recorder
@@ -51,7 +53,7 @@ class Walker:
         self.homes = Homes(trace, plan, sizes, recorder)
         self._treated = frozenset(block for selection in plan.activations for block in selection.blocks)
         self._hosted = {p.block for p in plan.placements if not p.resident}
-        self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted))
+        self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted), together)
         streaming = plan.streaming
         self.pool = SlotPool(
             recorder,

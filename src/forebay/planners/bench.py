@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import final
 
 from forebay.arenas import Arenas, Sizer
@@ -18,7 +19,7 @@ from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.in_backward import passed
 from forebay.planners.known import Known
-from forebay.planners.parts import Draft, delays, omissions, recomputable, slot_options, turns
+from forebay.planners.parts import RESIDENT, Draft, Level, delays, omissions, recomputable, slot_options, turns
 from forebay.planners.problem import Problem
 from forebay.plans import Plan, Streaming, Update
 from forebay.program import Outline, Program, Sketch
@@ -34,7 +35,7 @@ SIMULATIONS = 40
 """Simulations that one search may take at most: what a search costs is counted, not timed, so that the same problem
 always gives the same plan."""
 
-ACTIONS = 40_000
+ACTIONS = 30_000
 """Of long programs fewer: a search ends when those that it simulated have so many actions together. An action costs
 some 25 microseconds, so this bounds the time too."""
 
@@ -53,6 +54,9 @@ LONG = 160
 CHUNKS = 500
 """Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
 
+LANDINGS = 250
+"""Landings of gradients in a simulated step of a model of many more, beside the last one of each block."""
+
 
 @final
 class Bench:
@@ -68,6 +72,7 @@ class Bench:
         self._last_actions = 0
         self.liveness = self.known.liveness
         self._elements = sum(b.trainable_numel for b in self.model.blocks)
+        self._gradients = sum(b.gradient_nbytes for b in self.model.blocks)
         self._seconds: dict[Draft, float] = {}
         self._exact: dict[Draft, Forecast] = {}
         self._proofs: dict[Draft, DoesNotFit | PlanInvalid | None] = {}
@@ -234,8 +239,8 @@ class Bench:
         """Seconds of a step of ``draft`` that is like all that follow. Raises ``ConfigError`` for a problem without a
         trace.
 
-        Updates of a large model are taken in fewer and larger chunks than they run in, which is what most of a
-        simulation would go into; ``exact`` takes them as they are.
+        Updates of a large model are taken in fewer and larger chunks than they run in, and gradients of a block land in
+        fewer and larger parts, which is what most of a simulation would go into; ``exact`` takes them as they are.
         """
         if draft not in self._seconds:
             paced = self.known.paced.get(draft)
@@ -255,7 +260,7 @@ class Bench:
         known = self.known
         if draft not in known.sketches:
             coarse = replace(self.plan("", draft), streaming=self.coarse(draft))
-            program = sketch(self.costs.trace, coarse, liveness=self.liveness)
+            program = sketch(self.costs.trace, coarse, liveness=self.liveness, together=self._gradients // LANDINGS)
             score = Score.of(program, self.costs, settled=not draft.streaming.overlap_update)
             known.keep(draft, program, score)
         return known.sketches[draft]
@@ -332,7 +337,7 @@ class Bench:
         gradients = sum(b.gradient_nbytes for b, _ in hosted)
         moved = 0 if self.liveness is None else sum(moved_nbytes(self.liveness.index, draft.activations))
         lanes = [
-            self._compute_seconds(draft),
+            self.computing(draft) + sum(map(self._updating.__getitem__, draft.resident)),
             (trained + moved) / machine.h2d.curve.best,
             gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
             2 * sum(sizer.state_nbytes(b.name) for b, p in hosted if p.update not in there) / self.costs.update_rate,
@@ -344,13 +349,20 @@ class Bench:
             lanes += [written / link.curve.best for link in (machine.disk.read, machine.disk.write)]
         return max(lanes)
 
-    def _compute_seconds(self, draft: Draft) -> float:
-        """Seconds of the trace's ops and of those that ``draft`` runs again."""
+    def computing(self, draft: Draft | Level) -> float:
+        """Seconds of the trace's ops and of those that run again, whatever is where."""
         if self._op_seconds is None:
             self._op_seconds = sum(self.costs.work(op.work).seconds for _, _, op in self.costs.trace.ops())
         if self.liveness is None:
             return self._op_seconds
         return self._op_seconds + again_seconds(self.costs, self.liveness.index, draft.recompute, draft.activations)
+
+    @cached_property
+    def _updating(self) -> Mapping[str, float]:
+        """Seconds of compute that the update of each block takes where it stays on the device."""
+        groups = () if self.chain is None else self.chain.groups
+        seconds = {group: next(h.use.backward for h in group.homes if h.tiers == RESIDENT) for group in groups}
+        return {block: seconds[group] for group in groups for block in group.blocks}
 
     @property
     def chain(self) -> Chain | None:
