@@ -75,7 +75,7 @@ class StorageLedger(Watch):
         self._active = False
         self._mode: Mode = BesideCompiled(self.through) if beside_compiled else OpMode(self.through)
         self._counted: dict[int, _Entry] = {}
-        self._known: set[int] = set()
+        self._known: dict[int, _Adopted] = {}
         self._released: dict[int, str] = {}
         self._traits: dict[Any, _Traits] = {}
 
@@ -95,8 +95,7 @@ class StorageLedger(Watch):
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        self._known.add(key)
-        weakref.finalize(storage, self._known.discard, key).atexit = False
+        self._known[key] = _Adopted(storage, self._disown, key)
 
     def mark_released(self, tensor: torch.Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
@@ -164,6 +163,10 @@ class StorageLedger(Watch):
             raise self._history.told(self.ledger.exceeded(Kind.TEMPORARY, nbytes, what), nbytes, maker, where) from None
         self._counted[key] = _Entry(storage, self._forget, key, nbytes, self._history.made(nbytes, maker, where))
 
+    def _disown(self, adopted: _Adopted) -> None:
+        if self._known.get(adopted.key) is adopted:
+            del self._known[adopted.key]
+
     def _forget(self, entry: _Entry) -> None:
         if self._counted.get(entry.key) is entry:
             del self._counted[entry.key]
@@ -224,3 +227,17 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
         self.key = key
         self.kind = Kind.TEMPORARY
         self.nbytes = nbytes
+
+
+@final
+class _Adopted(weakref.ref[torch.UntypedStorage]):
+    """A storage that others count. Bare, like ``_Entry``: one is made for every lease of a slot."""
+
+    __slots__ = ("key",)
+
+    def __new__(cls, storage: torch.UntypedStorage, died: Callable[[_Adopted], None], key: int) -> _Adopted:
+        return super().__new__(cls, storage, died)
+
+    def __init__(self, storage: torch.UntypedStorage, died: Callable[[_Adopted], None], key: int) -> None:
+        super().__init__(storage, died)  # type: ignore[call-arg]
+        self.key = key

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from forebay.device.modes import OpMode
-from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
+from forebay.runtime.opnames import OpCounter, OpNames, roots_made, roots_treated
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.stash import Stash
 from forebay.scheduling.activations import described
@@ -84,7 +84,7 @@ class _Ops:
         self.mode = OpMode(self._run)
         self._block = block
         self._treated = {(t.op, t.occurrence): t for t in treatments if t.changes_bytes}
-        self._counter = OpCounter()
+        self._counter = OpCounter(OpNames(op for op, _ in self._treated))
         self._stash = stash
         self._saved = saved
 
@@ -95,6 +95,8 @@ class _Ops:
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         name = self._counter.name(func)
+        if name is None:
+            return result
         treatment = self._treated.get(name)
         if treatment is not None:
             signs = func is torch.ops.aten.relu.default and self._saves(args[0])

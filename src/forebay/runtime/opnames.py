@@ -11,31 +11,50 @@ from forebay.compression import MASK_BITS
 from forebay.device.ledger import plain_tensors
 from forebay.treatments import Treatment
 
-__all__ = ["OpCounter", "roots_made", "roots_treated"]
+__all__ = ["OpCounter", "OpNames", "roots_made", "roots_treated"]
+
+
+@final
+class OpNames:
+    """The overloads called ``ops`` (``treatments.Treatment.op``), among all that run."""
+
+    def __init__(self, ops: Iterable[str]) -> None:
+        self._ops = frozenset(ops)
+        self._known: dict[Any, str | None] = {}
+
+    def of(self, func: Any) -> str | None:
+        """What ``func`` is called; None if it is none of them. Thousands ask in a step: an overload is looked up once,
+        as long as it takes to hash it."""
+        try:
+            return self._known[func]
+        except KeyError:
+            name = str(func)
+            self._known[func] = known = name if name in self._ops else None
+            return known
 
 
 @final
 class OpCounter:
-    """Names ops by overload (``treatments.Treatment.op``) and occurrence, from 0, since the last ``restart``.
+    """Names ops by overload and occurrence, from 0, since the last ``restart``: those of ``names``.
 
     Views are counted like any other op: they have overloads of their own, so that they move no other op's number.
     """
 
-    def __init__(self) -> None:
-        self._names: dict[Any, str] = {}
-        self._runs: dict[Any, int] = {}
+    def __init__(self, names: OpNames) -> None:
+        self._names = names
+        self._runs: dict[str, int] = {}
 
     def restart(self) -> None:
         """A forward of the block's module begins."""
         self._runs.clear()
 
-    def name(self, func: Any) -> tuple[str, int]:
-        """The name of the run of ``func`` that happens now."""
-        occurrence = self._runs.get(func, 0)
-        self._runs[func] = occurrence + 1
-        name = self._names.get(func)
+    def name(self, func: Any) -> tuple[str, int] | None:
+        """The name of the run of ``func`` that happens now; None for an op that is none of the named."""
+        name = self._names.of(func)
         if name is None:
-            name = self._names[func] = str(func)
+            return None
+        occurrence = self._runs.get(name, 0)
+        self._runs[name] = occurrence + 1
         return name, occurrence
 
 

@@ -1,13 +1,13 @@
 """Saved tensors: what autograd keeps for backward. A view of a slot is replaced by a reference to its block, a view of
-what was treated (``stash.py``) by a reference to that."""
+what was treated (``stash.py``) by a reference to that. References are tuples: one is made for every saved tensor, and a
+frozen dataclass takes several times as long."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import MethodType
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ from forebay.trace import Block
 __all__ = ["Kept", "SavedTensors", "SlotReference", "Treated", "modified", "take_off"]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotReference:
+class SlotReference(NamedTuple):
     """A saved view of ``parameter``, which is one of ``block``; ``offset`` and ``stride`` in elements. ``version`` is
     torch's count of changes to the parameter when it was saved, ``user`` the block that was running."""
 
@@ -39,8 +38,7 @@ class SlotReference:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """Any other saved tensor, with torch's count of in-place changes to it (``version``) when it was saved."""
 
     tensor: torch.Tensor
@@ -48,8 +46,7 @@ class Kept:
     user: str
 
 
-@dataclass(frozen=True, slots=True)
-class Treated:
+class Treated(NamedTuple):
     """A saved view of a storage that was treated; ``offset`` and ``stride`` in elements.
 
     ``witness`` is a tensor without bytes that shares torch's count of in-place changes with the one saved.

@@ -40,7 +40,7 @@ from forebay.device.ledger import plain_tensors
 from forebay.device.modes import OpMode
 from forebay.errors import ModelError
 from forebay.memory import Kind
-from forebay.runtime.opnames import OpCounter, roots_made, roots_treated
+from forebay.runtime.opnames import OpCounter, OpNames, roots_made, roots_treated
 from forebay.runtime.surroundings import Found
 from forebay.scheduling.activations import described
 from forebay.treatments import Treatment
@@ -93,7 +93,7 @@ class Choice:
         self.named = {(t.op, t.occurrence): t for t in treatments}
         # Whether every op of a recomputation is looked at: of the first one, and of all where ops are named.
         self.looks = not compiled
-        self._ops = {op for op, _ in self.named}
+        self.names = OpNames(op for op, _ in self.named)
         self._traits: dict[Any, _Traits] = {}
 
     def ran_again(self) -> None:
@@ -112,7 +112,7 @@ class Choice:
             return _PLAIN  # an operator of higher order: what it runs inside is not seen
         arguments = enumerate(func._schema.arguments)
         writes = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        return _Traits(str(func) in self._ops, torch.Tag.nondeterministic_seeded in func.tags, tuple(writes))
+        return _Traits(self.names.of(func) is not None, torch.Tag.nondeterministic_seeded in func.tags, tuple(writes))
 
 
 @final
@@ -203,7 +203,7 @@ class Record:
         self._watch = watch
         self._mover = mover
         self._quiet = quiet
-        self._counter = OpCounter()
+        self._counter = OpCounter(choice.names)
         self.trail = 0
 
     def running(self) -> Generator[None, None, None]:
@@ -229,8 +229,7 @@ class Record:
             self._found.written(tensor)
         result = func(*args, **kwargs)
         self._overwritten(written)
-        if traits.counted:
-            name = self._counter.name(func)
+        if traits.counted and (name := self._counter.name(func)) is not None:
             self.trail = _follow(self.trail, func, args, kwargs)
             treatment = self.choice.named.get(name)
             if treatment is not None:
@@ -283,7 +282,7 @@ class Replay:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._counter = OpCounter()
+        self._counter = OpCounter(record.choice.names)
         self._next = 0
         self._trail = 0
         # Asked for here: inside an op it seems to be off. A recomputation casts anew what its forward found cast.
@@ -308,8 +307,7 @@ class Replay:
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         choice = self._record.choice
         traits = choice.traits(func)
-        if traits.counted:
-            name = self._counter.name(func)
+        if traits.counted and (name := self._counter.name(func)) is not None:
             self._trail = _follow(self._trail, func, args, kwargs)
             if name in choice.named:
                 made = self._expected(name)
