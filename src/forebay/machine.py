@@ -209,6 +209,11 @@ class Machine:
         return self.offload or self.d2h
 
     @property
+    def copies_between_ops(self) -> bool:
+        """Whether those that compute copy activations themselves, between two ops: none is under way beside an op."""
+        return self.offload is not None
+
+    @property
     def out_rate(self) -> float:
         """The most bytes/s of anything on its way to the host."""
         return max(self.d2h.curve.best, self.leaving.curve.best)

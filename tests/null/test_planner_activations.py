@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import Bench, make_plan
+from forebay.planners.activations.chain import Chain
 from forebay.planners.activations.choosing import all_moved, drafted, leanest, level_of, seeds, staying, still
-from forebay.planners.activations.groups import Group, groups_of
 from forebay.planners.activations.menu import Option
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.homes import at_home
@@ -31,11 +32,10 @@ def traced() -> Trace:
     return chain(LAYERS, saved=SAVED, activation=SIZE)
 
 
-def opened(device: int = ENOUGH) -> tuple[Bench, tuple[Group, ...]]:
-    trace = traced()
-    bench = Bench(asked(trace, machine(), device=device))
-    assert bench.liveness is not None
-    return bench, groups_of(bench.problem, trace, bench.liveness.index, bench.costs)
+def opened(device: int = ENOUGH, on: Machine | None = None) -> tuple[Bench, Chain]:
+    bench = Bench(asked(traced(), on or machine(), device=device))
+    assert bench.chain is not None
+    return bench, bench.chain
 
 
 def option(recompute: bool, *treatments: Treatment, input_moves: bool = False) -> Option:
@@ -46,29 +46,41 @@ def moved(occurrence: int) -> Treatment:
     return Treatment("linear", occurrence, Fate.OFFLOAD)
 
 
-def level(bench: Bench, groups: tuple[Group, ...], *options: Option) -> Level:
+def level(bench: Bench, chain: Chain, *options: Option) -> Level:
     """With ``options`` for the layers in order."""
     assert bench.liveness is not None
     names = [f"layers.{i}" for i in range(LAYERS)]
     by_name = dict(zip(names, options, strict=True))
-    return level_of(bench.liveness, groups, [[by_name[b] for b in g.blocks] for g in groups])
+    return level_of(bench.liveness, chain, [[by_name[b] for b in g.blocks] for g in chain.groups])
 
 
 def test_blocks_that_are_treated_alike_share_a_selection() -> None:
-    bench, groups = opened()
+    bench, chain = opened()
     keep = Treatment("linear", 1, Fate.KEEP)
-    found = level(bench, groups, option(True, keep), option(False, moved(0)), option(True, keep), option(False))
+    found = level(bench, chain, option(True, keep), option(False, moved(0)), option(True, keep), option(False))
     assert found.recompute == ("layers.0", "layers.2")
     assert found.activations == (Selection(("layers.0", "layers.2"), (keep,)), Selection(("layers.1",), (moved(0),)))
     assert (found.window, found.moved) == (2 * SIZE, SIZE)
 
 
+def test_nothing_is_under_way_where_those_that_compute_copy() -> None:
+    """What moves is the same: no window takes room of the device for it."""
+    there = machine(kind="cpu")
+    windows = {}
+    for on in (there, replace(there, offload=there.d2h)):
+        bench, _ = opened(on=on)
+        found = all_moved(bench)
+        assert found.moved == LAYERS * (SAVED + 1) * SIZE
+        windows[on.copies_between_ops] = found.window
+    assert windows == {False: 2 * SIZE, True: 0}
+
+
 def test_an_input_moves_only_out_of_a_block_that_recomputes() -> None:
     """Else nobody would have saved it, and a plan may not name it."""
-    bench, groups = opened()
-    sources = {b: s for g in groups for b, s in zip(g.blocks, g.inputs, strict=True)}
+    bench, chain = opened()
+    sources = {b: s for g in chain.groups for b, s in zip(g.blocks, g.inputs, strict=True)}
     whole = option(True, input_moves=True)
-    found = level(bench, groups, whole, whole, option(False), whole)
+    found = level(bench, chain, whole, whole, option(False), whole)
     named = {b: s.treatments for s in found.activations for b in s.blocks}
     if sources["layers.1"] is None:  # what the layers put out is saved by the next one: it is no input of this kind
         assert named == {}
@@ -175,3 +187,19 @@ def test_the_bound_is_below_and_near_the_step() -> None:
     bench = Bench(asked(traced(), machine(compute=2e7, update=1e12), device=ENOUGH))
     draft = next(seeds(bench))
     assert bench.bound <= bench.seconds(draft) <= 1.01 * bench.bound
+
+
+@pytest.mark.parametrize("bandwidth", [1e10, 1e7])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_no_step_takes_less_than_is_said(kind: str, bandwidth: float) -> None:
+    """Updates of blocks that stay take time of compute, much of it where the device's memory is slow."""
+    whole, _ = opened()
+    everything = all_resident(whole.model)
+    bench, _ = opened(int(0.7 * whole.device(everything)), replace(machine(kind=kind), device_bandwidth=bandwidth))
+    drafts = [at_home(bench, draft) for draft in (*seeds(bench), *staying(bench))] + [everything]
+    assert len({len(draft.resident) for draft in drafts}) > 1
+    for draft in drafts:
+        assert 0 < bench.at_least(draft) <= bench.seconds(draft) * (1 + 1e-9)
+    updates = bench.at_least(everything) - bench.computing(everything)
+    touched = sum(bench.costs.touched(block) for block in bench.model.blocks)
+    assert updates == pytest.approx(touched / bandwidth)

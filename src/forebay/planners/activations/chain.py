@@ -106,6 +106,7 @@ class Chain:
     def __init__(self, problem: Problem, groups: Sequence[Group], costs: Costs, standing: int) -> None:
         self.groups = tuple(groups)
         self.limits = {tier: problem.limit(tier) for tier in TIERS}
+        self.copies_between_ops = costs.machine.copies_between_ops
         halves = {phase: 0.0 for phase in Phase}
         for _, visit, op in costs.trace.ops():
             halves[visit.phase] += costs.work(op.work).seconds

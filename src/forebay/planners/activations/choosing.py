@@ -10,7 +10,6 @@ from itertools import islice, product
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.planners.activations.chain import ANYTHING, Chain, Scope, Shares
-from forebay.planners.activations.groups import Group
 from forebay.planners.activations.menu import Option
 from forebay.planners.activations.rounding import diffused, sorted_out
 from forebay.planners.bench import Bench
@@ -220,7 +219,7 @@ def leanest(bench: Bench) -> list[Level]:
         for group in chain.groups:
             able = [o for o in group.options if moves or not o.moved]
             chosen.append([min(able, key=lambda o: (o.held + o.workspace, o.held))] * len(group.blocks))
-        found.append(level_of(bench.liveness, chain.groups, chosen))
+        found.append(level_of(bench.liveness, chain, chosen))
     return list(dict.fromkeys(found))
 
 
@@ -231,7 +230,7 @@ def all_moved(bench: Bench) -> Level:
         return KEPT
     most = [max((o for o in group.options if not o.recompute), key=lambda o: o.moved) for group in chain.groups]
     chosen = [[option] * len(group.blocks) for group, option in zip(chain.groups, most, strict=True)]
-    return level_of(bench.liveness, chain.groups, chosen)
+    return level_of(bench.liveness, chain, chosen)
 
 
 def narrow(level: Level) -> Level:
@@ -250,8 +249,13 @@ def drafted(bench: Bench, levels: Sequence[Level]) -> Iterator[Draft]:
                 break
 
 
-def level_of(liveness: Liveness, groups: Sequence[Group], chosen: Sequence[Sequence[Option]]) -> Level:
-    """What a plan says where the blocks of each group have the options ``chosen``, one for each block."""
+def level_of(liveness: Liveness, chain: Chain, chosen: Sequence[Sequence[Option]]) -> Level:
+    """What a plan says where the blocks of each group of ``chain`` have the options ``chosen``, one for each block.
+
+    Where those that compute copy, nothing is gained by a window: what comes back ahead of its time takes as long as on
+    demand, has bytes of the device meanwhile, and is in no cache any more when it is read.
+    """
+    groups = chain.groups
     option_of = {
         b: o for g, options in zip(groups, chosen, strict=True) for b, o in zip(g.blocks, options, strict=True)
     }
@@ -266,7 +270,7 @@ def level_of(liveness: Liveness, groups: Sequence[Group], chosen: Sequence[Seque
     order = dict.fromkeys(visit.block for visit in liveness.trace.visits if visit.block in option_of)
     recompute = tuple(block for block in order if option_of[block].recompute)
     leaving = (move.in_transit for move in liveness.profile(recompute, selections).moves if move.leaves)
-    largest = max(leaving, default=0)
+    largest = 0 if chain.copies_between_ops else max(leaving, default=0)
     moved = liveness.host_activations(recompute, selections)
     return Level(recompute, selections, window=WINDOW * largest, moved=moved)
 
@@ -343,7 +347,7 @@ def rounded(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], 
         ranks = [RANKS.index(_on_host(home.tiers)) for home in group.homes]
         for block, place in zip(group.blocks, sorted_out(places, count, ranks), strict=True):
             homes[block] = _on_host(group.homes[place].tiers)
-    level = KEPT if live is None else level_of(live, chain.groups, chosen)
+    level = KEPT if live is None else level_of(live, chain, chosen)
     placements = tuple(Placement(b.name, *homes[b.name]) for b in bench.model.blocks)
     streaming = level.through(streaming_through(bench.problem, slots, usual_window(bench)))
     draft = Draft(placements, streaming, level.recompute, level.activations)

@@ -73,7 +73,7 @@ def swaps(bench: Bench) -> tuple[Level, ...]:
         for group in groups:
             order = _in_order(group)
             chosen.append([order[part * (len(order) - 1) // parts]] * len(group.blocks))
-        found.append(level_of(bench.liveness, groups, chosen))
+        found.append(level_of(bench.liveness, bench.chain, chosen))
     return tuple(dict.fromkeys(found))
 
 

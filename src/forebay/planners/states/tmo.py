@@ -89,7 +89,7 @@ def _level(bench: Bench, blocks: frozenset[str]) -> Level:
         options = [o for o in group.options if not o.recompute]
         least, most = (best(options, key=lambda option: option.moved) for best in (min, max))
         chosen.append([most if block in blocks else least for block in group.blocks])
-    return level_of(bench.liveness, bench.chain.groups, chosen)
+    return level_of(bench.liveness, bench.chain, chosen)
 
 
 def _fits_host(bench: Bench, draft: Draft) -> bool:

@@ -107,14 +107,14 @@ def layers_of(bench: Bench) -> tuple[Layer, ...]:
 
 
 def level_with(bench: Bench, choice: Choice, window: int | None = None) -> Level:
-    """What a plan says of ``choice``; ``window``: bytes that may be under way each way (None: two of the largest)."""
+    """What a plan says of ``choice``; ``window``: bytes that may be under way each way (None: as ``level_of``)."""
     if bench.chain is None or bench.liveness is None or not choice:
         return KEPT
     chosen = [
         [choice[block] if block in choice else _nothing(group) for block in group.blocks]
         for group in bench.chain.groups
     ]
-    level = level_of(bench.liveness, bench.chain.groups, chosen)
+    level = level_of(bench.liveness, bench.chain, chosen)
     if window is None or not level.moved:
         return level
     return Level(level.recompute, level.activations, window, level.moved)
