@@ -93,8 +93,8 @@ def _beside(row: Row, rival: Row) -> str:
     ratios = row.beside(rival)
     verdict = "on or below it" if median(ratios) <= 1 else "above it"
     return (
-        f"{row.name} takes {median(ratios):.3f} of its step ({min(ratios):.3f} - {max(ratios):.3f}, {len(ratios)} "
-        f"rounds), {verdict}"
+        f"{row.name} takes {median(ratios):.3f} of its step ({min(ratios):.3f} - {max(ratios):.3f}; longer in "
+        f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)} rounds), {verdict}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import chain as joined
 from itertools import combinations, pairwise, product
@@ -11,9 +12,12 @@ import pytest
 
 from forebay.machine import Machine
 from forebay.memory import Tier
+from forebay.planners import bench as workbench
 from forebay.planners import make_plan
 from forebay.planners.bench import Bench
-from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, Draft
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, all_resident
+from forebay.planners.search import Search
+from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.plans import Placement, Streaming
 from tests.null.planning import ENOUGH, asked, chain, machine
 
@@ -80,3 +84,18 @@ def test_more_room_is_never_slower_by_much() -> None:
         for budget in range(least, most, (most - least) // 10)
     ]
     assert all(later <= WITHIN * earlier for earlier, later in pairwise(steps))
+
+
+def test_where_nothing_is_waited_for_fewer_blocks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's memory is so slow that updates there take most of a step, and all that is left of the device has
+    gone to blocks that stay: it takes no more than a few simulations to see that they had better not."""
+    monkeypatch.setattr(workbench, "SIMULATIONS", 5)
+    on = replace(machine(compute=3e9, h2d=3e9, d2h=3e9, update=2e9), device_bandwidth=3e8)
+    trace = chain(12, saved=3, activation=1 << 15)
+    whole = Bench(asked(trace, on, device=ENOUGH))
+    bench = Bench(asked(trace, on, device=int(0.9 * whole.device(all_resident(whole.model)))))
+    full = filled(bench, streamed_through(bench, options(bench)[0], usual_window(bench)), Filling())
+    assert len(full.resident) == 9 and bench.seconds(full) == pytest.approx(bench.at_least(full))
+    best = Search(bench, [KEPT], [[full]]).run(single_blocks=False)
+    assert best is not None and not best.resident
+    assert bench.seconds(best) < 0.8 * bench.seconds(full)

@@ -337,7 +337,7 @@ class Bench:
         gradients = sum(b.gradient_nbytes for b, _ in hosted)
         moved = 0 if self.liveness is None else sum(moved_nbytes(self.liveness.index, draft.activations))
         lanes = [
-            self.computing(draft) + sum(map(self._updating.__getitem__, draft.resident)),
+            self.computing(draft) + self.updating(draft),
             (trained + moved) / machine.h2d.curve.best,
             gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
             2 * sum(sizer.state_nbytes(b.name) for b, p in hosted if p.update not in there) / self.costs.update_rate,
@@ -357,12 +357,16 @@ class Bench:
             return self._op_seconds
         return self._op_seconds + again_seconds(self.costs, self.liveness.index, draft.recompute, draft.activations)
 
+    def updating(self, draft: Draft) -> float:
+        """Seconds of compute that updates take of blocks that stay on the device."""
+        return sum(self._updates.get(block, 0.0) for block in draft.resident)
+
     @cached_property
-    def _updating(self) -> Mapping[str, float]:
-        """Seconds of compute that the update of each block takes where it stays on the device."""
+    def _updates(self) -> Mapping[str, float]:
+        """The same of each block, if it stays."""
         groups = () if self.chain is None else self.chain.groups
-        seconds = {group: next(h.use.backward for h in group.homes if h.tiers == RESIDENT) for group in groups}
-        return {block: seconds[group] for group in groups for block in group.blocks}
+        staying = ((group, home.use) for group in groups for home in group.homes if home.tiers == RESIDENT)
+        return {block: use.backward for group, use in staying for block in group.blocks}
 
     @property
     def chain(self) -> Chain | None:

@@ -54,6 +54,9 @@ SEEDED = 0.75
 SEEDED_FIRST = 0.25
 """The share that counts of what those of the lists before the last have taken."""
 
+COMPUTING = 0.2
+"""The share that is left to the last of the search, where the device's own work is all that takes time."""
+
 USUAL = Filling()
 
 FEWER_PARTS = 8
@@ -91,6 +94,7 @@ class Search:
             self.consider(plain)
         if plain is None or whole != KEPT:
             self._explore(single_blocks)
+            self._less_to_compute()
             return self.best
         # Everything fits as it is: in plain PyTorch too.
         if self.bench.seconds(plain) > self.bench.bound * (1 + PLAIN):
@@ -212,6 +216,18 @@ class Search:
         draft = streamed_through(self.bench, slots, window, level)
         if self.bench.fits_device(draft):
             self.consider(filled(self.bench, draft, how))
+
+    def _less_to_compute(self) -> None:
+        """Where the best waits for nothing it gains by nothing but less to compute: half as many blocks stay, whose
+        updates are, as long as it gains by that. A few simulations are left for it, whatever the search has used up."""
+        self._began = self.bench.within(*self._began, 1 - COMPUTING)
+        before: Draft | None = None
+        while self.best is not None and self.best is not before and self.best.resident:
+            before, seconds = self.best, self.bench.seconds(self.best)
+            if seconds > self.bench.at_least(before) * (1 + TIE) or self.bench.updating(before) < TIE * seconds:
+                return
+            level, half = on_host(self.bench, before).level, Filling(most=len(before.resident) // 2)
+            self._through(self._slots_of_best(), before.streaming.gradient_window, level, half)
 
     def _around_best(self) -> None:
         """Other slots, windows, distances and ways to fill the device at the recomputation of the best."""
