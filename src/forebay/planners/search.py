@@ -1,10 +1,11 @@
 """The search of ``auto``: a few shapes are drafted, the promising ones simulated, the fastest taken.
 
 How much of the model recomputes decides the room for everything else, so it comes first; then slots, gradient window
-and prefetch distance around the best; then, on small models, single blocks. A draft is not simulated when its links
-alone take longer than the best so far. Everything here is counted, nothing is timed: the same problem gives the same
-plan. There is an answer from the first draft on that fits, and the search is over when it has simulated so many drafts,
-or drafts of so many actions (``bench``); what it does beside that grows with the blocks times the drafts.
+and prefetch distance around the best; then, on small models, single blocks; at last fewer blocks stay, where the best
+waits for nothing. A draft is not simulated when one of its lanes alone takes longer than the best so far. Everything
+here is counted, nothing is timed: the same problem gives the same plan. There is an answer from the first draft on that
+fits, and the search is over when it has simulated so many drafts, or drafts of so many actions (``bench``); what it
+does beside that grows with the blocks times the drafts.
 """
 
 from __future__ import annotations

@@ -171,7 +171,8 @@ class DiskFile(TierFile):
         self._bounce = bounce
         self._meter = meter
         self._idle = threading.Condition()
-        self._transfers = 0
+        # Of each thread that has any, how many.
+        self._transfers: dict[int, int] = {}
         self._closed = False
         # Runs once: at close, or when a file that nobody closed is collected (then no transfer holds it). Not at
         # exit, where a lane's thread may still be writing and the kernel closes everything anyway.
@@ -219,8 +220,10 @@ class DiskFile(TierFile):
                 return
             self._closed = True
             # The number of a closed descriptor is given to the next file that anyone opens. A transfer that still
-            # used it would write into that file, so the last one has to be out first.
-            self._idle.wait_for(lambda: self._transfers == 0)
+            # used it would write into that file, so the last one has to be out first. Those of this thread are: it is
+            # here. An interrupt may have ended one before it could say so.
+            me = threading.get_ident()
+            self._idle.wait_for(lambda: self._transfers.keys() <= {me})
         self._release()
         if self.sums is not None:
             self.sums.close()
@@ -293,16 +296,21 @@ class DiskFile(TierFile):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Holds ``close`` back."""
+        """Holds back ``close`` in other threads."""
+        me = threading.get_ident()
         with self._idle:
             if self._closed:
                 raise StorageError(f"{self.path} is closed; it can no longer be read or written")
-            self._transfers += 1
+            before = self._transfers.get(me, 0)
+            self._transfers[me] = before + 1
         try:
             yield
         finally:
             with self._idle:
-                self._transfers -= 1
+                if before:
+                    self._transfers[me] = before
+                else:
+                    self._transfers.pop(me, None)
                 self._idle.notify_all()
 
     def check(self, verb: Verb, offset: int, view: memoryview) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from types import CodeType, FrameType
+from typing import Any, TypeAlias, final
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from forebay.calls import Calls
 from forebay.errors import DiskFull, ForebayError, StorageError
 from forebay.memory import Ledger, Tier
-from forebay.tiers.diskfile import DiskPolicy, Meter, TierFile
+from forebay.tiers.diskfile import DiskFile, DiskPolicy, Meter, TierFile
 from forebay.tiers.handed import hand_over, taken_over
 from forebay.tiers.io import Io, SystemIo
 from forebay.tiers.kernel_queue import CallQueue, KernelQueue, QueuedCall
@@ -34,6 +35,8 @@ from forebay.tiers.stripes import DiskTier, Folder, StripedFile
 from tests.faults.residue import kernel_queues
 from tests.faults.scripted_io import PAGE, ScriptedIo, Tiers, pattern, tensor_at
 from tests.faults.simulated_queue import SimulatedQueue
+
+TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
 
 PAGES = 32
 POLICY = DiskPolicy(reads=Calls(4 * PAGE, 3), writes=Calls(2 * PAGE, 2), stripe=8 * PAGE)
@@ -333,13 +336,17 @@ def test_interrupts_at_any_moment(tmp_path: Path) -> None:
         content = aligned(file.nbytes)
         file.write(0, content)
         target, told = tensor_at(0, file.nbytes), 0
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        # Not by an alarm: that is the clock of the tests' own limit, which a test that hangs is ended by.
+        before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+        told_of = threading.get_ident(), signal.SIGUSR1
         try:
             for turn in range(40):
+                timer = threading.Timer(0.0002 * (1 + turn % 20), signal.pthread_kill, told_of)
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.0002 * (1 + turn % 20))
+                    timer.start()
                     file.read(0, target)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    timer.cancel()
+                    timer.join()
                 except KeyboardInterrupt:
                     target.zero_()
                     told += 1
@@ -348,10 +355,52 @@ def test_interrupts_at_any_moment(tmp_path: Path) -> None:
                 else:
                     assert torch.equal(target, content)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGUSR1, before)
         assert told
         assert torch.equal(whole(file), content)
+
+
+def test_an_interrupt_between_any_two_instructions_does_not_hold_close_back(tmp_path: Path) -> None:
+    """Of what says that a transfer is under way: the thread that closes is in none of its own any more."""
+    code = DiskFile.in_use.__wrapped__.__code__  # type: ignore[attr-defined]
+    number, interrupted = 0, True
+    while interrupted:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with made(folder, pages=1, policy=replace(POLICY, reads=Calls(PAGE, 1))) as (_, file):
+            content = aligned(PAGE)
+            file.write(0, content)
+            interrupted = False
+            sys.settrace(interrupt_at(number, code))
+            try:
+                file.read(0, tensor_at(0, PAGE))
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.settrace(None)
+            assert torch.equal(whole(file), content)
+        number += 1
+    assert number > 50
+
+
+def interrupt_at(number: int, code: CodeType) -> TraceFunction:
+    """A trace function that interrupts before instruction ``number`` of what runs of ``code``."""
+    left = [number]
+
+    def local(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return local
+
+    def begun(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    return begun
 
 
 @in_kernel
