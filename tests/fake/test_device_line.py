@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter, sleep
 from types import FrameType
 from typing import NoReturn
@@ -17,7 +18,9 @@ from forebay.device import line as line_module
 from forebay.device.base import Completion, NoDelays
 from forebay.device.event_log import EventLog
 from forebay.device.lanes import LaneCompletion, WorkerCompletion, WorkerLanes, dependency_failure
+from forebay.device.line import Line
 from forebay.timeline import Lane
+from tests.faults.interrupting import interrupt_at
 
 SOON = 0.05
 """Seconds in which a thread that was told of a job has begun it."""
@@ -169,21 +172,42 @@ class Interrupt:
                 raise KeyboardInterrupt
 
 
-def interrupted(lanes: WorkerLanes, before: WorkerCompletion, nth: int) -> bool:
-    """Submits a job that comes after ``before``; whether it was interrupted at its ``nth`` place."""
+@contextmanager
+def at_a_call(nth: int) -> Iterator[None]:
     profiler = sys.getprofile()
     sys.setprofile(Interrupt(nth))
     try:
-        lanes.submit(Lane.UPDATE, lambda: None, after=[before, before])
-    except KeyboardInterrupt:
-        return True
+        yield
     finally:
         sys.setprofile(profiler)
+
+
+@contextmanager
+def at_an_instruction(nth: int) -> Iterator[None]:
+    """Of what puts a job in line."""
+    tracer = sys.gettrace()
+    sys.settrace(interrupt_at(nth, *(method.__code__ for method in (Line.put, Line._one_less, Line._pass_on))))
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
+
+
+def interrupted(lanes: WorkerLanes, before: WorkerCompletion, place: AbstractContextManager[None]) -> bool:
+    """Submits a job that comes after ``before``; whether it was interrupted at its ``place``."""
+    try:
+        with place:
+            lanes.submit(Lane.UPDATE, lambda: None, after=[before, before])
+    except KeyboardInterrupt:
+        return True
     return False
 
 
+@pytest.mark.parametrize("place", [at_a_call, at_an_instruction])
 @pytest.mark.parametrize("when", ["no thread yet", "first", "behind another", "nothing before it"])
-def test_lanes_end_wherever_a_call_of_submit_was_interrupted(when: str) -> None:
+def test_lanes_end_wherever_a_call_of_submit_was_interrupted(
+    when: str, place: Callable[[int], AbstractContextManager[None]]
+) -> None:
     nth, was = 0, True
     while was:
         gates, prepared, order = (threading.Event(), threading.Event()), list[int](), list[int]()
@@ -196,7 +220,7 @@ def test_lanes_end_wherever_a_call_of_submit_was_interrupted(when: str) -> None:
         if when == "nothing before it":
             gates[0].set()
             before.wait()
-        was = interrupted(lanes, before, nth)
+        was = interrupted(lanes, before, place(nth))
         behind = lanes.submit(Lane.UPDATE, lambda order=order: order.append(1), after=[before])
         gates[0].set()
         before.wait()

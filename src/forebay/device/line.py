@@ -87,21 +87,24 @@ class Line:
     def put(self, job: Job, before: Sequence[WorkerCompletion]) -> None:
         """Adds ``job``, which waits for the jobs ``before``. One call at a time: the order of calls is that of jobs."""
         job.awaited = 1 + len(before)  # this call, and what it asks about
+        with_it = self.unfinished + 1  # nobody else counts meanwhile
         try:
             with self._lock:
-                self.unfinished += 1
-                self._last = weakref.ref(job.completion)
                 self._jobs.append(job)
+                self.unfinished = with_it
+                self._last = weakref.ref(job.completion)
             for completion in before:
                 if not completion.tell(partial(self._one_less, job)):
                     self._one_less(job)
             self._one_less(job)
         except BaseException:
             # Ctrl-C: nobody else would count the rest, and all behind the job would wait for ever. The thread hears of
-            # it at once and waits itself for what the job comes after.
+            # it at once and waits itself for what the job comes after. Nobody waits for one that did not get in line.
             with self._lock:
-                job.awaited = 0
-                self._pass_on()
+                if job.awaited == 0 or job in self._jobs:
+                    self.unfinished = with_it
+                    job.awaited = 0
+                    self._pass_on()
             raise
 
     def end(self) -> None:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, TypeAlias, final
+from typing import final
 
 import pytest
 import torch
@@ -32,11 +31,10 @@ from forebay.tiers.handed import hand_over, taken_over
 from forebay.tiers.io import Io, SystemIo
 from forebay.tiers.kernel_queue import CallQueue, KernelQueue, QueuedCall
 from forebay.tiers.stripes import DiskTier, Folder, StripedFile
+from tests.faults.interrupting import interrupt_at
 from tests.faults.residue import kernel_queues
 from tests.faults.scripted_io import PAGE, ScriptedIo, Tiers, pattern, tensor_at
 from tests.faults.simulated_queue import SimulatedQueue
-
-TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
 
 PAGES = 32
 POLICY = DiskPolicy(reads=Calls(4 * PAGE, 3), writes=Calls(2 * PAGE, 2), stripe=8 * PAGE)
@@ -371,7 +369,7 @@ def test_an_interrupt_between_any_two_instructions_does_not_hold_close_back(tmp_
             content = aligned(PAGE)
             file.write(0, content)
             interrupted = False
-            sys.settrace(interrupt_at(number, code))
+            sys.settrace(interrupt_at(number, code, anywhere=True))
             try:
                 file.read(0, tensor_at(0, PAGE))
             except KeyboardInterrupt:
@@ -381,26 +379,6 @@ def test_an_interrupt_between_any_two_instructions_does_not_hold_close_back(tmp_
             assert torch.equal(whole(file), content)
         number += 1
     assert number > 50
-
-
-def interrupt_at(number: int, code: CodeType) -> TraceFunction:
-    """A trace function that interrupts before instruction ``number`` of what runs of ``code``."""
-    left = [number]
-
-    def local(frame: FrameType, event: str, argument: object) -> TraceFunction:
-        if event == "opcode":
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-        return local
-
-    def begun(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
-        if frame.f_code is not code:
-            return None
-        frame.f_trace_opcodes = True
-        return local
-
-    return begun
 
 
 @in_kernel

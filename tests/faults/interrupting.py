@@ -1,0 +1,39 @@
+"""Ctrl-C before any one instruction of a few functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dis import opname
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+__all__ = ["TraceFunction", "interrupt_at"]
+
+TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
+
+LOOKING = ("RESUME", "CALL", "JUMP_BACKWARD")
+"""Beginnings of the names of instructions behind which CPython looks for signals; nowhere else does it interrupt."""
+
+
+def interrupt_at(number: int, *codes: CodeType, anywhere: bool = False) -> TraceFunction:
+    """A trace function that interrupts before instruction ``number`` of what runs of ``codes``, of those that an
+    interrupt can come before or of all (``anywhere``)."""
+    left = [number]
+    latest: dict[FrameType, int] = {}
+
+    def local(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        if event == "opcode":
+            before = opname[frame.f_code.co_code[latest[frame]]] if frame in latest else ""
+            latest[frame] = frame.f_lasti
+            left[0] -= anywhere or before.startswith(LOOKING)
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return local
+
+    def begun(frame: FrameType, event: str, argument: object) -> TraceFunction | None:
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    return begun
