@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from forebay.calls import CHECKSUMS
 from forebay.memory import Kind, Tier
@@ -117,6 +117,9 @@ class Action:
     apart: bool = False
     chosen_from: int = 0
 
+    pieces: ClassVar[tuple[int, ...]] = ()
+    """Of an ``Outline``: in a program everything moves by itself."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -144,7 +147,7 @@ class Program:
 
 class Outline(NamedTuple):
     """What of an action its seconds follow from, under the same names. A search makes tens of thousands, and an action
-    has twice as many fields."""
+    has twice as many fields. ``pieces`` are the bytes of each, where several transfers are taken for one."""
 
     lane: Lane
     verb: Verb
@@ -159,6 +162,7 @@ class Outline(NamedTuple):
     block: str = ""
     chosen_from: int = 0
     rest: int = 0
+    pieces: tuple[int, ...] = ()
     recomputed: bool = False
     treated: bool = False
 

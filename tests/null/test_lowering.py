@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forebay.checking import check
 from forebay.errors import ConfigError, DeviceOutOfMemory
-from forebay.lowering import device_bound, lower, sketch
+from forebay.lowering import Grain, device_bound, lower, sketch
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Update
 from forebay.program import Action, Change, Program, Sketch, Verb
@@ -253,8 +253,8 @@ def test_states_on_disk_are_read_while_others_are_written() -> None:
 def test_gradients_that_land_together_are_the_same_bytes_in_fewer_parts(case: Case, together: int) -> None:
     """Of each backward visit the last part of a block may be smaller than asked for, and no other."""
     each = sketch(case.trace, case.plan)
-    assert each == sketch(case.trace, case.plan, together=0)
-    gathered = landings(sketch(case.trace, case.plan, together=together))
+    assert each == sketch(case.trace, case.plan)
+    gathered = landings(sketch(case.trace, case.plan, grain=Grain(together)))
     visits = sum(visit.phase is Phase.BACKWARD for visit in case.trace.visits)
     assert gathered.keys() == landings(each).keys()
     for key, parts in landings(each).items():

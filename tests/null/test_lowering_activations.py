@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from forebay.budgets import Budget
+from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
-from forebay.lowering import Liveness, lower
+from forebay.lowering import Grain, Liveness, lower, sketch
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan
-from forebay.program import Action, Change, Program, Verb
+from forebay.program import Action, Change, Outline, Program, Sketch, Verb
+from forebay.simulation import Costs, Score, pace
 from forebay.timeline import Lane
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
+from tests.null.simulating import MACHINE, flat_link
 from tests.null.strategies import RESIDENT, Case, cases, roomy
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
@@ -224,3 +227,79 @@ def test_every_op_runs_once_and_every_byte_goes(case: Case, micro_batches: int) 
         moved = [[a.tensor for a in program.actions if a.verb is verb and a.tensor >= 0] for verb in (out, back)]
         assert set(moved[1]) <= set(moved[0])
         assert all(moved[0].count(root) == program.steps * micro_batches for root in moved[0])
+
+
+SAVED = st.lists(st.sampled_from([4096, 4160, 8192, 512]), min_size=2, max_size=5)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(SAVED, min_size=2, max_size=4), st.sampled_from(["cpu", "cuda"]), st.data())
+def test_activations_that_move_together_are_the_same_bytes_in_fewer_parts(
+    saved: list[list[int]], device: str, data: st.DataObject
+) -> None:
+    """None larger than asked for but what is so by itself, and the seconds of one are those of all of its pieces."""
+    names = [f"layers.{i}" for i in range(len(saved))]
+    blocks = [block(name, ((4,), "float32", True)) for name in names]
+    layers = [Layer(name, tuple(own), 0, OUT) for name, own in zip(names, saved, strict=True)]
+    trace = chain_trace(blocks, layers, device=device)
+    again, most = data.draw(st.sets(st.sampled_from(names))), data.draw(st.sampled_from([8192, 20_000, 32_768, 0]))
+    fates = data.draw(st.lists(st.sampled_from([Fate.OFFLOAD, Fate.OFFLOAD, Fate.DISK]), min_size=5, max_size=5))
+    plan = moving(trace, tuple(names), tuple(sorted(again)), fates)
+    slow = flat_link(1e9, latency=1e-5)  # so that two pieces take longer than both as one
+    costs = Costs(trace, replace(MACHINE, h2d=slow, d2h=slow))
+    each, gathered = sketch(trace, plan), sketch(trace, plan, grain=Grain(0, most))
+    event(f"some together: {any(a.pieces for a in gathered.actions)}")
+    for verb in (Verb.OFFLOAD, Verb.RELOAD):
+        alone, parts = moves(each, verb), moves(gathered, verb)
+        assert parts.keys() == alone.keys()
+        for key, own in alone.items():
+            together = parts[key]
+            assert sum(a.nbytes for a in together) == sum(a.nbytes for a in own) and len(together) <= len(own)
+            assert sorted(n for a in together for n in (a.pieces or (a.nbytes,))) == sorted(a.nbytes for a in own)
+            assert sum(map(costs.action, together)) == pytest.approx(sum(map(costs.action, own)))
+            assert all(a.nbytes <= most and sum(a.pieces) == a.nbytes for a in together if a.pieces)
+    assert computed(gathered) == computed(each)
+
+
+def moving(trace: Trace, blocks: tuple[str, ...], recompute: tuple[str, ...], fates: Sequence[Fate]) -> Plan:
+    """Everything is resident, all that is saved moves through wide windows."""
+    plan = roomy(trace, RESIDENT)
+    chosen = (Selection(blocks, tuple(Treatment("linear", op, fate) for op, fate in enumerate(fates))),)
+    live = Liveness(trace)
+    written = live.disk_activations(recompute, chosen)
+    streaming = replace(
+        plan.streaming,
+        offload_window=65_536,
+        reload_window=65_536,
+        disk_window=65_536 if written else 0,
+        host_activations=live.host_activations(recompute, chosen),
+        disk_activations=written,
+    )
+    disk = DiskBudget("disk", written) if written else None
+    return replace(
+        plan, recompute=recompute, activations=chosen, streaming=streaming, budget=replace(plan.budget, disk=disk)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(activations=True))
+def test_compute_that_is_not_cut_where_something_goes_takes_as_long(case: Case) -> None:
+    each, whole = sketch(case.trace, case.plan), sketch(case.trace, case.plan, grain=Grain())
+    assert computed(whole) == computed(each) and len(whole.actions) <= len(each.actions)
+    one, other = (pace(Score.of(program, Costs(case.trace, case.machine))) for program in (each, whole))
+    assert one == pytest.approx(other)
+
+
+def moves(program: Sketch, verb: Verb) -> dict[tuple[int, str], list[Outline]]:
+    """What ``verb`` moves, by step and block."""
+    found: dict[tuple[int, str], list[Outline]] = {}
+    for action in program.actions:
+        if action.verb is verb:
+            found.setdefault((action.step, action.block), []).append(action)
+    return found
+
+
+def computed(program: Sketch) -> list[tuple[int, int, bool]]:
+    """Step and number of every op in the order in which they run, and whether it runs again."""
+    ranges = ((a.step, op, a.recomputed) for a in program.actions if a.verb is Verb.COMPUTE for op in range(*a.ops))
+    return list(ranges)

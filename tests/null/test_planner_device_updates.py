@@ -16,7 +16,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.auto import levels, searched
-from forebay.planners.bench import CHUNKS
+from forebay.planners.coarse import CHUNKS
 from forebay.planners.device_updates import at_best, at_home_again, candidates, fastest_there, there
 from forebay.planners.parts import Draft
 from forebay.planners.policies import POLICIES, settled

@@ -20,8 +20,10 @@ from forebay.lowering.graph import step_graph
 from forebay.lowering.liveness import Liveness, device_bound
 from forebay.lowering.lives import Profile
 from forebay.lowering.lower import lower, sketch
+from forebay.lowering.stages import Grain
 
 __all__ = [
+    "Grain",
     "Liveness",
     "Profile",
     "accumulation_of",

@@ -17,7 +17,7 @@ from forebay.lowering.arrangement import Arrangement
 from forebay.lowering.columns import Columns
 from forebay.lowering.index import NEVER, TraceIndex
 from forebay.lowering.lives import Layout, Profile
-from forebay.lowering.stages import Stage, Stages
+from forebay.lowering.stages import Grain, Stage, Stages
 from forebay.lowering.transit import Landings, Transit
 from forebay.memory import Kind
 from forebay.plans import Placement, Plan, Streaming
@@ -61,17 +61,21 @@ class Liveness:
         return self._profiles[key]
 
     def stages(
-        self, recompute: Iterable[str], activations: tuple[Selection, ...], hosted: frozenset[str], together: int = 0
+        self,
+        recompute: Iterable[str],
+        activations: tuple[Selection, ...],
+        hosted: frozenset[str],
+        grain: Grain | None = None,
     ) -> Sequence[Stage]:
-        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave, so many
-        bytes ``together`` (``Stages``). Some of the latest are kept: plans that differ in windows or updates alone have
+        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave, as coarse
+        as ``grain`` says (``Stages``). Some of the latest are kept: plans that differ in windows or updates alone have
         the same."""
-        key = frozenset(recompute), activations, hosted, together
+        key = frozenset(recompute), activations, hosted, grain
         stages = self._stages
         if key not in stages:
             while len(stages) >= STAGES:
                 del stages[next(iter(stages))]
-            stages[key] = Stages(self.index, self.profile(recompute, activations), hosted, together).all()
+            stages[key] = Stages(self.index, self.profile(recompute, activations), hosted, grain).all()
         return stages[key]
 
     def _transit(self, recompute: frozenset[str], activations: tuple[Selection, ...]) -> Transit:

@@ -47,6 +47,7 @@ class Move:
     asks for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back. ``stand_in``
     takes its place in between: its codes, or else the root, are on the device until after position ``until``, and then
     for as long as their copy to the host takes, if they leave; the rest of it is there until after ``rest_until``.
+    ``pieces`` are the bytes of each that leaves, where several are taken for one (``stages.Grain``).
     """
 
     root: int
@@ -63,6 +64,7 @@ class Move:
     stand_in: StandIn
     until: int
     rest_until: int
+    pieces: tuple[int, ...] = ()
     # Of ``stand_in``. Asked for at every turn, and so not worked out each time.
     moved: int = field(init=False)
     rest: int = field(init=False)

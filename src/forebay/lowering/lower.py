@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from forebay.arenas import Arenas, arenas_of
 from forebay.errors import ConfigError
 from forebay.lowering.liveness import Liveness, input_nbytes
 from forebay.lowering.recorder import Recorder
+from forebay.lowering.stages import Grain
 from forebay.lowering.walk import Walker
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update
@@ -53,13 +55,19 @@ def lower(
 
 
 def sketch(
-    trace: Trace, plan: Plan, *, micro_batches: int = 1, liveness: Liveness | None = None, together: int = 0
+    trace: Trace,
+    plan: Plan,
+    *,
+    micro_batches: int = 1,
+    liveness: Liveness | None = None,
+    grain: Grain | None = None,
 ) -> Sketch:
-    """``lower`` for who asks for nothing but seconds. For who only compares, gradients of a block land as one until
-    they have ``together`` bytes, where no update in backward waits for each. Raises what ``lower`` raises."""
+    """``lower`` for who asks for nothing but seconds; for who only compares them, as coarse as ``grain`` says (but for
+    gradients for each of which an update in backward waits). Raises what ``lower`` raises."""
     recorder = Recorder(in_step_with_compute=trace.device == "cpu", sketching=True)
-    together = 0 if plan.updated(Update.BACKWARD) else together
-    slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness, together)
+    if grain is not None and plan.updated(Update.BACKWARD):
+        grain = replace(grain, gradients=0)
+    slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness, grain)
     every = plan.streaming.update_every
     return Sketch(tuple(recorder.outlines), slots, done, micro_batches, plan.streaming.checksums, min(done, every))
 
@@ -71,7 +79,7 @@ def _walked(
     steps: int | None,
     micro_batches: int,
     liveness: Liveness | None,
-    together: int = 0,
+    grain: Grain | None = None,
 ) -> tuple[tuple[int, ...], Arenas, int]:
     """Writes the steps into ``recorder``. Returns the bytes of the slots, the arenas and the number of steps."""
     if micro_batches < 1 or (steps is not None and steps < 1):
@@ -87,7 +95,7 @@ def _walked(
             f"a plan with accumulates=False takes one backward a step, got {micro_batches}; plan with accumulates=True"
         )
     sizes = arenas_of(trace.model, plan, trace.state_names)
-    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, together)
+    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, grain)
     done, before, after = 0, None, walker.state()
     # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.
     settling, left_of_round = True, plan.streaming.update_every - 1

@@ -144,6 +144,7 @@ class Moving:
             ops=move.ops,
             tensor=move.root,
             ring=-1 if place is None else place.offset,
+            pieces=move.pieces,
         )
         self._offloaded[move] = done
         self._latest = (done,)
@@ -177,6 +178,7 @@ class Moving:
             ops=(self._asking, self._asking),
             tensor=move.root,
             ring=-1 if place is None else place.offset,
+            pieces=move.pieces,
         )
         if place is not None:
             self._reading.sent(move, self._reloaded[move])
@@ -191,6 +193,7 @@ class Moving:
             block=move.block,
             tensor=move.root,
             ring=place.offset,
+            pieces=tuple(map(disk_nbytes, move.pieces)),
         )
         place.busy = (written,)
         self._written[move] = written
@@ -206,6 +209,7 @@ class Moving:
             block=move.block,
             tensor=move.root,
             ring=place.offset,
+            pieces=tuple(map(disk_nbytes, move.pieces)),
         )
 
 

@@ -152,8 +152,10 @@ class Recorder:
         part: Kind | None = None,
         apart: bool = False,
         chosen_from: int = 0,
+        pieces: tuple[int, ...] = (),
     ) -> Recorded:
-        """Writes down an action, after what the caller names and after what its lane must wait for."""
+        """Writes down an action, after what the caller names and after what its lane must wait for. Only in a sketch
+        ``pieces`` may be taken for one."""
         self.before()
         known, index = self._known(lane, after), len(self._lanes)
         self._lanes.append(lane)
@@ -161,9 +163,8 @@ class Recorder:
             self._last_compute = index
         if self.sketching:
             # In the order of its fields: by name it takes three times as long.
-            self.outlines.append(
-                Outline(lane, verb, what, self.step, known, nbytes, ops, tensor, bits, apart, block, chosen_from, rest)
-            )
+            others = tensor, bits, apart, block, chosen_from, rest, pieces
+            self.outlines.append(Outline(lane, verb, what, self.step, known, nbytes, ops, *others))
             return Recorded(self, index)
         self.actions.append(
             Action(

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
 from forebay.lowering.arrangement import Run
-from forebay.lowering.index import Completed, TraceIndex
+from forebay.lowering.index import NEVER, Completed, TraceIndex
 from forebay.lowering.lives import Move, Profile
 from forebay.program import Change
 from forebay.trace import Phase
 
-__all__ = ["Cut", "Landing", "Stage", "Stages", "Stop"]
+__all__ = ["Cut", "Grain", "Landing", "Stage", "Stages", "Stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """What is taken for one by who only compares seconds, in bytes. Gradients of a block until they have ``gradients``,
+    as if they left when the last of them is made; activations next to each other of one visit up to ``activations``,
+    as if they left when the last of them is made and came back when the first of them is asked for. With 0 each moves
+    by itself. Compute is not cut where something only goes."""
+
+    gradients: int = 0
+    activations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A gradient that leaves for the host when it is complete. ``frees`` is what that frees on the device."""
+    """A gradient that leaves for the host when it is complete. ``frees`` is what that frees on the device; ``pieces``
+    are the bytes of each, where several are taken for one."""
 
     block: str
     place: int
     name: str
     nbytes: int
     frees: tuple[Change, ...]
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +82,26 @@ class Stage:
 @final
 class Stages:
     """Finds what the runtime will do in each run of ``profile``; ``hosted`` are the blocks that are not resident.
+    ``grain`` None: as it does it, one after the other."""
 
-    Gradients of a block are taken for one until they have ``together`` bytes: as if they left when the last of them is
-    made. With 0 each leaves by itself, as it does.
-    """
-
-    def __init__(self, index: TraceIndex, profile: Profile, hosted: Collection[str], together: int = 0) -> None:
+    def __init__(
+        self, index: TraceIndex, profile: Profile, hosted: Collection[str], grain: Grain | None = None
+    ) -> None:
         trace = self._trace = index.trace
         self._index = index
         self._runs = profile.runs
         # By the position of the op before or after which compute is cut.
         self._made: dict[int, list[Move]] = defaultdict(list)
         self._asked: dict[int, list[Move]] = defaultdict(list)
-        self._dropped = {move.until for move in profile.moves if move.codes is None}
-        for move in profile.moves:
+        self._dropped = set() if grain else {move.until for move in profile.moves if move.codes is None}
+        for move in _gathered(profile.moves, grain.activations) if grain else profile.moves:
             self._made[move.made].append(move)
             self._asked[move.asked].insert(0, move)  # backward asks in reverse order
         skipped = (run.position + op for run in profile.runs for op in run.skipped)
         after = (position + 1 for position in (*self._made, *self._dropped))
         self._at = sorted({*after, *self._asked, *skipped})  # where compute may be cut
         self._hosted = hosted
-        self._together = together
+        self._together = grain.gradients if grain else 0
         self._held = {b.name: b.modules for b in trace.model.blocks if b.held and b.name in hosted}
         self._modules = {b.name: b.modules for b in trace.model.blocks}
         self._order = {b.name: i for i, b in enumerate(trace.model.blocks)}
@@ -186,8 +198,12 @@ class Stages:
             landing = self._landing(done)
             gathered = before.pop(landing.block, None)
             if gathered is not None:
-                frees = gathered.frees + landing.frees
-                landing = replace(landing, nbytes=gathered.nbytes + landing.nbytes, frees=frees)
+                landing = replace(
+                    landing,
+                    nbytes=gathered.nbytes + landing.nbytes,
+                    frees=gathered.frees + landing.frees,
+                    pieces=(*(gathered.pieces or (gathered.nbytes,)), landing.nbytes),
+                )
             if landing.nbytes >= self._together or last[landing.block] is done:
                 yield done, landing
             else:
@@ -209,6 +225,46 @@ class Stages:
             nbytes=self._trace.sources[done.parameter].nbytes,
             frees=frees,
         )
+
+
+def _gathered(moves: Iterable[Move], nbytes: int) -> Iterator[Move]:
+    """``moves``, in the order in which they leave, those of one visit that are next to each other as one of up to
+    ``nbytes``."""
+    gathered: Move | None = None
+    for move in moves:
+        if gathered is None:
+            gathered = move
+        elif gathered.nbytes + move.nbytes <= nbytes and _go_together(gathered, move):
+            gathered = _with(gathered, move)
+        else:
+            yield gathered
+            gathered = move
+    if gathered is not None:
+        yield gathered
+
+
+def _go_together(one: Move, other: Move) -> bool:
+    """Whether both are whole, and the same is done with them."""
+    made = one.stand_in.is_made or other.stand_in.is_made
+    return not made and one.visit == other.visit and one.fate is other.fate and NEVER not in (one.asked, other.asked)
+
+
+def _with(move: Move, later: Move) -> Move:
+    """``move`` and one that leaves ``later`` as one."""
+    both = move.stand_in, later.stand_in
+    nbytes, treated = sum(one.nbytes for one in both), sum(one.treated for one in both)
+    return replace(
+        later,
+        nbytes=nbytes,
+        ops=(move.ops[0], max(move.ops[1], later.ops[1])),
+        dropped=max(move.dropped, later.dropped),
+        asked=min(move.asked, later.asked),
+        gone=max(move.gone, later.gone),
+        stand_in=replace(later.stand_in, nbytes=nbytes, treated=treated),
+        until=max(move.until, later.until),
+        rest_until=max(move.rest_until, later.rest_until),
+        pieces=(*(move.pieces or (move.moved,)), later.moved),
+    )
 
 
 def _inside(module: str, outer: str) -> bool:

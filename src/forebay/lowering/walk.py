@@ -22,7 +22,7 @@ from forebay.lowering.liveness import Liveness
 from forebay.lowering.lives import Move, Profile
 from forebay.lowering.moving import Moving
 from forebay.lowering.recorder import Recorder
-from forebay.lowering.stages import Cut, Landing, Stage
+from forebay.lowering.stages import Cut, Grain, Landing, Stage
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update
 from forebay.program import Change, Use, Verb
@@ -41,10 +41,16 @@ TRAINING = "training"
 @final
 class Walker:
     """Writes the steps of one plan into ``recorder``. In a sketch compute does not say what it takes and leaves on the
-    device, and gradients of a block may land ``together`` (``Stages``)."""
+    device, and what moves may be taken for as coarse as ``grain`` says."""
 
     def __init__(
-        self, trace: Trace, plan: Plan, liveness: Liveness, sizes: Arenas, recorder: Recorder, together: int = 0
+        self,
+        trace: Trace,
+        plan: Plan,
+        liveness: Liveness,
+        sizes: Arenas,
+        recorder: Recorder,
+        grain: Grain | None = None,
     ) -> None:
         self._trace = trace
         self._plan = plan
@@ -53,7 +59,7 @@ class Walker:
         self.homes = Homes(trace, plan, sizes, recorder)
         self._treated = frozenset(block for selection in plan.activations for block in selection.blocks)
         self._hosted = {p.block for p in plan.placements if not p.resident}
-        self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted), together)
+        self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted), grain)
         streaming = plan.streaming
         self.pool = SlotPool(
             recorder,
@@ -221,6 +227,7 @@ class Walker:
             parameter=landing.name,
             changes=landing.frees,
             slot=slot,
+            pieces=landing.pieces,
         )
         self._window.sent(done, landing.nbytes)
         home.arrived[landing.place] = done

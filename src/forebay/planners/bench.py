@@ -17,6 +17,7 @@ from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
 from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
+from forebay.planners.coarse import Coarseness
 from forebay.planners.in_backward import passed
 from forebay.planners.known import Known
 from forebay.planners.parts import RESIDENT, Draft, Level, delays, omissions, recomputable, slot_options, turns
@@ -51,12 +52,6 @@ SIMULATIONS_COSTLY = 4
 LONG = 160
 """Visits of a trace from which on a step is so long that nothing is simulated beside what is most likely to gain."""
 
-CHUNKS = 500
-"""Chunks of updates in a simulated step of a model of many more, beside the last one of each block."""
-
-LANDINGS = 250
-"""Landings of gradients in a simulated step of a model of many more, beside the last one of each block."""
-
 
 @final
 class Bench:
@@ -71,8 +66,7 @@ class Bench:
         self.actions = 0
         self._last_actions = 0
         self.liveness = self.known.liveness
-        self._elements = sum(b.trainable_numel for b in self.model.blocks)
-        self._gradients = sum(b.gradient_nbytes for b in self.model.blocks)
+        self._coarseness = Coarseness.of(self.model, long=self.is_long)
         self._seconds: dict[Draft, float] = {}
         self._exact: dict[Draft, Forecast] = {}
         self._proofs: dict[Draft, DoesNotFit | PlanInvalid | None] = {}
@@ -239,8 +233,9 @@ class Bench:
         """Seconds of a step of ``draft`` that is like all that follow. Raises ``ConfigError`` for a problem without a
         trace.
 
-        Updates of a large model are taken in fewer and larger chunks than they run in, and gradients of a block land in
-        fewer and larger parts, which is what most of a simulation would go into; ``exact`` takes them as they are.
+        Updates of a large model are taken in fewer and larger chunks than they run in, and gradients and activations of
+        a block move in fewer and larger parts, which is what most of a simulation would go into; ``exact`` takes them
+        as they are.
         """
         if draft not in self._seconds:
             paced = self.known.paced.get(draft)
@@ -260,7 +255,9 @@ class Bench:
         known = self.known
         if draft not in known.sketches:
             coarse = replace(self.plan("", draft), streaming=self.coarse(draft))
-            program = sketch(self.costs.trace, coarse, liveness=self.liveness, together=self._gradients // LANDINGS)
+            program = sketch(
+                self.costs.trace, coarse, liveness=self.liveness, grain=self._coarseness.grain(draft.streaming)
+            )
             score = Score.of(program, self.costs, settled=not draft.streaming.overlap_update)
             known.keep(draft, program, score)
         return known.sketches[draft]
@@ -304,7 +301,7 @@ class Bench:
         """The streaming of simulations that only compare: with larger update jobs, and a window for as many of them on
         the device."""
         streaming, there = self.in_backward(draft).streaming, draft.updated(Update.DEVICE)
-        chunk = max(streaming.update_chunk, self._elements // CHUNKS)
+        chunk = self._coarseness.chunk(streaming.update_chunk)
         if chunk == streaming.update_chunk or not there:
             return replace(streaming, update_chunk=chunk)
         sizes = self.arenas(draft)

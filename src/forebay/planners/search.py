@@ -122,7 +122,7 @@ class Search:
             self._shapes(level)
         self._around_best()
         self._between_levels()
-        for level in levels:
+        for level in () if self.bench.is_long else levels:
             self._lean(level)
         self._less_on_host()
         if single_blocks:
@@ -251,6 +251,8 @@ class Search:
             other = replace(base, streaming=replace(base.streaming, offload_window=window, reload_window=window))
             if self.bench.fits_device(other):
                 self.consider(other)
+        if self.bench.is_long:
+            return  # a slot or two more to fetch into has never been worth the time to find out
         for distance in range(1, 1 + min(MOST_SLOTS, len(self.best.placements) - len(self.best.resident))):
             base = on_host(self.bench, self.best)
             self.consider(replace(base, streaming=replace(base.streaming, prefetch_distance=distance)))

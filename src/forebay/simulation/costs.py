@@ -132,7 +132,7 @@ class Costs:
         """Seconds that each op takes longer in the forward of a block of which a plan treats some."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
-        self._moves: dict[tuple[Verb, Lane, int, bool, int], float] = {}
+        self._moves: dict[tuple[Verb, Lane, int, bool, int, tuple[int, ...]], float] = {}
         # Seconds of ranges of ops: every step of every program has much the same.
         self._computed: dict[tuple[int, int], float] = {}
         self._works = tuple(self._cost(work) for work in trace.works)
@@ -196,7 +196,7 @@ class Costs:
             return seconds + (last - first) * (more + self.treat_seconds * action.treated)
         if verb is Verb.ENCODE or verb is Verb.DECODE:
             return self._coding(action)
-        key = verb, action.lane, action.nbytes, action.apart, action.chosen_from
+        key = verb, action.lane, action.nbytes, action.apart, action.chosen_from, action.pieces
         known = self._moves.get(key)
         if known is None:
             known = self._moves[key] = self._move(action)
@@ -219,6 +219,8 @@ class Costs:
 
     def _move(self, action: Action | Outline) -> float:
         """Seconds of a transfer, an update, a read or a write."""
+        if isinstance(action, Outline) and action.pieces:
+            return sum(self._move(action._replace(nbytes=piece, pieces=())) for piece in action.pieces)
         nbytes, machine = action.nbytes, self.machine
         match action.verb:
             case Verb.LOAD | Verb.STORE if action.lane in (Lane.DISK_WRITE, Lane.DISK_READ):

@@ -173,15 +173,17 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
 def _moved(program: Program) -> dict[Lane, int]:
     """Bytes of each lane in a step; of compute those of updates that run there (an op's are in its seconds)."""
     moved: dict[Lane, int] = dict.fromkeys(LANES, 0)
+    settled = program.settled
     for action in program.actions:
-        if action.step in program.settled and action.verb is not Verb.COMPUTE:
+        if action.step in settled and action.verb is not Verb.COMPUTE:
             moved[action.lane] += action.nbytes
     return {lane: nbytes // program.round for lane, nbytes in moved.items()}
 
 
 def _written(program: Program, costs: Costs) -> int:
     """Bytes that go to disk in a step, those of updates beside the storage among them."""
-    last = [action for action in program.actions if action.step in program.settled]
+    settled = program.settled
+    last = [action for action in program.actions if action.step in settled]
     beside = sum(a.nbytes for a in last if a.lane is Lane.STORAGE_UPDATE)
     return (sum(a.nbytes for a in last if a.verb is Verb.WRITE) + round(costs.states_share * beside)) // program.round
 

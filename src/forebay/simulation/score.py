@@ -107,7 +107,7 @@ def _hand_over(actions: Sequence[Action | Outline], seconds: list[float], each: 
         if action.verb is Verb.COMPUTE:
             computed = index
         elif action.tensor >= 0 and action.lane is not Lane.COMPUTE and computed >= 0:
-            seconds[computed] += each
+            seconds[computed] += each * max(1, len(action.pieces))
 
 
 def _copies(actions: Sequence[Action | Outline], machine: Machine) -> frozenset[int]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
+from typing import TypeAlias
 
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
@@ -69,6 +70,15 @@ NONE = 1e-6
 
 WINDOW = 2
 """Of the largest tensor that moves, so many fit into a window: one leaves while the next one is made."""
+
+Ranks: TypeAlias = tuple[tuple[Tier, Tier, Tier], ...]
+"""Homes, in the order in which blocks that are alike take them."""
+
+STAYING_LAST: Ranks = (HOSTED, DEDICATED, RESIDENT)
+"""What streams is fetched first, and later while what stays runs."""
+
+STAYING_FIRST: Ranks = STAYING_LAST[::-1]
+"""The next forward begins with blocks that wait for no update on the host."""
 
 
 def seeds(bench: Bench) -> Iterator[Draft]:
@@ -165,14 +175,24 @@ def _seeds(bench: Bench, limit: int, ways: Sequence[tuple[tuple[int, ...], Order
     """Drafts near the optimum with ``limit`` bytes of the device, and ``scope`` of the rest, for each of ``ways``:
     slots, and an order."""
     chain, found = bench.chain, set[Draft]()
-    for slots, order in ways:
-        draft = None if chain is None else _repaired(bench, chain, slots, order, limit, scope)
-        if draft is None:
-            continue
-        for full in _completed(bench, draft, limit):
-            if full not in found:
-                found.add(full)
-                yield full
+    for place, (slots, order) in enumerate(ways):
+        for ranks in _both_ends(bench, place):
+            draft = None if chain is None else _repaired(bench, chain, slots, order, limit, scope, ranks)
+            if draft is None:
+                continue
+            for full in _completed(bench, draft, limit):
+                if full not in found:
+                    found.add(full)
+                    yield full
+
+
+def _both_ends(bench: Bench, place: int) -> Sequence[Ranks]:
+    """Which of the blocks that are alike stay in draft number ``place`` of a few: the last ones, and in the first draft
+    the first ones, too. In a long step the first ones alone: there what waits is mostly updates on the host, and the
+    next forward begins with blocks that do not wait for theirs."""
+    if bench.is_long:
+        return (STAYING_FIRST,)
+    return (STAYING_LAST, STAYING_FIRST)[: 1 if place else 2]
 
 
 def _completed(bench: Bench, draft: Draft, limit: int) -> Iterator[Draft]:
@@ -300,7 +320,13 @@ def _alike(shares: Sequence[float], count: int, options: Sequence[Option]) -> li
 
 
 def _repaired(
-    bench: Bench, chain: Chain, slots: tuple[int, ...], order: Order, limit: int, scope: Scope
+    bench: Bench,
+    chain: Chain,
+    slots: tuple[int, ...],
+    order: Order,
+    limit: int,
+    scope: Scope,
+    ranks: Ranks = STAYING_LAST,
 ) -> Draft | None:
     """The whole blocks nearest to the optimum that fit into ``limit`` bytes of the device, by the bench's account, and
     on the host if nothing may go to a disk; None if that does not come about in a few tries."""
@@ -312,7 +338,7 @@ def _repaired(
                 break
             room = (room + over) // 2  # the last step was too long
             continue
-        draft = rounded(bench, chain, found, slots, order)
+        draft = rounded(bench, chain, found, slots, order, ranks)
         spare = limit - bench.device(draft)
         lacking = 0 if scope.disk else bench.arenas(draft).host - bench.problem.limit(Tier.HOST)
         if spare >= 0 and lacking > 0:
@@ -334,18 +360,19 @@ def _repaired(
     return best
 
 
-def rounded(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], order: Order) -> Draft:
+def rounded(
+    bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], order: Order, ranks: Ranks = STAYING_LAST
+) -> Draft:
     """The draft that ``shares`` stand for, through ``slots``; ``order`` says which of the blocks that are alike take
-    which choice. Whether it fits is for the caller to ask."""
+    which choice, ``ranks`` which home those take that come first. Whether it fits is for the caller to ask."""
     live = bench.liveness
     chosen: list[list[Option]] = []
     homes: dict[str, tuple[Tier, Tier, Tier]] = {}
     for group, options_, places in zip(chain.groups, shares.options, shares.homes, strict=True):
         count = len(group.blocks)
         chosen.append([group.options[i] for i in order(options_, count, group.options)])
-        # Blocks that stay come last: those before them are fetched while they run.
-        ranks = [RANKS.index(_on_host(home.tiers)) for home in group.homes]
-        for block, place in zip(group.blocks, sorted_out(places, count, ranks), strict=True):
+        ranked = [ranks.index(_on_host(home.tiers)) for home in group.homes]
+        for block, place in zip(group.blocks, sorted_out(places, count, ranked), strict=True):
             homes[block] = _on_host(group.homes[place].tiers)
     level = KEPT if live is None else level_of(live, chain, chosen)
     placements = tuple(Placement(b.name, *homes[b.name]) for b in bench.model.blocks)
@@ -353,9 +380,6 @@ def rounded(bench: Bench, chain: Chain, shares: Shares, slots: tuple[int, ...], 
     draft = Draft(placements, streaming, level.recompute, level.activations)
     ahead = sum(home == DEDICATED for home in homes.values())
     return replace(draft, streaming=fewer_slots(streaming, bench.streamed(draft), ahead))
-
-
-RANKS = (HOSTED, DEDICATED, RESIDENT)
 
 
 def _on_host(tiers: tuple[Tier, Tier, Tier]) -> tuple[Tier, Tier, Tier]:
