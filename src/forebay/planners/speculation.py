@@ -151,7 +151,7 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool], 
     to nothing that stays, of which simulations are spent in any case."""
     chosen = ahead(bench, best)
     if bench.is_long:
-        return _fastest_of_others(bench, best, chosen)
+        return _fastest_of_either_kind(bench, best, chosen, may_take)
     tried = [best]
     near = chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS))
     for drafts, rungs in ((others, None), (near, FEW_RUNGS), (_lean(bench), RUNGS)):
@@ -191,16 +191,17 @@ def _around(bench: Bench, staying: Sequence[Block]) -> Iterator[Draft]:
                 yield at_home(bench, wide(bench, make(level), usual_window(bench)))
 
 
-def _fastest_of_others(bench: Bench, best: Draft, chosen: Draft) -> Draft:
-    """``chosen``, or ``ahead`` of the fastest draft of the other kind: where activations move if none does in ``best``,
-    which computes less once no update is in its way; where none does otherwise, whose link has time for gradients to
-    land early. There is time for one."""
+def _fastest_of_either_kind(bench: Bench, best: Draft, chosen: Draft, may_take: Callable[[Draft], bool]) -> Draft:
+    """``chosen``, or ``ahead`` of the fastest draft of the other kind that ``may_take`` accepts: where activations move
+    if none does in ``best``, which computes less once no update is in its way; where none does otherwise, whose link
+    has time for gradients to land early. There is time for one."""
     kinds = (draft for draft in bench.fastest(bench.simulated) if bool(draft.activations) != bool(best.activations))
     other = next(kinds, best)
     enough = bench.seconds(chosen) * (1 - MORE_GAIN)
     if other == best or not fits(bench, other) or unhindered(bench, other) >= enough:
         return chosen
-    return min(chosen, ahead(bench, other), key=bench.seconds)
+    more = ahead(bench, other)
+    return more if bench.seconds(more) < bench.seconds(chosen) and may_take(more) else chosen
 
 
 def alike(bench: Bench, one: Draft, other: Draft, least: Callable[[Bench, Draft], float]) -> bool:
