@@ -169,6 +169,30 @@ def test_what_is_on_disk_has_its_second_copy_there() -> None:
     assert len(few.updated(Update.AHEAD)) == min(3, len(found.updated(Update.AHEAD)))
 
 
+def test_on_a_full_host_states_make_room_for_second_copies() -> None:
+    """They go to the disk, if there is one and the step gains by it."""
+    large = chain(N, width=1024, saved=2)  # beside which what passes to a disk through the host is little
+    device = 4 * sum(p.nbytes for p in large.model.blocks[0].parameters)
+
+    def bench(disk_rate: float = 1e10, host: int = ENOUGH, disk: int = 0) -> Bench:
+        on = machine(compute=2e9, h2d=2e10, d2h=2e10, update=2e9, disk=disk_rate)
+        return Bench(asked(large, on, device=device, host=host, disk=disk))
+
+    draft = settled(bench(), POLICIES["stream"])
+    host = bench().arenas(draft).host
+    full = bench(host=host, disk=ENOUGH)
+    assert settled(full, POLICIES["stream"]) == draft and not full.arenas(draft).disk
+    found = ahead(full, draft)
+    sizes = full.arenas(found)
+    assert found.updated(Update.AHEAD) and sizes.host <= host and sizes.disk
+    assert full.seconds(found) < (1 - GAIN) * full.seconds(draft)
+    assert full.problem.machine is not None
+    check(large, full.problem.machine, full.plan("full", found))
+    # Without a disk, and with one that would take longer than they gain, it stays as it is.
+    assert ahead(bench(host=host), draft) == draft
+    assert ahead(bench(disk_rate=1e8, host=host, disk=ENOUGH), draft) == draft
+
+
 def test_what_it_gains_is_said_beside_a_plan_that_needs_no_disk() -> None:
     """What went to the disk for the sake of second copies would only cost without them."""
     on = machine(compute=4e8, h2d=1e9, d2h=1e9, update=1e10, disk=3e8)

@@ -5,7 +5,8 @@ Those that are taken, more and more of them, are spread over the model as evenly
 backward then have the landings of those between them to catch up in, and so has the forward, for the ones that it
 waits for. Were the last ones taken, updates would be behind at the end of backward, and none left to do in the second
 half of forward (``test_they_are_spread_over_the_model``). It costs a second copy of parameters and states in the tiers
-where they live; the update itself moves no more bytes. The simulation says whether that pays.
+where they live; the update itself moves no more bytes. On a full host states of more blocks go to the disk, if there is
+one, and make the room. The simulation says whether that pays.
 
 Lian et al., "SuperOffload" (ASPLOS 2026), call a step that is made before it is known to be wanted speculation, then
 validation. Ours differs in what it takes for granted and in keeping the old copy (``runtime.speculation``).
@@ -25,7 +26,7 @@ from math import ceil
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_home, more_on_disk
+from forebay.planners.homes import at_home, more_on_disk, on_host
 from forebay.planners.parts import KEPT, RESIDENT, Draft, Level, repeated_size
 from forebay.planners.shapes import around, fewest_recomputed, usual_window, wide
 from forebay.plans import Update
@@ -259,10 +260,21 @@ def _choices(bench: Bench, draft: Draft, able: Sequence[str], rungs: int) -> Ite
     """``draft`` with updates of more and more of ``able`` ahead of their step, one part in ``rungs`` at a time, as far
     as there is room."""
     for count in dict.fromkeys(ceil(rung * len(able) / rungs) for rung in range(1, 1 + rungs)):
-        more = draft.updating(Update.AHEAD, _spread(able, count))
-        if not _fits_at_home(bench, more):
+        more = _with_room(bench, draft.updating(Update.AHEAD, _spread(able, count)))
+        if more is None:
             return
         yield more
+
+
+def _with_room(bench: Bench, draft: Draft) -> Draft | None:
+    """``draft``, with more on disk where the host has no room for its second copies; None where that does not help."""
+    if _fits_at_home(bench, draft):
+        return draft
+    if bench.problem.limit(Tier.DISK) and bench.arenas(draft).host > bench.problem.limit(Tier.HOST):
+        with suppress(DoesNotFit):
+            settled = at_home(bench, on_host(bench, draft))
+            return settled if _fits_at_home(bench, settled) else None
+    return None
 
 
 def _spread(able: Sequence[str], count: int) -> frozenset[str]:
