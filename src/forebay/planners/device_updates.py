@@ -22,11 +22,10 @@ from dataclasses import replace
 from math import ceil
 
 from forebay.arenas import UPDATE_CELLS, Sizer
-from forebay.errors import DoesNotFit
 from forebay.layout import needs_master
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_home, on_host
+from forebay.planners.homes import at_home_anew, on_host
 from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alike, fits
@@ -222,13 +221,5 @@ def _bases(bench: Bench, draft: Draft, window: int) -> list[Draft]:
         found += [through(slots[-1], Filling()), through(slots[0], SHARED)]
         # With updates out of the way fewer blocks need to stay, which leaves room for activations.
         found.append(through(slots[0], SHARED, KEPT))
-    settled = [_settled(bench, base) for base in dict.fromkeys(found) if bench.device(base) <= limit]
+    settled = [at_home_anew(bench, base) for base in dict.fromkeys(found) if bench.device(base) <= limit]
     return [base for base in settled if base is not None] or [draft]
-
-
-def _settled(bench: Bench, draft: Draft) -> Draft | None:
-    """``draft`` with homes; None where there are none."""
-    try:
-        return at_home(bench, on_host(bench, draft))
-    except DoesNotFit:
-        return None

@@ -16,6 +16,7 @@ from itertools import chain, islice
 from math import ceil, inf
 
 from forebay.arenas import UPDATE_RING, home_nbytes
+from forebay.errors import DoesNotFit
 from forebay.layout import STATE_ITEMSIZE, states_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
@@ -31,6 +32,7 @@ __all__ = [
     "Tenant",
     "all_activations_on_disk",
     "at_home",
+    "at_home_anew",
     "at_storage",
     "least_at_storage",
     "more_on_disk",
@@ -86,6 +88,14 @@ def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False, first:
     if enough_host:
         raise disk_too_small(bench, min(enough_host, key=lambda s: s.disk))
     raise host_too_small(bench, min((s for s in tried if s.disk <= allowed[Tier.DISK]), key=lambda s: s.host))
+
+
+def at_home_anew(bench: Bench, draft: Draft) -> Draft | None:
+    """``draft`` with what goes to disk decided anew; None where it has no room at home."""
+    try:
+        return at_home(bench, on_host(bench, draft))
+    except DoesNotFit:
+        return None
 
 
 def with_a_disk(bench: Bench, draft: Draft) -> int | None:

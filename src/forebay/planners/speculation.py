@@ -26,7 +26,7 @@ from math import ceil
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_home, more_on_disk, on_host
+from forebay.planners.homes import at_home, at_home_anew, more_on_disk
 from forebay.planners.parts import KEPT, RESIDENT, Draft, Level, repeated_size
 from forebay.planners.shapes import around, fewest_recomputed, usual_window, wide
 from forebay.plans import Update
@@ -271,9 +271,8 @@ def _with_room(bench: Bench, draft: Draft) -> Draft | None:
     if _fits_at_home(bench, draft):
         return draft
     if bench.problem.limit(Tier.DISK) and bench.arenas(draft).host > bench.problem.limit(Tier.HOST):
-        with suppress(DoesNotFit):
-            settled = at_home(bench, on_host(bench, draft))
-            return settled if _fits_at_home(bench, settled) else None
+        settled = at_home_anew(bench, draft)
+        return settled if settled is not None and _fits_at_home(bench, settled) else None
     return None
 
 

@@ -192,7 +192,7 @@ def _both_ends(bench: Bench, place: int) -> Sequence[Ranks]:
     next forward begins with blocks that do not wait for theirs."""
     if bench.is_long:
         return (STAYING_FIRST,)
-    return (STAYING_LAST, STAYING_FIRST)[: 1 if place else 2]
+    return (STAYING_LAST,) if place else (STAYING_LAST, STAYING_FIRST)
 
 
 def _completed(bench: Bench, draft: Draft, limit: int) -> Iterator[Draft]:
