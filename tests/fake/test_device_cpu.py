@@ -198,6 +198,22 @@ def test_copies_beside_compute_are_made_inline_where_compute_has_all_cores(
     device.close()
 
 
+@pytest.mark.parametrize("more", [0, 3, 8])
+@pytest.mark.parametrize(("ahead", "behind"), [(0, 0), (8, 0), (0, 5), (5, 8), (3, 3)])
+def test_inline_copies_are_exact_wherever_words_begin(
+    ahead: int, behind: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ahead`` and ``behind`` bytes are before the target's and the source's; ``more`` than whole words are copied."""
+    monkeypatch.setattr("forebay.device.cpu.cores", torch.get_num_threads)
+    device, nbytes = CpuDevice(), BRIEF + 8 + more
+    bits = torch.randint(0, 256, (nbytes + behind,), dtype=torch.uint8)
+    room = torch.zeros(nbytes + ahead + 1, dtype=torch.uint8)
+    device.copy(Lane.D2H, room[ahead : ahead + nbytes], bits[behind:], inline=True).wait()
+    assert torch.equal(room[ahead : ahead + nbytes], bits[behind:])
+    assert not room[:ahead].any() and not room[-1]
+    device.close()
+
+
 def test_an_inline_copy_waits_for_what_it_comes_after_and_for_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the lane's thread makes it, and whoever has asked goes on."""
     monkeypatch.setattr("forebay.device.cpu.cores", lambda: 1)
