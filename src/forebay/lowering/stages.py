@@ -163,11 +163,14 @@ class Stages:
                 asked[op].append(block)
         leaving: dict[int, list[Landing]] = defaultdict(list)
         kept: dict[int, int] = defaultdict(int)
-        completed = self._index.completed[run.visit]
-        for done, landing in self._landings([done for done in completed if self._leaves(done)]):
+        away: list[Completed] = []
+        staying: list[Completed] = []
+        for done in self._index.completed[run.visit]:
+            (away if self._leaves(done) else staying).append(done)
+        for done, landing in self._landings(away):
             leaving[done.op - run.first_op].append(landing)
-        for done in completed:
-            if not self._leaves(done) and self._last[done.root] == done and done.root in self._index.roots:
+        for done in staying:
+            if self._last[done.root] == done and done.root in self._index.roots:
                 kept[done.op - run.first_op] += self._index.roots[done.root].nbytes
         return tuple(
             Stop(run.position + op, tuple(asked.get(op, ())), tuple(leaving.get(op, ())), kept.get(op, 0))

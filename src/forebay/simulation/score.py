@@ -62,7 +62,7 @@ class Score:
             seconds,
             [*rates, 0.0],
             _calls(program, settled),
-            _copies(actions, costs.machine),
+            _copies(actions, queues, costs.machine),
         )
 
     def times(self, counts: Sequence[float]) -> Score:
@@ -110,11 +110,12 @@ def _hand_over(actions: Sequence[Action | Outline], seconds: list[float], each: 
             seconds[computed] += each * max(1, len(action.pieces))
 
 
-def _copies(actions: Sequence[Action | Outline], machine: Machine) -> frozenset[int]:
+def _copies(actions: Sequence[Action | Outline], queues: Sequence[Sequence[int]], machine: Machine) -> frozenset[int]:
     """What goes to a process on the host that updates beside the storage, or comes from there."""
     if machine.disk is None or machine.disk.update_rate is not None:
         return frozenset()
-    return frozenset(index for index, action in enumerate(actions) if is_copy_beside(action))
+    own = queues[PLACE[Lane.DISK_READ]], queues[PLACE[Lane.DISK_WRITE]]
+    return frozenset(index for queue in own for index in queue if is_copy_beside(actions[index]))
 
 
 def _calls(program: Program | Sketch, settled: bool) -> list[list[int]]:
