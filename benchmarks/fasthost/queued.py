@@ -20,15 +20,10 @@ import torch
 
 from benchmarks.fasthost.engine import moved
 from forebay.device.base import Completion, Device, NoDelays
+from forebay.device.completions import DONE, LaneCompletion, WorkerCompletion, dependency_failure
 from forebay.device.cpu import CpuDevice, copies_bytes
-from forebay.device.lanes import (
-    EventLog,
-    LaneCompletion,
-    ReadyCompletion,
-    WorkerCompletion,
-    WorkerLanes,
-    dependency_failure,
-)
+from forebay.device.event_log import EventLog
+from forebay.device.lanes import WorkerLanes
 from forebay.memory import Kind, TierUsage
 from forebay.timeline import Event, Lane
 
@@ -45,7 +40,7 @@ class Compute:
             time.perf_counter, EventLog(1), NoDelays(), prepare_thread=partial(torch.set_grad_enabled, False)
         )
         self._holds: list[Completion] = []
-        self._last: LaneCompletion = ReadyCompletion()
+        self._last: LaneCompletion = DONE
         self._free = 0.0
         self.stalled = 0.0
 

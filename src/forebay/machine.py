@@ -130,8 +130,8 @@ class Machine:
     written.
 
     Links: ``h2d`` and ``d2h`` of everything that crosses, but that ``offload``, where it is stated, is for activations
-    on their way to the host (``cpu``: the threads that compute may copy these between two ops, while gradients go
-    beside ops by a lane's thread).
+    on their way to the host (``cpu``: the threads that compute may copy all that crosses between two ops, and what a
+    step makes of activations is another rate than what it makes of gradients).
 
     Host: ``host_bandwidth`` of a large copy, ``update_rate`` the bytes/s that an optimizer update moves,
     ``update_elements`` the elements/s of updates that are known to differ from that, because the cores bind and not the

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from forebay.device.completions import ReadyCompletion
 from forebay.device.delays import DelayOne
 from forebay.device.fake import FakeBuffer, FakeDevice
-from forebay.device.lanes import ReadyCompletion
 from forebay.errors import DeviceOutOfMemory, SessionClosed
 from forebay.memory import Kind
 from forebay.timeline import Event, Lane, Timeline

@@ -11,9 +11,10 @@ from time import perf_counter
 import pytest
 
 from forebay.device.base import Completion, NoDelays
+from forebay.device.completions import ReadyCompletion
 from forebay.device.delays import DelayOne, RandomDelays
 from forebay.device.event_log import EventLog
-from forebay.device.lanes import WORKER_LANES, ReadyCompletion, WorkerLanes
+from forebay.device.lanes import WORKER_LANES, WorkerLanes
 from forebay.errors import SessionClosed
 from forebay.timeline import Event, Lane
 

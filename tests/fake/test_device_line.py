@@ -16,8 +16,9 @@ import pytest
 from forebay.device import lanes as lanes_module
 from forebay.device import line as line_module
 from forebay.device.base import Completion, NoDelays
+from forebay.device.completions import LaneCompletion, WorkerCompletion, dependency_failure
 from forebay.device.event_log import EventLog
-from forebay.device.lanes import LaneCompletion, WorkerCompletion, WorkerLanes, dependency_failure
+from forebay.device.lanes import WorkerLanes
 from forebay.device.line import Line
 from forebay.timeline import Lane
 from tests.faults.interrupting import interrupt_at

@@ -117,7 +117,7 @@ def test_blocks_are_fetched_ahead_up_to_the_first_that_is_still_to_change() -> N
         changing.discard(block)
         made.pool.prefetch(changing)
         assert made.source.fetched[before:] == fetched
-    assert made.pool.upcoming() == ["0", "1", "2"]
+    assert list(made.pool.upcoming()) == ["0", "1", "2"]
 
 
 def busy(events: Sequence[Event], lane: Lane) -> float:

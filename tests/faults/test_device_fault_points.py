@@ -8,7 +8,8 @@ import gc
 import random
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -17,10 +18,12 @@ import torch
 from torch import nn
 
 import forebay
-from forebay.device import lanes
+from forebay.device.completions import LaneCompletion
+from forebay.device.lanes import WorkerLanes
 from forebay.errors import DeviceOutOfMemory, ForebayError
 from forebay.memory import Kind, Ledger, Tier
 from forebay.plans import Plan
+from forebay.timeline import Lane
 from tests.faults.residue import descriptors
 from tests.faults.test_fault_points import SAVED, STEPS
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
@@ -53,20 +56,23 @@ class Shim:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.jobs, self.charges = Counter(), Counter()
-        run, charge = lanes._run_and_drop, Ledger.charge
+        submit, charge = WorkerLanes.submit, Ledger.charge
 
-        def run_or_fail(job: Any) -> Any:
-            if self.jobs.reached():
-                raise Broken(job.what)
-            return run(job)
+        def submit_to_fail(lanes: WorkerLanes, lane: Lane, run: Callable[[], Any], **given: Any) -> LaneCompletion:
+            return submit(lanes, lane, partial(self._run_or_fail, run, given.get("what", "")), **given)
 
         def charge_or_refuse(ledger: Ledger, kind: Kind, nbytes: int, what: str = "") -> None:
             if ledger.tier is Tier.DEVICE and self.charges.reached():
                 raise ledger.exceeded(kind, nbytes, what)
             charge(ledger, kind, nbytes, what)
 
-        monkeypatch.setattr(lanes, "_run_and_drop", run_or_fail)
+        monkeypatch.setattr(WorkerLanes, "submit", submit_to_fail)
         monkeypatch.setattr(Ledger, "charge", charge_or_refuse)
+
+    def _run_or_fail(self, run: Callable[[], Any], what: str) -> Any:
+        if self.jobs.reached():
+            raise Broken(what)
+        return run()
 
     def begin(self, job: int | None, charge: int | None) -> None:
         self.jobs.begin(job)

@@ -16,7 +16,7 @@ import pytest
 import forebay
 from forebay.checkpoint.ending import Ending
 from forebay.device.base import Completion
-from forebay.device.lanes import LaneCompletion, dependency_failure
+from forebay.device.completions import LaneCompletion, dependency_failure
 from tests.faults.crashing import Counted
 from tests.faults.test_checkpoint_in_place import Reader, Trained, operations, reader, trained
 from tests.parity.content import expect_same

@@ -132,15 +132,27 @@ def stash_over(
     return Stash(device, watch or NoWatch(), torch.device("cpu"), depots, streaming)
 
 
+def looking(device: CpuDevice) -> StorageLedger:
+    """As in a step whose bytes are counted."""
+    watch = StorageLedger(device.ledger)
+    watch.activate(True)
+    return watch
+
+
 def offload(stash: Stash, tensor: torch.Tensor, what: str) -> Ticket | None:
     return stash.treat(tensor, Treatment("op", 0, Fate.OFFLOAD), what)
 
 
 @pytest.mark.parametrize("window", [0, AMPLE])
-def test_a_copy_that_fails_on_its_way(window: int) -> None:
+def test_a_copy_that_fails_on_its_way(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told to whoever waits for it: forward, or the beginning of backward, and whoever asks for the bytes."""
+
+    def fail(here: object, target: torch.Tensor, source: torch.Tensor) -> None:
+        raise TypeError("nothing can be written there")
+
+    monkeypatch.setattr("forebay.device.cpu._copy_bytes", fail)
     device = CpuDevice()
-    stash = stash_over(torch.empty(AMPLE, dtype=torch.uint8, device="meta"), device, window)  # holds no bytes
+    stash = stash_over(torch.empty(AMPLE, dtype=torch.uint8), device, window)
     values = torch.ones(MOVED_LEAST)
     if window == 0:
         with pytest.raises(TypeError):
@@ -154,7 +166,7 @@ def test_a_copy_that_fails_on_its_way(window: int) -> None:
         with pytest.raises(TypeError):
             stash.begin_backward()
         # Once it was told, what failed and its bytes are let go; whoever asks is told in words.
-        with pytest.raises(ForebayError, match="a was lost on its way off the device or back: can't convert meta"):
+        with pytest.raises(ForebayError, match="a was lost on its way off the device or back: nothing can be"):
             ticket.tensor()
         assert stash.taken == 0
         gone = weakref.ref(ticket)
@@ -235,7 +247,7 @@ def test_a_range_is_taken_as_long_as_a_copy_uses_it(late: int) -> None:
 def test_a_part_without_room_on_the_host_costs_the_device_nothing() -> None:
     """Neither a copy of the rest, which only what leaves needs; nor, where there is no room for that copy, the part."""
     device = CpuDevice(MOVED_LEAST)
-    stash = stash_over(torch.empty(2 * MOVED_LEAST, dtype=torch.uint8), device, watch=StorageLedger(device.ledger))
+    stash = stash_over(torch.empty(2 * MOVED_LEAST, dtype=torch.uint8), device, watch=looking(device))
     half = Treatment("op", 0, Fate.OFFLOAD, split=Split(1, 2))
     assert stash.treat(torch.ones(8 * MOVED_LEAST, dtype=torch.uint8), half, "a") is None
     assert (stash.kept, device.usage().peak) == (1, 0)
@@ -250,7 +262,7 @@ def test_a_part_without_room_on_the_host_costs_the_device_nothing() -> None:
 @pytest.mark.parametrize("demanded", [False, True])
 def test_device_bytes_go_with_the_last_reference(demanded: bool) -> None:
     device = CpuDevice()
-    watch = StorageLedger(device.ledger)
+    watch = looking(device)
     stash = stash_over(torch.empty(MOVED_LEAST, dtype=torch.uint8), device, AMPLE, ahead=AMPLE, watch=watch)
     ticket = offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), "a")
     assert ticket is not None
@@ -269,7 +281,7 @@ def test_device_bytes_go_with_the_last_reference(demanded: bool) -> None:
 def test_what_comes_back_for_nobody_counts_in_the_reload_window_until_it_is_there() -> None:
     """Room for one in the window. Nobody wants the one on its way any more, but the device holds its bytes."""
     device, go = CpuDevice(), threading.Event()
-    watch = StorageLedger(device.ledger)
+    watch = looking(device)
     stash = stash_over(torch.empty(2 * MOVED_LEAST, dtype=torch.uint8), device, AMPLE, ahead=MOVED_LEAST, watch=watch)
     tickets = [offload(stash, torch.ones(MOVED_LEAST, dtype=torch.uint8), what) for what in "ab"]
     stash.end_forward()

@@ -13,7 +13,7 @@ from forebay.checkpoint.generations import Generations
 from forebay.checkpoint.homes import InPlace
 from forebay.checkpoint.manifest import Manifest
 from forebay.device.base import Completion
-from forebay.device.lanes import dependency_failure
+from forebay.device.completions import dependency_failure
 from forebay.runtime.holds import Outcome
 from forebay.tiers.kept import KeptFolder
 

@@ -21,7 +21,7 @@ from forebay.checkpoint.manifest import Group, Manifest
 from forebay.checkpoint.randomness import capture
 from forebay.checkpoint.source import saved_buffers
 from forebay.device.base import Completion
-from forebay.device.lanes import dependency_failure
+from forebay.device.completions import dependency_failure
 from forebay.errors import OptimizerError, UsageError
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.session import Phase, Session

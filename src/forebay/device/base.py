@@ -210,7 +210,8 @@ class Watch(ABC):
 
     @abstractmethod
     def found(self, tensor: Any, kind: Kind) -> None:
-        """The same of what compiled code has made, if what ops make is charged now."""
+        """The same, if what ops make is charged now: of what compiled code has made, and of what forebay makes between
+        ops."""
 
 
 class NoWatch(Watch):

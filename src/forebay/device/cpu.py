@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
+from forebay.device.completions import DONE
 from forebay.device.event_log import EventLog
 from forebay.device.history import History
-from forebay.device.lanes import ReadyCompletion, WorkerLanes
+from forebay.device.lanes import WorkerLanes
 from forebay.device.turn import Turn
 from forebay.errors import DeviceOutOfMemory
 from forebay.kernels.team import cores
@@ -155,10 +156,10 @@ class CpuDevice(Device):
         and shape. ValueError for anything else."""
         if lane not in (Lane.H2D, Lane.D2H):
             raise ValueError(f"a copy between host and device runs on h2d or d2h, not on {lane.value}")
-        move = partial(_copy_bytes, self._here) if copies_bytes(target, source) else _copy_values
-        inline = source.nbytes <= self._brief or (inline and self._inline)
-        job = partial(move, target, source)
-        return self._lanes.submit(lane, job, after=after, nbytes=source.nbytes, what=what, inline=inline)
+        plain, nbytes = copies_bytes(target, source), source.nbytes
+        job = partial(_copy_bytes, self._here, target, source) if plain else partial(_copy_values, target, source)
+        here = nbytes <= self._brief or (inline and self._inline)
+        return self._lanes.submit(lane, job, after=after, nbytes=nbytes, what=what, inline=here)
 
     def launch(
         self, job: Callable[[], None], *, after: Sequence[Completion] = (), nbytes: int = 0, what: str = ""
@@ -166,9 +167,12 @@ class CpuDevice(Device):
         return self._lanes.submit(Lane.DEVICE_UPDATE, job, after=after, nbytes=nbytes, what=what)
 
     def mark(self) -> Completion:
-        return ReadyCompletion()
+        return DONE
 
     def hold_compute(self, completion: Completion) -> None:
+        if completion.done():
+            completion.wait()  # it raises what the job has raised
+            return
         start = self.now()
         completion.wait()
         end = self.now()
@@ -222,6 +226,8 @@ def copies_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as 1-D uint8, without a copy."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor
     # reshape first: a tensor without dimensions cannot be viewed in another dtype.
     return tensor.detach().reshape(-1).view(torch.uint8)
 
@@ -236,14 +242,19 @@ def _copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _copy_bytes(here: _Thread, target: torch.Tensor, source: torch.Tensor) -> None:
-    if here.is_lane or target.nbytes <= BRIEF:
+    if here.is_lane:
         # torch would start a team of OpenMP threads for a lane, which fights for the cores with the team that computes.
         # np.copyto is one thread and lets go of the GIL.
         np.copyto(as_bytes(target).numpy(), as_bytes(source).numpy())
+    elif target.dtype is source.dtype is not torch.uint8 and target.shape == source.shape:
+        # By whoever computes, with the team that does. As few calls as there can be: behind a kernel or a copy nothing
+        # of the interpreter is in the caches, and each is some microseconds.
+        target.detach().copy_(source.detach())
     else:
-        # By whoever computes, with the team that does.
-        wide = _WORD if _in_words(target) and _in_words(source) else torch.uint8
-        as_bytes(target).view(wide).copy_(as_bytes(source).view(wide))
+        target, source = as_bytes(target), as_bytes(source)
+        if _in_words(target) and _in_words(source):
+            target, source = target.view(_WORD), source.view(_WORD)
+        target.copy_(source)
 
 
 def _in_words(tensor: torch.Tensor) -> bool:

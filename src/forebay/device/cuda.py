@@ -29,17 +29,12 @@ from typing import Any, final
 import torch
 
 from forebay.device.base import Completion, Delays, Device, NoDelays
+from forebay.device.completions import DONE, LaneCompletion, WorkerCompletion, dependency_failure
 from forebay.device.cpu import as_bytes, copies_bytes
 from forebay.device.cuda_clock import CudaClock
 from forebay.device.event_log import EventLog
 from forebay.device.history import History
-from forebay.device.lanes import (
-    LaneCompletion,
-    ReadyCompletion,
-    WorkerCompletion,
-    WorkerLanes,
-    dependency_failure,
-)
+from forebay.device.lanes import WorkerLanes
 from forebay.device.turn import Turn
 from forebay.errors import BudgetExceeded, DeviceOutOfMemory, ModelError
 from forebay.memory import Kind, Ledger, Tier, TierUsage
@@ -273,7 +268,7 @@ class CudaDevice(Device):
     def mark(self) -> Completion:
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._index))
-        return _CudaCompletion(ReadyCompletion(), event)
+        return _CudaCompletion(DONE, event)
 
     def hold_compute(self, completion: Completion) -> None:
         if completion.done():

@@ -10,25 +10,28 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, final
 
 from forebay.device.base import Completion, Delays
+from forebay.device.completions import (
+    DONE,
+    LaneCompletion,
+    ReadyCompletion,
+    Untold,
+    WorkerCompletion,
+    dependency_failure,
+)
 from forebay.device.event_log import EventLog
 from forebay.device.line import Job, Line
 from forebay.device.turn import Turn
 from forebay.errors import SessionClosed
 from forebay.timeline import Event, Lane
 
-__all__ = [
-    "WORKER_LANES",
-    "LaneCompletion",
-    "ReadyCompletion",
-    "WorkerCompletion",
-    "WorkerLanes",
-    "dependency_failure",
-]
+__all__ = ["WORKER_LANES", "WorkerLanes"]
+
+_asked_if_done = methodcaller("done")
 
 WORKER_LANES = (
     Lane.H2D,
@@ -41,144 +44,6 @@ WORKER_LANES = (
     Lane.DISK_WRITE,
 )
 """The lanes that take jobs. ``COMPUTE`` and ``STALL`` only name events: the caller's own thread is their worker."""
-
-
-class LaneCompletion(Completion):
-    """A completion that a lane can wait for on behalf of a job."""
-
-    @abstractmethod
-    def failure(self) -> BaseException | None:
-        """Blocks like ``wait``, and returns what it would raise.
-
-        Does not count as having been told: only ``wait`` and ``synchronize`` reach whoever started the job.
-        """
-
-    def job(self) -> WorkerCompletion | None:
-        """A job before whose end this is not done; None where none is known, or needed."""
-        return None
-
-
-@final
-class ReadyCompletion(LaneCompletion):
-    """A completion of something that is already done."""
-
-    def wait(self) -> None:
-        return None
-
-    def done(self) -> bool:
-        return True
-
-    def failure(self) -> None:
-        return None
-
-
-def dependency_failure(dependency: Completion) -> BaseException | None:
-    """Blocks until ``dependency`` is done; what it raised, or None."""
-    if isinstance(dependency, LaneCompletion):
-        return dependency.failure()
-    try:
-        dependency.wait()
-    except BaseException as error:  # handed on to the dependent job, whatever it is
-        return error
-    return None
-
-
-@final
-class _Untold:
-    """The exceptions of jobs that nobody has been told of yet, in the order they were raised."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-
-    def add(self, error: BaseException) -> None:
-        with self._lock:
-            # A job that waits for another inside its own body raises the other's exception: one error, told once.
-            if not any(known is error for known in self._errors):
-                self._errors.append(error)
-
-    def told(self, error: BaseException) -> None:
-        with self._lock:
-            self._errors = [known for known in self._errors if known is not error]
-
-    def take(self) -> BaseException | None:
-        """The first error; the others followed from the same fault, or will not matter any more."""
-        with self._lock:
-            first = self._errors[0] if self._errors else None
-            self._errors.clear()
-            return first
-
-
-@final
-class WorkerCompletion(LaneCompletion):
-    """The handle of a job of ``WorkerLanes``."""
-
-    __slots__ = ("_calls", "_done", "_failure", "_gate", "_lock", "_result", "_turn", "_untold")
-
-    def __init__(self, untold: _Untold, turn: Turn) -> None:
-        self._untold = untold
-        self._turn = turn
-        self._done = False
-        # Closed until the job is done; whoever waits goes through and leaves it open. A ``threading.Event`` takes a
-        # lock and a condition more, for every job.
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        # Re-entrant, as the lock of a line is.
-        self._lock = threading.RLock()
-        self._calls: list[Callable[[], None]] = []
-        self._result: Any = None
-        self._failure: BaseException | None = None
-
-    def wait(self) -> Any:
-        if not self._done:
-            with self._turn.given_away():
-                self._pass()
-        if self._failure is not None:
-            self._untold.told(self._failure)
-            # Without the frames of an earlier waiter: every raise would lengthen the shared traceback.
-            raise self._failure.with_traceback(None)
-        return self._result
-
-    def done(self) -> bool:
-        return self._done
-
-    def failure(self) -> BaseException | None:
-        self._pass()
-        return self._failure
-
-    def job(self) -> WorkerCompletion:
-        return self
-
-    def tell(self, call: Callable[[], None]) -> bool:
-        """Has ``call`` called when the job is done, in the thread that has done it. False: it is done already, and
-        nobody calls."""
-        with self._lock:
-            if self._done:
-                return False
-            self._calls.append(call)
-        return True
-
-    def _pass(self) -> None:
-        """Blocks until the job is done."""
-        if not self._done:
-            with self._gate:
-                pass
-
-    def _succeed(self, result: Any) -> None:
-        self._result = result
-        self._finish()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            self._done = True
-            self._gate.release()
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
 
 
 @final
@@ -204,7 +69,7 @@ class WorkerLanes:
         self._delays = delays
         self._prepare_thread = prepare_thread
         self._turn = turn or Turn()
-        self._untold = _Untold()
+        self._untold = Untold()
         self._state = threading.Condition()
         self._lines: dict[Lane, Line] = {}
         self._threads: list[threading.Thread] = []
@@ -221,7 +86,7 @@ class WorkerLanes:
         await_one: Callable[[Completion], BaseException | None] = dependency_failure,
         timed: bool = True,
         inline: bool = False,
-    ) -> WorkerCompletion:
+    ) -> LaneCompletion:
         """Queues ``run`` on ``lane``. A failed dependency fails the job with the same exception, without running it.
 
         ``await_one`` says how the lane's thread waits for one of ``after`` and returns its failure. ``timed`` False:
@@ -237,20 +102,53 @@ class WorkerLanes:
                 raise SessionClosed(
                     f"{what or 'a job'} was given to the {lane.value} lane of a device that is closed; prepare again"
                 )
-            completion = WorkerCompletion(self._untold, self._turn)
             delay = self._delays.seconds(lane, what)
-            job = Job(run, after, await_one, completion, delay, nbytes, what, timed)
-            idle = lane not in self._lines or self._lines[lane].is_idle
-            if inline and not delay and idle and all(c.done() for c in after):
+            if inline and not delay and self._may_begin(lane, after):
                 # With the lock: a job that is submitted meanwhile must not begin before this one has ended.
-                self._finish(lane, job)
-                if not isinstance(completion.failure(), Exception | None):
-                    completion.wait()  # an interrupt is the caller's
-                return completion
+                return self._run_here(lane, run, after, await_one, nbytes, what, timed)
+            completion = WorkerCompletion(self._untold, self._turn)
+            job = Job(run, after, await_one, completion, delay, nbytes, what, timed)
             if lane not in self._lines:
                 self._start(lane)
             before = [j for c in after if isinstance(c, LaneCompletion) and (j := c.job()) is not None]
             self._lines[lane].put(job, before)
+        return completion
+
+    def _may_begin(self, lane: Lane, after: Sequence[Completion]) -> bool:
+        """Whether ``lane`` has nothing to do, and nothing of ``after`` is still to come."""
+        line = self._lines.get(lane)
+        return (line is None or line.is_idle) and all(map(_asked_if_done, after))
+
+    def _run_here(
+        self,
+        lane: Lane,
+        run: Callable[[], Any],
+        after: Sequence[Completion],
+        await_one: Callable[[Completion], BaseException | None],
+        nbytes: int,
+        what: str,
+        timed: bool,
+    ) -> LaneCompletion:
+        """What a lane's thread does with a job (``_finish``), in the calling thread: with nothing that hands it over,
+        as hundreds are made in a step, between the ops of that thread."""
+        for dependency in after:
+            failure = await_one(dependency)
+            if failure is not None:
+                return self._failed(failure)
+        start = self._now()
+        try:
+            result = run()
+        except Exception as error:  # an interrupt is the caller's
+            _turn_traceback_into_words(error)
+            self._untold.add(error)
+            return self._failed(error)
+        if timed:
+            self._log.add(Event(lane, start, self._now(), nbytes, what))
+        return DONE if result is None else ReadyCompletion(result)
+
+    def _failed(self, error: BaseException) -> WorkerCompletion:
+        completion = WorkerCompletion(self._untold, self._turn)
+        completion._fail(error)
         return completion
 
     def synchronize(self) -> None:

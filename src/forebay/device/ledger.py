@@ -104,6 +104,8 @@ class StorageLedger(Watch):
         weakref.finalize(storage, self._released.pop, storage._cdata, None).atexit = False
 
     def attribute(self, tensor: torch.Tensor, kind: Kind) -> None:
+        if not self._counted:
+            return  # as in a step that is not looked at
         key = tensor.untyped_storage()._cdata
         entry = self._counted.get(key)
         if entry is not None and entry.kind is not kind:

@@ -8,12 +8,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from forebay.device.base import Completion
-
-if TYPE_CHECKING:
-    from forebay.device.lanes import WorkerCompletion
+from forebay.device.completions import WorkerCompletion
 
 __all__ = ["Job", "Line"]
 

@@ -222,9 +222,9 @@ class _Here:
                 device_bandwidth=elementwise_bandwidth(device.name, watch, effort()),
                 host_bandwidth=host_bandwidth(transfers, effort()),
                 update_rate=update_rate(device, effort(), threads),
-                # As the runtime asks for them: of parameters and activations inline, of gradients not.
+                # Inline, as the runtime asks for them.
                 h2d=link(transfers, Lane.H2D, effort(), inline=True),
-                d2h=link(transfers, Lane.D2H, effort()),
+                d2h=link(transfers, Lane.D2H, effort(), inline=True),
                 offload=None if cuda else link(transfers, Lane.D2H, effort(), inline=True),
                 duplex=duplex(transfers, effort()),
                 # A GPU computes and copies with engines of its own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
@@ -12,9 +12,24 @@ from torch import nn
 from forebay.device.base import Watch
 from forebay.runtime.tensors import dtype_of
 from forebay.scheduling.slots import Slot, SlotPool
-from forebay.trace import Block
+from forebay.trace import Block, Parameter
 
 __all__ = ["BlockAccess"]
+
+
+class _Place(NamedTuple):
+    """Where a parameter is in its slot; ``offset`` and ``stride`` in elements."""
+
+    name: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: Parameter) -> _Place:
+        dtype = dtype_of(spec)
+        return cls(spec.name, dtype, spec.offset // dtype.itemsize, spec.shape, spec.stride)
 
 
 @final
@@ -31,13 +46,17 @@ class BlockAccess:
         self._watch = watch
         self._device = device
         self._live: dict[str, weakref.ref[torch.UntypedStorage]] = {}
+        # By block, what ``expose`` does with each of its parameters.
+        self._exposed: dict[str, tuple[_Place, ...]] = {}
         self._by_address: Mapping[int, Slot] = {s.buffer.untyped_storage().data_ptr(): s for s in pool.slots}
 
     def lease(self, block: str) -> torch.UntypedStorage:
         """The slot's memory with the parameters of ``block``, ready for compute."""
+        at_hand = self.at_hand(block)
+        if at_hand is not None:
+            return at_hand
         slot = self._pool.acquire(block)
-        reference = self._live.get(block)
-        live = reference() if reference is not None else None
+        live = self._lives(block)
         if live is not None:
             self._pool.release(slot)  # the lease that lives holds the slot already
             return live
@@ -46,6 +65,16 @@ class BlockAccess:
         weakref.finalize(lease, self._pool.release, slot).atexit = False
         self._live[block] = weakref.ref(lease)
         return lease
+
+    def at_hand(self, block: str) -> torch.UntypedStorage | None:
+        """What ``lease`` would return, if it need neither wait nor begin anything: most tensors that backward asks for
+        are of the block that computes."""
+        live = self._lives(block)
+        return live if live is not None and self._pool.goes_on(block) else None
+
+    def _lives(self, block: str) -> torch.UntypedStorage | None:
+        reference = self._live.get(block)
+        return None if reference is None else reference()
 
     def view(
         self,
@@ -61,10 +90,11 @@ class BlockAccess:
     def expose(self, block: Block, parameters: Mapping[str, nn.Parameter]) -> None:
         """Points ``param.data`` of the block's parameters at the slot."""
         lease = self.lease(block.name)
-        for spec in block.parameters:
-            dtype = dtype_of(spec)
-            offset = spec.offset // dtype.itemsize
-            parameters[spec.name].data = self.view(lease, dtype, offset, spec.shape, spec.stride)
+        places = self._exposed.get(block.name)
+        if places is None:
+            places = self._exposed[block.name] = tuple(map(_Place.of, block.parameters))
+        for name, dtype, offset, shape, stride in places:
+            parameters[name].data = self.view(lease, dtype, offset, shape, stride)
 
     def slot_at(self, tensor: torch.Tensor) -> Slot | None:
         """The slot whose memory ``tensor`` is a view of, if it is one."""

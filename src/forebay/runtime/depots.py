@@ -20,7 +20,7 @@ from typing import final
 import torch
 
 from forebay.device.base import Completion, Device
-from forebay.device.lanes import LaneCompletion, dependency_failure
+from forebay.device.completions import LaneCompletion, dependency_failure
 from forebay.errors import SessionClosed
 from forebay.layout import PAGE
 from forebay.scheduling.activations import DiskRing, Ranges, ReadAhead, RingPlace

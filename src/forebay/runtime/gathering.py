@@ -19,8 +19,8 @@ from typing import final
 import torch
 from torch import nn
 
+from forebay.device.completions import dependency_failure
 from forebay.device.cpu import as_bytes
-from forebay.device.lanes import dependency_failure
 from forebay.memory import Kind, Ledger
 from forebay.runtime.landing import Landing
 from forebay.timeline import Lane

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 
 from forebay.device.base import Completion
-from forebay.device.lanes import dependency_failure
+from forebay.device.completions import dependency_failure
 from forebay.errors import ForebayError, GradientUsedUp
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.landing import Landing
@@ -98,8 +98,10 @@ class GradientBuffer:
         self._factor = None
         self.generation += 1
         self.landings = 1
-        source = flat(gradient, self.parameter)
-        self._arrives(self._landing.copy(self.host, source, self.parameter.name, self._free))
+        target, source = self.whole, gradient
+        if not source.is_contiguous() or source.stride() != self.parameter.stride:
+            target, source = self.host, flat(gradient, self.parameter)
+        self._arrives(self._landing.copy(target, source, self.parameter.name, self._free))
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Adds ``gradient`` to the landed bytes, in the parameter's dtype as autograd would on the device."""

@@ -325,8 +325,9 @@ class Attachment:
         """Raises ``UsageError`` where a part of the model is trained by itself: its graph would go by nobody who counts
         bytes, and would keep every slot that it has read. Without gradients nothing is kept, and beside a pass of the
         whole model (a loss that calls its head once more) it is counted with that."""
-        alone = self.session.phase is Phase.IDLE and not self.session.measure.in_step
-        outside = alone and torch.is_grad_enabled()
+        if self.session.phase is not Phase.IDLE or self.session.measure.in_step:
+            return
+        outside = torch.is_grad_enabled()
         # Backward may begin with a recomputation of the model's own, before forebay is told of it.
         if outside and torch._C._current_graph_task_id() == -1:
             raise UsageError(
@@ -358,6 +359,8 @@ class Attachment:
         def is_alias(value: Any) -> bool:
             return type(value) is torch.Tensor and self.session.access.slot_at(value) is not None
 
+        if type(output) is torch.Tensor:  # what most modules return
+            return output.clone() if is_alias(output) else None
         if not any(is_alias(value) for value in tree_leaves(output)):
             return None
         return tree_map(lambda value: value.clone() if is_alias(value) else value, output)

@@ -33,11 +33,11 @@ class Landing:
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, what: str, free: tuple[Completion, ...] = ()
     ) -> Completion:
-        """Queues ``target = source`` (1-D, the same dtype), once ``free`` are done."""
+        """Queues ``target = source`` (the same dtype and shape), once ``free`` are done."""
         self.window.admit(source.nbytes)
         # The mark: the copy must not start before the kernel that makes the gradient is done.
         after = (self.device.mark(), *free)
-        done = self.device.copy(Lane.D2H, target, source, after=after, what=f"gradient {what}")
+        done = self.device.copy(Lane.D2H, target, source, after=after, what=f"gradient {what}", inline=True)
         self.window.sent(done, source.nbytes)
         return done
 

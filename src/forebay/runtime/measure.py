@@ -136,6 +136,10 @@ class Measurement:
             self._inside.pop()
             self._go_to(self._inside[-1] if self._inside else "", None)
 
+    def goes_on(self, block: str) -> bool:
+        """Whether it is the backward of ``block`` that computes now."""
+        return self._block == block and self._verb == BACKWARD
+
     def unpacked(self, block: str) -> bool:
         """Backward reads what the forward of ``block`` saved. Returns whether that begins the block."""
         begins = self._verb == BACKWARD and block != self._block

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch
 
 from forebay.device.base import Completion, Device
-from forebay.device.lanes import dependency_failure
+from forebay.device.completions import dependency_failure
 from forebay.timeline import Lane
 
 __all__ = ["LEAST", "Norms"]

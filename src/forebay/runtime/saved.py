@@ -133,23 +133,33 @@ class SavedTensors:
         """
         if isinstance(packed, torch.Tensor):
             return packed
-        self._on_unpack(packed.user)
+        if not self._measure.goes_on(packed.user):
+            self._on_unpack(packed.user)
         if isinstance(packed, Kept):
-            _expect_unchanged(packed.tensor, packed.version, packed.tensor.shape, packed.user)
+            if packed.tensor._version != packed.version:
+                raise _changed(packed.tensor, packed.version, packed.tensor.shape, packed.user)
             return packed.tensor
         if isinstance(packed, Treated):
-            _expect_unchanged(packed.witness, packed.ticket.version, packed.shape, packed.user)
+            if packed.witness._version != packed.ticket.version:
+                raise _changed(packed.witness, packed.ticket.version, packed.shape, packed.user)
         else:
             version = self._parameters[packed.parameter]._version
             if version != packed.version:
                 raise modified(packed.block, packed.parameter, version, packed.version)
+        storage = self._storage(packed)
+        return self._access.view(storage, packed.dtype, packed.offset, packed.shape, packed.stride)
+
+    def _storage(self, packed: Treated | SlotReference) -> torch.UntypedStorage:
+        """The bytes of ``packed`` on the device; compute may have to wait for them."""
+        if isinstance(packed, SlotReference) and (at_hand := self._access.at_hand(packed.block)) is not None:
+            return at_hand
         since = self._measure.now()
         if isinstance(packed, SlotReference):
             storage = self._lease(packed.block)
         else:
             storage = packed.ticket.tensor().untyped_storage()
         self._measure.waited(since)
-        return self._access.view(storage, packed.dtype, packed.offset, packed.shape, packed.stride)
+        return storage
 
     def _lease(self, block: str) -> torch.UntypedStorage:
         try:
@@ -199,14 +209,13 @@ def modified(block: str, name: str, version: int, expected: int) -> ModelError:
     )
 
 
-def _expect_unchanged(tensor: torch.Tensor, version: int, shape: tuple[int, ...], user: str) -> None:
-    """Raises ``ModelError`` if ``tensor`` was changed in place since it was saved with ``version``."""
-    if tensor._version != version:
-        where = f" in block {user}" if user else ""
-        raise ModelError(
-            f"a tensor of shape {tuple(shape)} that was saved for backward{where} was changed in place afterwards "
-            f"(version {tensor._version}, saved at {version}); change a copy of it (x = x + y, not x += y)"
-        )
+def _changed(tensor: torch.Tensor, version: int, shape: tuple[int, ...], user: str) -> ModelError:
+    """The error for a ``tensor`` that was changed in place since it was saved with ``version``."""
+    where = f" in block {user}" if user else ""
+    return ModelError(
+        f"a tensor of shape {tuple(shape)} that was saved for backward{where} was changed in place afterwards "
+        f"(version {tensor._version}, saved at {version}); change a copy of it (x = x + y, not x += y)"
+    )
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -197,7 +197,7 @@ class Session:
 
     def enter_backward(self) -> None:
         """Something happened that only happens in backward; the first time, backward begins."""
-        if self.phase is not Phase.IDLE or torch._C._current_graph_task_id() == -1:
+        if self._whereabouts.phase is not Phase.IDLE or torch._C._current_graph_task_id() == -1:
             return
         self._whereabouts.phase = Phase.BACKWARD
         self.measure.begin(BACKWARD)
@@ -230,7 +230,7 @@ class Session:
             raise ForebayError(f"the gradient of {name} is sparse; make the embedding with sparse=False")
         if self.gathering is not None and not self.gathering.complete(name):
             return
-        gradient, state = parameter.grad, self.contents.state(name)
+        gradient, state = parameter.grad, self.contents.state(name)  # only now: it may be a sum of several
         if not isinstance(gradient, LandedGradient):  # else autograd's own accumulation has landed it
             if self.plan.compiled:
                 self.watch.found(gradient, Kind.GRADIENT)

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -30,7 +29,7 @@ import torch
 
 from forebay.compression import MASK_BITS
 from forebay.device.base import Completion, Device, Watch
-from forebay.device.lanes import dependency_failure
+from forebay.device.completions import dependency_failure
 from forebay.errors import ForebayError, SessionClosed
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
@@ -189,12 +188,11 @@ class Stash:
         in_transit = self.coder.nbytes(tensor, part, bits) if bits else whole
         if leaves:
             # Before the codes are made: they are part of what the window bounds.
-            with self._told():
-                self._window.admit(in_transit)
+            self._told(lambda: self._window.admit(in_transit))
         # Without codes a look of the copy's own at the storage: it holds the bytes until they have left, whoever lets
         # go before.
         look = _bytes_of(storage, self._torch_device)
-        held, form = self.coder.encode(tensor, part, bits) if bits else (look[:part], None)
+        held, form = self.coder.encode(tensor, part, bits) if bits else (_first(look, part), None)
         treated = _Treated(what, in_transit, form)
         if not self._settles(treated, held, treatment.fate):
             return None
@@ -203,13 +201,15 @@ class Stash:
         self._live.add(treated)
         # Only now: what stays as it is needs no copy of a part. Where the device has no room for it, the ticket goes
         # with the error, and its range with the ticket.
-        treated.rest = self._copied(look[part:])
+        if part < whole:
+            treated.rest = look[part:].clone()
+            self._watch.found(treated.rest, Kind.ACTIVATION)
         del look
         self._made[storage._cdata] = weakref.ref(storage), ticket
-        if treated.range is not None:
-            self._reloads.offloaded(treated, treated.nbytes)
-            with self._told():
-                self._window.sent(treated.range.left, treated.nbytes)
+        left = None if treated.range is None else treated.range.left
+        if left is not None:
+            self._reloads.offloaded(treated, in_transit)
+            self._told(lambda: self._window.sent(left, in_transit))
         return ticket
 
     def _settles(self, treated: _Treated, held: torch.Tensor, fate: Fate) -> bool:
@@ -222,16 +222,8 @@ class Stash:
             if treated.form is None:
                 return False
             treated.arrival = held
-            self._watch.count(held, Kind.ACTIVATION)
+            self._watch.found(held, Kind.ACTIVATION)
         return True
-
-    def _copied(self, rest: torch.Tensor) -> torch.Tensor | None:
-        """A copy of what is not treated, in a storage of its own; None where there is nothing."""
-        if not rest.numel():
-            return None
-        copy = rest.clone()
-        self._watch.count(copy, Kind.ACTIVATION)
-        return copy
 
     def ticket_of(self, tensor: torch.Tensor) -> Ticket | None:
         """The ticket of the storage of ``tensor``, if it was treated in this pass and not changed since."""
@@ -261,8 +253,7 @@ class Stash:
     def begin_backward(self) -> None:
         """Backward begins: it has the device to itself and what is kept, and what it will ask for first comes back."""
         self._clear_away()
-        with self._told():
-            self._window.empty()
+        self._told(self._window.empty)
         self._reloads.begin_backward()
         self._fill()
 
@@ -270,16 +261,15 @@ class Stash:
         for depot in self._depots.values():
             depot.fill()
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Whoever waits in here may be told that a job has failed.
+    def _told(self, wait: Callable[[], object]) -> None:
+        """Whoever waits may be told that a job has failed.
 
         The error then has frames that hold a graph, and so tickets; and what tickets stand for holds the job and its
         error. That circle leads through autograd's nodes, where the garbage collector does not look. So whatever failed
         with an error that is told lets go of it, and of its bytes.
         """
         try:
-            yield
+            wait()
         except BaseException as error:
             for treated in list(self._live):
                 if treated.at_rest and treated.failure() is error:
@@ -304,9 +294,9 @@ class Stash:
         if treated.lost:
             raise ForebayError(f"{treated.what} was lost on its way off the device or back: {treated.lost}")
         self._reloads.demand(treated)
-        if treated.reloaded is not None:
-            with self._told():
-                self._device.hold_compute(treated.reloaded)
+        reloaded = treated.reloaded
+        if reloaded is not None:
+            self._told(lambda: self._device.hold_compute(reloaded))
         if treated.replica is None:
             treated.replica = self._replica(treated)
             # They have served; the memory comes after the compute that has read them.
@@ -323,16 +313,16 @@ class Stash:
                 treated.arrival[treated.nbytes - treated.rest.numel() :] = treated.rest
             return treated.arrival
         replica = decoded(treated.arrival, treated.form, treated.rest)
-        self._watch.count(replica, Kind.ACTIVATION)
+        self._watch.found(replica, Kind.ACTIVATION)
         return replica
 
     def _reload(self, treated: _Treated) -> None:
         if treated.range is None:
             return
         arrival = torch.empty(treated.nbytes, dtype=torch.uint8, device=self._torch_device)
-        self._watch.count(arrival, Kind.ACTIVATION)
+        self._watch.found(arrival, Kind.ACTIVATION)
         # Of a part that left as it was, its own bytes: the rest is put behind them when they are asked for.
-        treated.reloaded = treated.range.back(arrival[: treated.range.nbytes])
+        treated.reloaded = treated.range.back(_first(arrival, treated.range.nbytes))
         treated.arrival = arrival
 
     # What is over.
@@ -377,6 +367,11 @@ class Stash:
         self._live.clear()
         for depot in self._depots.values():
             depot.close()
+
+
+def _first(whole: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The first ``nbytes`` of ``whole``, 1-D uint8."""
+    return whole if nbytes == whole.numel() else whole[:nbytes]
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -40,7 +40,7 @@ def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     if tensor.stride() != parameter.stride:
         ordered = torch.empty_strided(parameter.shape, parameter.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
-    return tensor.as_strided((parameter.numel,), (1,), tensor.storage_offset())
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def state_view(stream: torch.Tensor, state: str, piece: Piece) -> torch.Tensor:

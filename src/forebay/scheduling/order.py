@@ -26,6 +26,8 @@ class AccessOrder:
         self._kind = ""
         self._now: list[str] = []
         self._position = 0
+        # What was asked for last, for as long as nothing has been used since: every parameter asks.
+        self._ahead: tuple[int, tuple[str, ...]] | None = None
         self.deviations = 0
 
     def begin(self, kind: str) -> None:
@@ -35,12 +37,19 @@ class AccessOrder:
         self._kind = kind
         self._now = []
         self._position = 0
+        self._ahead = None
+
+    @property
+    def latest(self) -> str | None:
+        """The block that was used last in this pass."""
+        return self._now[-1] if self._now else None
 
     def note(self, block: str) -> None:
         """``block`` is used now. Uses that follow each other directly count as one."""
         if self._now and self._now[-1] == block:
             return
         self._now.append(block)
+        self._ahead = None
         record = self._records.get(self._kind, ())
         if self._position < len(record) and record[self._position] == block:
             self._position += 1
@@ -50,8 +59,13 @@ class AccessOrder:
                 self._position = record.index(block, self._position) + 1
             # Else it is not ahead in the record: stay, so that what follows can still be found.
 
-    def upcoming(self, count: int) -> list[str]:
+    def upcoming(self, count: int) -> tuple[str, ...]:
         """The next ``count`` different blocks of the record, in order."""
+        if self._ahead is None or self._ahead[0] != count:
+            self._ahead = count, self._look_ahead(count)
+        return self._ahead[1]
+
+    def _look_ahead(self, count: int) -> tuple[str, ...]:
         ahead: list[str] = []
         record = self._records.get(self._kind, ())
         for place in range(self._position, len(record)):
@@ -59,7 +73,7 @@ class AccessOrder:
                 break
             if record[place] not in ahead:
                 ahead.append(record[place])
-        return ahead
+        return tuple(ahead)
 
     def distance(self, block: str) -> int:
         """Uses until ``block`` is used again in this pass; ``NEVER`` if the record does not say."""

@@ -179,7 +179,14 @@ class SlotPool:
         with self._lock:
             slot.readers -= 1
 
-    def upcoming(self) -> list[str]:
+    def goes_on(self, block: str) -> bool:
+        """Whether ``acquire`` of ``block``, which has a reader, would change nothing else: it was the last to be used,
+        and what comes next is there or on its way."""
+        if self.order.latest != block:
+            return False
+        return all([ahead in self._where or ahead not in self._sizes for ahead in self.upcoming()])
+
+    def upcoming(self) -> Sequence[str]:
         """The blocks that ``prefetch`` is about."""
         return self.order.upcoming(self._distance)
 

@@ -50,6 +50,10 @@ class TransferWindow:
 
     def sent(self, completion: Completion, nbytes: int) -> None:
         """``nbytes`` are under way until ``completion``."""
+        if not self._under_way and completion.done():
+            self._compute.hold_compute(completion)
+            completion.wait()
+            return
         self._under_way.append((completion, nbytes))
         self._bytes += nbytes
         # What is larger than the window is waited for at once: the window holds for it too.
