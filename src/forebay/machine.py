@@ -123,11 +123,11 @@ class Machine:
     ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: hooks, and a lane's thread that is
     woken up where the copy is not made inline), ``replay_seconds`` how much longer an op takes that runs again
     (``cpu``: the saved-tensor hooks of a checkpoint), ``treat_seconds`` how much longer each op takes in the forward of
-    a block of which a plan treats some (``cpu``: the mode that sees them), ``together_seconds`` how much longer an op
-    takes in micro-batches that pass the model together, or in models that train in turns (``cpu``: kernels run on more
-    threads than there are cores). ``op_seconds`` are measured seconds of an op alone per ``Work.signature``; they go
-    before everything else. ``device_bandwidth`` and ``host_bandwidth`` count each byte that is read and each that is
-    written.
+    a block of which a plan treats some and every op is seen (``cpu``: the mode that sees them), ``together_seconds``
+    how much longer an op takes in micro-batches that pass the model together, or in models that train in turns
+    (``cpu``: kernels run on more threads than there are cores). ``op_seconds`` are measured seconds of an op alone per
+    ``Work.signature``; they go before everything else. ``device_bandwidth`` and ``host_bandwidth`` count each byte that
+    is read and each that is written.
 
     Links: ``h2d`` and ``d2h`` of everything that crosses, but that ``offload``, where it is stated, is for activations
     on their way to the host (``cpu``: the threads that compute may copy all that crosses between two ops, and what a

@@ -65,9 +65,9 @@ class Action:
                  While it runs the device holds ``peak`` bytes more: what it makes, and its workspace. When it is done,
                  what ``changes`` says. DECODE: ``ops`` as of RELOAD
     COMPUTE      ``ops`` is the range of op numbers, ``recomputed`` says that they are a block's forward run again for
-                 its backward, ``treated`` that the plan treats some of that forward's. ``uses`` are the blocks that it
-                 reads from slots. While it runs, the device holds ``peak`` bytes more than before it at most; when it
-                 is done, what ``changes`` says.
+                 its backward, ``treated`` that the plan treats some of that forward and every op of it is seen.
+                 ``uses`` are the blocks that it reads from slots. While it runs, the device holds ``peak`` bytes more
+                 than before it at most; when it is done, what ``changes`` says.
     FETCH        ``block`` into ``slot``
     LAND, ACCUMULATE   the gradient of ``parameter``; when done, ``changes`` frees it on the device. ``slot`` is which
                  of ``Streaming.gradient_slots`` it lands in, if its block is updated in backward

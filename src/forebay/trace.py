@@ -34,7 +34,7 @@ __all__ = [
     "fingerprint_of",
 ]
 
-TRACE_SCHEMA = 3
+TRACE_SCHEMA = 4
 
 COMPILED = "forebay.compiled_"
 """Begins the names of the ops that stand for compiled blocks (``profiler.stand_ins``)."""
@@ -216,7 +216,8 @@ class Op:
 
     What happens after the op and before the next one: ``dropped`` are roots whose last holder outside autograd's
     saved tensors went away, ``unsaved`` are roots that no saved tensor holds any longer. A root is in memory until it
-    is dropped and not (or no longer) saved. ``gradients`` are complete after the op.
+    is dropped and not (or no longer) saved. ``gradients`` are complete after the op. ``packed`` are roots that autograd
+    saves here for the first time, in that order: those of its own that an op saves, or that the next one will.
 
     Where a block is recomputed it matters who saves a root. ``spent`` are roots of which backward has read the last
     tensor that was saved in the very call of a module that makes them; what is made again goes then, which may be an
@@ -232,6 +233,7 @@ class Op:
     gradients: tuple[Gradient, ...] = ()
     spent: tuple[int, ...] = ()
     released: tuple[int, ...] = ()
+    packed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,7 +10,7 @@ from forebay.compression import Codes
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
 
-__all__ = ["Fate", "Selection", "Split", "StandIn", "Treatment"]
+__all__ = ["Fate", "Selection", "Split", "StandIn", "Treatment", "seen_by_op"]
 
 
 class Fate(StrEnum):
@@ -162,3 +163,13 @@ class Selection:
         named = [(t.op, t.occurrence) for t in self.treatments]
         if len(set(named)) != len(named) or len(set(self.blocks)) != len(self.blocks):
             raise ConfigError(f"a selection names a block or an op twice: blocks {', '.join(self.blocks)}")
+
+
+def seen_by_op(selections: Iterable[Selection], recompute: Collection[str]) -> frozenset[str]:
+    """The blocks of which every op of every forward is seen. Of those that run again (``recompute``) it must be known
+    which op is which. Of the others what moves as it is follows the order of saves behind the first passes
+    (``runtime.save_order``), but not where any of it becomes codes."""
+    selections = tuple(selections)
+    others = {block for one in selections for block in one.blocks if block not in recompute}
+    coded = any(t.bits for one in selections if others.intersection(one.blocks) for t in one.treatments)
+    return frozenset(block for one in selections for block in one.blocks if coded or block not in others)

@@ -77,6 +77,7 @@ def _layer(draw: st.DrawFn) -> Layer:
         view=draw(st.booleans()),
         dtype=draw(st.sampled_from(DTYPES)),
         late=draw(st.booleans()),
+        behind=draw(st.booleans()),
     )
 
 

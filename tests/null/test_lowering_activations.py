@@ -29,9 +29,9 @@ FIRST, SECOND, OUT, N = 8192, 4096, 256, 3
 EVERY = tuple(f"layers.{i}" for i in range(N))
 
 
-def chain(device: str = "cuda") -> Trace:
+def chain(device: str = "cuda", *, behind: bool = False, out: int = OUT) -> Trace:
     blocks = [block(name, ((4,), "float32", True), ((4,), "float32", True)) for name in EVERY]
-    return chain_trace(blocks, [Layer(b.name, (FIRST, SECOND), 0, OUT) for b in blocks], device=device)
+    return chain_trace(blocks, [Layer(b.name, (FIRST, SECOND), 0, out, behind=behind) for b in blocks], device=device)
 
 
 def planned(
@@ -75,15 +75,16 @@ def test_everything_leaves_in_order_and_comes_back_in_reverse(device: str, windo
     assert on(program, Lane.H2D) == words("reload", backwards=True)
 
 
-def test_an_offload_is_queued_as_soon_as_its_op_has_run() -> None:
-    trace = chain()
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_offload_is_queued_as_soon_as_autograd_saves_what_it_moves(behind: bool) -> None:
+    trace = chain(behind=behind)
     program = lower(trace, planned(trace, offload_window=1 << 20))
     root_of = {move.what: move for move in Liveness(trace).profile((), planned(trace).activations).moves}
     before: Action | None = None
     for index, action in last_step(program):
         if action.verb is Verb.OFFLOAD:
             move = root_of[action.what.removeprefix("offload ")]
-            assert before is not None and before.ops[1] == action.ops[0] + 1  # compute is cut there
+            assert before is not None and before.ops[1] == action.ops[0] + 1 + behind  # compute is cut there
             assert index - 1 in action.after
             assert (action.tensor, action.nbytes, action.block) == (move.root, move.nbytes, move.block)
             assert action.changes == (Change(Kind.ACTIVATION, -move.nbytes),)
@@ -92,6 +93,46 @@ def test_an_offload_is_queued_as_soon_as_its_op_has_run() -> None:
             assert any(a.ops[1] == action.ops[1] for _, a in last_step(program) if a.verb is Verb.COMPUTE)
         if action.lane is Lane.COMPUTE:
             before = action
+
+
+def sent(plan: Plan, trace: Trace) -> list[tuple[int, int]]:
+    """Of every offload of the last step: the op that makes what leaves, and the number of ops that have run."""
+    program, ran, found = lower(trace, plan), 0, list[tuple[int, int]]()
+    for _, action in last_step(program):
+        if action.verb is Verb.COMPUTE:
+            ran = action.ops[1]
+        if action.verb is Verb.OFFLOAD:
+            found.append((action.ops[0], ran))
+    return found
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_blocks_whose_ops_are_all_seen_are_treated_as_soon_as_an_op_has_run(bits: int) -> None:
+    """Those that run again, and all others where anything becomes codes."""
+    trace = chain(behind=True)
+    plan = planned(trace)
+    coded = replace(plan.activations[0].treatments[0], bits=bits)
+    chosen = replace(plan.activations[0], treatments=(coded, *plan.activations[0].treatments[1:]))
+    plan = replace(plan, activations=(chosen,), changes_numbers=("codes",) if bits else ())
+    assert [ran - op for op, ran in sent(plan, trace)] == [2 - bool(bits)] * 2 * N
+    again = replace(plan, recompute=EVERY[:1])
+    assert [ran - op for op, ran in sent(again, trace)] == [1] * 2 + [2 - bool(bits)] * 2 * (N - 1)
+
+
+def test_what_is_handed_to_a_block_that_runs_again_leaves_before_that_begins() -> None:
+    """A checkpoint saves its arguments first, whatever the block itself saves of them later."""
+    trace = chain(out=4096)
+    maker, saver = trace.segments[:2]
+    *others, out = maker.ops
+    maker = replace(maker, ops=(*others, replace(out, packed=())))
+    first, *others, out = saver.ops  # port -1: what the layer before has made
+    saver = replace(saver, ops=(replace(first, packed=(-1, *first.packed)), *others, replace(out, packed=())))
+    trace = replace(trace, segments=(maker, saver, *trace.segments[2:]))
+    plan = planned(trace)
+    plan = replace(plan, activations=(Selection(EVERY[:1], (Treatment("out", 0, Fate.OFFLOAD),)),))
+    made = len(maker.ops) - 1
+    assert sent(plan, trace) == [(made, made + 2)]
+    assert sent(replace(plan, recompute=EVERY[1:2]), trace) == [(made, made + 1)]
 
 
 def test_a_reload_waits_for_its_offload_and_for_compute() -> None:

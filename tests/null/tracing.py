@@ -34,7 +34,8 @@ class Layer:
     live during its last op only, ``out`` bytes of its result. ``reads`` are the places of the parameters that it
     reads (None: all of the block's). ``view`` puts a view between two ops. ``dtype`` is that of what it makes.
     ``late`` says that the op that makes the result saves what it is given, a moment before it runs; else the last
-    tensor is saved when the last activation is made.
+    tensor is saved when the last activation is made. ``behind`` says that each activation is saved for the first time
+    when the op behind the one that makes it has run; else when it is made.
     """
 
     block: str
@@ -45,6 +46,7 @@ class Layer:
     view: bool = False
     dtype: str = "float32"
     late: bool = False
+    behind: bool = False
 
 
 @dataclass
@@ -81,7 +83,7 @@ class VisitBuilder:
         self.builder.nbytes.append(nbytes)
         root = made if view_of is None else view_of
         self.tensors.append(Tensor(nbytes, dtype, kind, root, saved))
-        gone = {name: list[int]() for name in ("dropped", "unsaved", "spent", "released")}
+        gone = {name: list[int]() for name in ("dropped", "unsaved", "spent", "released", "packed")}
         self.ops.append({"inputs": list(inputs), "outputs": [made], **gone})
         self.completed.append([])
         self.works.append(self.builder.work(work))
@@ -98,6 +100,10 @@ class VisitBuilder:
     def save(self) -> None:
         """Autograd saves a tensor now: after the last op, before the next."""
         self.saves_until = len(self.ops)
+
+    def pack(self, root: int) -> None:
+        """After the last op: autograd saves ``root`` for the first time."""
+        self.ops[-1]["packed"].append(root)
 
     def drop(self, *roots: int) -> None:
         """After the last op: nobody but autograd holds ``roots``. Sources are never dropped."""
@@ -214,6 +220,7 @@ def chain_trace(
         x = out
     v = b.begin("", Phase.FORWARD)
     softmax = v.make("softmax", [x], b.nbytes[x], saved=True)
+    v.pack(softmax)
     loss = v.make("nll_loss", [softmax], 4)
     v.drop(x, softmax)
     b.end(v)
@@ -244,14 +251,20 @@ def _forward(b: TraceBuilder, layer: Layer, parameters: list[list[int]], x: int)
     current = x
     for nbytes, own in zip(layer.saved, parameters, strict=True):
         current = v.make("linear", [current, *own], nbytes, dtype=layer.dtype, saved=True)
+        if saved and layer.behind:
+            v.pack(saved[-1])
         saved.append(current)
         v.save()
+        if not layer.behind:
+            v.pack(current)
         if layer.view:
             current = v.make("view", [current], nbytes, dtype=layer.dtype, view_of=current)
     gone = [*saved, x]
     if layer.temporary:
         temporary = v.make("mix", [current], layer.temporary, Kind.TEMPORARY, dtype=layer.dtype)
         gone.append(temporary)
+        if layer.behind:
+            v.pack(saved[-1])
         if layer.late:
             v.save()
         out = v.make("out", [current, temporary], layer.out, dtype=layer.dtype, saved=True)
@@ -259,6 +272,9 @@ def _forward(b: TraceBuilder, layer: Layer, parameters: list[list[int]], x: int)
         if layer.late:
             v.save()
         out = v.make("out", [current], layer.out, dtype=layer.dtype, saved=True)
+    if layer.behind and not layer.temporary:
+        v.pack(saved[-1])
+    v.pack(out)
     v.drop(*gone)
     return saved, out, b.end(v)
 
@@ -352,6 +368,7 @@ def validate(trace: Trace) -> None:
     parameters = [p for b in trace.model.blocks for p in b.parameters]
     assert [t.name for t in trace.sources[: len(parameters)]] == [p.name for p in parameters]
     born, gone, unsaved, complete = set(range(count)), set[int](), set[int](), Counter[int]()
+    packed = set[int]()
     read: set[int] = set()
     next_op, next_tensor = 0, count
     for visit in trace.visits:
@@ -367,6 +384,9 @@ def validate(trace: Trace) -> None:
         outputs = [visit.resolve(t) for t in op.outputs]
         assert not born & set(outputs)
         born |= set(outputs)
+        for t in map(visit.resolve, op.packed):
+            assert t in born and t not in gone and tensors[t].saved and tensors[t].root == t and t not in packed
+            packed.add(t)
         for t in map(visit.resolve, op.dropped):
             assert t >= count and tensors[t].root == t and t in born and t not in gone
             assert tensors[t].kind is not Kind.GRADIENT
@@ -379,7 +399,7 @@ def validate(trace: Trace) -> None:
     roots = {i for i, t in tensors.items() if i >= count and t.root == i}
     assert born == set(tensors)
     assert {r for r in roots if tensors[r].kind is not Kind.GRADIENT} == gone
-    assert {r for r in roots if tensors[r].saved} == unsaved
+    assert {r for r in roots if tensors[r].saved} == unsaved == packed
     assert complete == Counter(i for i, p in enumerate(parameters) if p.trainable and i in read)
 
 

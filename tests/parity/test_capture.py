@@ -53,10 +53,12 @@ def test_every_gradient_is_complete_once_and_of_its_parameters_size(name: str) -
 
 
 def check_lives(trace: Trace) -> None:
-    """Whatever a step makes is born once, and goes away once unless it is a gradient or was there before."""
+    """Whatever a step makes is born once, and goes away once unless it is a gradient or was there before. What is saved
+    is so for the first time in forward, while somebody else holds it."""
     born: set[int] = set()
     dropped: Counter[int] = Counter()
     unsaved: Counter[int] = Counter()
+    packed: Counter[int] = Counter()
     tensors = dict(trace.tensors())
     for number, visit, op in trace.ops():
         for reference in op.inputs:
@@ -65,6 +67,9 @@ def check_lives(trace: Trace) -> None:
             held = tensors[used].saved and not unsaved[used]
             assert not dropped[used] or held, (number, used)
         born.update(tensors[visit.resolve(r)].root for r in op.outputs)
+        for reference in op.packed:
+            assert visit.phase is Phase.FORWARD and visit.resolve(reference) in born - dropped.keys()
+        packed.update(visit.resolve(r) for r in op.packed)
         for reference in op.dropped:
             assert visit.resolve(reference) in born
         dropped.update(visit.resolve(r) for r in op.dropped)
@@ -74,7 +79,7 @@ def check_lives(trace: Trace) -> None:
             assert not dropped[number] and not unsaved[number]
             continue
         assert dropped[number] == (tensor.kind is not Kind.GRADIENT)
-        assert unsaved[number] == tensor.saved
+        assert packed[number] == unsaved[number] == tensor.saved
 
 
 @pytest.mark.parametrize("name", TRACEABLE)

@@ -177,8 +177,8 @@ class _Walker:
         if action.verb is Verb.ENCODE:
             live.encode(root)
             op = self.step.birth[root]
-            # What the op has read is there until it returns, and it has not yet.
-            workspace += self.dropping if live.is_returning(op) else 0
+            # What the last op has read is there until it returns, and it has not yet.
+            workspace += self.dropping
             made = live.nbytes + live.kept + workspace
             if way.leaves and way.codes is not None:
                 live.give_away(root)

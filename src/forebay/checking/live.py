@@ -88,7 +88,8 @@ class Live:
         # Of those that are not as they were: bytes on the device that stand for them.
         self._codes: dict[int, int] = {}
         self._forward_goes_on = True
-        self._latest = -1  # the op that ran last
+        # Of moved roots: those that Python has let go behind the op that ran last, which may not have returned.
+        self._going: set[int] = set()
         self._rerun_holds: dict[int, int] = {}
         self._held_by: dict[int, tuple[int, ...]] = {}
         # The visit that runs again, the bytes of buffers copied for it, what it was given in the place of named ops.
@@ -101,12 +102,11 @@ class Live:
         self.nbytes = 0
         self.kept = 0 if first_of_step else self.kept
         self._first_pass = first_of_step
-        for table in (self._first, self._remade, self._away, self._back, self._codes):
+        for table in (self._first, self._remade, self._away, self._back, self._codes, self._going):
             table.clear()
         for holders in (self._rerun_holds, self._held_by, self._given):
             holders.clear()
         self._forward_goes_on = True
-        self._latest = -1
         self._running_again, self._copied = -1, 0
 
     def start(self, number: int, *, again: bool = False) -> int:
@@ -115,7 +115,7 @@ class Live:
         Raises ``Missing`` if it reads what is not there.
         """
         step, op = self._step, self._step.ops[number]
-        self._latest = number
+        self._going.clear()
         running = op.visit if again else -1
         if running != self._running_again:
             self._turn(running)
@@ -193,14 +193,9 @@ class Live:
             self.nbytes -= self._codes.pop(root)
 
     def holds_first(self, root: int) -> bool:
-        """Whether ``root`` is there as it was made: Python holds it, or the op that makes it was the last to run and
-        has not returned, so that nobody else had it yet (what a dropout saves for itself alone)."""
-        return root in self._first or self.is_returning(self._step.birth[root])
-
-    def is_returning(self, number: int) -> bool:
-        """Whether op ``number`` was the last to run: what goes with it is there until it returns, and what is encoded
-        is encoded before that. (What is encoded is made by ops that never run again.)"""
-        return number == self._latest
+        """Whether ``root`` is there as it was made: Python holds it, or lets go of it behind the op that was the last
+        to run: what an op saves it saves before it returns (a dropout what nobody else ever has)."""
+        return root in self._first or root in self._going
 
     def is_complete(self, root: int) -> bool:
         """Whether all that ``root`` is made of again is on the device: its codes, or its first part, and the rest."""
@@ -287,6 +282,7 @@ class Live:
         elif root not in self._away:
             self._let_go(self._first, root, PYTHON)
         elif self._first.pop(root, None) is not None:
+            self._going.add(root)
             self.nbytes -= self._step.nbytes[root]
             return self.treated.ways[root].codes is None
         return False

@@ -43,8 +43,9 @@ class Arrangement:
 
     ``runs`` are in order, ``again`` those that are recomputations, by visit. ``position`` is that of every op where it
     runs for the first time; ``end`` is their number, ``forward`` the first of backward. ``held`` are the inputs of what
-    recomputes, with the positions from and until which they are held in backward. ``first`` are the lives of what each
-    op makes when it runs for the first time, ``second`` which roots are made again and the lives of those.
+    recomputes, with the positions from and until which they are held in backward; ``handed`` are its arguments, with
+    the op behind which its forward is first called with them, and which of them it is. ``first`` are the lives of what
+    each op makes when it runs for the first time, ``second`` which roots are made again and the lives of those.
     """
 
     def __init__(self, index: TraceIndex, columns: Columns, recompute: frozenset[str]) -> None:
@@ -68,6 +69,7 @@ class Arrangement:
         self.forward = next((r.position for r in self.runs if _is_backward(index, r)), position)
         self.position = positions(self.runs, index.ops)
         self.held = self._inputs_of_recomputed()
+        self.handed = self._arguments_of_recomputed()
         self.first = self._first()
         self.second = self._second()
 
@@ -119,6 +121,14 @@ class Arrangement:
                 since, most = held.get(root, (run.position, until))
                 held[root] = min(since, run.position), max(most, until)
         return held
+
+    def _arguments_of_recomputed(self) -> dict[int, tuple[int, int]]:
+        handed: dict[int, tuple[int, int]] = {}
+        for place, visit in enumerate(self.index.trace.visits):
+            if visit.phase is Phase.FORWARD and visit.block in self.recompute:
+                for order, root in enumerate(self.index.given(place)):
+                    handed.setdefault(root, (visit.first_op - 1, order))
+        return handed
 
     def until(self, place: int) -> int:
         """The position after which backward has let go of all that was saved in a visit."""

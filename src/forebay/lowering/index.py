@@ -24,7 +24,8 @@ NEVER = -1
 @dataclass(slots=True)
 class Root:
     """A root that the step makes, in numbers of ops: made by ``birth``, held until after ``drop`` and ``unsave``.
-    ``spent`` and ``released`` are the parts of ``unsave``, as in ``trace.Op``.
+    ``spent`` and ``released`` are the parts of ``unsave``, as in ``trace.Op``. After ``pack`` autograd has first saved
+    it, as the ``turn``-th root of the step.
 
     ``visit`` is the place of the visit that makes it. ``completes`` is the last op after which it is a gradient's, or a
     later one that still reads it: a gradient that autograd hands on as it is has more readers than its parameter.
@@ -39,6 +40,8 @@ class Root:
     unsave: int = NEVER
     spent: int = NEVER
     released: int = NEVER
+    pack: int = NEVER
+    turn: int = NEVER
     completes: int = NEVER
 
 
@@ -75,6 +78,7 @@ class _Pattern:
         self.unsaves = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.unsaved)
         self.spent = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.spent)
         self.released = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.released)
+        self.packed = tuple((i, r) for i, op in enumerate(segment.ops) for r in op.packed)
         self.given = tuple(-1 - reference for reference in segment.given if reference < 0)
         self.gradients = tuple((i, g.parameter, g.tensor) for i, op in enumerate(segment.ops) for g in op.gradients)
         # Ops that read a port, itself or by way of a view that the segment makes of it.
@@ -153,6 +157,7 @@ class TraceIndex:
         self._copied: dict[int, int] = {}
         roots: dict[int, Root] = {}
         self.completed: tuple[tuple[Completed, ...], ...] = ()
+        self._packed = 0
         completed = []
         for place, visit in enumerate(trace.visits):
             self._add(place, visit, roots)
@@ -183,6 +188,9 @@ class TraceIndex:
             spent.spent = op
         for released, op in known(pattern.released):
             released.released = op
+        for packed, op in known(pattern.packed):
+            packed.pack, packed.turn = op, self._packed
+            self._packed += 1
 
     def _completed(self, visit: Visit, roots: dict[int, Root]) -> tuple[Completed, ...]:
         made = []
@@ -343,9 +351,12 @@ class TraceIndex:
 
     def kept(self, place: int) -> set[int]:
         """Roots from outside that a recomputation of a visit keeps: its arguments, and what its ops read."""
+        return self.port_roots(place).keys() | set(self.given(place))
+
+    def given(self, place: int) -> tuple[int, ...]:
+        """Roots from outside among the arguments of a visit, in their order."""
         visit = self.trace.visits[place]
-        given = {self._root_of[visit.ports[port]] for port in self._patterns[visit.segment].given}
-        return given.union(self.port_roots(place))
+        return tuple(self._root_of[visit.ports[port]] for port in self._patterns[visit.segment].given)
 
     def triggers(self, partners: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
         """For each backward visit the forward visits that must run again before it.

@@ -9,9 +9,10 @@ The lives of a root, in positions of the step
     that is moved (``Fate.OFFLOAD``,     until Python lets go of it; and again from where backward first asks for it, or
     ``Fate.DISK``), or made into codes   the op would have run again, until its last holder is gone. The time that the
                                          copies take comes on top of that (``liveness``).
-The codes of a root live from the op that makes it until they are on the host, or (``Fate.KEEP``) until they are decoded
-for whoever asks first. What of it is not treated (``Split``) lives from the op that makes it until whoever asks first
-has it whole again.
+A root is treated where it is *sent*: behind the op that makes it, if every op of its block is seen
+(``treatments.seen_by_op``); if not, where autograd saves it for the first time. Its codes live from there until they
+are on the host, or (``Fate.KEEP``) until they are decoded for whoever asks first. What of it is not treated (``Split``)
+lives from there until whoever asks first has it whole again.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from forebay.lowering.index import NEVER, Root, TraceIndex
 from forebay.memory import Kind
 from forebay.scheduling.activations import described
 from forebay.trace import Phase
-from forebay.treatments import Fate, Selection, StandIn, Treatment
+from forebay.treatments import Fate, Selection, StandIn, Treatment, seen_by_op
 
 __all__ = ["Layout", "Move", "Profile"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """A root that is encoded after the op that makes it, or leaves the device, as a whole or in part, and comes back.
-    Each is equal to itself alone: it is looked up often.
+    """A root that is encoded, or leaves the device, as a whole or in part, and comes back. Each is equal to itself
+    alone: it is looked up often.
 
     ``root`` is its id, ``what`` says in words what it is, ``visit`` of ``block`` makes it; ``ops`` are the numbers of
     the op that does and of the one after the last during which Python holds what is to leave. It is made at position
-    ``made`` and Python holds it until after the op at ``dropped``. ``asked`` is the position at which backward first
+    ``made``, encoded or sent on its way behind the op at ``sent``, and Python holds it until after the op at
+    ``dropped``. ``asked`` is the position at which backward first
     asks for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back. ``stand_in``
     takes its place in between: its codes, or else the root, are on the device until after position ``until``, and then
     for as long as their copy to the host takes, if they leave; the rest of it is there until after ``rest_until``.
@@ -58,6 +60,7 @@ class Move:
     what: str
     ops: tuple[int, int]
     made: int
+    sent: int
     dropped: int
     asked: int
     gone: int
@@ -117,7 +120,9 @@ class Layout:
     def __init__(self, arrangement: Arrangement, activations: Iterable[Selection] = ()) -> None:
         self._base = arrangement
         self._index, self._columns = arrangement.index, arrangement.columns
+        activations = tuple(activations)
         self._treated = _treated(self._index, activations)
+        self._by_op = seen_by_op(activations, arrangement.recompute)
         self._again = arrangement.again
         self._position, self._end = arrangement.position, arrangement.end
         self._kept, self._late, self._moves = self._fates()
@@ -208,7 +213,7 @@ class Layout:
             if move.asked != NEVER:
                 back[move.asked] = back.get(move.asked, 0) + move.nbytes + move.rest
             if move.codes is not None:
-                found[move.made] = max(found.get(move.made, 0), whole[move.made] + move.codes.workspace)
+                found[move.sent] = max(found.get(move.sent, 0), whole[move.sent] + move.codes.workspace)
             if move.stand_in.is_made and move.asked != NEVER:
                 extra = 0 if move.codes is None else move.codes.nbytes + move.codes.workspace
                 most[move.asked] = max(most.get(move.asked, 0), extra)
@@ -225,7 +230,7 @@ class Layout:
         come to, and which are moved or encoded."""
         kept: set[int] = set()
         late: dict[int, int] = {}
-        moves: list[Move] = []
+        moves: list[tuple[tuple[int, ...], Move]] = []
         for place, ops in sorted(self._treated.items()):
             again = self._again.get(place)
             for op, treatment in sorted(ops.items()):
@@ -234,23 +239,33 @@ class Layout:
                     root = self._index.roots[number]
                     if number in treats and root.nbytes >= MOVED_LEAST:
                         what = described(self._block(place), treatment.op, treatment.occurrence, order)
-                        moves.append(self._move(number, root, what, treatment))
+                        sent = self._sent(number, root)
+                        moves.append((sent, self._move(number, root, sent[0], what, treatment)))
                     elif again is not None and op < again.length:
                         kept.add(number)
                     elif self._block(place) in self._base.recompute:
                         # Nobody knew in forward that no more would be saved: it was held until that was over.
                         late[number] = self._position[self._index.last_op(place)]
-        return frozenset(kept), late, tuple(moves)
+        moves.sort(key=lambda entry: entry[0])
+        return frozenset(kept), late, tuple(move for _, move in moves)
 
     def _treats(self, place: int, op: int, treatment: Treatment) -> Collection[int]:
         """The roots of an op that do not stay as they are, if they are large enough. Of an op that makes what is true
         or false beside something else, a mask is of that alone."""
-        made = self._index.made_by(place, op)
+        made: Collection[int] = self._index.made_by(place, op)
         if treatment.bits == MASK_BITS:
-            return [root for root in made if self._index.dtype_of(root) == "bool"] or made
+            made = [root for root in made if self._index.dtype_of(root) == "bool"] or made
         return made if treatment.changes_bytes else ()
 
-    def _move(self, number: int, root: Root, what: str, treatment: Treatment) -> Move:
+    def _sent(self, number: int, root: Root) -> tuple[int, ...]:
+        """The number of the op behind which a root is treated, and what says which of those behind that op is first."""
+        if self._block(root.visit) in self._by_op or root.pack == NEVER:
+            return root.birth, 0, number
+        saved, handed = (root.pack, 0, root.turn), self._base.handed.get(number)
+        # A checkpoint saves its arguments when it begins, whatever the ops in it save of them later.
+        return saved if handed is None or saved[0] < handed[0] else (handed[0], 1, handed[1])
+
+    def _move(self, number: int, root: Root, sent: int, what: str, treatment: Treatment) -> Move:
         remade, starts, ends = self._base.second
         row = self._columns.row[number]
         made = (int(starts[row]), int(ends[row])) if remade[row] else None
@@ -263,15 +278,15 @@ class Layout:
         if saved != NEVER:
             # Nothing may read it, if a node wanted its shape alone; it was asked for all the same.
             wanted.append((self._position[min(self._index.asked.get(number, saved), saved)], self._position[saved]))
-        birth = self._position[root.birth]
-        dropped = max(birth, self._end - 1 if root.drop == NEVER else self._position[root.drop])
+        birth, place = self._position[root.birth], self._position[sent]
+        dropped = max(place, self._end - 1 if root.drop == NEVER else self._position[root.drop])
         asked = min((start for start, _ in wanted), default=NEVER)
         last = self._index.ops - 1 if root.drop == NEVER else max(root.birth, root.drop)
         stand_in, until = StandIn.of(treatment, root.nbytes, self._index.dtype_of(number)), dropped
         # What nobody asks for is let go when forward is over.
-        rest_until = max(birth, (self._base.forward if asked == NEVER else asked) - 1)
+        rest_until = max(place, (self._base.forward if asked == NEVER else asked) - 1)
         if stand_in.codes is not None:
-            last, until = root.birth, birth if stand_in.leaves else rest_until
+            last, until = sent, place if stand_in.leaves else rest_until
         return Move(
             root=number,
             nbytes=root.nbytes,
@@ -281,6 +296,7 @@ class Layout:
             what=what,
             ops=(root.birth, 1 + last),
             made=birth,
+            sent=place,
             dropped=dropped,
             asked=asked,
             gone=max((end for _, end in wanted), default=NEVER),
@@ -297,9 +313,9 @@ def _add_move(lives: Lives, move: Move) -> None:
     """What there is of a treated root, copies under way left out."""
     lives.add(move.kind, move.made, move.dropped, move.nbytes)
     if move.codes is not None:
-        lives.add(Kind.ACTIVATION, move.made, move.until, move.moved)
+        lives.add(Kind.ACTIVATION, move.sent, move.until, move.moved)
     if move.rest:
-        lives.add(Kind.ACTIVATION, move.made, move.rest_until, move.rest)
+        lives.add(Kind.ACTIVATION, move.sent, move.rest_until, move.rest)
     if move.asked != NEVER:
         lives.add(Kind.ACTIVATION, move.asked, move.gone, move.nbytes)
 

@@ -49,7 +49,8 @@ class Moving:
         self._asking = 0  # the number of the op before which things come back
 
     def leave(self, move: Move, dropping: int) -> None:
-        """The op that makes ``move`` was issued. ``dropping`` bytes go after it that are there while it is encoded."""
+        """The op behind which ``move`` is sent was issued. ``dropping`` bytes go after it that are there while it is
+        encoded."""
         if move.leaves:
             self._window.admit(move.in_transit)  # before its codes are made, which are part of what the window bounds
         if move.stand_in.is_made:

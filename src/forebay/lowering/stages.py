@@ -21,7 +21,7 @@ __all__ = ["Cut", "Grain", "Landing", "Stage", "Stages", "Stop"]
 class Grain:
     """What is taken for one by who only compares seconds, in bytes. Gradients of a block until they have ``gradients``,
     as if they left when the last of them is made; activations next to each other of one visit up to ``activations``,
-    as if they left when the last of them is made and came back when the first of them is asked for. With 0 each moves
+    as if they left when the last of them is sent and came back when the first of them is asked for. With 0 each moves
     by itself. Compute is not cut where something only goes."""
 
     gradients: int = 0
@@ -54,8 +54,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Compute is cut before the op at ``position``: what the one before has made is ``leaving``, what this one reads is
-    ``asked`` for. With neither, what was moved may go, or an op is left out that a recomputation does not run."""
+    """Compute is cut before the op at ``position``: what is sent behind the one before is ``leaving``, what this one
+    reads is ``asked`` for. With neither, what was moved may go, or an op is left out that a recomputation does not
+    run."""
 
     position: int
     leaving: tuple[Move, ...]
@@ -91,14 +92,14 @@ class Stages:
         self._index = index
         self._runs = profile.runs
         # By the position of the op before or after which compute is cut.
-        self._made: dict[int, list[Move]] = defaultdict(list)
+        self._sent: dict[int, list[Move]] = defaultdict(list)
         self._asked: dict[int, list[Move]] = defaultdict(list)
         self._dropped = set() if grain else {move.until for move in profile.moves if move.codes is None}
         for move in _gathered(profile.moves, grain.activations) if grain else profile.moves:
-            self._made[move.made].append(move)
+            self._sent[move.sent].append(move)
             self._asked[move.asked].insert(0, move)  # backward asks in reverse order
         skipped = (run.position + op for run in profile.runs for op in run.skipped)
-        after = (position + 1 for position in (*self._made, *self._dropped))
+        after = (position + 1 for position in (*self._sent, *self._dropped))
         self._at = sorted({*after, *self._asked, *skipped})  # where compute may be cut
         self._hosted = hosted
         self._together = grain.gradients if grain else 0
@@ -186,7 +187,7 @@ class Stages:
         first, last = bisect_left(self._at, run.position), bisect_right(self._at, run.position + run.length)
         for at in self._at[first:last]:
             before, here = at > run.position, at < run.position + run.length
-            leaving = self._made.get(at - 1, ()) if before else ()
+            leaving = self._sent.get(at - 1, ()) if before else ()
             asked = self._asked.get(at, ()) if here else ()
             skips = here and at - run.position in run.skipped
             if leaving or asked or skips or (before and at - 1 in self._dropped):

@@ -31,6 +31,7 @@ from forebay.scheduling.slots import Slot, SlotPool
 from forebay.scheduling.window import TransferWindow
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from forebay.treatments import seen_by_op
 
 __all__ = ["Walker"]
 
@@ -57,7 +58,7 @@ class Walker:
         self._recorder = recorder
         self._profile = liveness.profile(plan.recompute, plan.activations)
         self.homes = Homes(trace, plan, sizes, recorder)
-        self._treated = frozenset(block for selection in plan.activations for block in selection.blocks)
+        self._by_op = seen_by_op(plan.activations, plan.recompute)
         self._hosted = {p.block for p in plan.placements if not p.resident}
         self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted), grain)
         streaming = plan.streaming
@@ -309,7 +310,7 @@ class Walker:
             stage.block,
             (first, first + end - begin),
             recomputed=run.again,
-            treated=stage.forward and stage.block in self._treated,
+            treated=stage.forward and stage.block in self._by_op,
             uses=uses,
             peak=peak,
             changes=changes,
@@ -387,10 +388,10 @@ def _of_compute(profile: Profile) -> tuple[Mapping[Kind, Sequence[int]], Sequenc
         if move.codes is None:
             more[move.kind][move.until + 1] += move.in_transit
         else:
-            _leave_out(activations, taken, move.made, move.moved)
+            _leave_out(activations, taken, move.sent, move.moved)
             activations[move.until + 1] += move.moved
         if move.rest:
-            _leave_out(activations, taken, move.made, move.rest)
+            _leave_out(activations, taken, move.sent, move.rest)
             activations[move.rest_until + 1] += move.rest
         if move.asked != NEVER:
             _leave_out(activations, taken, move.asked, move.nbytes)

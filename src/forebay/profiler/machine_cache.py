@@ -29,7 +29,7 @@ __all__ = [
     "recall_as",
 ]
 
-PROBE_SCHEMA = 8
+PROBE_SCHEMA = 9
 """Goes up when what is measured, or how, changes: figures of another version are measured anew."""
 
 

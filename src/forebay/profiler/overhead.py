@@ -54,9 +54,9 @@ WINDOW = MiB
 @dataclass(frozen=True)
 class Overhead:
     """Seconds per op of a step: ``launch`` in plain PyTorch, ``watch`` more when every block streams, ``replay`` more
-    for an op that runs again, ``treat`` more for each op in the forward of a block of which any is treated, run for the
-    first time or again. ``handover`` are those for each transfer of an activation, to the host or back. Those of
-    transfers are for such as are not small."""
+    for an op that runs again, ``treat`` more for each op in the forward of a block of which any is treated and every op
+    is seen (``treatments.seen_by_op``), run for the first time or again. ``handover`` are those for each transfer of an
+    activation, to the host or back. Those of transfers are for such as are not small."""
 
     launch: float = 0.0
     watch: float = 0.0
@@ -166,7 +166,7 @@ class _Counts:
         return Overhead(
             launch,
             watch=max(0.0, seconds["streamed"] - seconds["plain"]) / self.ops,
-            handover=max(0.0, seconds["moving"] - seconds["staying"] - self.forward * treat) / transfers,
+            handover=max(0.0, seconds["moving"] - seconds["staying"]) / transfers,
             replay=replay,
             treat=treat,
         )

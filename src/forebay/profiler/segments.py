@@ -29,6 +29,7 @@ class Recorded:
     gradients: Sequence[tuple[int, int]] = field(default=())
     spent: Sequence[int] = ()
     released: Sequence[int] = ()
+    packed: Sequence[int] = ()
 
 
 @final
@@ -122,7 +123,8 @@ def _localise(
         dropped, unsaved = sorted(references(op.dropped)), sorted(references(op.unsaved))
         spent, released = sorted(references(op.spent)), sorted(references(op.released))
         gone = (tuple(dropped), tuple(unsaved), gradients, tuple(spent), tuple(released))
-        made.append(Op(op.work, inputs, outputs, *gone))
+        # As they come: the order in which autograd saves is the one in which activations leave.
+        made.append(Op(op.work, inputs, outputs, *gone, references(op.packed)))
     kept = []
     for number in own:
         tensor = tensors[number]

@@ -116,7 +116,7 @@ class Attachment:
         self._depth: dict[str, int] = {}
         self._unseen = session.saved.unseen
         self._recomputation = Recomputation(session.saved, self._recompute, session.watch, session.stash)
-        self._offloading = Offloading(session.saved, session.stash)
+        self._offloading = Offloading(session.saved, session.save_order)
         # Held while several passes take turns: one accumulation at a time.
         self.accumulating = threading.Lock()
         # The pass that runs, or ran last; while several take turns, the one whose turn it is.

@@ -17,7 +17,8 @@ from forebay.errors import DeviceOutOfMemory, ModelError
 from forebay.memory import Kind
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.measure import Measurement
-from forebay.runtime.stash import Stash, Ticket
+from forebay.runtime.save_order import SaveOrder
+from forebay.runtime.stash import Ticket
 from forebay.runtime.unseen import Unseen
 from forebay.trace import Block
 
@@ -68,9 +69,9 @@ Packed = torch.Tensor | Kept | Treated | SlotReference
 class SavedTensors:
     """The pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``.
 
-    ``parameters`` are those of the model's ``blocks``. ``stash`` knows what was treated. ``measure`` says which block
-    runs when a tensor is saved, and ``on_unpack`` is told that block when the tensor is asked for: backward has come to
-    it. ``unseen`` counts what compiled blocks save.
+    ``parameters`` are those of the model's ``blocks``. ``order`` has treated what is to be. ``measure`` says which
+    block runs when a tensor is saved, and ``on_unpack`` is told that block when the tensor is asked for: backward has
+    come to it. ``unseen`` counts what compiled blocks save.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SavedTensors:
         blocks: Iterable[Block],
         parameters: Mapping[str, nn.Parameter],
         access: BlockAccess,
-        stash: Stash,
+        order: SaveOrder,
         watch: Watch,
         measure: Measurement,
         on_unpack: Callable[[str], None],
@@ -86,7 +87,7 @@ class SavedTensors:
         self._parameters = parameters
         self._places = {b.name: ([p.offset for p in b.parameters], [p.name for p in b.parameters]) for b in blocks}
         self._access = access
-        self._stash = stash
+        self._order = order
         self._watch = watch
         self._measure = measure
         self._on_unpack = on_unpack
@@ -103,7 +104,7 @@ class SavedTensors:
         if slot is None or slot.occupant is None:
             self.unseen.saved(tensor)
             self._watch.attribute(tensor, Kind.ACTIVATION)
-            ticket = self._stash.ticket_of(tensor)
+            ticket = self._order.saved(tensor)
             if ticket is None or tensor.is_conj() or tensor.is_neg() or not ticket.admits():
                 return Kept(_without_graph(tensor), tensor._version, self._measure.block)
             return self._treated(ticket, tensor)

@@ -21,6 +21,7 @@ from forebay.runtime.holds import Outcome
 from forebay.runtime.measure import BACKWARD, FORWARD, Measurement, Phase, Whereabouts
 from forebay.runtime.replaced import Replaced
 from forebay.runtime.resources import Resources
+from forebay.runtime.save_order import SaveOrder
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.standins import StandIns
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
@@ -30,6 +31,7 @@ from forebay.scheduling.rounds import Rounds
 from forebay.tiers.lock import FolderLock
 from forebay.timeline import Timeline
 from forebay.trace import Model, Parameter
+from forebay.treatments import seen_by_op
 
 __all__ = ["Phase", "Session", "Whereabouts"]
 
@@ -69,8 +71,10 @@ class Session:
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
         ledgers = resources.ledgers
         self.measure = Measurement(self.device, whereabouts, (ledgers.host, ledgers.pinned, ledgers.disk))
+        by_op = not seen_by_op(plan.activations, plan.recompute) <= set(plan.recompute)
+        self.save_order = SaveOrder(self.stash, by_op=by_op)
         self.saved = SavedTensors(
-            model.blocks, parameters, self.access, self.stash, self.watch, self.measure, self._unpacking
+            model.blocks, parameters, self.access, self.save_order, self.watch, self.measure, self._unpacking
         )
         streamed = [block for block in model.blocks if not self.store.blocks[block.name].placement.resident]
         self._stand_ins = StandIns([spec for block in streamed for spec in block.parameters], self.torch_device)
@@ -131,8 +135,12 @@ class Session:
             else:
                 self.stepping.delay.show()
             self.stash.begin_forward()
+            self.save_order.forget()
             self.pool.order.begin(TRAINING if training else EVALUATION)
-        seen = self._seen = self.vigil.begins(shape(), training=training)
+        batch = shape()
+        if training:
+            self.save_order.begin(batch, alone=self.gathering is None)
+        seen = self._seen = self.vigil.begins(batch, training=training)
         if seen:
             self._look()
         else:
@@ -165,6 +173,7 @@ class Session:
         """The root module's forward ended, with a result or with an exception."""
         self.measure.end()
         self.measure.gather()
+        self.save_order.end(whole=backward_follows)
         if self.gathering is None:
             self.stash.end_forward()
         self._whereabouts.block = ""

@@ -129,7 +129,8 @@ class Costs:
         self.replay_seconds = machine.replay_seconds if host else 0.0
         """Seconds that an op takes longer when it runs again."""
         self.treat_seconds = machine.treat_seconds if host else 0.0
-        """Seconds that each op takes longer in the forward of a block of which a plan treats some."""
+        """Seconds that each op takes longer in the forward of a block of which a plan treats some and every op is
+        seen."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
         self._moves: dict[tuple[Verb, Lane, int, bool, int, tuple[int, ...]], float] = {}

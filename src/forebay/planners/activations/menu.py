@@ -239,6 +239,8 @@ def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
     seconds = sum(item.seconds for item, code in pairs if code == AGAIN) + sum(c.decode_seconds for c, _ in coded)
     seconds += sum(item.handover_seconds for item in moving) + sum(c.handover_seconds for c in leaving)
     treatments = tuple(_treatments(pairs))
+    # As ``treatments.seen_by_op``, which asks the same of all blocks together.
+    seen = bool(treatments and recompute) or any(treatment.bits for treatment in treatments)
     if recompute:
         seconds += items.again_seconds + (items.treat_again_seconds if treatments else 0.0)
     return Option(
@@ -251,7 +253,7 @@ def _option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
         out_seconds=sum(item.out_seconds for item in moving) + sum(c.out_seconds for c in leaving),
         back_seconds=sum(item.back_seconds for item in moving) + sum(c.back_seconds for c in leaving),
         workspace=made,
-        encode_seconds=sum(c.encode_seconds for c, _ in coded) + (items.treat_seconds if treatments else 0.0),
+        encode_seconds=sum(c.encode_seconds for c, _ in coded) + (items.treat_seconds if seen else 0.0),
     )
 
 

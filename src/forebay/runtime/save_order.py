@@ -1,0 +1,168 @@
+"""What leaves the device of blocks that do not run again, by the order in which autograd saves.
+
+A plan names ops, and a dispatch mode knows which op has made what (``offloading.py``). The result is *noted* then, and
+leaves when autograd saves it for the first time: from then on that has a ticket in its place. As nobody reads a tensor
+behind autograd's back between the two, backward gets the same bytes.
+
+torch hands every op to such a mode in Python, some 35 microseconds each on a CPU whose caches are full of activations,
+and on a GPU all of it is time in which nothing is launched. Passes on batches of one shape save the same tensors in the
+same order, mostly. So the first ones are *learned*: which of their saves were the first of a noted storage. Once two
+are alike the next ones are *followed*: what is saved at the same place leaves, and no op is seen.
+
+A pass that saves other things than those learned (layers that are left out, routes) is right all the same, since what
+leaves comes back as it was; but what the plan moves may stay. It shows at the next block at the latest, whose ops are
+seen then, as are those of all blocks behind it and of all passes from then on. So they are where several micro-batches
+take turns. Where anything becomes codes (``treatments.seen_by_op``), which changes numbers or asks what else is done
+with them, it is treated as soon as it is made, and all this is not for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import NamedTuple, final
+
+import torch
+
+from forebay.runtime.stash import Stash, Ticket
+from forebay.treatments import Treatment
+
+__all__ = ["Due", "SaveOrder"]
+
+SHAPES = 64
+"""Batches of so many shapes are remembered; another one takes the place of the first."""
+
+
+class Due(NamedTuple):
+    """A storage gets ``treatment``; ``what`` names it in the events."""
+
+    treatment: Treatment
+    what: str
+
+
+Look = tuple[object, ...]
+"""What a tensor is like that is saved: enough to tell it from most others."""
+
+
+class _Learned(NamedTuple):
+    """A pass: the saves at which something is ``due``, by place, and the places of later saves of the same (None);
+    ``entries`` of blocks, each with how many saves came before it; ``saves`` in all. ``twice``: two passes, one after
+    the other, were like this."""
+
+    due: dict[int, tuple[Look, Due] | None]
+    entries: tuple[tuple[str, int], ...]
+    saves: int
+    twice: bool = False
+
+
+@final
+class SaveOrder:
+    """The saves of one session. ``by_op``: what ops make is treated as soon as it is made."""
+
+    def __init__(self, stash: Stash, *, by_op: bool) -> None:
+        self._stash = stash
+        self._by_op = by_op
+        self._usable = not by_op
+        self.treating = False
+        """Whether the ops that run are those of a treatment."""
+        self._known: dict[Hashable, _Learned] = {}
+        self._followed: _Learned | None = None
+        # Storages that named ops have made and nobody has saved yet.
+        self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Due]] = {}
+        # Of the pass that runs.
+        self._learns = self._strayed = False
+        self._shape: Hashable = None
+        self._place = self._kept = 0
+        self._due: dict[int, tuple[Look, Due] | None] = {}
+        self._entries: list[tuple[str, int]] = []
+
+    def forget(self) -> None:
+        """A pass begins, or several that take turns: what was noted before is of no use any more."""
+        self._noted.clear()
+
+    def begin(self, shape: Hashable, *, alone: bool) -> None:
+        """A training pass begins, on a batch of ``shape``; ``alone``: no other takes turns with it."""
+        usable = self._usable and alone
+        known = self._known.get(shape) if usable else None
+        self._followed = known if known is not None and known.twice else None
+        self._learns, self._strayed = usable and self._followed is None, False
+        self._shape, self._place, self._kept = shape, 0, self._stash.kept
+        self._due, self._entries = {}, []
+
+    def enter(self, block: str) -> bool:
+        """The forward of ``block`` begins. Returns whether its ops have to be seen."""
+        if self._followed is None and not self._learns:
+            return True
+        entry = block, self._place
+        if self._followed is not None:
+            number = len(self._entries)
+            if self._followed.entries[number : number + 1] != (entry,):
+                self._stray()
+        self._entries.append(entry)
+        return self._followed is None
+
+    def made(self, tensor: torch.Tensor, due: Due, *, signs: bool) -> None:
+        """A named op has made the storage of ``tensor``. ``signs``: see ``Stash.treat``."""
+        if self._by_op:
+            self._stash.treat(tensor, due.treatment, due.what, signs=signs)
+            return
+        storage = tensor.untyped_storage()
+        self._noted[storage._cdata] = weakref.ref(storage), due
+
+    def saved(self, tensor: torch.Tensor) -> Ticket | None:
+        """``tensor``, which is no parameter that streams, is saved; its ticket, if its storage is treated."""
+        place = self._place
+        self._place = place + 1
+        if self._followed is None:
+            return self._seen(tensor, place)
+        if place not in self._followed.due:
+            return None
+        entry = self._followed.due[place]
+        if entry is None:
+            return self._stash.ticket_of(tensor)
+        look, due = entry
+        if look != _look(tensor):
+            self._stray()
+            return self._stash.ticket_of(tensor)
+        return self._stash.treat(tensor, due.treatment, due.what)
+
+    def _seen(self, tensor: torch.Tensor, place: int) -> Ticket | None:
+        storage = tensor.untyped_storage()
+        there, due = self._noted.pop(storage._cdata, (None, None))
+        # An address is used again when its storage is gone.
+        if there is None or due is None or there() is not storage:
+            ticket, due = self._stash.ticket_of(tensor), None
+        else:
+            # A mode may be on, which is to see the model's ops only.
+            self.treating = True
+            try:
+                ticket = self._stash.treat(tensor, due.treatment, due.what)
+            finally:
+                self.treating = False
+        if self._learns and ticket is not None:
+            self._due[place] = None if due is None else (_look(tensor), due)
+        return ticket
+
+    def _stray(self) -> None:
+        """The pass is not the one that is followed."""
+        self._followed, self._strayed = None, True
+
+    def end(self, *, whole: bool) -> None:
+        """The pass is over; ``whole``: it came to its end."""
+        followed, self._followed = self._followed, None
+        learned, self._learns = self._learns, False
+        strayed = followed is not None and (self._place, len(self._entries)) != (followed.saves, len(followed.entries))
+        if whole and (strayed or self._strayed):
+            self._usable = False
+            self._known.clear()
+        # What found no room may find some another time.
+        if whole and learned and self._stash.kept == self._kept:
+            before = self._known.pop(self._shape, None)
+            now = _Learned(self._due, tuple(self._entries), self._place)
+            if len(self._known) == SHAPES:
+                del self._known[next(iter(self._known))]
+            self._known[self._shape] = now._replace(twice=before == now)
+
+
+def _look(tensor: torch.Tensor) -> Look:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.untyped_storage().nbytes()
