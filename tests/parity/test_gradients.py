@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -230,6 +231,61 @@ def test_lists_of_landed_and_plain(landing: Landing) -> None:
     torch._foreach_add_(mixed, plain)
     torch._foreach_add_(plain, plain)
     assert all(torch.equal(ours.clone(), theirs) for ours, theirs in zip(mixed, plain, strict=True))
+
+
+def unscale(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """As ``GradScaler.unscale_`` does it, all gradients at once."""
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.tensor(0.125))
+    return found
+
+
+LISTS: dict[str, Callable[[list[torch.Tensor], list[torch.Tensor]], Any]] = {
+    "norm": lambda g, other: torch._foreach_norm(g, 2.0),
+    "norm in another dtype": lambda g, other: torch._foreach_norm(g, 2.0, dtype=torch.float64),
+    "mul": lambda g, other: torch._foreach_mul_(g, 0.5),
+    "mul by a tensor": lambda g, other: torch._foreach_mul_(g, torch.tensor(0.3)),
+    "mul by numbers": lambda g, other: torch._foreach_mul_(g, [0.1 * (i + 1) for i in range(len(g))]),
+    "zero": lambda g, other: torch._foreach_zero_(g),
+    "clamp": lambda g, other: torch._foreach_clamp_max_(g, 0.1),
+    "add": lambda g, other: torch._foreach_add_(g, other, alpha=0.5),
+    "addcdiv": lambda g, other: torch._foreach_addcdiv_(g, other, other, torch.arange(float(len(g)))),
+    "new ones": lambda g, other: torch._foreach_add(g, other),
+    "unscale": lambda g, other: unscale(g),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_ops_on_lists_have_one_gradient_on_the_device_at_a_time(
+    landing: Landing, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a landed gradient takes there is one copy, made by ``torch.empty_strided``."""
+    plain, others = ([random(seed) for seed in range(start, start + 5)] for start in (0, 10))
+    ours = [landed(landing, random(seed), f"p{seed}") for seed in range(5)]
+    made: list[weakref.ref[torch.Tensor]] = []
+    most, right = [0], torch.empty_strided
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        copy = right(*args, **kwargs)
+        made.append(weakref.ref(copy))
+        most[0] = max(most[0], sum(one() is not None for one in made))
+        return copy
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty_strided", counting)
+        result = LISTS[name](list(ours), others)
+    expected = LISTS[name](plain, others)
+    found, wanted = ([] if one is None else list(one) for one in (result, expected))
+    assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(one.clone(), other) for one, other in zip(ours, plain, strict=True))
+    assert most[0] == (0 if name.startswith("norm") or name in ("mul", "mul by a tensor", "zero") else 1)
+
+
+def test_a_value_that_is_not_finite_is_found_in_any_place(landing: Landing) -> None:
+    gradients = [landed(landing, random(seed), f"p{seed}") for seed in range(3)]
+    assert unscale(list(gradients)) == 0
+    gradients[1][2, 3] = float("inf")
+    assert unscale(list(gradients)) == 1
 
 
 def test_autograd_accumulates_into_it(landing: Landing) -> None:

@@ -20,8 +20,9 @@ class EventLog:
     """Events of all lanes until somebody drains them; safe to use from several threads."""
 
     def __init__(self, limit: int = EVENT_LIMIT) -> None:
-        self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=limit)
+        self._limit = limit
+        self._lock = threading.Lock()  # of whoever takes events out
+        self._events: deque[Event] = deque()
         self._dropped = 0
 
     @property
@@ -31,14 +32,20 @@ class EventLog:
 
     def add(self, event: Event) -> None:
         """Adds one event."""
+        # Without the lock, between two ops of a step: to append is one call of the interpreter's own.
+        self._events.append(event)
+        if len(self._events) > self._limit:
+            self._drop()
+
+    def _drop(self) -> None:
         with self._lock:
-            if len(self._events) == self._events.maxlen:
+            while len(self._events) > self._limit:
+                self._events.popleft()
                 self._dropped += 1
-            self._events.append(event)
 
     def drain(self) -> list[Event]:
         """The events since the last call, in order of their start."""
         with self._lock:
-            events = list(self._events)
-            self._events.clear()
+            # One by one: others may add more meanwhile, and nobody else takes any.
+            events = [self._events.popleft() for _ in range(len(self._events))]
         return sorted(events, key=attrgetter("start"))

@@ -16,7 +16,7 @@ its forward has read: between a forward and the ``optimizer.step()`` behind it t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import final
 
@@ -40,9 +40,9 @@ class Delay:
         """A training step begins: what its forward reads its backward is to read too."""
         self._begun = True
 
-    def holds(self, steps: int) -> bool:
-        """Whether the next step is delayed when ``steps`` have been taken."""
-        return self._after is not None and steps >= self._after
+    def holds(self, steps: Callable[[], int]) -> bool:
+        """Whether the next step is delayed; ``steps`` says how many have been taken."""
+        return self._after is not None and steps() >= self._after
 
     def end(self) -> None:
         """A step is about to be queued: no backward comes any more that asks for the present parameters. Raises what

@@ -9,6 +9,7 @@ runs on a copy on the device. (design.md, mechanism 4.)
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, final
 
@@ -25,8 +26,8 @@ __all__ = ["LandedGradient", "host_copy"]
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _MULTIPLIES = frozenset({aten.mul_.Tensor, aten.mul_.Scalar})
-_IN_PLACE_SCALE = _MULTIPLIES | {aten.div_.Tensor, aten.div_.Scalar}
-_NORMS = frozenset({aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim})
+_LISTS = "aten::_foreach_"
+"""Begins the names of ops that do the same to each place of their lists."""
 
 
 @final
@@ -141,24 +142,13 @@ class LandedGradient(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, LandedGradient):
-            if func is aten.add_.Tensor and not kwargs and _can_accumulate(first, args[1]):
-                first.buffer.accumulate(args[1])
-                return first
+            own = _OWN.get(func)
+            if own is not None:
+                return own(func, first, args[1:], kwargs)
             if func.is_view:
                 return _view(func, first, args[1:], kwargs)
-            if func is aten.zero_.default:
-                first.writable().zero_()
-                if first.stands_for(first.buffer):
-                    first.buffer.landings = 0
-                return first
-            if func in _IN_PLACE_SCALE:
-                return _scale(func, first, args[1])
-            if func in _NORMS:
-                if not kwargs and first.stands_for(first.buffer):
-                    return first.buffer.norm(func, args[1:]).to(first.device)
-                return func(first.value(), *args[1:], **kwargs).to(first.device)
-        if func in (aten._foreach_zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
-            return _one_by_one(func, args)
+        elif func is _UNSCALE or func._schema.name.startswith(_LISTS):
+            return _one_by_one(func, args, kwargs)
         return _on_device(func, args, kwargs)
 
 
@@ -179,6 +169,33 @@ def _view(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, wrap, func(gradient.piece, *args, **kwargs))
 
 
+def _add(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> Any:
+    """Adds in place: what autograd adds on the host, anything else on the device."""
+    if kwargs or not _can_accumulate(gradient, args[0]):
+        return _on_device(func, (gradient, *args), kwargs)
+    gradient.buffer.accumulate(args[0])
+    return gradient
+
+
+def _zero(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> LandedGradient:
+    gradient.writable().zero_()
+    if gradient.stands_for(gradient.buffer):
+        gradient.buffer.landings = 0
+    return gradient
+
+
+def _norm(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> torch.Tensor:
+    if not kwargs and gradient.stands_for(gradient.buffer):
+        return gradient.buffer.norm(func, args).to(gradient.device)
+    made: torch.Tensor = func(gradient.value(), *args, **kwargs)
+    return made.to(gradient.device)
+
+
+def _norm_of(gradient: torch.Tensor, order: Any = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    return norm
+
+
 def _can_accumulate(gradient: LandedGradient, value: Any) -> bool:
     """Whether ``value`` is what autograd adds to a whole gradient: the same shape and dtype, on the device."""
     return (
@@ -190,9 +207,10 @@ def _can_accumulate(gradient: LandedGradient, value: Any) -> bool:
     )
 
 
-def _scale(func: Any, gradient: LandedGradient, factor: Any) -> LandedGradient:
+def _scale(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> LandedGradient:
     """Multiplies or divides in place. By exactly 1, which clipping does where there is nothing to clip, changes no bit
     of a real number: then nothing is written, and an update that has read the gradient has read the right one."""
+    factor = args[0]
     number = _number_of(factor)
     if gradient.is_floating_point() and number == 1:
         gradient._expect_current()  # one that is out of date is refused all the same
@@ -221,14 +239,28 @@ def _can_wait(gradient: LandedGradient) -> bool:
     return gradient.dtype in SCALABLE and gradient.stands_for(gradient.buffer)
 
 
-def _one_by_one(func: Any, args: Any) -> None:
-    """The in-place list ops of ``zero_grad`` and clipping: one gradient after the other, so that no two of them are
-    on the device at once."""
-    for gradient in args[0]:
-        if func is aten._foreach_zero_.default:
-            gradient.zero_()
-        else:
-            gradient.mul_(args[1])
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """An op on lists, such as those of ``zero_grad``, clipping and ``GradScaler``: one place of them after the other,
+    so that no two gradients are on the device at once. Those of clipping and ``zero_grad`` are done on the host."""
+    alone = _ALONE.get(func)
+    if alone is not None and not kwargs:
+        made = [alone(gradient, *args[1:]) for gradient in args[0]]
+        return made if func._schema.returns else None
+    if len(func._schema.returns) > 1:
+        return _on_device(func, args, kwargs)
+    count, names = len(args[0]), [argument.name for argument in func._schema.arguments]
+
+    def at(place: int, name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) == count:
+            return [value[place]]
+        return value[place : place + 1] if name == "scalars" and isinstance(value, torch.Tensor) else value
+
+    results: list[torch.Tensor] = []
+    for place in range(count):
+        own = [at(place, name, value) for name, value in zip(names, args, strict=False)]
+        named = {name: at(place, name, value) for name, value in kwargs.items()}
+        results += _on_device(func, own, named) or ()
+    return results if func._schema.returns else None
 
 
 def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
@@ -269,3 +301,21 @@ def _changed(func: Any, args: Any, kwargs: Any) -> set[int]:
     given += [(p, kwargs[p.name]) for p in parameters if p.name in kwargs]
     written = [value for p, value in given if p.alias_info is not None and p.alias_info.is_write]
     return {id(leaf) for leaf in tree_leaves(written) if isinstance(leaf, LandedGradient)}
+
+
+_OWN: Mapping[Any, Callable[[Any, LandedGradient, Any, Any], Any]] = {
+    aten.add_.Tensor: _add,
+    aten.zero_.default: _zero,
+    **dict.fromkeys((*_MULTIPLIES, aten.div_.Tensor, aten.div_.Scalar), _scale),
+    **dict.fromkeys((aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim), _norm),
+}
+"""What is done on the host with the landed bytes themselves: of each op, given as (op, gradient, the other arguments,
+keywords), which are those of the op."""
+
+_ALONE: Mapping[Any, Callable[..., Any]] = {
+    aten._foreach_zero_.default: torch.Tensor.zero_,
+    aten._foreach_mul_.Tensor: torch.Tensor.mul_,
+    aten._foreach_mul_.Scalar: torch.Tensor.mul_,
+    aten._foreach_norm.Scalar: _norm_of,
+}
+"""Of ops on lists what they do to each place, where that is done on the host."""

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from enum import Enum
 from typing import NamedTuple, final
 
 import torch
 
+from forebay.errors import ForebayError
 from forebay.runtime.stash import Stash, Ticket
 from forebay.treatments import Treatment
 
@@ -31,6 +33,23 @@ __all__ = ["Due", "SaveOrder"]
 
 SHAPES = 64
 """Batches of so many shapes are remembered; another one takes the place of the first."""
+
+
+class _Pass(Enum):
+    """What is known of the pass that runs, or that there is none."""
+
+    SEEN = "seen"  # nothing: its ops are seen, and nobody learns from it
+    LEARNED = "learned"
+    FOLLOWED = "followed"  # it does what those did from which it was learned
+    STRAYED = "strayed"  # it was followed, until it did something else
+
+
+_NEXT = {
+    _Pass.SEEN: {_Pass.SEEN, _Pass.LEARNED, _Pass.FOLLOWED},
+    _Pass.LEARNED: {_Pass.SEEN},
+    _Pass.FOLLOWED: {_Pass.SEEN, _Pass.STRAYED},
+    _Pass.STRAYED: {_Pass.SEEN},
+}
 
 
 class Due(NamedTuple):
@@ -62,15 +81,15 @@ class SaveOrder:
     def __init__(self, stash: Stash, *, by_op: bool) -> None:
         self._stash = stash
         self._by_op = by_op
-        self._usable = not by_op
         self.treating = False
         """Whether the ops that run are those of a treatment."""
-        self._known: dict[Hashable, _Learned] = {}
-        self._followed: _Learned | None = None
+        # By the shape of the batch; None: passes are not learned, or not any more.
+        self._known: dict[Hashable, _Learned] | None = None if by_op else {}
         # Storages that named ops have made and nobody has saved yet.
         self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Due]] = {}
-        # Of the pass that runs.
-        self._learns = self._strayed = False
+        # Of the pass that runs; ``_like`` is the one that it follows.
+        self._pass = _Pass.SEEN
+        self._like = _Learned({}, (), 0)
         self._shape: Hashable = None
         self._place = self._kept = 0
         self._due: dict[int, tuple[Look, Due] | None] = {}
@@ -82,24 +101,25 @@ class SaveOrder:
 
     def begin(self, shape: Hashable, *, alone: bool) -> None:
         """A training pass begins, on a batch of ``shape``; ``alone``: no other takes turns with it."""
-        usable = self._usable and alone
-        known = self._known.get(shape) if usable else None
-        self._followed = known if known is not None and known.twice else None
-        self._learns, self._strayed = usable and self._followed is None, False
+        self._go_to(_Pass.SEEN)
         self._shape, self._place, self._kept = shape, 0, self._stash.kept
         self._due, self._entries = {}, []
+        if self._known is None or not alone:
+            return
+        known = self._known.get(shape)
+        if known is not None and known.twice:
+            self._like = known
+            self._go_to(_Pass.FOLLOWED)
+        else:
+            self._go_to(_Pass.LEARNED)
 
     def enter(self, block: str) -> bool:
         """The forward of ``block`` begins. Returns whether its ops have to be seen."""
-        if self._followed is None and not self._learns:
-            return True
-        entry = block, self._place
-        if self._followed is not None:
-            number = len(self._entries)
-            if self._followed.entries[number : number + 1] != (entry,):
-                self._stray()
+        entry, number = (block, self._place), len(self._entries)
         self._entries.append(entry)
-        return self._followed is None
+        if self._pass is _Pass.FOLLOWED and self._like.entries[number : number + 1] != (entry,):
+            self._go_to(_Pass.STRAYED)
+        return self._pass is not _Pass.FOLLOWED
 
     def made(self, tensor: torch.Tensor, due: Due, *, signs: bool) -> None:
         """A named op has made the storage of ``tensor``. ``signs``: see ``Stash.treat``."""
@@ -113,16 +133,16 @@ class SaveOrder:
         """``tensor``, which is no parameter that streams, is saved; its ticket, if its storage is treated."""
         place = self._place
         self._place = place + 1
-        if self._followed is None:
+        if self._pass is not _Pass.FOLLOWED:
             return self._seen(tensor, place)
-        if place not in self._followed.due:
+        if place not in self._like.due:
             return None
-        entry = self._followed.due[place]
+        entry = self._like.due[place]
         if entry is None:
             return self._stash.ticket_of(tensor)
         look, due = entry
         if look != _look(tensor):
-            self._stray()
+            self._go_to(_Pass.STRAYED)
             return self._stash.ticket_of(tensor)
         return self._stash.treat(tensor, due.treatment, due.what)
 
@@ -139,29 +159,34 @@ class SaveOrder:
                 ticket = self._stash.treat(tensor, due.treatment, due.what)
             finally:
                 self.treating = False
-        if self._learns and ticket is not None:
+        if self._pass is _Pass.LEARNED and ticket is not None:
             self._due[place] = None if due is None else (_look(tensor), due)
         return ticket
 
-    def _stray(self) -> None:
-        """The pass is not the one that is followed."""
-        self._followed, self._strayed = None, True
-
     def end(self, *, whole: bool) -> None:
         """The pass is over; ``whole``: it came to its end."""
-        followed, self._followed = self._followed, None
-        learned, self._learns = self._learns, False
-        strayed = followed is not None and (self._place, len(self._entries)) != (followed.saves, len(followed.entries))
-        if whole and (strayed or self._strayed):
-            self._usable = False
-            self._known.clear()
+        like = self._like
+        short = (self._place, len(self._entries)) != (like.saves, len(like.entries))
+        if whole and (self._pass is _Pass.STRAYED or (self._pass is _Pass.FOLLOWED and short)):
+            self._known = None
         # What found no room may find some another time.
-        if whole and learned and self._stash.kept == self._kept:
-            before = self._known.pop(self._shape, None)
-            now = _Learned(self._due, tuple(self._entries), self._place)
-            if len(self._known) == SHAPES:
-                del self._known[next(iter(self._known))]
-            self._known[self._shape] = now._replace(twice=before == now)
+        if whole and self._pass is _Pass.LEARNED and self._stash.kept == self._kept:
+            self._remember(_Learned(self._due, tuple(self._entries), self._place))
+        self._go_to(_Pass.SEEN)
+
+    def _remember(self, learned: _Learned) -> None:
+        known = self._known
+        if known is None:
+            return
+        before = known.pop(self._shape, None)
+        if len(known) == SHAPES:
+            del known[next(iter(known))]
+        known[self._shape] = learned._replace(twice=before == learned)
+
+    def _go_to(self, state: _Pass) -> None:
+        if state not in _NEXT[self._pass]:
+            raise ForebayError(f"a pass that is {self._pass.value} cannot be {state.value}")
+        self._pass = state
 
 
 def _look(tensor: torch.Tensor) -> Look:

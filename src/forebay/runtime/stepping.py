@@ -94,9 +94,11 @@ class Stepping:
         for state in self._store.blocks.values():
             for spec in state.block.parameters:
                 gradient = self._parameters[spec.name].grad if spec.name in groups else None
+                if gradient is None:
+                    continue
                 if isinstance(gradient, LandedGradient):
                     gradient.expect_same_source()
-                if not spec.trainable and gradient is not None:
+                if not spec.trainable:
                     raise ModelError(
                         f"parameter {spec.name} was frozen when the model was prepared and has a gradient now; "
                         f"forebay.close() the model and prepare it anew to train it, or set requires_grad=False again "
@@ -108,7 +110,7 @@ class Stepping:
 
     def _expect_unread(self, groups: Groups) -> None:
         """Of all blocks that the step changes, since the first of them must not change where the last cannot."""
-        if self.delay.holds(self._taken()):
+        if self.delay.holds(self._taken):
             return  # the slots keep what they hold
         for name, state in self._store.blocks.items():
             slot = self._pool.slot_of(name)
@@ -152,7 +154,7 @@ class Stepping:
         """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
         forward will want the blocks. Those on the device are queued when they are needed (``deferred``)."""
         self.waiting.end()
-        if self.delay.holds(self._taken()):
+        if self.delay.holds(self._taken):
             self._step_late(groups)
             return
         self.delay.end()
@@ -222,16 +224,18 @@ class Stepping:
             self._count(state, tasks)
 
     def _tasks(self, state: BlockState, groups: Groups) -> dict[str, Task]:
-        return {
-            p.name: Task(state.steps[p.name] + 1, groups[p.name])
-            for p in state.block.parameters
-            if p.name in groups and self._has_gradient(state, p.name)
-        }
-
-    def _has_gradient(self, state: BlockState, name: str) -> bool:
-        """Whether a step has something to update a parameter with: a gradient, or what waits of earlier ones."""
-        waits = name in state.gradients and state.gradients[name].waiting
-        return waits or self._parameters[name].grad is not None
+        """What a step has for the parameters of a block: for those of which there is a gradient, or what waits of
+        earlier ones."""
+        tasks: dict[str, Task] = {}
+        for spec in state.block.parameters:
+            name = spec.name
+            group = groups.get(name)
+            if group is None:
+                continue
+            landed = state.gradients.get(name)
+            if self._parameters[name].grad is not None or (landed is not None and landed.waiting):
+                tasks[name] = Task(state.steps[name] + 1, group)
+        return tasks
 
     def _tasks_now(self, state: BlockState) -> dict[str, Task]:
         return self._tasks(state, self.hyperparameters(state.gradients.keys()))
