@@ -233,10 +233,10 @@ def test_lists_of_landed_and_plain(landing: Landing) -> None:
     assert all(torch.equal(ours.clone(), theirs) for ours, theirs in zip(mixed, plain, strict=True))
 
 
-def unscale(gradients: list[torch.Tensor]) -> torch.Tensor:
+def unscale(gradients: list[torch.Tensor], inverse: float = 0.3) -> torch.Tensor:
     """As ``GradScaler.unscale_`` does it, all gradients at once."""
     found = torch.zeros(1)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.tensor(0.125))
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.tensor([inverse]))
     return found
 
 
@@ -253,6 +253,7 @@ LISTS: dict[str, Callable[[list[torch.Tensor], list[torch.Tensor]], Any]] = {
     "new ones": lambda g, other: torch._foreach_add(g, other),
     "unscale": lambda g, other: unscale(g),
 }
+ON_THE_HOST = ("norm", "norm in another dtype", "mul", "mul by a tensor", "zero", "unscale")
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -278,14 +279,27 @@ def test_ops_on_lists_have_one_gradient_on_the_device_at_a_time(
     found, wanted = ([] if one is None else list(one) for one in (result, expected))
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert all(torch.equal(one.clone(), other) for one, other in zip(ours, plain, strict=True))
-    assert most[0] == (0 if name.startswith("norm") or name in ("mul", "mul by a tensor", "zero") else 1)
+    assert most[0] == (0 if name in ON_THE_HOST else 1)
 
 
-def test_a_value_that_is_not_finite_is_found_in_any_place(landing: Landing) -> None:
-    gradients = [landed(landing, random(seed), f"p{seed}") for seed in range(3)]
-    assert unscale(list(gradients)) == 0
-    gradients[1][2, 3] = float("inf")
-    assert unscale(list(gradients)) == 1
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("inverse", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_value_that_is_not_finite_is_found_in_any_place(
+    landing: Landing, value: float, inverse: float, dtype: torch.dtype
+) -> None:
+    """Of landed gradients and one that is not; nothing is written by 1."""
+    plain = [random(seed, dtype=dtype) for seed in range(3)]
+    gradients = [landed(landing, random(seed, dtype=dtype), f"p{seed}") for seed in range(2)]
+    ours: list[torch.Tensor] = [*gradients, plain[2].clone()]
+    assert unscale(ours, inverse) == unscale(plain, inverse) == 0
+    version = gradients[0].buffer.version
+    for both in (ours, plain):
+        both[1][2, 3] = value
+    assert unscale(ours, inverse) == unscale(plain, inverse) == 1
+    assert all(torch.equal(a.clone().isfinite(), b.isfinite()) for a, b in zip(ours, plain, strict=True))
+    assert torch.equal(ours[0].clone(), plain[0]) and torch.equal(ours[2], plain[2])
+    assert (gradients[0].buffer.version == version) is (inverse == 1)
 
 
 def test_autograd_accumulates_into_it(landing: Landing) -> None:

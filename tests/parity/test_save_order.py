@@ -86,6 +86,7 @@ class Stack(nn.Module):
         self.left_out: Sequence[int] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(x, training=self.training)
         for number, layer in enumerate(self.layers):
             if number not in self.left_out:
                 x = layer(x)
@@ -112,7 +113,8 @@ def stack_of(model: nn.Module) -> Any:
 
 def gradients(model: nn.Module, rows: int, left_out: Sequence[int] = ()) -> list[torch.Tensor | None]:
     stack_of(model).left_out = left_out
-    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+    torch.manual_seed(1)
+    x = torch.randn(rows, WIDTH, requires_grad=True)
     model(x).square().sum().backward()
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     for parameter in model.parameters():
@@ -175,6 +177,19 @@ def test_only_the_block_that_saves_other_things_keeps_what_is_to_leave(other: st
     forebay.close(model)
 
 
+def test_passes_in_another_mode_are_others(entered: Entered) -> None:
+    """Without dropout a pass saves less; those with it go on being followed."""
+    plain, model = prepared()
+    for training, seen in ((True, 4), (True, 4), (False, 4), (True, 0), (False, 4), (False, 0), (True, 0)):
+        found = []
+        for one in (plain, model):
+            one.train(training)
+            found.append(gradients(one, ROWS))
+        assert same(*found)
+        assert entered() == seen, training
+    forebay.close(model)
+
+
 def test_passes_that_are_not_alike_are_not_followed(entered: Entered) -> None:
     plain, model = prepared()
     for left_out, seen in (((), 4), ((1,), 3), ((), 4), ((2,), 3), ((2,), 3), ((2,), 0)):
@@ -208,17 +223,19 @@ def test_what_becomes_codes_has_its_ops_seen(entered: Entered) -> None:
     forebay.close(model)
 
 
-def test_a_forward_behind_another_has_tickets_of_its_own() -> None:
+def test_a_forward_behind_another_has_tickets_of_its_own(entered: Entered) -> None:
     """Two passes before a backward, both followed."""
     plain, model = prepared()
     for _ in range(2):
         gradients(model, ROWS)
+    entered()
     found = []
     for one in (plain, model):
-        first, second = (one(torch.full((ROWS, WIDTH), value)) for value in (0.5, -0.25))
+        torch.manual_seed(2)
+        first, second = (one(torch.full((ROWS, WIDTH), value, requires_grad=True)) for value in (0.5, -0.25))
         (first.sum() * 2 + second.square().sum()).backward()
         found.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
-    assert same(*found)
+    assert same(*found) and entered() == 0
     forebay.close(model)
 
 

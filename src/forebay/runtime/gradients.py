@@ -147,7 +147,9 @@ class LandedGradient(torch.Tensor):
                 return own(func, first, args[1:], kwargs)
             if func.is_view:
                 return _view(func, first, args[1:], kwargs)
-        elif func is _UNSCALE or func._schema.name.startswith(_LISTS):
+        elif func is _UNSCALE:
+            return _unscale(*args)
+        elif func._schema.name.startswith(_LISTS):
             return _one_by_one(func, args, kwargs)
         return _on_device(func, args, kwargs)
 
@@ -240,8 +242,8 @@ def _can_wait(gradient: LandedGradient) -> bool:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """An op on lists, such as those of ``zero_grad``, clipping and ``GradScaler``: one place of them after the other,
-    so that no two gradients are on the device at once. Those of clipping and ``zero_grad`` are done on the host."""
+    """An op on lists, one place of them after the other, so that no two gradients are on the device at once. Those of
+    clipping and ``zero_grad`` are done on the host."""
     alone = _ALONE.get(func)
     if alone is not None and not kwargs:
         made = [alone(gradient, *args[1:]) for gradient in args[0]]
@@ -263,17 +265,36 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return results if func._schema.returns else None
 
 
-def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any other op: runs on copies on the device, and lands again what the op changed in place."""
-    copies: list[tuple[LandedGradient, torch.Tensor]] = []
+def _unscale(gradients: Any, found: torch.Tensor, inverse: torch.Tensor) -> None:
+    """That of ``GradScaler``, on the host with what has landed. By exactly 1 nothing is written, as in ``_scale``.
 
-    def materialise(gradient: LandedGradient) -> torch.Tensor:
-        if func is _UNSCALE and gradient.buffer.adds_up and _number_of(args[2]) != 1:
+    Raises ``UsageError`` for the sum of gradients of several steps.
+    """
+    factor = inverse.cpu()
+    is_one, there = factor.item() == 1, torch.zeros_like(found, device="cpu")
+    for gradient in gradients:
+        if not isinstance(gradient, LandedGradient):
+            _UNSCALE([gradient], found, inverse)
+            continue
+        if gradient.buffer.adds_up and not is_one:
             raise UsageError(
                 f"this plan updates blocks in turns: the gradient of {gradient.buffer.parameter.name} is a sum with "
                 f"that of steps before, which a GradScaler has unscaled already; train in bfloat16, or without a "
                 f"scaler, or take policy angel-ptm"
             )
+        if not is_one:
+            _UNSCALE([gradient.writable()], there, factor)
+        elif gradient.numel() and not isfinite(torch.linalg.vector_norm(gradient.value(), float("inf")).item()):
+            there.fill_(1)
+    if there.item():
+        found.fill_(1)
+
+
+def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any other op: runs on copies on the device, and lands again what the op changed in place."""
+    copies: list[tuple[LandedGradient, torch.Tensor]] = []
+
+    def materialise(gradient: LandedGradient) -> torch.Tensor:
         for known, copy in copies:
             if known is gradient:
                 return copy
@@ -294,8 +315,6 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _changed(func: Any, args: Any, kwargs: Any) -> set[int]:
     """The ``id`` of every landed gradient that ``func`` writes to; one that is only read has not changed."""
-    if func is _UNSCALE and _number_of(args[2]) == 1:
-        return set()  # a scale of exactly 1, as in ``_scale``; the check has been made
     parameters = func._schema.arguments
     given = [*zip((p for p in parameters if not p.kwarg_only), args, strict=False)]
     given += [(p, kwargs[p.name]) for p in parameters if p.name in kwargs]

@@ -252,7 +252,10 @@ class Attachment:
             self.abandon()
         self.current.running.clear()
         self.current.training = torch.is_grad_enabled()
-        seen = self.session.begin_forward(lambda: batch_shape(args, kwargs), training=self.current.training)
+        root = self._root()
+        # With dropout on or off: other things are made and saved.
+        mode = root is not None and root.training
+        seen = self.session.begin_forward(lambda: (mode, batch_shape(args, kwargs)), training=self.current.training)
         self.current.scopes.enter_context(self._standing_back())
         if not seen:
             return  # nothing streams, and what such a pass saves has been seen
