@@ -108,6 +108,8 @@ def _forward(
         leaves = place == len(ops) - 1
         reads = [made[other] for other in op.reads] if place else [*came, b.ids[f"{name}.0"]]
         made.append(v.make(f"op{place}", reads, op.kib * KIB, saved=op.saved or leaves))
+        if op.saved or leaves:
+            v.pack(made[-1])
         if op.saved and not leaves:
             v.save()
     v.drop(*made[:-1], *last)
