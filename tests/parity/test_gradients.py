@@ -251,6 +251,7 @@ LISTS: dict[str, Callable[[list[torch.Tensor], list[torch.Tensor]], Any]] = {
     "add": lambda g, other: torch._foreach_add_(g, other, alpha=0.5),
     "addcdiv": lambda g, other: torch._foreach_addcdiv_(g, other, other, torch.arange(float(len(g)))),
     "new ones": lambda g, other: torch._foreach_add(g, other),
+    "powers of a number": lambda g, other: torch._foreach_pow(2.0, g),
     "unscale": lambda g, other: unscale(g),
 }
 ON_THE_HOST = ("norm", "norm in another dtype", "mul", "mul by a tensor", "zero", "unscale")
@@ -280,6 +281,15 @@ def test_ops_on_lists_have_one_gradient_on_the_device_at_a_time(
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert all(torch.equal(one.clone(), other) for one, other in zip(ours, plain, strict=True))
     assert most[0] == (0 if name in ON_THE_HOST else 1)
+
+
+@pytest.mark.parametrize("name", ["mul", "clamp", "unscale"])
+def test_a_list_with_one_that_is_gone_changes_none(landing: Landing, name: str) -> None:
+    ours = [landed(landing, random(seed), f"p{seed}") for seed in range(3)]
+    ours[2].buffer.land(random(5))
+    with pytest.raises(ForebayError, match="p2 is that of an earlier backward"):
+        LISTS[name](list(ours), [])
+    assert all(torch.equal(gradient.clone(), random(seed)) for seed, gradient in enumerate(ours[:2]))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -177,6 +177,22 @@ def test_only_the_block_that_saves_other_things_keeps_what_is_to_leave(other: st
     forebay.close(model)
 
 
+def test_what_blocks_that_run_again_have_moved_comes_back_in_a_pass_that_strays() -> None:
+    """It leaves behind its op, and the next block's checkpoint saves it at another place than before."""
+    plain, plan = stack_and_plan()
+    model, _ = stack_and_plan()
+    again = tuple(placement.block for placement in plan.placements)
+    chosen = Selection(again[::2], (Treatment("aten.add.Tensor", 0, Fate.OFFLOAD),))
+    plan = replace(plan, recompute=again, activations=(chosen,))
+    trained, _ = forebay.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), plan=plan, device_memory=AMPLE, device="cpu"
+    )
+    for left_out in ((), (), (), (0,), ()):
+        assert same(gradients(trained, ROWS, left_out), gradients(plain, ROWS, left_out))
+    assert len(moved(trained, "offload")) == len(moved(trained, "reload")) == 4 * 2 + 1
+    forebay.close(trained)
+
+
 def test_passes_in_another_mode_are_others(entered: Entered) -> None:
     """Without dropout a pass saves less; those with it go on being followed."""
     plain, model = prepared()

@@ -25,7 +25,7 @@ NEVER = -1
 class Root:
     """A root that the step makes, in numbers of ops: made by ``birth``, held until after ``drop`` and ``unsave``.
     ``spent`` and ``released`` are the parts of ``unsave``, as in ``trace.Op``. After ``pack`` autograd has first saved
-    it, as the ``turn``-th root of the step.
+    it, as the ``turn``-th root of its visit.
 
     ``visit`` is the place of the visit that makes it. ``completes`` is the last op after which it is a gradient's, or a
     later one that still reads it: a gradient that autograd hands on as it is has more readers than its parameter.
@@ -157,7 +157,6 @@ class TraceIndex:
         self._copied: dict[int, int] = {}
         roots: dict[int, Root] = {}
         self.completed: tuple[tuple[Completed, ...], ...] = ()
-        self._packed = 0
         completed = []
         for place, visit in enumerate(trace.visits):
             self._add(place, visit, roots)
@@ -188,9 +187,8 @@ class TraceIndex:
             spent.spent = op
         for released, op in known(pattern.released):
             released.released = op
-        for packed, op in known(pattern.packed):
-            packed.pack, packed.turn = op, self._packed
-            self._packed += 1
+        for turn, (packed, op) in enumerate(known(pattern.packed)):
+            packed.pack, packed.turn = op, turn
 
     def _completed(self, visit: Visit, roots: dict[int, Root]) -> tuple[Completed, ...]:
         made = []

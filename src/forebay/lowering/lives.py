@@ -45,10 +45,10 @@ class Move:
     ``root`` is its id, ``what`` says in words what it is, ``visit`` of ``block`` makes it; ``ops`` are the numbers of
     the op that does and of the one after the last during which Python holds what is to leave. It is made at position
     ``made``, encoded or sent on its way behind the op at ``sent``, and Python holds it until after the op at
-    ``dropped``. ``asked`` is the position at which backward first
-    asks for it (``NEVER``: nobody does), ``gone`` the last at which somebody holds what came back. ``stand_in``
-    takes its place in between: its codes, or else the root, are on the device until after position ``until``, and then
-    for as long as their copy to the host takes, if they leave; the rest of it is there until after ``rest_until``.
+    ``dropped``. ``asked`` is the position at which backward first asks for it (``NEVER``: nobody does), ``gone`` the
+    last at which somebody holds what came back. ``stand_in`` takes its place in between: its codes, or else the root,
+    are on the device until after position ``until``, and then for as long as their copy to the host takes, if they
+    leave; the rest of it is there until after ``rest_until``.
     ``pieces`` are the bytes of each that leaves, where several are taken for one (``stages.Grain``).
     """
 
@@ -252,9 +252,9 @@ class Layout:
     def _treats(self, place: int, op: int, treatment: Treatment) -> Collection[int]:
         """The roots of an op that do not stay as they are, if they are large enough. Of an op that makes what is true
         or false beside something else, a mask is of that alone."""
-        made: Collection[int] = self._index.made_by(place, op)
+        made = self._index.made_by(place, op)
         if treatment.bits == MASK_BITS:
-            made = [root for root in made if self._index.dtype_of(root) == "bool"] or made
+            return [root for root in made if self._index.dtype_of(root) == "bool"] or made
         return made if treatment.changes_bytes else ()
 
     def _sent(self, number: int, root: Root) -> tuple[int, ...]:

@@ -63,8 +63,9 @@ class _Life:
         # how much of it the next forward will find.
         dropped = last if root.dropped is None else root.dropped
         unsaved = last if root.unsaved is None or root.handles > 0 else root.unsaved
-        self.saved = root.packed is not None and root.source is None and root.born < backward and unsaved >= backward
-        if root.packed is not None and not self.saved:
+        packed = root in recorder.roots.packed
+        self.saved = packed and root.source is None and root.born < backward and unsaved >= backward
+        if packed and not self.saved:
             # Saved for a graph that was let go before backward: it lived for as long as the later of the two.
             dropped = max(dropped, unsaved)
         self.dropped: int | None = None if root.source is not None or root.gradient else dropped
@@ -116,9 +117,9 @@ def _ops(recorder: Recorder, ids: dict[int, int], is_source: set[int], lives: di
             spent[life.spent].append(ids[root.base])
         if life.released is not None:
             released[life.released].append(ids[root.base])
-    for root in recorder.roots.packed:
-        if root.packed is not None and lives[root.number].saved:
-            packed[root.packed].append(ids[root.base])
+    for root, op in recorder.roots.packed.items():
+        if lives[root.number].saved:
+            packed[op].append(ids[root.base])
     return [
         Recorded(
             work=op.work,

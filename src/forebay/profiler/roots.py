@@ -25,8 +25,7 @@ class Root:
 
     ``source`` is its kind if it was there before the step. ``handles`` are autograd's saved tensors that need it,
     ``aliases`` storages that stand for it again because backward has asked for it. ``dropped`` and ``unsaved`` are
-    numbers of ops, or None as long as it has not happened; ``packed`` is that of the op after which one was first
-    saved. ``trusted`` says that its values, where it has any, are
+    numbers of ops, or None as long as it has not happened. ``trusted`` says that its values, where it has any, are
     what they would be, ``picked`` that they follow from picks that were made up; ``copy`` are those that autograd was
     given, as long as it keeps them. ``call`` is that of the module which makes it; ``spent`` and ``released`` are as
     in ``trace.Op``.
@@ -41,7 +40,6 @@ class Root:
     base: int = -1
     handles: int = 0
     aliases: int = 0
-    packed: int | None = None
     dropped: int | None = None
     unsaved: int | None = None
     spent: int | None = None
@@ -140,8 +138,8 @@ class Roots:
     Tensors of the same root, place, shape and dtype are one tensor here, whatever Python objects stand for it.
     ``now`` is the number of the latest op: what dies, dies after it. ``call`` is the number of the call of a block's
     module that runs, 0 outside of all. ``kept`` says, by call, after which op the last tensor saved in it was let go;
-    ``asked`` are the calls of whose saved tensors backward has asked for one. ``packed`` are roots in the order in
-    which autograd has first saved one of their tensors.
+    ``asked`` are the calls of whose saved tensors backward has asked for one. ``packed`` says after which
+    op autograd has first saved a tensor of a root, in that order.
     """
 
     def __init__(self) -> None:
@@ -149,7 +147,7 @@ class Roots:
         self.call = 0
         self.kept: dict[int, int] = {}
         self.asked: set[int] = set()
-        self.packed: list[Root] = []
+        self.packed: dict[Root, int] = {}
         self.roots: list[Root] = []
         self.made: list[Made] = []
         self._places: dict[int, _Place] = {}
@@ -209,9 +207,7 @@ class Roots:
         if found is None:
             return None
         root, offset = found
-        if root.packed is None:
-            root.packed = self.now
-            self.packed.append(root)
+        self.packed.setdefault(root, self.now)
         self.made[root.base].packed = self.made[self.number(tensor)].packed = True
         return Handle(root, offset, tensor, _copy(root, tensor) if with_values else None, self.call, self._let_go)
 

@@ -147,10 +147,11 @@ class LandedGradient(torch.Tensor):
                 return own(func, first, args[1:], kwargs)
             if func.is_view:
                 return _view(func, first, args[1:], kwargs)
-        elif func is _UNSCALE:
-            return _unscale(*args)
-        elif func._schema.name.startswith(_LISTS):
-            return _one_by_one(func, args, kwargs)
+        elif func is _UNSCALE or func._schema.name.startswith(_LISTS):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, LandedGradient):
+                    leaf._expect_current()  # before any of them changes
+            return _unscale(*args) if func is _UNSCALE else _one_by_one(func, args, kwargs)
         return _on_device(func, args, kwargs)
 
 
@@ -250,7 +251,8 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
         return made if func._schema.returns else None
     if len(func._schema.returns) > 1:
         return _on_device(func, args, kwargs)
-    count, names = len(args[0]), [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in func._schema.arguments]
+    count = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
 
     def at(place: int, name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == count:
@@ -273,16 +275,16 @@ def _unscale(gradients: Any, found: torch.Tensor, inverse: torch.Tensor) -> None
     factor = inverse.cpu()
     is_one, there = factor.item() == 1, torch.zeros_like(found, device="cpu")
     for gradient in gradients:
-        if not isinstance(gradient, LandedGradient):
-            _UNSCALE([gradient], found, inverse)
-            continue
-        if gradient.buffer.adds_up and not is_one:
+        if isinstance(gradient, LandedGradient) and gradient.buffer.adds_up and not is_one:
             raise UsageError(
                 f"this plan updates blocks in turns: the gradient of {gradient.buffer.parameter.name} is a sum with "
                 f"that of steps before, which a GradScaler has unscaled already; train in bfloat16, or without a "
                 f"scaler, or take policy angel-ptm"
             )
-        if not is_one:
+    for gradient in gradients:
+        if not isinstance(gradient, LandedGradient):
+            _UNSCALE([gradient], found, inverse)
+        elif not is_one:
             _UNSCALE([gradient.writable()], there, factor)
         elif gradient.numel() and not isfinite(torch.linalg.vector_norm(gradient.value(), float("inf")).item()):
             there.fill_(1)

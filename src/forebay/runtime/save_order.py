@@ -18,7 +18,6 @@ with them, it is treated as soon as it is made, and all this is not for it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple, final
@@ -26,6 +25,7 @@ from typing import NamedTuple, final
 import torch
 
 from forebay.errors import ForebayError
+from forebay.runtime.by_storage import ByStorage
 from forebay.runtime.stash import Stash, Ticket
 from forebay.treatments import Treatment
 
@@ -64,11 +64,10 @@ Look = tuple[object, ...]
 
 
 class _Learned(NamedTuple):
-    """A pass: the saves at which something is ``due``, by place, and the places of later saves of the same (None);
-    ``entries`` of blocks, each with how many saves came before it; ``saves`` in all. ``twice``: two passes, one after
-    the other, were like this."""
+    """A pass: the saves at which something is ``due``, by place; ``entries`` of blocks, each with how many saves came
+    before it; ``saves`` in all. ``twice``: two passes, one after the other, were like this."""
 
-    due: dict[int, tuple[Look, Due] | None]
+    due: dict[int, tuple[Look, Due]]
     entries: tuple[tuple[str, int], ...]
     saves: int
     twice: bool = False
@@ -86,13 +85,13 @@ class SaveOrder:
         # By the shape of the batch; None: passes are not learned, or not any more.
         self._known: dict[Hashable, _Learned] | None = None if by_op else {}
         # Storages that named ops have made and nobody has saved yet.
-        self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Due]] = {}
+        self._noted = ByStorage[Due]()
         # Of the pass that runs; ``_like`` is the one that it follows.
         self._pass = _Pass.SEEN
         self._like = _Learned({}, (), 0)
         self._shape: Hashable = None
         self._place = self._kept = 0
-        self._due: dict[int, tuple[Look, Due] | None] = {}
+        self._due: dict[int, tuple[Look, Due]] = {}
         self._entries: list[tuple[str, int]] = []
 
     def forget(self) -> None:
@@ -125,19 +124,17 @@ class SaveOrder:
         """A named op has made the storage of ``tensor``. ``signs``: see ``Stash.treat``."""
         if self._by_op:
             self._stash.treat(tensor, due.treatment, due.what, signs=signs)
-            return
-        storage = tensor.untyped_storage()
-        self._noted[storage._cdata] = weakref.ref(storage), due
+        else:
+            self._noted.put(tensor.untyped_storage(), due)
 
     def saved(self, tensor: torch.Tensor) -> Ticket | None:
         """``tensor``, which is no parameter that streams, is saved; its ticket, if its storage is treated."""
         place = self._place
         self._place = place + 1
         if self._pass is not _Pass.FOLLOWED:
-            return self._seen(tensor, place)
-        if place not in self._like.due:
-            return None
-        entry = self._like.due[place]
+            due = self._noted.pop(tensor.untyped_storage())
+            return self._stash.ticket_of(tensor) if due is None else self._treated(tensor, due, place)
+        entry = self._like.due.get(place)
         if entry is None:
             return self._stash.ticket_of(tensor)
         look, due = entry
@@ -146,21 +143,16 @@ class SaveOrder:
             return self._stash.ticket_of(tensor)
         return self._stash.treat(tensor, due.treatment, due.what)
 
-    def _seen(self, tensor: torch.Tensor, place: int) -> Ticket | None:
-        storage = tensor.untyped_storage()
-        there, due = self._noted.pop(storage._cdata, (None, None))
-        # An address is used again when its storage is gone.
-        if there is None or due is None or there() is not storage:
-            ticket, due = self._stash.ticket_of(tensor), None
-        else:
-            # A mode may be on, which is to see the model's ops only.
-            self.treating = True
-            try:
-                ticket = self._stash.treat(tensor, due.treatment, due.what)
-            finally:
-                self.treating = False
+    def _treated(self, tensor: torch.Tensor, due: Due, place: int) -> Ticket | None:
+        """The ticket of what was noted, which is saved for the first time."""
+        # A mode may be on, which is to see the model's ops only.
+        self.treating = True
+        try:
+            ticket = self._stash.treat(tensor, due.treatment, due.what)
+        finally:
+            self.treating = False
         if self._pass is _Pass.LEARNED and ticket is not None:
-            self._due[place] = None if due is None else (_look(tensor), due)
+            self._due[place] = _look(tensor), due
         return ticket
 
     def end(self, *, whole: bool) -> None:

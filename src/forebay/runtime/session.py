@@ -71,7 +71,7 @@ class Session:
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
         ledgers = resources.ledgers
         self.measure = Measurement(self.device, whereabouts, (ledgers.host, ledgers.pinned, ledgers.disk))
-        by_op = not seen_by_op(plan.activations, plan.recompute) <= set(plan.recompute)
+        by_op = bool(seen_by_op(plan.activations, plan.recompute).difference(plan.recompute))
         self.save_order = SaveOrder(self.stash, by_op=by_op)
         self.saved = SavedTensors(
             model.blocks, parameters, self.access, self.save_order, self.watch, self.measure, self._unpacking

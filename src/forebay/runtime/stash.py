@@ -34,6 +34,7 @@ from forebay.errors import ForebayError, SessionClosed
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
 from forebay.plans import Streaming
+from forebay.runtime.by_storage import ByStorage
 from forebay.runtime.codes import Coder, Form, decoded, is_codable
 from forebay.runtime.depots import Depot, Range
 from forebay.scheduling.activations import Reloads
@@ -136,8 +137,8 @@ class Stash:
         self.coder = Coder(torch_device)
         self._window = TransferWindow(device, streaming.offload_window)
         self._reloads = Reloads[_Treated](streaming.reload_window, self._reload)
-        # By storage; the tickets of this forward, for as long as something may yet save what they stand for.
-        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], Ticket]] = {}
+        # The tickets of this forward, for as long as something may yet save what they stand for.
+        self._made = ByStorage[Ticket]()
         # Weak: a job that failed holds its error, whose frames hold the ticket of whoever was told.
         self._live: weakref.WeakSet[_Treated] = weakref.WeakSet()
         # Of tickets that are gone: just so, and until the jobs that use them are done.
@@ -205,7 +206,7 @@ class Stash:
             treated.rest = look[part:].clone()
             self._watch.found(treated.rest, Kind.ACTIVATION)
         del look
-        self._made[storage._cdata] = weakref.ref(storage), ticket
+        self._made.put(storage, ticket)
         left = None if treated.range is None else treated.range.left
         if left is not None:
             self._reloads.offloaded(treated, in_transit)
@@ -227,12 +228,9 @@ class Stash:
 
     def ticket_of(self, tensor: torch.Tensor) -> Ticket | None:
         """The ticket of the storage of ``tensor``, if it was treated in this pass and not changed since."""
-        storage = tensor.untyped_storage()
-        known = self._made.get(storage._cdata)
-        # An address is used again when its storage is gone; and what was changed is not what was treated.
-        if known is None or known[0]() is not storage or known[1].version != tensor._version:
-            return None
-        return known[1]
+        known = self._made.get(tensor.untyped_storage())
+        # What was changed is not what was treated.
+        return None if known is None or known.version != tensor._version else known
 
     def _room(self, fate: Fate, held: torch.Tensor, what: str) -> Range | None:
         depot = self._depots.get(fate)
