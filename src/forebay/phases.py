@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from forebay.arenas import arenas_of, home_tier
 from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, in_order, needs_master, state_layout
-from forebay.memory import Kind, Tier
+from forebay.memory import Tier
 from forebay.plans import Placement, Plan
 from forebay.trace import Block, Parameter, Phase, Trace
 from forebay.units import MiB
@@ -52,7 +52,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     parameters and states, slots and buffers.
 
     ``load``    ``forebay.load`` into a model built on the meta device: ``standing``; beside, ``_loading``.
-    ``eval``    a forward without gradients, after ``zero_grad``: ``standing``, the inputs on cuda, and the forward's
+    ``eval``    a forward without gradients, after ``zero_grad``: ``standing``, inputs and workspaces, and the forward's
                 activations where autograd saves none of them, while the output of the pass before is still held.
     ``save``    ``forebay.parameters`` written tensor by tensor: ``standing``; beside, ``_saving``.
                 ``forebay.save`` takes what ``resume`` takes.
@@ -62,7 +62,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     """
     sizes = arenas_of(trace.model, plan, trace.state_names)
     standing = sizes.device_resident + sizes.device_slots + sizes.device_updates + trace.model.buffer_nbytes
-    inputs = 0 if trace.device == "cpu" else sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
+    beside_model = trace.input_nbytes + trace.workspace_nbytes
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
     loading = max((_loading(b) for b in pairs), default=0)
     passing = PASSING if trace.device != "cpu" and _is_any_there(pairs, trace) else 0
@@ -74,7 +74,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     return {
         "load": peaks(standing, loading),
         "step": peaks(step[Tier.DEVICE]),
-        "eval": peaks(standing + inputs + forward_peak(trace) + trace.held_nbytes),
+        "eval": peaks(standing + beside_model + forward_peak(trace) + trace.held_nbytes),
         "save": peaks(standing + max((d for d, _ in saving), default=0), max((passing, *(h for _, h in saving)))),
         "resume": peaks(standing, passing),
     }

@@ -294,8 +294,10 @@ class Trace:
     where there are none. ``optimizer`` is its name and ``state_names`` those of its states. ``works``, ``segments`` and
     ``visits`` are the ops: what each costs, how they follow in a block, which blocks are run when. ``notes`` say in
     words what was assumed. ``held_nbytes`` of the step's outputs are still there while the next forward runs;
-    ``unseen_nbytes`` may be taken by a loss outside the model, between forward and backward. ``read_in_backward`` names
-    the blocks whose parameters a function that the model itself has run again in backward (a checkpoint) reads while
+    ``unseen_nbytes`` may be taken by a loss outside the model, between forward and backward. ``workspace_nbytes`` of
+    the device are there whatever the ops make: what libraries keep for their kernels, and what of the allocator's pages
+    is nobody's (on ``cuda``, where the step was recorded on a machine that has a card). ``read_in_backward`` names the
+    blocks whose parameters a function that the model itself has run again in backward (a checkpoint) reads while
     none of the modules run that ask for them: such a block has to stay on the device. ``compiled`` names the modules,
     blocks as a whole, that are here as a compiler made them: one op in forward and one in backward.
     ``changed_buffers`` names the buffers that the step changes in place: a block that is recomputed keeps a copy of its
@@ -321,6 +323,7 @@ class Trace:
     visits: tuple[Visit, ...]
     held_nbytes: int = 0
     unseen_nbytes: int = 0
+    workspace_nbytes: int = 0
     read_in_backward: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
@@ -344,6 +347,17 @@ class Trace:
     def routings(self) -> tuple[Trace, ...]:
         """The trace and its extremes: what holds whatever the routes are, holds in each of them."""
         return (self, *self.extremes)
+
+    @property
+    def input_nbytes(self) -> int:
+        """Bytes of the inputs on the device: on ``cpu`` they are the host's."""
+        return sum(t.nbytes for t in self.sources if t.kind is Kind.INPUT) if self.device == "cuda" else 0
+
+    @property
+    def outside_nbytes(self) -> int:
+        """Bytes of the device, all through a step, of what is neither a plan's to place nor made by an op: buffers,
+        inputs, workspaces."""
+        return self.model.buffer_nbytes + self.input_nbytes + self.workspace_nbytes
 
     @property
     def flops(self) -> int:

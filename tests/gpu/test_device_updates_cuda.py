@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def left(case: Case, dtype: torch.dtype, delays: Delays | None, **prepare: Any) 
 @pytest.mark.parametrize("name", ["narrow", "llama-tied", "frozen"])
 def test_as_if_they_stayed(name: str, dtype: torch.dtype, disk: bool, tmp_path: Path) -> None:
     case = NARROW if name == "narrow" else CASES[name]
-    resident = left(case, dtype, None)
+    resident = left(case, dtype, None, policy="resident")
     for cells in (1, 3):
         plan = on_device(case, dtype, disk=disk, cells=cells, host_slots=3)
         for seed in (None, 0, 1):
@@ -71,12 +72,16 @@ def test_work_is_ordered_between_its_copies() -> None:
     """There, changed there, and back: late by chance, a hundred times through one buffer."""
     device = CudaDevice(0, delays=RandomDelays(0, max_seconds=0.001))
     cell = device.allocate(1 << 20, Kind.STAGING, "cell")
+
+    def add(number: int) -> None:
+        cell.add_(number)
+
     sources = [torch.full((1 << 20,), i, dtype=torch.uint8).pin_memory() for i in range(100)]
     targets = [torch.empty(1 << 20, dtype=torch.uint8).pin_memory() for _ in sources]
     home = None
     for source, target in zip(sources, targets, strict=True):
         there = device.copy(Lane.H2D, cell, source, after=() if home is None else (home,), what="there")
-        changed = device.launch(lambda: cell.add_(7) and None, after=(there,), nbytes=2 << 20, what="change")
+        changed = device.launch(partial(add, 7), after=(there,), nbytes=2 << 20, what="change")
         home = device.copy(Lane.D2H, target, cell, after=(changed,), what="back")
     device.synchronize()
     assert all(bool((target == i + 7).all()) for i, target in enumerate(targets))

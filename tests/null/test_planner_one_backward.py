@@ -12,7 +12,6 @@ from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.errors import ConfigError
 from forebay.lowering import Liveness, device_bound, lower
-from forebay.lowering.liveness import input_nbytes
 from forebay.memory import Tier
 from forebay.planners import Bench, make_plan
 from forebay.planners.parts import all_resident, gives_up_nothing
@@ -44,7 +43,7 @@ def test_activations_have_the_room_of_gradients_until_these_are_made() -> None:
     plan = roomy(trace, RESIDENT)
     sizes = arenas(trace.model, plan.placements, plan.streaming, trace.state_names)
     profile = Liveness(trace).profile()
-    need = sizes.device + profile.peak + input_nbytes(trace)
+    need = sizes.device + profile.peak + trace.input_nbytes
     assert sizes.device_gradients == GRADIENTS
     assert (device_bound(trace, plan), device_bound(trace, once(plan))) == (need, need - GRADIENTS)
     assert played(trace, plan) == need - GRADIENTS

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from forebay.compression import encoded_nbytes
+from forebay.device.base import Device
 from forebay.device.cpu import CpuDevice
 from forebay.layout import align
 from forebay.memory import ALIGNMENT
@@ -58,9 +59,7 @@ def bits_plan(
     return plan if folder is None else with_disk(plan, folder, sizes(Fate.DISK))
 
 
-def opened(
-    case: Case, plan: Plan, device: CpuDevice | None = None
-) -> tuple[nn.Module, torch.optim.Optimizer, CpuDevice]:
+def opened(case: Case, plan: Plan, device: Device | None = None) -> tuple[nn.Module, torch.optim.Optimizer, Device]:
     """The case's model under ``plan``."""
     device = device or CpuDevice(AMPLE)
     model = case.model(torch.float32)

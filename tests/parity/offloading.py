@@ -73,9 +73,9 @@ class Named:
 
 
 @cache
-def trace_of(case: Case, dtype: torch.dtype) -> Trace:
+def trace_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Trace:
     """The trace of the case's first batch."""
-    return forebay.profile(case.model(dtype), case.inputs(0, dtype))
+    return forebay.profile(case.model(dtype), case.inputs(0, dtype), device=device)
 
 
 def movable(trace: Trace) -> list[Named]:
@@ -179,9 +179,16 @@ def with_disk(plan: Plan, folder: Path, sizes: Iterable[int], *, ring: int = 0, 
 
 
 def offload_plan(
-    case: Case, dtype: torch.dtype, *, resident: bool, slots: int = 1, offload_window: int = 0, reload_window: int = 0
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    resident: bool,
+    slots: int = 1,
+    offload_window: int = 0,
+    reload_window: int = 0,
+    device: str = "cpu",
 ) -> Plan:
     """All that may be moved is moved; blocks stream, or everything else stays on the device."""
     plan = plan_of(find_blocks(case.model(dtype)).model, (), resident=resident, slots=slots, device=AMPLE)
-    named = movable(trace_of(case, dtype))
+    named = movable(trace_of(case, dtype, device))
     return moving(plan, named, offload_window=offload_window, reload_window=reload_window)

@@ -55,28 +55,37 @@ def test_any_blocks_may_be_recomputed(data: st.DataObject, name: str, dtype: tor
 
 
 def losses_and_gradients(
-    case: Case, dtype: torch.dtype, plan: forebay.Plan | None, autocast: bool = False, steps: int = 5, **prepare: Any
+    case: Case,
+    dtype: torch.dtype,
+    plan: forebay.Plan | None,
+    autocast: bool = False,
+    steps: int = 5,
+    where: str = "cpu",
+    **prepare: Any,
 ) -> list[torch.Tensor]:
     """Accumulations of two micro-batches after one seed: every mask of dropout depends on all draws before it."""
     model = case.model(dtype)
+    if plan is None:
+        model.to(where)
     optimizer = adamw(list(model.parameters()))
     if plan is not None:
-        given = {"plan": plan, "device_memory": AMPLE, "device": "cpu", **prepare}
+        given = {"plan": plan, "device_memory": AMPLE, "device": where, **prepare}
         model, optimizer = forebay.prepare(model, optimizer, **given)
     torch.manual_seed(7)
     seen = []
     for step in range(steps):
         for micro in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = model(**case.inputs(2 * step + micro, dtype))["loss"]
+            inputs = {k: v.to(where) for k, v in case.inputs(2 * step + micro, dtype).items()}
+            with torch.autocast(where, torch.bfloat16, enabled=autocast):
+                loss = model(**inputs)["loss"]
             loss.backward()
             seen.append(loss.detach())
         if plan is not None:
             seen += [g.clone() for _, g in sorted(forebay.gradients(model).items())]
         else:
-            seen += [p.grad.clone() for _, p in sorted(model.named_parameters()) if p.grad is not None]
+            seen += [p.grad.cpu() for _, p in sorted(model.named_parameters()) if p.grad is not None]
         optimizer.zero_grad()
-    seen.append(torch.rand(1))  # the generator stands where it would without a recomputation
+    seen.append(torch.rand(1, device=where))  # the generator stands where it would without a recomputation
     forebay.close(model)
     return seen
 

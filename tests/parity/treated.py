@@ -87,10 +87,17 @@ def host_nbytes(moved: Iterable[Eligible]) -> int:
 
 
 def treated_plan(
-    case: Case, dtype: torch.dtype, fate: Fate | None, *, resident: bool, slots: int = 1, window: int = 0
+    case: Case,
+    dtype: torch.dtype,
+    fate: Fate | None,
+    *,
+    resident: bool,
+    slots: int = 1,
+    window: int = 0,
+    device: str = "cpu",
 ) -> Plan:
     """Every block recomputes, and of all ops that may be named, all have ``fate`` (None: each other one KEEP)."""
-    trace = trace_of(case, dtype)
+    trace = trace_of(case, dtype, device)
     plan = plan_of(trace.model, recomputable(trace.model), resident=resident, slots=slots)
     fates = (Fate.KEEP, Fate.OFFLOAD) if fate is None else (fate,)
     return treated(plan, {one: fates[i % len(fates)] for i, one in enumerate(eligible(trace))}, window=window)

@@ -101,6 +101,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     device = trace.model.buffer_nbytes + sum(plan.streaming.slots)
     if trace.device == "cuda":
         device += sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
+    device += trace.workspace_nbytes
     device += plan.streaming.update_window if plan.updated(Update.DEVICE) else 0
     host = disk = 0
     passing = frozenset(plan.updated(Update.BACKWARD))

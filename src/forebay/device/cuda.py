@@ -45,13 +45,11 @@ __all__ = ["CudaDevice", "configure_allocator", "requested_bytes"]
 
 
 def configure_allocator() -> None:
-    """Asks torch's allocator for ``expandable_segments``, unless CUDA is running or the user has decided.
+    """Asks torch's allocator for ``expandable_segments``, unless the user has decided.
 
     A plan counts the bytes of tensors; segments of fixed size would add holes that no plan can foresee. The setting
-    has an effect only on memory that is not there yet, so it is made before CUDA starts or not at all.
+    has an effect only on memory that is taken from now on: what a program has used of the device before lies as it lay.
     """
-    if torch.cuda.is_initialized():
-        return
     # The variables in which torch takes the user's settings, the newer name first. The call below replaces all
     # settings, so what the user has set goes in again.
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -153,6 +151,9 @@ class CudaDevice(Device):
                 f"ask for {format_bytes(self._total)} or less"
             )
         self._earlier_fraction = torch.cuda.get_per_process_memory_fraction(index)
+        # What torch keeps for later of tensors that are gone (a model that was on the device while it was made, say)
+        # counts under the limit, in segments as they were before.
+        torch.cuda.empty_cache()
         if budget is not None:
             torch.cuda.set_per_process_memory_fraction(budget / self._total, index)
         self._streams = {

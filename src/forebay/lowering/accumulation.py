@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from forebay.lowering.arrangement import positions
 from forebay.lowering.index import NEVER
-from forebay.lowering.liveness import Liveness, device_bound, input_nbytes
+from forebay.lowering.liveness import Liveness, device_bound
 from forebay.lowering.lives import Profile
 from forebay.memory import Kind
 from forebay.plans import Accumulation, Plan
@@ -43,7 +43,7 @@ def accumulation_of(trace: Trace, plan: Plan, *, liveness: Liveness | None = Non
     streaming, locked = plan.streaming, trace.device == "cuda"
     return Accumulation(
         device=device_bound(trace, plan, liveness=liveness) + gathered + entering,
-        device_further=max(_waiting(one, profile, streamed) for one, profile in pairs) + input_nbytes(trace),
+        device_further=max(_waiting(one, profile, streamed) for one, profile in pairs) + trace.input_nbytes,
         host=plan.host + parked + streaming.disk_window,
         host_further=parked + streaming.host_activations,
         disk=plan.disk + streaming.disk_window,

@@ -19,13 +19,12 @@ from forebay.lowering.index import NEVER, TraceIndex
 from forebay.lowering.lives import Layout, Profile
 from forebay.lowering.stages import Grain, Stage, Stages
 from forebay.lowering.transit import Landings, Transit
-from forebay.memory import Kind
 from forebay.plans import Placement, Plan, Streaming
 from forebay.scheduling.activations import disk_nbytes, host_nbytes
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection
 
-__all__ = ["Liveness", "device_bound", "input_nbytes", "updating_nbytes"]
+__all__ = ["Liveness", "device_bound", "updating_nbytes"]
 
 STAGES = 8
 """Plans whose stages are kept: a search turns among a few that differ in them."""
@@ -144,22 +143,17 @@ class Liveness:
         return sum(self.trace.sources[p].nbytes for p in own if self.index.blocks[p] in names)
 
 
-def input_nbytes(trace: Trace) -> int:
-    """Bytes of the inputs on the device: on ``cpu`` they are the host's."""
-    return sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT) if trace.device == "cuda" else 0
-
-
 def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) -> int:
     """Bytes that the device holds at most under ``plan``, whatever the timing and the routes: arenas, buffers, inputs,
-    and the most that activations and gradients under way take together. ``liveness`` is that of the trace, if the
-    caller has it.
+    workspaces, and the most that activations and gradients under way take together. ``liveness`` is that of the trace,
+    if the caller has it.
     """
     liveness = liveness or Liveness(trace)
     sizes = arenas_of(trace.model, plan, trace.state_names)
     hosted = [p.block for p in plan.placements if not p.resident]
     beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations, plan.accumulates)
     updating = updating_nbytes(trace, plan.placements, plan.streaming)
-    return sizes.device + trace.model.buffer_nbytes + input_nbytes(trace) + max(beside, updating)
+    return sizes.device + trace.outside_nbytes + max(beside, updating)
 
 
 def updating_nbytes(trace: Trace, placements: Iterable[Placement], streaming: Streaming) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from forebay.arenas import Arenas, arenas_of
 from forebay.errors import ConfigError
-from forebay.lowering.liveness import Liveness, input_nbytes
+from forebay.lowering.liveness import Liveness
 from forebay.lowering.recorder import Recorder
 from forebay.lowering.stages import Grain
 from forebay.lowering.walk import Walker
@@ -141,7 +141,8 @@ def _standing(trace: Trace, plan: Plan, sizes: Arenas) -> Mapping[Tier, Mapping[
                 Kind.PARAMETER: sizes.device_slots + parameters,
                 Kind.STATE: sizes.device_resident - parameters,
                 Kind.BUFFER: trace.model.buffer_nbytes,
-                Kind.INPUT: input_nbytes(trace),
+                Kind.INPUT: trace.input_nbytes,
+                Kind.TEMPORARY: trace.workspace_nbytes,
                 Kind.STAGING: sizes.device_updates,
             }
         ),

@@ -160,9 +160,9 @@ class TorchArithmetic(Arithmetic):
         targets = [part.parameter if part.master is None else part.master for part in parts]
         states = {name: [part.states[i] for part in parts] for i, name in enumerate(self._names)}
         self._rule.update(targets, gradients, states, step, group)
-        for part in parts:
-            if part.master is not None:
-                part.parameter.copy_(part.master)
+        masters = [part.master for part in parts if part.master is not None]
+        if masters:
+            torch._foreach_copy_([part.parameter for part in parts if part.master is not None], masters)
 
     def _update_coded(self, part: Part, moments: Sequence[Moment], step: int, group: Mapping[str, Any]) -> None:
         target = part.parameter if part.master is None else part.master

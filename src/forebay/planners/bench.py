@@ -11,7 +11,7 @@ from forebay.arenas import Arenas, Sizer
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import lower, sketch
-from forebay.lowering.liveness import input_nbytes, updating_nbytes
+from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
@@ -153,7 +153,7 @@ class Bench:
             how = draft.streaming, draft.activations, self.problem.accumulates
             live = self.liveness.beside(draft.recompute, hosted, *how)
             live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
-            known[key] = live + self.model.buffer_nbytes + input_nbytes(trace)
+            known[key] = live + trace.outside_nbytes
         return known[key]
 
     def fits_device(self, draft: Draft) -> bool:

@@ -35,6 +35,7 @@ from forebay.profiler.recorder import Recorder
 from forebay.profiler.routing import EXTREMES, Routing
 from forebay.profiler.values import Values
 from forebay.profiler.work import Call
+from forebay.profiler.workspaces import workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
 from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
@@ -108,6 +109,7 @@ def capture(
     if wanted.type == "cuda" and not torch.cuda.is_available():
         fakes = torch.device("cpu")
         notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
+    workspaces = workspace_nbytes(fakes) if fakes.type == "cuda" else 0
 
     def run(routing: Routing) -> tuple[_Step, Trace]:
         step = _Step(model, bound, fakes, routing, lambda: None if head is None else ChunkedHead(head, loss_piece))
@@ -122,6 +124,7 @@ def capture(
             tokens=count_tokens(kwargs or args),
             held_nbytes=step.held_nbytes,
             unseen_nbytes=step.unseen_nbytes,
+            workspace_nbytes=workspaces,
         )
 
     with collector_paused(), _one_thread():
@@ -276,7 +279,9 @@ class _Step:
         # A loop leaves autocast before backward, which frees the copies of parameters that autocast keeps.
         torch.clear_autocast_cache()
         recorder.begin_backward()
-        with torch.autocast(self._device.type, enabled=False):
+        # In this thread: that of a card numbers the nodes that it makes from 0 on, and by their numbers it is known of
+        # which block a node is.
+        with torch.autocast(self._device.type, enabled=False), torch.autograd.set_multithreading_enabled(False):
             made.loss.backward()
         # A loop that names the model's output (``output = model(...)``) holds it while the next forward runs.
         self.held_nbytes = recorder.roots.live_nbytes()

@@ -23,6 +23,7 @@ def finish(
     tokens: int,
     held_nbytes: int,
     unseen_nbytes: int,
+    workspace_nbytes: int,
 ) -> Trace:
     """The trace of what ``recorder`` saw."""
     made = recorder.roots.made
@@ -48,6 +49,7 @@ def finish(
         visits=visits,
         held_nbytes=held_nbytes,
         unseen_nbytes=unseen_nbytes,
+        workspace_nbytes=workspace_nbytes,
         read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.read_in_backward),
         changed_buffers=recorder.changed_buffers,
     )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from forebay.trace import Work
 
@@ -138,11 +138,16 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _attention(args: Any) -> int:
-    return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    # Scores, and their product with the values. Torch's own formula refuses fewer heads of keys than of queries up to
+    # its release 2.11.
+    query, key, value = (arg.shape for arg in args[:3])
+    return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
 def _attention_backward(args: Any) -> int:
-    return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    # The scores again and their gradient, and the gradients of queries, keys and values.
+    query, key, value = (arg.shape for arg in args[1:4])
+    return int(2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1]))
 
 
 def _grouped(args: Any) -> int:
@@ -153,11 +158,18 @@ def _grouped(args: Any) -> int:
 _OWN_FLOPS: Mapping[Any, Callable[[Any], int]] = MappingProxyType(
     {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention: _attention,
+        aten._scaled_dot_product_efficient_attention: _attention,
+        aten._scaled_dot_product_cudnn_attention: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+        aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+        aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
         aten._grouped_mm: _grouped,
     }
 )
-"""FLOPs of ops that torch's own registry (``torch.utils.flop_counter``) leaves out."""
+"""FLOPs of ops that torch's own registry (``torch.utils.flop_counter``) leaves out, or of some shapes of which some
+releases know nothing."""
 
 _WRITE_ONLY = frozenset(
     {"zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "copy_"}

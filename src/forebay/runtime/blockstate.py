@@ -10,7 +10,7 @@ import torch
 
 from forebay.errors import ForebayError, GradientUsedUp
 from forebay.layout import MASTER, Chunk, Piece, StateLayout, needs_master
-from forebay.optim.arithmetic import Prepared
+from forebay.optim.arithmetic import Held, Prepared
 from forebay.plans import Placement
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradient_buffer import GradientBuffer
@@ -66,7 +66,8 @@ class BlockState:
     the next step may be made before the step is asked for. A block that is updated on the device, or beside the
     storage, is ``streamed``, the gradients of one that is updated in backward are ``passing``. A block that a
     checkpoint names in place has an ``alternate``. ``prepared`` are the updates that were made ready for it, by where
-    they read and write.
+    they read and write; ``standing`` is what one that stays on the device has of each piece, by its parameter and its
+    first element.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class BlockState:
         self.gradients = gradients
         self.steps = {p.name: 0 for p in block.parameters if p.trainable}
         self.prepared: dict[object, Prepared] = {}
+        self.standing: dict[tuple[str, int], Held] = {}
 
     @property
     def parameters(self) -> Home:

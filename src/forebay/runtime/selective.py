@@ -33,7 +33,6 @@ from typing import Any, Protocol, final
 
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import _detach_helper
 
 from forebay.device.base import Watch
 from forebay.device.ledger import plain_tensors
@@ -273,7 +272,11 @@ class Record:
                 return _Treated(ticket, leaf.dtype, *place)
             self._watch.attribute(leaf, Kind.ACTIVATION)
         # Detached: autograd makes ``leaf`` itself the result of a node, which must not be held by what the node saves.
-        return _Kept(_detach_helper(leaf), None if leaf.is_inference() else leaf._version)
+        # Beneath autograd a view has no part in its base's version counter, unless this key is let in, as in
+        # ``torch.utils.checkpoint`` (whose function for it has another name in each release).
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            detached = leaf.detach()
+        return _Kept(detached, None if leaf.is_inference() else leaf._version)
 
 
 @final

@@ -82,7 +82,16 @@ class Session:
             self.watch.mark_released(tensor, name)
         store = self.store
         team, cells, way = resources.team, store.cells, plan.streaming
-        updater = Updater(self.device, rule, store.workspace, team, cells, store.beside, overlap=way.overlap_update)
+        updater = Updater(
+            self.device,
+            rule,
+            store.workspace,
+            team,
+            cells,
+            store.beside,
+            overlap=way.overlap_update,
+            promised=plan.device,
+        )
         self.stepping = Stepping(
             self.store,
             self.pool,

@@ -158,6 +158,7 @@ class Stepping:
             self._step_late(groups)
             return
         self.delay.end()
+        self._updater.resident.begin()
         every = [(state, self._tasks(state, groups)) for state in self._in_order_of_use()]
         # A gradient that backward has used up and no step is for is forgotten behind them all: nothing reads it before.
         changing = {state.block.name for state, tasks in every if tasks or self.in_backward.has_used(state)}
@@ -179,7 +180,7 @@ class Stepping:
         """Queues the update of one block, or takes it over, or has its gradients wait for its turn."""
         if state.placement.resident:
             gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
-            self._updater.run_resident(state, tasks, gradients)
+            self._updater.resident.run(state, tasks, gradients)
             self._count(state, tasks)
             return
         left = self.in_backward.left(state, tasks)

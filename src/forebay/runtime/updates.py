@@ -19,7 +19,6 @@ from forebay.priority import step_back
 from forebay.runtime.applying import (
     Copy,
     Task,
-    apply_update,
     at_home,
     batches,
     copy_of,
@@ -30,8 +29,9 @@ from forebay.runtime.applying import (
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.cells import Cells, Load
 from forebay.runtime.homes import Checkout
+from forebay.runtime.resident import ResidentUpdates
 from forebay.runtime.storage_side import StorageSide
-from forebay.runtime.tensors import flat, state_view
+from forebay.runtime.tensors import state_view
 from forebay.timeline import Lane
 
 __all__ = ["KEPT", "Updater"]
@@ -45,7 +45,8 @@ class Updater:
     """Runs the update rule over blocks, on the host with the threads of ``team``. ``workspace`` (1-D uint8) is where
     16-bit gradients become fp32 for an arithmetic that does not read them itself. ``cells`` are where blocks are
     updated that are brought to the device for it; ``beside`` is who updates those whose states stay on disk.
-    ``overlap``: updates on the host run beside compute, and leave the cores to what the device waits for."""
+    ``overlap``: updates on the host run beside compute, and leave the cores to what the device waits for. ``resident``
+    updates what stays on the device, within the ``promised`` bytes of it that a step takes."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Updater:
         beside: StorageSide | None = None,
         *,
         overlap: bool = False,
+        promised: int = 0,
     ) -> None:
         self._device = device
         self._begin: Callable[[], None] = step_back if overlap else _nothing
@@ -65,7 +67,7 @@ class Updater:
         self._on_host = host_arithmetic(rule, team, workspace)
         # Where the device's memory is the host's, one arithmetic does both: the place of an update changes no bit.
         self._same = torch.device(device.name).type == "cpu"
-        self._on_device = self._arithmetic_there(None)
+        self.resident = ResidentUpdates(device, rule, self._arithmetic_there(None), promised)
         self._cells = cells
         self._beside = beside
 
@@ -150,14 +152,6 @@ class Updater:
         if self._cells is None:
             raise ForebayError(f"the plan does not update block {name} on the device")
         return self._cells.update(load, partial(self.run_cell, state, chunk, tasks), touched)
-
-    def run_resident(self, state: BlockState, tasks: Mapping[str, Task], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Updates a block whose parameters, gradients and states are on the device, in the compute order."""
-        parameters, states = state.parameters.read(), state.states.read()
-        flattened = {p.name: flat(gradients[p.name], p) for p in state.block.parameters if p.name in tasks}
-        for chunk in state.layout.chunks:
-            held = self._copy(state, chunk, states[chunk.offset : chunk.offset + chunk.nbytes], parameters)
-            apply_update(chunk, held, partial(landed, flattened), tasks, self._on_device)
 
     def run_chunk(
         self,

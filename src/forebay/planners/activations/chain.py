@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from forebay.lowering.liveness import Liveness, input_nbytes
+from forebay.lowering.liveness import Liveness
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners.activations.groups import Group, Home, Use
@@ -234,7 +234,7 @@ def standing_nbytes(liveness: Liveness, groups: Sequence[Group]) -> int:
     # Of a block that ends the forward, what it holds is there before the next op; of others, when that runs.
     between = profile.with_outputs[start:stop]
     turning = sum(level[start] for level in profile.levels.values())
-    return max((turning, *between)) + trace.model.buffer_nbytes + input_nbytes(trace)
+    return max((turning, *between)) + trace.outside_nbytes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import final
 
 from forebay.errors import CannotServe, ConfigError, DoesNotFit
-from forebay.lowering.liveness import input_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.states.drafting import cannot_serve, expect_trace
@@ -85,8 +84,8 @@ class ServerBench:
 
     @property
     def beside(self) -> int:
-        """Bytes of buffers, and of the inputs of a micro-batch, wherever they are used."""
-        return self.bench.model.buffer_nbytes + input_nbytes(self.costs.trace)
+        """Bytes of buffers and workspaces, and of the inputs of a micro-batch, wherever they are used."""
+        return self.costs.trace.outside_nbytes
 
     def saved(self, stage: Stage, before: Stage | None) -> int:
         """Bytes of a micro-batch that are held from the forward of ``stage`` to its backward, with what it is given by

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 from forebay.recording import Box
 
@@ -18,6 +18,7 @@ __all__ = [
     "SMALL_LIMIT",
     "SMALL_SEGMENT",
     "Allocator",
+    "Places",
     "Ranges",
     "Segment",
     "rounded",
@@ -73,8 +74,18 @@ class Allocator(ABC):
         """What is reserved now."""
 
 
+class Places(Protocol):
+    """Says where segments lie."""
+
+    def take(self, nbytes: int) -> int:
+        """The address of ``nbytes`` that were free."""
+
+    def give_back(self, address: int) -> None:
+        """Frees what begins at ``address``."""
+
+
 @final
-class Ranges:
+class Ranges(Places):
     """Ranges of addresses that are taken; a new one gets the lowest place that holds it."""
 
     def __init__(self) -> None:

@@ -25,6 +25,7 @@ from forebay.simulation.allocators.base import (
     SMALL_LIMIT,
     SMALL_SEGMENT,
     Allocator,
+    Places,
     Ranges,
     Segment,
     rounded,
@@ -101,14 +102,18 @@ class _Free:
 
 @final
 class CachingAllocator(Allocator):
-    """The model. ``out_of_memory`` counts requests that went over the limit; they are served all the same."""
+    """The model. ``out_of_memory`` counts requests that went over the limit; they are served all the same.
 
-    def __init__(self, settings: CachingSettings = CachingSettings()) -> None:
+    ``places`` says where segments lie, as low as they go if nothing is given. Of free blocks of one size the one of the
+    lowest address is taken, so that what is reserved later hangs on that.
+    """
+
+    def __init__(self, settings: CachingSettings = CachingSettings(), places: Places | None = None) -> None:
         self._settings = settings
         self._pools: dict[Pool, _Free] = {}
         self._owned: dict[int, _Block] = {}
         self._first: dict[int, _Block] = {}
-        self._ranges = Ranges()
+        self._places: Places = Ranges() if places is None else places
         self._reserved = self._requests = 0
         self.out_of_memory = 0
 
@@ -190,7 +195,7 @@ class CachingAllocator(Allocator):
                 for block in self._whole():
                     self._give_back(block)
             self.out_of_memory += self._reserved + nbytes > limit
-        address = self._ranges.take(nbytes)
+        address = self._places.take(nbytes)
         block = _Block(pool, address, address, nbytes)
         self._first[address] = block
         self._reserved += nbytes
@@ -215,7 +220,7 @@ class CachingAllocator(Allocator):
 
     def _give_back(self, block: _Block) -> None:
         self._pools[block.pool].remove(block)
-        self._ranges.give_back(block.segment)
+        self._places.give_back(block.segment)
         del self._first[block.segment]
         self._reserved -= block.nbytes
 

@@ -2,8 +2,9 @@
 
 Every stream has one segment for small and one for large requests, whose addresses go on for as long as the device has
 memory, and whose pages (2 and 20 MiB) are mapped as they are needed. So a request that no free block holds does not
-need a segment of its own: the free bytes at the end of what is mapped are a part of it. Pages are given back only when
-memory is short, which is not modelled (``ExpandableSegment`` and ``try_allocate_expandable_block`` of
+need a segment of its own: the free bytes at the end of what is mapped are a part of it. The block at the end counts as
+one without an end: a larger one that has an end is taken before it. Pages are given back only when memory is short,
+which is not modelled (``ExpandableSegment``, ``get_free_block`` and ``try_allocate_expandable_block`` of
 ``c10/cuda/CUDACachingAllocator.cpp``).
 """
 
@@ -39,14 +40,23 @@ class _Range:
         self.boxes: dict[int, Box] = {}
 
     def take(self, number: int, size: int) -> Box:
-        fitting = [(nbytes, address) for address, nbytes in self._holes if nbytes >= size]
-        address = min(fitting)[1] if fitting else self._grown(size)
+        address = self._found(size)
+        if address is None:
+            address = self._grown(size)
         at = bisect_left(self._holes, (address, 0))
         _, nbytes = self._holes.pop(at)
         if nbytes > size:
             self._holes.insert(at, (address + size, nbytes - size))
         self.boxes[number] = Box(number, address, size)
         return self.boxes[number]
+
+    def _found(self, size: int) -> int | None:
+        """The address of the smallest hole that holds ``size`` bytes, if it is not the one at the end; then of the next
+        larger one, if there is one."""
+        fitting = sorted((nbytes, address) for address, nbytes in self._holes if nbytes >= size)
+        if len(fitting) > 1 and sum(fitting[0]) == self.base + self.mapped:
+            return fitting[1][1]
+        return fitting[0][1] if fitting else None
 
     def give_back(self, number: int) -> None:
         box = self.boxes.pop(number)
