@@ -6,7 +6,8 @@ torch is imported when a contender starts, so that cases can be listed without i
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -35,11 +36,18 @@ def exhausted(error: Exception) -> bool:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plain(Contender):
-    """Plain PyTorch: everything on the device, ``torch.optim.AdamW`` with its defaults or with ``fused=True``."""
+    """Plain PyTorch: everything on the device, ``torch.optim.AdamW`` with its defaults or with ``fused=True``; with
+    fp32 copies of parameters in 16 bits, as forebay has them, where ``wide``. ``checkpointed``: every block runs again
+    in backward. ``saved_on_host``: under ``torch.autograd.graph.save_on_cpu`` with page-locked memory. ``updates``:
+    whether there is a step at all."""
 
     name: str = "plain"
     what: str = "PyTorch, torch.optim.AdamW as a user writes it"
     fused: bool = False
+    wide: bool = False
+    checkpointed: bool = False
+    saved_on_host: bool = False
+    updates: bool = True
 
     @property
     def budgets(self) -> Mapping[str, str]:
@@ -51,8 +59,17 @@ class Plain(Contender):
         model = job.model.build(job.seq, "cpu")
         seeded = _copy_of_parameters(model)
         model.to(job.device.value)
-        fused = True if self.fused else None
-        return _PlainRunning(job, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused), seeded)
+        if self.checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer: torch.optim.Optimizer
+        if self.wide:
+            from forebay.optim import AdamW
+
+            optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True if self.fused else None)
+        saved = (lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)) if self.saved_on_host else nullcontext
+        return _PlainRunning(job, model, optimizer, seeded, updates=self.updates, around=saved)
 
 
 PLAIN = Plain()
@@ -63,7 +80,8 @@ AGAIN = Plain(name="plain-again", what="the same as plain: its ratio is what the
 @final
 @dataclass(frozen=True, kw_only=True)
 class Forebay(Contender):
-    """forebay under budgets and a policy, as in ``forebay.prepare``; ``disk`` is a size, the folder is the job's."""
+    """forebay under budgets and a policy, as in ``forebay.prepare``; ``disk`` is a size, the folder is the job's.
+    ``clip`` is the norm that gradients are clipped to before each step (None: they are not)."""
 
     device_memory: str
     name: str = "forebay"
@@ -71,6 +89,7 @@ class Forebay(Contender):
     host_memory: str | None = None
     disk: str | None = None
     policy: str = "auto"
+    clip: float | None = None
 
     @property
     def budgets(self) -> Mapping[str, str]:
@@ -97,7 +116,7 @@ class Forebay(Contender):
             policy=self.policy,
             device=job.device.value,
         )
-        return _ForebayRunning(job, model, wrapped, seeded)
+        return _ForebayRunning(job, model, wrapped, seeded, clip=self.clip)
 
 
 def _copy_of_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -106,7 +125,8 @@ def _copy_of_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Loop(Running):
-    """The user's loop, the same for everyone: forward, backward, update, zero_grad; no clipping."""
+    """The user's loop, the same for everyone: forward, ``around`` which there may be something, backward, clipping
+    where it is asked for, update, zero_grad."""
 
     def __init__(
         self,
@@ -114,7 +134,14 @@ class _Loop(Running):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         seeded: Mapping[str, torch.Tensor],
+        *,
+        updates: bool = True,
+        clip: float | None = None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self._updates = updates
+        self._clip = clip
+        self._around = around
         self._job = job
         self._model = model
         self._optimizer = optimizer
@@ -129,9 +156,15 @@ class _Loop(Running):
         self._batches = [job.model.batch(job.batch, job.seq, job.device.value, seed) for seed in seeds]
 
     def step(self, index: int) -> Any:
-        loss = self._model(**self._batches[index]).loss
+        with self._around():
+            loss = self._model(**self._batches[index]).loss
         loss.backward()
-        self._optimizer.step()
+        if self._clip is not None:
+            import torch
+
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        if self._updates:
+            self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
 

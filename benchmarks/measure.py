@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 from typing import TypeVar, final
 
-from benchmarks.case import Account, BenchmarkError, Case, Contender, OutOfMemory, Running
+from benchmarks.case import Account, BenchmarkError, Case, Contender, DeviceKind, OutOfMemory, Running
 
 __all__ = ["LocalRunner", "Outcome", "Runner", "Score", "Turn", "in_rotation", "noticing_exhaustion", "race"]
 
@@ -170,9 +171,10 @@ def race(
     baseline = entries[case.baseline]
     try:
         _run_alone(case, baseline, start, say, alone_rounds)
-        for entry in entries.values():
-            if entry.outcome is Outcome.FINISHED:
-                _set_up(entry, start, say)
+        ready = [entry for entry in entries.values() if entry.outcome is Outcome.FINISHED]
+        # On a card the host has cores for all of them; on the cpu they would take each other's memory and time.
+        with ThreadPoolExecutor(len(ready) if case.device is DeviceKind.CUDA else 1) as threads:
+            list(threads.map(lambda entry: _set_up(entry, start, say), ready))
         for index in range(case.warmup + case.rounds):
             turns = _round(case, list(entries.values()), index)
             if index >= case.warmup:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LLAMA_1B", "LLAMA_16M", "LlamaShape"]
+__all__ = ["LLAMA_1B", "LLAMA_16M", "LLAMA_270M", "LlamaShape"]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -86,6 +86,16 @@ class LlamaShape:
 
 
 LLAMA_16M = LlamaShape(name="llama-16m", vocab=4096, hidden=384, intermediate=1024, layers=8, heads=6, kv_heads=2)
+LLAMA_270M = LlamaShape(
+    name="llama-270m",
+    vocab=16384,
+    hidden=1024,
+    intermediate=2816,
+    layers=20,
+    heads=8,
+    kv_heads=4,
+    dtype="bfloat16",
+)
 LLAMA_1B = LlamaShape(
     name="llama-1b",
     vocab=32000,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.case import BenchmarkError, Case
-from benchmarks.cases import resident, streamed
+from benchmarks.cases import card, resident, streamed
 
 __all__ = ["CASES", "find"]
 
-CASES: tuple[Case, ...] = (*resident.CASES, *streamed.CASES)
+CASES: tuple[Case, ...] = (*resident.CASES, *streamed.CASES, *card.CASES)
 
 
 def find(name: str) -> Case:

@@ -87,7 +87,7 @@ def test_a_model_is_the_same_for_everyone() -> None:
 def test_every_case_has_plain_torch_a_control_forebay_and_a_limit() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
-        assert {"plain", "plain-fused", "plain-again", "forebay"} <= {contender.name for contender in case.contenders}
+        assert {"plain", "plain-again", "forebay"} <= {contender.name for contender in case.contenders}
         assert case.limit.seconds is not None
         assert case.limit.seconds(FACTS) > 0
 

@@ -7,7 +7,8 @@ from typing import Final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forebay.errors import DeviceOutOfMemory
+from forebay.errors import DoesNotFit
+from forebay.memory import Tier
 from forebay.units import MiB, format_bytes
 
 __all__ = ["PAGES", "workspace_nbytes"]
@@ -16,25 +17,31 @@ PAGES: Final = 24 * MiB
 """Bytes that pages of the allocator's expandable segments have more than what is in them: one of 20 MiB for what is
 large, and one of 2 MiB for what is small, for that of the stream of compute and for that of another stream."""
 
+LARGEST: Final = 32 * MiB
+"""Bytes of cuBLAS's workspace for a thread on Hopper and later, where it is largest."""
+
 
 def workspace_nbytes(device: torch.device) -> int:
     """Bytes of the card ``device`` that are taken before an op makes anything: what cuBLAS keeps for each thread that
     has had it multiply (on Hopper 32 MiB, on others 8), forward's and backward's, and ``PAGES``.
 
-    Measured: a small layer has both made, and gives them back. Raises ``DeviceOutOfMemory`` where the limit of this
-    process has no room for them.
+    Measured: a small layer has both made, and gives them back. Raises ``DoesNotFit`` where the limit of this process
+    has no room for them.
     """
+    index = torch.cuda.current_device() if device.index is None else device.index
     try:
         with _disable_current_modes(), torch.enable_grad(), torch.autocast("cuda", enabled=False):
             weight = torch.ones(64, 64, device=device, requires_grad=True)
             (weight @ weight).sum().backward()
             del weight
     except torch.OutOfMemoryError as error:
-        raise DeviceOutOfMemory(
-            f"device memory: matrix products alone take workspaces of some {format_bytes(2 * 32 * MiB)} on this device "
-            f"(a quarter of it before Hopper), and pages of {format_bytes(PAGES)}; raise device_memory",
-            needed=2 * 32 * MiB + PAGES,
-            allowed=int(torch.cuda.get_per_process_memory_fraction(device) * torch.cuda.mem_get_info(device)[1]),
+        needed = 2 * LARGEST + PAGES
+        raise DoesNotFit(
+            f"device memory: matrix products alone take workspaces of up to {format_bytes(2 * LARGEST)} on a card, and "
+            f"the allocator's pages {format_bytes(PAGES)}; raise device_memory to more than {format_bytes(needed)}",
+            tier=Tier.DEVICE.value,
+            needed=needed,
+            allowed=int(torch.cuda.get_per_process_memory_fraction(index) * torch.cuda.mem_get_info(index)[1]),
         ) from error
     before = torch.cuda.memory_allocated(device)
     torch._C._cuda_clearCublasWorkspaces()
