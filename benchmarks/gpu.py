@@ -39,12 +39,15 @@ LOG_BYTES = 4 * 1024 * 1024
 """Bytes: a log keeps its last ones only, so that the folder can travel."""
 
 _ROOT = Path(__file__).resolve().parent.parent
-_TESTS_SECONDS = 420
+_TESTS_SECONDS = 180
+_MEASURING = "tests/gpu/test_probe_cuda.py"
+"""What it measures is kept only where nobody else is busy: it runs alone, and the other tests eight at a time."""
+
 _STATE = "state.json"
 _CHECK = """
 import importlib.util, sys
 needed = ("torch", "transformers", "numpy", "psutil", "pydantic", "yaml", "rich", "safetensors", "typer", "pytest",
-          "pytest_timeout", "hypothesis")
+          "pytest_timeout", "xdist", "hypothesis")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"python3 lacks {', '.join(missing)}; carry wheels of them in and name their folder: --wheels DIR")
@@ -111,7 +114,7 @@ class State:
 def parts(folder: Path, revision: str | None) -> tuple[Part, ...]:
     """Everything there is to do, in order. Logs and results go to ``folder``."""
     python = sys.executable
-    tests = (python, "-m", "pytest", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider")
+    tests = (python, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")
     named = () if revision is None else ("--revision", revision)
     cases = [
         Part(
@@ -125,7 +128,13 @@ def parts(folder: Path, revision: str | None) -> tuple[Part, ...]:
     ]
     return (
         Part("machine", 60, ("nvidia-smi",), "machine.txt"),
-        Part("tests", _TESTS_SECONDS, (*tests, f"--junitxml={folder / 'tests.xml'}"), "tests.log"),
+        Part("measuring", 90, (*tests, _MEASURING), "tests.log"),
+        Part(
+            "tests",
+            _TESTS_SECONDS,
+            (*tests, "tests/gpu", f"--ignore={_MEASURING}", "-n", "8", f"--junitxml={folder / 'tests.xml'}"),
+            "tests.log",
+        ),
         *cases,
     )
 

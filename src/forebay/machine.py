@@ -119,7 +119,7 @@ class Machine:
 
     Compute: ``compute`` is FLOP/s per dtype on large matrices, ``device_bandwidth`` what elementwise ops reach,
     ``launch_seconds`` what the host takes for an op beside its kernel (the least time of an op on ``cuda``, where the
-    host works ahead), ``watch_seconds`` how much more that is where parameters come and go (hooks, lanes),
+    host works ahead), ``watch_seconds`` how much more that is where parameters come and go (``cpu``: hooks, lanes),
     ``handover_seconds`` what it takes for each transfer of an activation (``cpu``: hooks, and a lane's thread that is
     woken up where the copy is not made inline), ``replay_seconds`` how much longer an op takes that runs again
     (``cpu``: the saved-tensor hooks of a checkpoint), ``treat_seconds`` how much longer each op takes in the forward of

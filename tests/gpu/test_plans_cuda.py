@@ -17,6 +17,7 @@ from forebay.planners import PLANNERS
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
 from forebay.runtime.codec import DTYPES, decode, decode_mask, encode, encode_mask
+from forebay.trace import Phase
 from forebay.treatments import Fate, Treatment
 from tests.parity.bits import bits_plan, opened
 from tests.parity.compare import adamw, assert_same_training
@@ -34,6 +35,14 @@ pytestmark = pytest.mark.gpu
 
 BUDGET = 2 * 2**30
 WHERE = pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
+
+
+def test_a_recorded_step_says_of_which_block_backward_is() -> None:
+    """Autograd runs a card's backward in a thread of its own, whose nodes have numbers of their own."""
+    trace = trace_of(CASES["llama"], torch.float32, "cuda")
+    blocks = {phase: {v.block for v in trace.visits if v.phase is phase} for phase in Phase}
+    assert blocks[Phase.BACKWARD] == blocks[Phase.FORWARD]
+    assert trace.workspace_nbytes > 0
 
 
 @pytest.mark.parametrize("policy", sorted(PLANNERS))

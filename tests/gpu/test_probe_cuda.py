@@ -26,8 +26,7 @@ SMALL = Effort(
 @pytest.mark.gpu
 def test_a_gpu_is_measured(tmp_path: Path) -> None:
     machine = probe("cuda", folder=tmp_path, effort=SMALL)
-    assert (machine.device_kind, machine.shared_cores) == ("cuda", 0.0)
-    assert 0 < machine.watch_seconds < 1e-3
+    assert (machine.device_kind, machine.shared_cores, machine.watch_seconds) == ("cuda", 0.0, 0.0)
     # Not one page: this driver page-locks at least the first try of 64 MiB.
     assert machine.pinned_capacity >= 64 * MiB
     # Tensor cores; a copy engine that does not need the CPU; memory of a GPU.

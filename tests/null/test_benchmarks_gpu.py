@@ -127,8 +127,8 @@ def test_a_log_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_folder_of_a_whole_run_can_travel(tmp_path: Path) -> None:
     work = gpu.parts(tmp_path, revision="abc")
-    assert [part.name for part in work[:2]] == ["machine", "tests"]
-    assert {part.name for part in work[2:]} == {case.name for case in CASES if case.device is DeviceKind.CUDA}
+    assert [part.name for part in work[:3]] == ["machine", "measuring", "tests"]
+    assert {part.name for part in work[3:]} == {case.name for case in CASES if case.device is DeviceKind.CUDA}
     files = {part.log for part in work} | {"state.json", "tests.xml", "results.jsonl"}
     assert len(files) <= 8
 
@@ -149,4 +149,4 @@ def test_a_budget_too_short_for_a_part_is_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit) as ended:
         gpu.main(["--out", str(tmp_path), "--budget-seconds", "100"])
     assert ended.value.code == 2
-    assert "--budget-seconds must be at least 480" in capsys.readouterr().err
+    assert "--budget-seconds must be at least 360" in capsys.readouterr().err

@@ -99,3 +99,15 @@ def test_where_nothing_is_waited_for_fewer_blocks_stay(monkeypatch: pytest.Monke
     best = Search(bench, [KEPT], [[full]]).run(single_blocks=False)
     assert best is not None and not best.resident
     assert bench.seconds(best) < 0.8 * bench.seconds(full)
+
+
+def test_on_a_card_that_was_measured_a_small_gain_moves_nothing() -> None:
+    """What a few percent are predicted to be won by is not worth hooks that no prediction counts. A machine of the
+    catalogue is compared with what others plan for it."""
+    trace, on = chain(4), replace(machine(), device_bandwidth=4e9)
+    problems = {source: asked(trace, replace(on, source=source), device=ENOUGH) for source in ("catalogue", "measured")}
+    plans = {source: make_plan(problem, "auto") for source, problem in problems.items()}
+    resident = {source: sum(p.resident for p in plan.placements) for source, plan in plans.items()}
+    assert resident["catalogue"] < len(trace.model.blocks) == resident["measured"]
+    taken = {source: plan.step_seconds or 0.0 for source, plan in plans.items()}
+    assert 1.01 * taken["catalogue"] < taken["measured"] <= 1.05 * taken["catalogue"]

@@ -39,7 +39,7 @@ from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.planners.reasons import bought_by_codes, explained, kept, unknown_activations
 from forebay.planners.refusals import device_too_small
-from forebay.planners.search import PLAIN, Search
+from forebay.planners.search import Search, plain_share
 from forebay.planners.shapes import (
     Filling,
     anything_fits,
@@ -75,7 +75,8 @@ def _fastest(bench: Bench) -> Draft:
     """The fastest draft found that the checker accepts, or what fits as it is, if that is nearly as fast."""
     best, plain = _by_the_drives(bench, _fastest_of_all(bench)), all_resident(bench.model)
     # What was added behind the search has to be worth it beside the plain step, too.
-    if best != plain and bench.fits_device(plain) and bench.seconds(plain) <= bench.seconds(best) * (1 + PLAIN):
+    least = bench.seconds(best) * (1 + plain_share(bench))
+    if best != plain and bench.fits_device(plain) and bench.seconds(plain) <= least:
         return plain
     return best
 

@@ -4,7 +4,7 @@ Measured on a model so small that its kernels take next to nothing: Python of th
 dispatcher; streamed, forebay's hooks and the handing over to lanes; where a block runs again, the hooks of its
 checkpoint; where ops of it are treated, the mode that sees every op; and where activations move, more that is handed
 over. On ``cpu`` all of it lies between the kernels; a GPU hides it as long
-as its queue is full. There only what streaming adds is measured: the thread that launches a step makes it, too.
+as its queue is full.
 
 Copies as small as those of this model are otherwise made by who asks for them (``device.cpu.BRIEF``). Here they go the
 way that larger ones go, as those of a model do that is worth streaming: to the lanes' threads, or inline where
@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn import functional
 
 from forebay.budgets import Budget
-from forebay.device.base import Device
 from forebay.device.cpu import BRIEF, CpuDevice
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Tier
@@ -39,18 +38,7 @@ from forebay.trace import Phase
 from forebay.treatments import Fate, Selection, Treatment
 from forebay.units import MiB
 
-__all__ = [
-    "MOVED",
-    "MOVING",
-    "TINY",
-    "Layers",
-    "Overhead",
-    "attached",
-    "card_overhead",
-    "close",
-    "host_overhead",
-    "stream",
-]
+__all__ = ["MOVED", "MOVING", "TINY", "Layers", "Overhead", "attached", "close", "host_overhead", "stream"]
 
 WARM, STEPS_PER_ROUND = 3, 4
 CHUNK = 4 * MiB
@@ -152,24 +140,6 @@ def host_overhead(stopwatch: Stopwatch, effort: Effort) -> Overhead:
     return counts.overhead(least)
 
 
-def card_overhead(device: Device, stopwatch: Stopwatch, effort: Effort) -> Overhead:
-    """Measures ``watch`` on ``device``, in turns: kernels as small as these end before the next one is launched."""
-    place = torch.device(device.name)
-    with ExitStack() as opened:
-        model = TINY.model()
-        model, optimizer = stream(model, torch.optim.SGD(model.parameters(), lr=0.0), device=device)
-        opened.callback(close, model)
-        batch = TINY.batch().to(place)
-        cases = (_Case(TINY.model().to(place), batch), _Case(model, batch, optimizer))
-        taken: tuple[list[float], ...] = ([], [])
-        for _ in range(WARM + STEPS_PER_ROUND * effort.rounds):
-            for case, seconds in zip(cases, taken, strict=True):
-                seconds.append(stopwatch.seconds(case.forward_and_backward))
-                case.end_step()
-    plain, streamed = (sorted(seconds[WARM:])[len(seconds) // 4] for seconds in taken)
-    return Overhead(watch=max(0.0, streamed - plain) / _Counts.of(TINY).ops)
-
-
 @dataclass(frozen=True)
 class _Counts:
     """Ops of a step of layers: all of them, those of the forward, and those that run again where all layers do."""
@@ -240,11 +210,10 @@ def stream(
     again: bool = False,
     brief: int = BRIEF,
     window: int = WINDOW,
-    device: Device | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Puts every layer at home on the host, with three slots to stream through; ``treated`` are ops of each, of which
     what goes to the host too is little enough for windows of ``window`` bytes. ``again``: all layers run again in
-    backward. ``brief``: see ``CpuDevice``. ``device``, if it is another, stays the caller's."""
+    backward. ``brief``: see ``CpuDevice``."""
     bound = find_blocks(model)
     blocks = bound.model.blocks
     largest = max(block.nbytes for block in blocks)
@@ -266,12 +235,11 @@ def stream(
         recompute=names if again else (),
         activations=(Selection(names, treated),) if treated else (),
     )
-    rule, opened = read_optimizer(optimizer), device or CpuDevice(ROOM, brief=brief)
+    device = CpuDevice(ROOM, brief=brief)
     try:
-        return open_session(model, optimizer, bound, rule, plan, opened, owns_device=device is None)
+        return open_session(model, optimizer, bound, read_optimizer(optimizer), plan, device, owns_device=True)
     except BaseException:
-        if device is None:
-            opened.close()
+        device.close()
         raise
 
 

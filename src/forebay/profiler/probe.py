@@ -37,7 +37,7 @@ from forebay.profiler.machine_cache import (
     recall,
 )
 from forebay.profiler.nominal import typical
-from forebay.profiler.overhead import card_overhead, host_overhead
+from forebay.profiler.overhead import Overhead, host_overhead
 from forebay.profiler.pinning import memlock_limit, pinned_capacity, tries_with
 from forebay.profiler.sharing import shared_cores
 from forebay.profiler.stopwatch import CudaStopwatch, Stopwatch, WallStopwatch
@@ -206,7 +206,7 @@ class _Here:
             raise ModelError(f"{self.name} multiplies matrices in no dtype that forebay trains in; use another device")
         remarks = [f"{self.name} does not multiply matrices of {dtype}" for dtype in found.refused]
         nbytes = min(self.effort.copy_sizes[-1], self.host // 8, capacity // 4) // PAGE * PAGE
-        overhead = card_overhead(device, watch, effort()) if cuda else host_overhead(watch, effort())
+        overhead = Overhead() if cuda else host_overhead(watch, effort())
         # On ``cpu`` updates do not run beside compute, and have all cores (``opening``).
         spared = spared_cores(device, effort()) if cuda else SPARED_CORES
         threads = cores_beside_compute(spared) if cuda else len(self.cores)

@@ -179,10 +179,8 @@ class Costs:
 
     def action(self, action: Action | Outline, *, watched: bool = False, summed: bool = CHECKSUMS) -> float:
         """Seconds of ``action`` with its lane, and all that the lane shares, to itself. ``watched`` says that
-        parameters come and go: on ``cpu`` every op then takes ``Machine.watch_seconds`` longer, but for what runs again
-        and takes ``Machine.replay_seconds``; on a card it is as much for the thread that launches it, which is ahead as
-        long as the kernels of the action take longer than that. ``summed`` that parameters and states on disk have
-        checksums.
+        parameters come and go on ``cpu``, where every op then takes ``Machine.watch_seconds`` longer, but for what
+        runs again and takes ``Machine.replay_seconds``; ``summed`` that parameters and states on disk have checksums.
 
         Raises ``ConfigError`` for an action on a disk that the machine does not have.
         """
@@ -196,8 +194,6 @@ class Costs:
             # has measured what it takes instead, it is taken for an op like others.
             replayed = action.recomputed and self.replay_seconds > 0
             more = self.replay_seconds if replayed else self.machine.watch_seconds * watched
-            if self.machine.device_kind != "cpu":
-                return max(seconds, (last - first) * (self.machine.launch_seconds + more)) if more else seconds
             return seconds + (last - first) * (more + self.treat_seconds * action.treated)
         if verb is Verb.ENCODE or verb is Verb.DECODE:
             return self._coding(action)

@@ -47,7 +47,7 @@ class Score:
         actions: Sequence[Action | Outline] = program.actions
         # Hooks and lanes where parameters come and go. What only runs again, or whose activations move, pays for no
         # watch: the byte ledger rests, once the first steps of a shape are over, in all but one step in 16.
-        watched = bool(program.slots)
+        watched = costs.machine.device_kind == "cpu" and bool(program.slots)
         seconds = [costs.action(action, watched=watched, summed=program.checksums) for action in actions]
         rates = [action.nbytes / s if s else 0.0 for action, s in zip(actions, seconds, strict=True)]
         _hand_over(actions, seconds, costs.handover_seconds)
