@@ -71,9 +71,7 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
     """
     import torch
 
-    from forebay import api
-    from forebay.testing.comparing import Pair, compare
-    from forebay.testing.plain import PlainOptimizer, with_memory
+    from forebay.testing.plain import beside_plain
 
     expect_policy(asked.policy)
     if asked.update == "backward" and (asked.accumulate > 1 or extent.clip_norm is not None):
@@ -82,7 +80,23 @@ def verify(asked: PlanSettings, extent: Extent, tell: Callable[[str], None] = si
     place = torch.device(device_of(extent.device))
     part = _part(asked, extent.layers, place.type)
     tell(part.words)
-    mine = _Prepared(asked, extent, part, place)
+    with beside_plain(place) as device:
+        return _verified(asked, extent, part, place, device, tell)
+
+
+def _verified(
+    asked: PlanSettings,
+    extent: Extent,
+    part: _Part,
+    place: torch.device,
+    device: Any,
+    tell: Callable[[str], None],
+) -> Verdict:
+    from forebay import api
+    from forebay.testing.comparing import Pair, compare
+    from forebay.testing.plain import PlainOptimizer, with_memory
+
+    mine = _Prepared(asked, extent, part, place, device)
     try:
         plan = api.report(mine.model).plan
         plain = with_memory(_sample(asked, part, extent.seed).model, place)
@@ -236,16 +250,16 @@ def _optimizer(asked: PlanSettings, model: nn.Module) -> torch.optim.Optimizer:
 class _Prepared:
     """The model under a plan with its values, its data, and what has to be said about them.
 
-    ``course`` is what the plan has room for; ``alike``: it came with values, the same every time. Whoever makes one
-    closes its ``model``.
+    ``device`` is that of forebay, at ``place``. ``course`` is what the plan has room for; ``alike``: it came with
+    values, the same every time. Whoever makes one closes its ``model``.
     """
 
-    def __init__(self, asked: PlanSettings, extent: Extent, part: _Part, place: torch.device) -> None:
+    def __init__(self, asked: PlanSettings, extent: Extent, part: _Part, place: torch.device, device: Any) -> None:
         from forebay import api
         from forebay.profiler.batch import moved_to, with_values
         from forebay.testing.promises import Course
 
-        self._asked, self._part, self._place = asked, part, place
+        self._asked, self._part, self._place, self._device = asked, part, place, device
         self.notes: list[str] = []
         disk = disk_budget(asked)
         self.folder = None if disk is None else Path(disk.folders[0].path)
@@ -353,7 +367,7 @@ class _Prepared:
             loss=asked.loss,
             compress=asked.compress,
             plan=plan,
-            device=self._place,
+            device=self._device,
             micro_batches=micro_batches,
             update=asked.update,
             checksums=asked.checksums,

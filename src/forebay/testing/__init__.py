@@ -23,7 +23,7 @@ from forebay.profiler.batch import moved_to
 from forebay.reporting.verdict import Check, Verdict
 from forebay.runtime.losses import LossFunction
 from forebay.testing.comparing import Pair, compare, loss_of
-from forebay.testing.plain import PlainOptimizer, with_memory
+from forebay.testing.plain import PlainOptimizer, beside_plain, default_device, with_memory
 from forebay.testing.promises import Course
 
 __all__ = ["Check", "Course", "Verdict", "assert_same_training", "train_both"]
@@ -75,7 +75,20 @@ def train_both(
 
     Raises what ``forebay.prepare`` raises, ``UsageError`` where there is no batch, and whatever the model raises.
     """
-    device = _torch_device(prepare.get("device"))
+    with beside_plain(prepare.get("device")) as opened:
+        return _train_both(make_model, batches, make_optimizer, loss_fn, course, batch, {**prepare, "device": opened})
+
+
+def _train_both(
+    make_model: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    loss_fn: LossFunction,
+    course: Course,
+    batch: Any,
+    prepare: dict[str, Any],
+) -> Verdict:
+    device = _torch_device(prepare["device"])
     moved = [moved_to(one, device) for one in batches]
     if batch is None and loss_fn is loss_of:
         batch = next(iter(batches), None)
@@ -109,4 +122,4 @@ def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
 def _torch_device(asked: str | torch.device | Device | None) -> torch.device:
     if isinstance(asked, Device):
         return torch.device(asked.name)
-    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device(asked or default_device())

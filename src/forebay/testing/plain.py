@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from forebay.device import open_device
+from forebay.device.base import Device
 from forebay.layout import MASTER, RESIDUAL
 from forebay.optim.lean import LeanOptimizer
 
-__all__ = ["PlainOptimizer", "with_memory"]
+__all__ = ["PlainOptimizer", "beside_plain", "with_memory"]
 
 WIDE = torch.float32
+
+
+@contextmanager
+def beside_plain(asked: str | torch.device | Device | None) -> Iterator[str | torch.device | Device | None]:
+    """The device to prepare a model on that a plain one is trained beside: ``asked``, or the card that it names without
+    a limit. A limit there is one of the process, and the plain model is in it, too; the plan keeps its budget anyway.
+    """
+    if isinstance(asked, Device) or torch.device(asked or default_device()).type != "cuda":
+        yield asked
+        return
+    device = open_device(asked)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def default_device() -> str:
+    """What ``forebay.prepare`` takes where nobody says."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @final
