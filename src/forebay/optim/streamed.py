@@ -80,7 +80,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         groups: dict[str, Mapping[str, object]] = {}
         for group in self.param_groups:
             frozen = frozen_group(group)
-            groups.update((self._names[id(p)], frozen) for p in group["params"])
+            groups.update(dict.fromkeys(map(self._names.__getitem__, map(id, group["params"])), frozen))
         self._host.step(groups)
         return loss
 

@@ -114,7 +114,7 @@ class Stepping:
             return  # the slots keep what they hold
         for name, state in self._store.blocks.items():
             slot = self._pool.slot_of(name)
-            if slot is not None and slot.readers and self.waiting.has_turn(name) and self._tasks(state, groups):
+            if slot is not None and slot.readers and self.waiting.has_turn(name) and self._is_due(state, groups):
                 slot.expect_unread()
 
     def _taken(self) -> int:
@@ -159,11 +159,13 @@ class Stepping:
             return
         self.delay.end()
         self._updater.resident.begin()
-        every = [(state, self._tasks(state, groups)) for state in self._in_order_of_use()]
+        states = list(self._in_order_of_use())
         # A gradient that backward has used up and no step is for is forgotten behind them all: nothing reads it before.
-        changing = {state.block.name for state, tasks in every if tasks or self.in_backward.has_used(state)}
+        changing = {s.block.name for s in states if self._is_due(s, groups) or self.in_backward.has_used(s)}
         first = self._pool.upcoming()
-        for state, tasks in every:
+        for state in states:
+            # Not for all of them beforehand: the device waits for the first one's update.
+            tasks = self._tasks(state, groups)
             if not tasks:
                 self.speculation.drop(state)
                 continue
@@ -227,16 +229,20 @@ class Stepping:
     def _tasks(self, state: BlockState, groups: Groups) -> dict[str, Task]:
         """What a step has for the parameters of a block: for those of which there is a gradient, or what waits of
         earlier ones."""
-        tasks: dict[str, Task] = {}
+        return {name: Task(state.steps[name] + 1, groups[name]) for name in self._due(state, groups)}
+
+    def _is_due(self, state: BlockState, groups: Groups) -> bool:
+        """Whether a step has anything for a block."""
+        return next(self._due(state, groups), None) is not None
+
+    def _due(self, state: BlockState, groups: Groups) -> Iterator[str]:
         for spec in state.block.parameters:
             name = spec.name
-            group = groups.get(name)
-            if group is None:
+            if name not in groups:
                 continue
             landed = state.gradients.get(name)
             if self._parameters[name].grad is not None or (landed is not None and landed.waiting):
-                tasks[name] = Task(state.steps[name] + 1, group)
-        return tasks
+                yield name
 
     def _tasks_now(self, state: BlockState) -> dict[str, Task]:
         return self._tasks(state, self.hyperparameters(state.gradients.keys()))
