@@ -25,6 +25,7 @@ from typing import Any, Final
 __all__ = ["SCENARIOS", "Scenario", "main"]
 
 MIB: Final = 2**20
+STREAMED: Final = int(1.8 * 2**30)
 MOST: Final = 200_000
 """Entries of a history."""
 
@@ -71,6 +72,26 @@ def _trained(make: Callable[[], Any], lengths: tuple[int, ...]) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
+def _streamed() -> None:
+    """Six steps of GPT-2 small under forebay, within 1.8 GiB."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import forebay
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config()).to(torch.bfloat16)
+    ids = torch.randint(0, 50257, (4, 512))
+    batch = {"input_ids": ids, "labels": ids}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = forebay.prepare(model, optimizer, batch, device_memory=STREAMED, device="cuda")
+    for _ in range(6):
+        model(**{name: tensor.to("cuda") for name, tensor in batch.items()}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    forebay.close(model)
+
+
 def _gpt2() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -99,6 +120,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
         "gpt2": Scenario(lambda: _trained(_gpt2, LENGTHS)),
         "llama": Scenario(lambda: _trained(_llama, LENGTHS)),
         "gpt2-expandable": Scenario(lambda: _trained(_gpt2, LENGTHS), "expandable_segments:True"),
+        "gpt2-streamed-expandable": Scenario(_streamed, "expandable_segments:True", STREAMED),
         "llama-unsplit": Scenario(lambda: _trained(_llama, LENGTHS), "max_split_size_mb:64"),
         **{f"requests-{seed}": Scenario(lambda seed=seed: _requests(seed)) for seed in range(3)},  # type: ignore[misc]
         "requests-streams": Scenario(lambda: _requests(3, streams=3)),

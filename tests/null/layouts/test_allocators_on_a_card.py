@@ -57,7 +57,7 @@ def model_of(name: str, places: Places | None = None) -> Allocator:
     settings = dict(one.split(":") for one in scenario["settings"].split(",") if one)
     if name in GROWING:
         assert settings == {"expandable_segments": "True"}
-        return ExpandableAllocator()
+        return ExpandableAllocator(scenario["limit"])
     split = settings.get("max_split_size_mb")
     collect = float(settings.get("garbage_collection_threshold", 0))
     given = CachingSettings(scenario["limit"], None if split is None else int(split) * MiB, collect)
@@ -72,6 +72,13 @@ def reserved_at(entries: Sequence[Entry]) -> list[int]:
         total += signs.get(entry["action"], 0) * entry["size"]
         levels.append(total)
     return levels
+
+
+def test_pages_were_given_back_in_one_of_them() -> None:
+    """A GPT-2 that streams within 1.8 GiB: what it has live at most is 1.58 of them."""
+    entries = entries_of("gpt2-streamed-expandable")
+    assert [entry["size"] for entry in entries if entry["action"] == "segment_unmap"] == [160 * MiB]
+    assert max(reserved_at(entries)) <= snapshot_of("gpt2-streamed-expandable")["scenario"]["limit"]
 
 
 def test_there_are_recordings() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "Ranges",
     "Segment",
     "rounded",
+    "segment_nbytes",
 ]
 
 MIN_BLOCK = 512
@@ -37,6 +38,14 @@ LARGE_ROUND = 2 << 20
 def rounded(nbytes: int, to: int = MIN_BLOCK) -> int:
     """The bytes that a request gets: a multiple of ``to``, and at least that."""
     return max(1, -(-nbytes // to)) * to
+
+
+def segment_nbytes(size: int) -> int:
+    """The bytes that PyTorch's allocator asks the device for where it has nothing for a request of ``size``, rounded,
+    bytes (``get_allocation_size``)."""
+    if size <= SMALL_LIMIT:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < LARGE_LIMIT else rounded(size, LARGE_ROUND)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,17 +18,15 @@ from typing import Final, final
 from forebay.errors import ConfigError
 from forebay.recording import Box
 from forebay.simulation.allocators.base import (
-    LARGE_LIMIT,
-    LARGE_ROUND,
     LARGE_SEGMENT,
     MIN_BLOCK,
     SMALL_LIMIT,
-    SMALL_SEGMENT,
     Allocator,
     Places,
     Ranges,
     Segment,
     rounded,
+    segment_nbytes,
 )
 
 __all__ = ["CachingAllocator", "CachingSettings"]
@@ -183,10 +181,7 @@ class CachingAllocator(Allocator):
 
     def _new(self, pool: Pool, size: int) -> _Block:
         """A segment for ``size`` bytes, after others were given back if there is no room."""
-        if size <= SMALL_LIMIT:
-            nbytes = SMALL_SEGMENT
-        else:
-            nbytes = LARGE_SEGMENT if size < LARGE_LIMIT else rounded(size, LARGE_ROUND)
+        nbytes = segment_nbytes(size)
         limit = self._settings.limit
         if limit is not None:
             if self._settings.collect_from:
