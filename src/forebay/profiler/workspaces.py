@@ -13,9 +13,10 @@ from forebay.units import MiB, format_bytes
 
 __all__ = ["PAGES", "workspace_nbytes"]
 
-PAGES: Final = 24 * MiB
-"""Bytes that pages of the allocator's expandable segments have more than what is in them: one of 20 MiB for what is
-large, and one of 2 MiB for what is small, for that of the stream of compute and for that of another stream."""
+PAGES: Final = 128 * MiB
+"""Bytes that pages of the allocator's expandable segments have more than what is in them, where memory is short: six of
+20 MiB for what is large and four of 2 MiB for what is small. A GPT-2 that streams needs 116 MiB more than what it has
+live at most, a small Llama in plain PyTorch 111, a small GPT-2 29 (docs/log.md)."""
 
 LARGEST: Final = 32 * MiB
 """Bytes of cuBLAS's workspace for a thread on Hopper and later, where it is largest."""
