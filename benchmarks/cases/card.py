@@ -23,7 +23,8 @@ CASES = (
         name="hidden-cuda",
         question="What does a step cost beside its forward and backward, with clipping and states on the host?",
         model=LLAMA_270M,
-        # So many tokens that forward and backward take some twice as long as the update of everything on 16 cores.
+        # By the rates of an H200 beside 16 cores (docs/log.md), and not measured, forward and backward of so many
+        # tokens take some twice as long as the update of everything there.
         batch=28,
         seq=2048,
         device=DeviceKind.CUDA,
@@ -32,7 +33,7 @@ CASES = (
                 name="plain", what="forward and backward alone, blocks checkpointed", checkpointed=True, updates=False
             ),
             Plain(name="plain-again", what="the same once more", checkpointed=True, updates=False),
-            Forebay(device_memory="14GiB", clip=1.0, what="forebay, auto, clipping; not all states fit on the card"),
+            Forebay(device_memory="14GiB", clip=1.0, what="forebay, auto, clipping; not all states fit"),
             Forebay(
                 name="forebay-streamed",
                 device_memory="24GiB",

@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from forebay import api
-from forebay.device.base import Device
 from forebay.plans import Plan
 from forebay.profiler.batch import moved_to
 from forebay.reporting.verdict import Check, Verdict
 from forebay.runtime.losses import LossFunction
 from forebay.testing.comparing import Pair, compare, loss_of
-from forebay.testing.plain import PlainOptimizer, beside_plain, default_device, with_memory
+from forebay.testing.plain import PlainOptimizer, beside_plain, place_of, with_memory
 from forebay.testing.promises import Course
 
 __all__ = ["Check", "Course", "Verdict", "assert_same_training", "train_both"]
@@ -88,7 +87,7 @@ def _train_both(
     batch: Any,
     prepare: dict[str, Any],
 ) -> Verdict:
-    device = _torch_device(prepare["device"])
+    device = place_of(prepare["device"])
     moved = [moved_to(one, device) for one in batches]
     if batch is None and loss_fn is loss_of:
         batch = next(iter(batches), None)
@@ -117,9 +116,3 @@ def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make_model()
-
-
-def _torch_device(asked: str | torch.device | Device | None) -> torch.device:
-    if isinstance(asked, Device):
-        return torch.device(asked.name)
-    return torch.device(asked or default_device())

@@ -14,7 +14,7 @@ from forebay.device.base import Device
 from forebay.layout import MASTER, RESIDUAL
 from forebay.optim.lean import LeanOptimizer
 
-__all__ = ["PlainOptimizer", "beside_plain", "with_memory"]
+__all__ = ["PlainOptimizer", "beside_plain", "place_of", "with_memory"]
 
 WIDE = torch.float32
 
@@ -24,7 +24,7 @@ def beside_plain(asked: str | torch.device | Device | None) -> Iterator[str | to
     """The device to prepare a model on that a plain one is trained beside: ``asked``, or the card that it names without
     a limit. A limit there is one of the process, and the plain model is in it, too; the plan keeps its budget anyway.
     """
-    if isinstance(asked, Device) or torch.device(asked or default_device()).type != "cuda":
+    if isinstance(asked, Device) or place_of(asked).type != "cuda":
         yield asked
         return
     device = open_device(asked)
@@ -34,9 +34,11 @@ def beside_plain(asked: str | torch.device | Device | None) -> Iterator[str | to
         device.close()
 
 
-def default_device() -> str:
-    """What ``forebay.prepare`` takes where nobody says."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def place_of(asked: str | torch.device | Device | None) -> torch.device:
+    """Where ``forebay.prepare`` trains that is asked for this device."""
+    if isinstance(asked, Device):
+        return torch.device(asked.name)
+    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @final
