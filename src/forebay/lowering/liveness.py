@@ -8,8 +8,8 @@ both cheap to work out for many plans: keep one ``Liveness`` for a trace and ask
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar, final
 
 from forebay.arenas import arenas_of
 from forebay.layout import STATE_ITEMSIZE, chunk_elements, needs_master
@@ -29,10 +29,33 @@ __all__ = ["Liveness", "device_bound", "updating_nbytes"]
 STAGES = 8
 """Plans whose stages are kept: a search turns among a few that differ in them."""
 
+PROFILES = 64
+"""Profiles that are kept: each is a MiB for a thousand ops or two. Of seven searches none asked for one again that was
+more than 40 back (docs/log.md)."""
+
+Value = TypeVar("Value")
+
+
+@final
+class _Latest(Generic[Value]):
+    """The ``most`` values that were asked for last, by key."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: dict[Hashable, Value] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of ``key``, made if it is not there."""
+        value = self._values.pop(key) if key in self._values else make()
+        while len(self._values) >= self._most:
+            del self._values[next(iter(self._values))]
+        self._values[key] = value  # behind all others
+        return value
+
 
 @final
 class Liveness:
-    """The bytes of a trace's step under any plan. Profiles are kept: the second question costs nothing.
+    """The bytes of a trace's step under any plan. The latest profiles are kept: the second question costs nothing.
 
     A profile is that of the trace itself. What is promised, ``beside``, is the most of it and of ``extremes``, the same
     of each of ``Trace.extremes``.
@@ -45,19 +68,18 @@ class Liveness:
         self._columns = Columns(self.index)
         self._landings = Landings(self.index)
         self._arrangements: dict[frozenset[str], Arrangement] = {}
-        self._profiles: dict[tuple[frozenset[str], tuple[Selection, ...]], Profile] = {}
-        self._stages: dict[object, Sequence[Stage]] = {}
-        self._transits: dict[tuple[frozenset[str], tuple[Selection, ...]], Transit] = {}
+        self._profiles = _Latest[Profile](PROFILES)
+        self._transits = _Latest[Transit](PROFILES)
+        self._stages = _Latest[Sequence[Stage]](STAGES)
 
     def profile(self, recompute: Iterable[str] = (), activations: tuple[Selection, ...] = ()) -> Profile:
         """Bytes op by op with the blocks named recomputed, and single ops treated as ``activations`` say. A routing
         that does not have an op which is named there has nothing to treat."""
-        key = frozenset(recompute), activations
-        if key not in self._profiles:
-            if key[0] not in self._arrangements:
-                self._arrangements[key[0]] = Arrangement(self.index, self._columns, key[0])
-            self._profiles[key] = Layout(self._arrangements[key[0]], activations).profile()
-        return self._profiles[key]
+        again = frozenset(recompute)
+        if again not in self._arrangements:
+            self._arrangements[again] = Arrangement(self.index, self._columns, again)
+        arrangement = self._arrangements[again]
+        return self._profiles.get((again, activations), lambda: Layout(arrangement, activations).profile())
 
     def stages(
         self,
@@ -69,19 +91,18 @@ class Liveness:
         """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave, as coarse
         as ``grain`` says (``Stages``). Some of the latest are kept: plans that differ in windows or updates alone have
         the same."""
-        key = frozenset(recompute), activations, hosted, grain
-        stages = self._stages
-        if key not in stages:
-            while len(stages) >= STAGES:
-                del stages[next(iter(stages))]
-            stages[key] = Stages(self.index, self.profile(recompute, activations), hosted, grain).all()
-        return stages[key]
+        again = frozenset(recompute)
+
+        def made() -> Sequence[Stage]:
+            return Stages(self.index, self.profile(again, activations), hosted, grain).all()
+
+        return self._stages.get((again, activations, hosted, grain), made)
 
     def _transit(self, recompute: frozenset[str], activations: tuple[Selection, ...]) -> Transit:
-        key = recompute, activations
-        if key not in self._transits:
-            self._transits[key] = Transit(self.profile(recompute, activations), self.index.ops)
-        return self._transits[key]
+        def made() -> Transit:
+            return Transit(self.profile(recompute, activations), self.index.ops)
+
+        return self._transits.get((recompute, activations), made)
 
     def host_activations(self, recompute: Iterable[str], activations: tuple[Selection, ...]) -> int:
         """Bytes of the arena on the host that holds all that one micro-batch moves there, whatever the routes."""

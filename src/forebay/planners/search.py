@@ -21,7 +21,8 @@ from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import Tenant, at_home, on_host
-from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident, fewer_slots, selected
+from forebay.planners.moves import fewer_moves, one_move_less
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident, fewer_slots
 from forebay.planners.shapes import (
     Filling,
     fewest_recomputed,
@@ -31,7 +32,6 @@ from forebay.planners.shapes import (
     usual_window,
     windows,
 )
-from forebay.treatments import Fate
 
 __all__ = ["PLAIN", "PLAIN_HERE", "TIE", "Search", "plain_share"]
 
@@ -298,17 +298,14 @@ class Search:
 
     def _less_on_host(self) -> None:
         """Where the host has had no room for any draft: of the one that asks the least of it, less moves, as far as the
-        device has room."""
-        moving = [r for r in self.refusals if r[0].tier == Tier.HOST.value and r[1].activations]
+        device has room. Where that is not enough it says what would be."""
+        moving = [(r.needed, d) for r, d in self.refusals if r.tier == Tier.HOST.value and d.streaming.host_activations]
         if self.best is not None or not moving:
             return
-        _, base = min(moving, key=lambda refusal: refusal[0].needed)
-        fewer: Draft | None = base
-        while fewer is not None and self.best is None:
-            base = fewer
-            fewer = next((draft for draft in self._staying(base) if self.bench.fits_device(draft)), None)
-            if fewer is not None:
-                self.consider(fewer)
+        needed, base = min(moving, key=lambda refused: refused[0])
+        missing = needed - self.bench.problem.limit(Tier.HOST)
+        for draft in fewer_moves(self.bench, base, base.streaming.host_activations - missing):
+            self.consider(draft)
 
     def _single_blocks(self) -> None:
         """Moves of single blocks, as long as they help and simulations are left."""
@@ -324,7 +321,7 @@ class Search:
 
     def _moves(self, base: Draft) -> Iterator[Draft]:
         """Drafts that differ from ``base`` in one block."""
-        yield from self._staying(base)
+        yield from one_move_less(self.bench, base)
         for block in self.bench.model.blocks:
             old = next(p for p in base.placements if p.block == block.name)
             for home in (RESIDENT, DEDICATED, HOSTED):
@@ -340,23 +337,6 @@ class Search:
             if name not in named:
                 chosen = set(base.recompute) ^ {name}
                 yield replace(base, recompute=tuple(b for b in self.bench.recomputable if b in chosen))
-
-    def _staying(self, base: Draft) -> Iterator[Draft]:
-        """Drafts in which one op of one block, the last first, leaves on the device what it moves in ``base``."""
-        liveness, again = self.bench.liveness, frozenset(base.recompute)
-        if liveness is None:
-            return
-        treatments = {b: s.treatments for s in base.activations for b in s.blocks}
-        for block in reversed(treatments):
-            for one in treatments[block]:
-                if one.fate is Fate.OFFLOAD:
-                    split = one.split if one.bits else None
-                    stays = (replace(one, fate=Fate.KEEP, split=split),) if block in again else ()
-                    changed = {**treatments, block: (*(t for t in treatments[block] if t != one), *stays)}
-                    chosen = selected(liveness.trace, changed)
-                    moved = liveness.host_activations(base.recompute, chosen)
-                    how = replace(base.streaming, host_activations=moved)
-                    yield replace(base, activations=chosen, streaming=how)
 
     def _with_a_window(self, draft: Draft) -> Draft:
         """``draft`` with the usual window if it has none, but where all blocks stay, and there is room."""
