@@ -13,13 +13,19 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from forebay.errors import BudgetExceeded, DeviceOutOfMemory, DiskFull, HostOutOfMemory
-from forebay.units import format_bytes
+from forebay.units import MiB, format_bytes
 
-__all__ = ["ALIGNMENT", "ArenaUsage", "Kind", "Ledger", "Tier", "TierUsage"]
+__all__ = ["ALIGNMENT", "PAGES", "ArenaUsage", "Kind", "Ledger", "Tier", "TierUsage"]
 
 
 ALIGNMENT = 64
 """Bytes: every parameter starts on a multiple of this inside its block (a cache line; kernels want 16)."""
+
+PAGES = 128 * MiB
+"""Bytes of a card that plans leave to what pages of the allocator's expandable segments have more than is in them: six
+of 20 MiB for what is large and four of 2 MiB for what is small. A GPT-2 that streams needs 116 MiB more than what it
+has live at most, a small Llama in plain PyTorch 111, a small GPT-2 29 (docs/log.md). What a plan needs beyond that is
+found by playing its step (``planners.pages``)."""
 
 
 class Tier(StrEnum):

@@ -64,10 +64,11 @@ def test_auto_is_in_pieces_here_where_all_logits_do_not_fit(config: Path, tmp_pa
 
 
 def test_on_another_machine_pieces_are_an_alternative_until_asked_for(config: Path) -> None:
-    auto = plan(config, "--machine", "l4")
+    there = ("--machine", "l4", "--device-memory", "216MiB")  # 24, beside a card's workspaces and pages
+    auto = plan(config, *there)
     assert not auto["fits"]
     assert auto["alternatives"][0]["change"].startswith("--loss chunked: ")
-    chunked = plan(config, "--machine", "l4", "--loss", "chunked")
+    chunked = plan(config, *there, "--loss", "chunked")
     assert chunked["fits"]
     assert not chunked["exact"]
 

@@ -239,8 +239,9 @@ def test_the_phases_are_those_of_the_interface() -> None:
     assert found["step"] == PhasePeaks(10, 20, 30, 40)
     assert all((p.host, p.pinned, p.disk) == (20, 30, 40) for p in found.values())
     inputs = sum(t.nbytes for t in trace.sources if t.kind is Kind.INPUT)
-    assert inputs > 0
-    assert found["eval"].device == found["load"].device + inputs + forward_peak(trace) + trace.held_nbytes
+    assert inputs > 0 and trace.workspace_nbytes > 0
+    beside = inputs + trace.workspace_nbytes
+    assert found["eval"].device == found["load"].device + beside + forward_peak(trace) + trace.held_nbytes
     # A resident parameter on an accelerator is cloned there on its way out.
     largest = max(p.nbytes for b in trace.model.blocks for p in b.parameters)
     assert found["save"].device == found["load"].device + largest

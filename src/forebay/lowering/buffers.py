@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import final
 
 from forebay.buffers import Buffer
@@ -34,13 +34,21 @@ class _Rows:
 
 
 def step_buffers(
-    trace: Trace, recompute: Iterable[str] = (), activations: tuple[Selection, ...] = ()
+    trace: Trace,
+    recompute: Iterable[str] = (),
+    activations: tuple[Selection, ...] = (),
+    staying: Collection[str] = (),
 ) -> tuple[Buffer, ...]:
     """What one micro-batch makes on the device, with the blocks ``recompute`` recomputed and single ops treated as
     ``activations`` say: one buffer for each life of a root, from the position of the op that makes it up to the one
-    after the last at which it is there. The bytes live at each position are ``Profile.during``. Ids begin with the
-    kind."""
+    after the last at which it is there. The bytes live at each position are ``Profile.during``, and gradients of the
+    blocks ``staying`` from when they are complete to the end of the step. Ids begin with the kind."""
     index = TraceIndex(trace)
     rows = _Rows()
-    Layout(Arrangement(index, Columns(index), frozenset(recompute)), activations).note(rows)
+    arrangement = Arrangement(index, Columns(index), frozenset(recompute))
+    Layout(arrangement, activations).note(rows)
+    for done in (one for visit in index.completed for one in visit if index.blocks[one.parameter] in staying):
+        rows.add(
+            Kind.GRADIENT, arrangement.position[done.op] + 1, arrangement.end, trace.sources[done.parameter].nbytes
+        )
     return tuple(rows.buffers)

@@ -33,6 +33,7 @@ from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
 from forebay.planners.in_backward import with_enough_slots
 from forebay.planners.nearest import expect_there_in_backward
+from forebay.planners.pages import with_pages
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.planners.states import INEXACT, SEVERAL, STATES
@@ -82,6 +83,6 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
     with collector_paused():
         bench = bench or Bench(problem)
-        plan = with_enough_slots(bench, planner(problem, bench))
+        plan = with_pages(bench, lambda asked, on: with_enough_slots(on, planner(asked, on)))
         expect_there_in_backward(bench, plan)
         return plan

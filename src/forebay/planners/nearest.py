@@ -162,7 +162,8 @@ def _smaller_batch(bench: Bench, draft: Draft) -> Iterator[Remedy]:
     that is materialised shrinks faster than a shorter sequence, so the estimate is on the safe side."""
     blocks = bench.model.blocks
     gradient = max((p.nbytes for b in blocks for p in b.parameters if p.trainable), default=0)
-    fixed = bench.arenas(draft).device + bench.model.buffer_nbytes + gradient
+    workspaces = 0 if bench.problem.trace is None else bench.problem.trace.workspace_nbytes
+    fixed = bench.arenas(draft).device + bench.model.buffer_nbytes + gradient + workspaces
     scaling = bench.device(draft) - fixed
     room = bench.problem.limit(Tier.DEVICE) - fixed
     if scaling <= 0 or room < LEAST_SHARE * scaling:

@@ -29,7 +29,10 @@ def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:
         held = sum(b.nbytes for b in bench.model.blocks if b.held)
         parts.append(f"{format_bytes(held)} for blocks in use throughout")
     again = f" ({len(draft.recompute)} blocks recomputed)" if draft.recompute else ""
-    parts.append(f"{format_bytes(bench.beside(draft))} for the activations of one step{again}")
+    workspaces = 0 if problem.trace is None else problem.trace.workspace_nbytes
+    parts.append(f"{format_bytes(bench.beside(draft) - workspaces)} for the activations of one step{again}")
+    if workspaces:
+        parts.append(f"{format_bytes(workspaces)} for workspaces and pages of the allocator")
     needed, allowed = format_apart(need, limit)
     return DoesNotFit(
         f"device memory: {needed} are needed and {allowed} are allowed: {', '.join(parts)}; raise device_memory, "

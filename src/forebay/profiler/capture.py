@@ -35,7 +35,7 @@ from forebay.profiler.recorder import Recorder
 from forebay.profiler.routing import EXTREMES, Routing
 from forebay.profiler.values import Values
 from forebay.profiler.work import Call
-from forebay.profiler.workspaces import workspace_nbytes
+from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
 from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
@@ -105,11 +105,12 @@ def capture(
     head = _head(model) if loss_piece else None
     wanted = torch.device(device)
     notes: list[str] = []
-    fakes = wanted
-    if wanted.type == "cuda" and not torch.cuda.is_available():
-        fakes = torch.device("cpu")
+    fakes, workspaces = wanted, 0
+    if wanted.type == "cuda" and torch.cuda.is_available():
+        workspaces = workspace_nbytes(wanted)
+    elif wanted.type == "cuda":
+        fakes, workspaces = torch.device("cpu"), ELSEWHERE
         notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
-    workspaces = workspace_nbytes(fakes) if fakes.type == "cuda" else 0
 
     def run(routing: Routing) -> tuple[_Step, Trace]:
         step = _Step(model, bound, fakes, routing, lambda: None if head is None else ChunkedHead(head, loss_piece))

@@ -8,18 +8,16 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forebay.errors import DoesNotFit
-from forebay.memory import Tier
+from forebay.memory import PAGES, Tier
 from forebay.units import MiB, format_bytes
 
-__all__ = ["PAGES", "workspace_nbytes"]
-
-PAGES: Final = 128 * MiB
-"""Bytes that pages of the allocator's expandable segments have more than what is in them, where memory is short: six of
-20 MiB for what is large and four of 2 MiB for what is small. A GPT-2 that streams needs 116 MiB more than what it has
-live at most, a small Llama in plain PyTorch 111, a small GPT-2 29 (docs/log.md)."""
+__all__ = ["ELSEWHERE", "workspace_nbytes"]
 
 LARGEST: Final = 32 * MiB
 """Bytes of cuBLAS's workspace for a thread on Hopper and later, where it is largest."""
+
+ELSEWHERE: Final = 2 * LARGEST + PAGES
+"""Bytes that are counted for a card which is not here to be measured: what fits on paper is to fit there."""
 
 
 def workspace_nbytes(device: torch.device) -> int:
@@ -36,12 +34,11 @@ def workspace_nbytes(device: torch.device) -> int:
             (weight @ weight).sum().backward()
             del weight
     except torch.OutOfMemoryError as error:
-        needed = 2 * LARGEST + PAGES
         raise DoesNotFit(
             f"device memory: matrix products alone take workspaces of up to {format_bytes(2 * LARGEST)} on a card, and "
-            f"the allocator's pages {format_bytes(PAGES)}; raise device_memory to more than {format_bytes(needed)}",
+            f"the allocator's pages {format_bytes(PAGES)}; raise device_memory to more than {format_bytes(ELSEWHERE)}",
             tier=Tier.DEVICE.value,
-            needed=needed,
+            needed=ELSEWHERE,
             allowed=int(torch.cuda.get_per_process_memory_fraction(index) * torch.cuda.mem_get_info(index)[1]),
         ) from error
     before = torch.cuda.memory_allocated(device)

@@ -24,3 +24,16 @@ def test_the_bytes_live_at_each_position_are_those_of_the_profile(recompute: tup
     found = lay_out(BufferSet(buffers))
     check_addresses(found)
     assert found.height == found.lower_bound == max(profile.during)
+
+
+def test_gradients_that_stay_are_there_to_the_end() -> None:
+    """From when each is complete: the last one behind all but the last ops, all of them when the step ends."""
+    staying = [b.name for b in BLOCKS[:2]]
+    alone, more = step_buffers(TRACE), step_buffers(TRACE, staying=staying)
+    assert more[: len(alone)] == alone
+    added = more[len(alone) :]
+    assert [b.size for b in added] == [16 * 16 * 4] * 2 and {b.id.split("-")[0] for b in added} == {"gradient"}
+    end = len(Liveness(TRACE).profile().during)
+    assert all(0 < b.lower < b.upper == end + 1 for b in added)
+    own = [b for b in alone if b.id.startswith("gradient")]
+    assert {b.lower for b in added} <= {b.upper for b in own}  # where the pass lets go of it

@@ -1,0 +1,36 @@
+"""A plan for a card that leaves what pages of its allocator need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from forebay.memory import PAGES, Tier
+from forebay.planners.bench import Bench
+from forebay.planners.problem import Problem
+from forebay.plans import Plan
+from forebay.simulation import Played
+
+__all__ = ["with_pages"]
+
+ROUNDS: Final = 3
+"""Plans that are made, each with as much more left as the one before has turned out to need."""
+
+
+def with_pages(bench: Bench, make: Callable[[Problem, Bench], Plan]) -> Plan:
+    """The plan that ``make`` makes for the problem of ``bench``, within a budget that is smaller by what pages of the
+    allocator need beyond ``PAGES``, which traces recorded for a card count. Raises what ``make`` raises."""
+    problem, trace = bench.problem, bench.problem.trace
+    plan = make(problem, bench)
+    if trace is None or trace.device != "cuda" or trace.workspace_nbytes < PAGES:
+        return plan
+    limit = problem.limit(Tier.DEVICE)
+    for _ in range(ROUNDS - 1):
+        room = limit - plan.device + PAGES
+        needed = Played(trace, plan).needed(room)
+        if needed <= room:
+            break
+        less = replace(problem, budget=replace(problem.budget, device=limit - (needed - PAGES)))
+        plan = replace(make(less, bench.with_limits(less)), budget=problem.budget)
+    return plan

@@ -1,0 +1,74 @@
+"""What expandable segments of PyTorch's allocator take of a card beyond what a step has live on it. No torch.
+
+Their pages are mapped and given back whole: between what stays there are bytes that are nobody's. How many follows from
+the order of requests and their sizes, so that a plan's step says it, played to the model of that allocator
+(``allocators.expandable``, which is exact for what was recorded on a card). What is under way to the host or back comes
+and goes as transfers do, and is none of what is played.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from forebay.lowering import step_buffers
+from forebay.memory import PAGES
+from forebay.plans import Plan
+from forebay.recording import Recording, recording_of
+from forebay.simulation.allocators import ExpandableAllocator
+from forebay.slabs import device_slabs
+from forebay.trace import Trace
+from forebay.units import MiB
+
+__all__ = ["Played"]
+
+STEPS = 3
+"""Steps that are played: from the second on, a step finds what the one before has left."""
+
+EXACT = 2 * MiB
+"""Bytes within which it is found how many are needed: a page of small requests."""
+
+
+@final
+class Played:
+    """The step of ``plan`` for ``trace``, a card's, played to expandable segments with what stands there for good."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self._standing = [trace.model.buffer_nbytes, trace.input_nbytes, *[(trace.workspace_nbytes - PAGES) // 2] * 2]
+        self._standing += [slab.nbytes for slab in device_slabs(trace.model, plan, trace.state_names)]
+        resident = {p.block for p in plan.placements if p.resident}
+        if plan.accumulates:
+            # There from the first pass on, and the next ones are added to them.
+            staying = (p for b in trace.model.blocks if b.name in resident for p in b.parameters if p.trainable)
+            self._standing += [p.nbytes for p in staying]
+            resident = set()
+        self._step = recording_of(step_buffers(trace, plan.recompute, plan.activations, resident), STEPS)
+        self.live = sum(self._standing) + max(self._step.live, default=0)
+
+    def needed(self, most: int) -> int:
+        """Bytes beyond what is live, ``most`` at least, with which no request finds the card full."""
+        if self._fits(most):
+            return most
+        low, high = most, max(2 * most, EXACT)
+        while not self._fits(high):
+            low, high = high, 2 * high
+        while high - low > EXACT:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fits(middle) else (middle, high)
+        return high
+
+    def _fits(self, beyond: int) -> bool:
+        allocator = ExpandableAllocator(self.live + beyond)
+        for number, nbytes in enumerate(self._standing, len(self._step.requests)):
+            allocator.allocate(number, nbytes, 0)
+        _play(self._step, allocator)
+        return not allocator.out_of_memory
+
+
+def _play(recording: Recording, allocator: ExpandableAllocator) -> None:
+    for event in recording.events:
+        if event < 0:
+            allocator.free(-1 - event)
+        else:
+            allocator.allocate(event, recording.requests[event].nbytes, 0)
+        if allocator.out_of_memory:
+            return
