@@ -88,9 +88,11 @@ def test_a_plan_leaves_what_its_pages_need() -> None:
     needed = Played(trace, plan).needed(PAGES)
     assert needed > PAGES
     tight = replace(problem, budget=replace(problem.budget, device=plan.device))
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(DoesNotFit, match="that pages of the allocator have more than is in them") as refusal:
         make_plan(tight, "resident")
-    enough = replace(problem, budget=replace(problem.budget, device=plan.device + needed - PAGES))
+    assert (refusal.value.needed, refusal.value.allowed) == (plan.device + needed - PAGES, plan.device)
+    assert refusal.value.nearest[0].needed == refusal.value.needed
+    enough = replace(problem, budget=replace(problem.budget, device=refusal.value.needed))
     found = make_plan(enough, "resident")
     assert (found.device, found.budget) == (plan.device, enough.budget)
 

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable
 from typing import final
 
 from forebay.buffers import Buffer
-from forebay.lowering.arrangement import Arrangement
-from forebay.lowering.columns import Column, Columns
-from forebay.lowering.index import TraceIndex
+from forebay.lowering.columns import Column
+from forebay.lowering.liveness import Liveness
 from forebay.lowering.lives import Layout
 from forebay.memory import Kind
 from forebay.trace import Trace
@@ -38,14 +37,15 @@ def step_buffers(
     recompute: Iterable[str] = (),
     activations: tuple[Selection, ...] = (),
     staying: Collection[str] = (),
+    liveness: Liveness | None = None,
 ) -> tuple[Buffer, ...]:
     """What one micro-batch makes on the device, with the blocks ``recompute`` recomputed and single ops treated as
     ``activations`` say: one buffer for each life of a root, from the position of the op that makes it up to the one
     after the last at which it is there. The bytes live at each position are ``Profile.during``, and gradients of the
-    blocks ``staying`` from when they are complete to the end of the step. Ids begin with the kind."""
-    index = TraceIndex(trace)
-    rows = _Rows()
-    arrangement = Arrangement(index, Columns(index), frozenset(recompute))
+    blocks ``staying`` from when they are complete to the end of the step. Ids begin with the kind. ``liveness`` is that
+    of the trace, if the caller has it."""
+    rows, liveness = _Rows(), liveness or Liveness(trace)
+    index, arrangement = liveness.index, liveness.arrangement(frozenset(recompute))
     Layout(arrangement, activations).note(rows)
     for done in (one for visit in index.completed for one in visit if index.blocks[one.parameter] in staying):
         rows.add(

@@ -76,10 +76,14 @@ class Liveness:
         """Bytes op by op with the blocks named recomputed, and single ops treated as ``activations`` say. A routing
         that does not have an op which is named there has nothing to treat."""
         again = frozenset(recompute)
-        if again not in self._arrangements:
-            self._arrangements[again] = Arrangement(self.index, self._columns, again)
-        arrangement = self._arrangements[again]
+        arrangement = self.arrangement(again)
         return self._profiles.get((again, activations), lambda: Layout(arrangement, activations).profile())
+
+    def arrangement(self, recompute: frozenset[str]) -> Arrangement:
+        """The order of the step with the blocks named recomputed."""
+        if recompute not in self._arrangements:
+            self._arrangements[recompute] = Arrangement(self.index, self._columns, recompute)
+        return self._arrangements[recompute]
 
     def stages(
         self,

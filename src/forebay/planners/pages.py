@@ -6,9 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from forebay.errors import DoesNotFit
 from forebay.memory import PAGES, Tier
 from forebay.planners.bench import Bench
+from forebay.planners.nearest import refused
+from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
+from forebay.planners.refusals import pages_too_small
 from forebay.plans import Plan
 from forebay.simulation import Played
 
@@ -20,7 +24,8 @@ ROUNDS: Final = 3
 
 def with_pages(bench: Bench, make: Callable[[Problem, Bench], Plan]) -> Plan:
     """The plan that ``make`` makes for the problem of ``bench``, within a budget that is smaller by what pages of the
-    allocator need beyond ``PAGES``, which traces recorded for a card count. Raises what ``make`` raises."""
+    allocator need beyond ``PAGES``, which traces recorded for a card count. Raises what ``make`` raises, and
+    ``DoesNotFit`` where there is no plan but one that has no room for its pages."""
     problem, trace = bench.problem, bench.problem.trace
     plan = make(problem, bench)
     if trace is None or trace.device != "cuda" or trace.workspace_nbytes < PAGES:
@@ -28,9 +33,12 @@ def with_pages(bench: Bench, make: Callable[[Problem, Bench], Plan]) -> Plan:
     limit = problem.limit(Tier.DEVICE)
     for _ in range(ROUNDS - 1):
         room = limit - plan.device + PAGES
-        needed = Played(trace, plan).needed(room)
+        needed = Played(trace, plan, liveness=bench.liveness).needed(room)
         if needed <= room:
             break
         less = replace(problem, budget=replace(problem.budget, device=limit - (needed - PAGES)))
-        plan = replace(make(less, bench.with_limits(less)), budget=problem.budget)
+        try:
+            plan = replace(make(less, bench.with_limits(less)), budget=problem.budget)
+        except DoesNotFit as refusal:
+            raise refused(bench, pages_too_small(bench, plan, needed), Draft.of(plan)) from refusal
     return plan

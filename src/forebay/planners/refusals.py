@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from forebay.arenas import Arenas
 from forebay.errors import DoesNotFit
-from forebay.memory import Tier
+from forebay.memory import PAGES, Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft
+from forebay.plans import Plan
 from forebay.units import format_apart, format_bytes
 
-__all__ = ["device_too_small", "disk_too_small", "host_too_small"]
+__all__ = ["device_too_small", "disk_too_small", "host_too_small", "pages_too_small"]
 
 
 def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:
@@ -36,6 +37,21 @@ def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:
     needed, allowed = format_apart(need, limit)
     return DoesNotFit(
         f"device memory: {needed} are needed and {allowed} are allowed: {', '.join(parts)}; raise device_memory, "
+        f"or use a smaller batch or a shorter sequence",
+        tier=Tier.DEVICE.value,
+        needed=need,
+        allowed=limit,
+    )
+
+
+def pages_too_small(bench: Bench, plan: Plan, pages: int) -> DoesNotFit:
+    """``plan`` fits by its bytes, pages of the allocator need ``pages``, and with less nothing fits."""
+    limit = bench.problem.limit(Tier.DEVICE)
+    need = plan.device - PAGES + pages
+    needed, allowed = format_apart(need, limit)
+    return DoesNotFit(
+        f"device memory: {needed} are needed and {allowed} are allowed: {format_bytes(plan.device - PAGES)} for what is "
+        f"there, {format_bytes(pages)} that pages of the allocator have more than is in them; raise device_memory, "
         f"or use a smaller batch or a shorter sequence",
         tier=Tier.DEVICE.value,
         needed=need,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import final
 
-from forebay.lowering import step_buffers
+from forebay.lowering import Liveness, step_buffers
 from forebay.memory import PAGES
 from forebay.plans import Plan
 from forebay.recording import Recording, recording_of
@@ -21,7 +21,7 @@ from forebay.units import MiB
 
 __all__ = ["Played"]
 
-STEPS = 3
+STEPS = 2
 """Steps that are played: from the second on, a step finds what the one before has left."""
 
 EXACT = 2 * MiB
@@ -30,9 +30,10 @@ EXACT = 2 * MiB
 
 @final
 class Played:
-    """The step of ``plan`` for ``trace``, a card's, played to expandable segments with what stands there for good."""
+    """The step of ``plan`` for ``trace``, a card's, played to expandable segments with what stands there for good.
+    ``liveness`` is that of the trace, if the caller has it."""
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
+    def __init__(self, trace: Trace, plan: Plan, *, liveness: Liveness | None = None) -> None:
         self._standing = [trace.model.buffer_nbytes, trace.input_nbytes, *[(trace.workspace_nbytes - PAGES) // 2] * 2]
         self._standing += [slab.nbytes for slab in device_slabs(trace.model, plan, trace.state_names)]
         resident = {p.block for p in plan.placements if p.resident}
@@ -41,7 +42,7 @@ class Played:
             staying = (p for b in trace.model.blocks if b.name in resident for p in b.parameters if p.trainable)
             self._standing += [p.nbytes for p in staying]
             resident = set()
-        self._step = recording_of(step_buffers(trace, plan.recompute, plan.activations, resident), STEPS)
+        self._step = recording_of(step_buffers(trace, plan.recompute, plan.activations, resident, liveness))
         self.live = sum(self._standing) + max(self._step.live, default=0)
 
     def needed(self, most: int) -> int:
@@ -60,7 +61,8 @@ class Played:
         allocator = ExpandableAllocator(self.live + beyond)
         for number, nbytes in enumerate(self._standing, len(self._step.requests)):
             allocator.allocate(number, nbytes, 0)
-        _play(self._step, allocator)
+        for _ in range(STEPS):
+            _play(self._step, allocator)
         return not allocator.out_of_memory
 
 
