@@ -50,8 +50,8 @@ def pages_too_small(bench: Bench, plan: Plan, pages: int) -> DoesNotFit:
     need = plan.device - PAGES + pages
     needed, allowed = format_apart(need, limit)
     return DoesNotFit(
-        f"device memory: {needed} are needed and {allowed} are allowed: {format_bytes(plan.device - PAGES)} for what is "
-        f"there, {format_bytes(pages)} that pages of the allocator have more than is in them; raise device_memory, "
+        f"device memory: {needed} are needed and {allowed} are allowed: {format_bytes(plan.device - PAGES)} for what "
+        f"is there, {format_bytes(pages)} that pages of the allocator have more than is in them; raise device_memory, "
         f"or use a smaller batch or a shorter sequence",
         tier=Tier.DEVICE.value,
         needed=need,
