@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import final
 
-from forebay.lowering import Liveness, step_buffers
+import numpy as np
+
+from forebay.lowering import Liveness, StepLives, step_lives
+from forebay.lowering.columns import Column
 from forebay.memory import PAGES
 from forebay.plans import Plan
-from forebay.recording import Recording, recording_of
 from forebay.simulation.allocators import ExpandableAllocator
 from forebay.slabs import device_slabs
 from forebay.trace import Trace
@@ -42,8 +44,10 @@ class Played:
             staying = (p for b in trace.model.blocks if b.name in resident for p in b.parameters if p.trainable)
             self._standing += [p.nbytes for p in staying]
             resident = set()
-        self._step = recording_of(step_buffers(trace, plan.recompute, plan.activations, resident, liveness))
-        self.live = sum(self._standing) + max(self._step.live, default=0)
+        lives = step_lives(trace, plan.recompute, plan.activations, resident, liveness)
+        self._events, self._nbytes = _events(lives), lives.nbytes.tolist()
+        change = np.where(self._events < 0, -lives.nbytes[-1 - self._events], lives.nbytes[self._events])
+        self.live = sum(self._standing) + int(np.cumsum(change).max(initial=0))
 
     def needed(self, most: int) -> int:
         """Bytes beyond what is live, ``most`` at least, with which no request finds the card full."""
@@ -59,18 +63,23 @@ class Played:
 
     def _fits(self, beyond: int) -> bool:
         allocator = ExpandableAllocator(self.live + beyond)
-        for number, nbytes in enumerate(self._standing, len(self._step.requests)):
+        for number, nbytes in enumerate(self._standing, len(self._nbytes)):
             allocator.allocate(number, nbytes, 0)
         for _ in range(STEPS):
-            _play(self._step, allocator)
-        return not allocator.out_of_memory
+            for event in self._events.tolist():
+                if event < 0:
+                    allocator.free(-1 - event)
+                else:
+                    allocator.allocate(event, self._nbytes[event], 0)
+            if allocator.out_of_memory:
+                return False
+        return True
 
 
-def _play(recording: Recording, allocator: ExpandableAllocator) -> None:
-    for event in recording.events:
-        if event < 0:
-            allocator.free(-1 - event)
-        else:
-            allocator.allocate(event, recording.requests[event].nbytes, 0)
-        if allocator.out_of_memory:
-            return
+def _events(lives: StepLives) -> Column:
+    """What is made and given back, in order, as in a ``Recording``: at one position what has ended goes before what
+    begins comes."""
+    numbers = np.arange(len(lives.nbytes))
+    at = np.concatenate([lives.starts, lives.ends + 1])
+    event = np.concatenate([numbers, -1 - numbers])
+    return np.asarray(event[np.lexsort((event, event >= 0, at))])

@@ -84,7 +84,10 @@ class _Range:
 
     def holds(self, size: int) -> int | None:
         """The address of the free block that a request of ``size`` bytes gets; None if there is none."""
-        fitting = sorted((nbytes, address) for address, nbytes in self._holes if nbytes >= size)
+        fitting = [(nbytes, address) for address, nbytes in self._holes if nbytes >= size]
+        if len(fitting) < 2:
+            return fitting[0][1] if fitting else None
+        fitting.sort()
         best: int | None = None
         reach: float = inf
         for nbytes, address in fitting:
