@@ -11,6 +11,8 @@ search, reasons    the fastest of them, and why in words
 speculation        which of its updates run ahead of their step, under backward
 device_updates     which of them run on the device though their blocks are at home elsewhere
 in_backward        which of them use gradients up in backward, where a user allows it
+moves              drafts that move less to a host that has no room
+pages              what a plan for a card leaves to its allocator
 auto, policies     the planners themselves
 states             published policies for parameters, gradients and optimizer states
 parallel           published policies over several devices: simulated, and so not among the planners of plans
