@@ -22,13 +22,13 @@ from forebay.collector import collector_paused
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planning import problem_of
 from forebay.trace import Trace
-from forebay.units import GiB, MiB, TiB
+from forebay.units import GiB, TiB
 
 __all__ = ["HOST", "LAYERS", "MOST_LAYERS", "Planned", "compare", "planned", "traced"]
 
 LAYERS = (12, 32, 100)
 MOST_LAYERS = 1000
-DEVICE = 22 * GiB + 192 * MiB
+DEVICE = 22 * GiB
 HOST = 4 * TiB
 BATCH, SEQ = 4, 2048
 PLANS = 3
@@ -78,7 +78,7 @@ def traced(layers: int) -> Trace:
 def planned(layers: int, trace: Trace) -> Planned:
     """The figures of a few plans for ``trace``, of a model of so many ``layers``."""
     machine = replace(read_machine("rtx-4090"), host_capacity=HOST, pinned_capacity=HOST)
-    problem = problem_of(trace, machine, Budget(DEVICE))
+    problem = problem_of(trace, machine, Budget(DEVICE + trace.workspace_nbytes))
     return min((_once(layers, problem) for _ in range(PLANS)), key=lambda one: one.cpu_seconds)
 
 

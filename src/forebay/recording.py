@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from forebay.buffers import Buffer
 from forebay.errors import ConfigError
 
-__all__ = ["Box", "Holder", "Life", "Recording", "Replay", "Request", "recording_of"]
+__all__ = ["Box", "Holder", "Life", "Recording", "Replay", "Request", "events_of", "recording_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,20 @@ class Recording:
         )
 
 
+def events_of(lower: ArrayLike, upper: ArrayLike) -> list[int]:
+    """The events of a ``Recording`` of requests that are live from ``lower`` up to ``upper``, points in time. At one of
+    them what ends is given back before what begins is made."""
+    at = np.concatenate([np.asarray(lower, np.int64), np.asarray(upper, np.int64)])
+    numbers = np.arange(len(at) // 2)
+    events = np.concatenate([numbers, -1 - numbers])
+    found: list[int] = events[np.lexsort((events, events >= 0, at))].tolist()
+    return found
+
+
 def recording_of(buffers: Sequence[Buffer], steps: int = 1) -> Recording:
     """What a program asks for that makes ``buffers`` in the order of their lives, ``steps`` times. At one point in time
     what ends is given back before what begins is made. A request is called what its buffer's id begins with."""
-    events = []
-    for number, buffer in enumerate(buffers):
-        events += [(buffer.lower, 1, number), (buffer.upper, 0, -1 - number)]
-    once = [event for _, _, event in sorted(events)]
+    once = events_of([buffer.lower for buffer in buffers], [buffer.upper for buffer in buffers])
     count = len(buffers)
     every = [e + s * count if e >= 0 else e - s * count for s in range(steps) for e in once]
     requests = tuple(Request(buffer.id.rpartition("-")[0] or buffer.id, buffer.size) for buffer in buffers)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.buffers import Buffer
 from forebay.errors import DoesNotFit
-from forebay.lowering import Liveness, step_buffers
+from forebay.lowering import Liveness, step_lives
 from forebay.memory import PAGES
 from forebay.planners import PLANNERS, Problem, make_plan
 from forebay.plans import Plan
@@ -36,18 +37,20 @@ def scattered(layers: int = 24, *, kept: int = 3 * MiB, temporary: int = 29 * Mi
     return replace(trace, workspace_nbytes=WORKSPACES + PAGES)
 
 
-def all_there(trace: Trace, device: int = 1 << 40, *, accumulates: bool = False) -> tuple[Problem, Plan]:
-    problem = replace(asked(trace, machine(), device=device), accumulates=accumulates)
+def all_there(trace: Trace, *, accumulates: bool = False) -> tuple[Problem, Plan]:
+    problem = replace(asked(trace, machine(), device=1 << 40), accumulates=accumulates)
     return problem, make_plan(problem, "resident")
 
 
 def fits(trace: Trace, plan: Plan, beyond: int) -> bool:
-    """The same as it is written here: what stands, then three steps, within what is live and so much more."""
+    """The same as it is written here: what stands, then steps, within what is live and so much more."""
     standing = [trace.model.buffer_nbytes, trace.input_nbytes, WORKSPACES // 2, WORKSPACES // 2]
     standing += [slab.nbytes for slab in device_slabs(trace.model, plan, trace.state_names)]
     gradients = [p.nbytes for b in trace.model.blocks for p in b.parameters]
     names = [] if plan.accumulates else [b.name for b in trace.model.blocks]
-    step = recording_of(step_buffers(trace, plan.recompute, plan.activations, names), STEPS)
+    lives = step_lives(trace, plan.recompute, plan.activations, names)
+    rows = zip(lives.starts.tolist(), lives.ends.tolist(), lives.nbytes.tolist(), strict=True)
+    step = recording_of([Buffer(f"{n}", start, end + 1, size) for n, (start, end, size) in enumerate(rows)], STEPS)
     standing += gradients if plan.accumulates else []
     allocator = ExpandableAllocator(sum(standing) + max(step.live) + beyond)
     for number, nbytes in enumerate(standing):

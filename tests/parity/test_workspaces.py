@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forebay.profiler.workspaces import PAGES
+from forebay.memory import PAGES
 from forebay.simulation.allocators.expandable import ExpandableAllocator
 from forebay.units import MiB
 from tests.null.layouts.test_allocators_on_a_card import entries_of

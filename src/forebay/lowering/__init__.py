@@ -15,7 +15,7 @@ accumulation  what several micro-batches take that pass the model together
 """
 
 from forebay.lowering.accumulation import accumulation_of, parked_nbytes
-from forebay.lowering.buffers import StepLives, step_buffers, step_lives
+from forebay.lowering.buffers import step_buffers, step_lives
 from forebay.lowering.graph import step_graph
 from forebay.lowering.liveness import Liveness, device_bound
 from forebay.lowering.lives import Profile
@@ -26,7 +26,6 @@ __all__ = [
     "Grain",
     "Liveness",
     "Profile",
-    "StepLives",
     "accumulation_of",
     "device_bound",
     "lower",

@@ -74,10 +74,9 @@ def step_buffers(
     trace: Trace,
     recompute: Iterable[str] = (),
     activations: tuple[Selection, ...] = (),
-    staying: Collection[str] = (),
 ) -> tuple[Buffer, ...]:
     """``step_lives`` as buffers that need addresses, each live up to the position after the last at which it is there.
     Ids begin with the kind."""
-    lives = step_lives(trace, recompute, activations, staying)
+    lives = step_lives(trace, recompute, activations)
     rows = zip(lives.kinds, lives.starts.tolist(), lives.ends.tolist(), lives.nbytes.tolist(), strict=True)
     return tuple(Buffer(f"{kind.value}-{n}", start, end + 1, size) for n, (kind, start, end, size) in enumerate(rows))

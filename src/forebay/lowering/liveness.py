@@ -30,8 +30,8 @@ STAGES = 8
 """Plans whose stages are kept: a search turns among a few that differ in them."""
 
 PROFILES = 64
-"""Profiles that are kept: each is a MiB for a thousand ops or two. Of seven searches none asked for one again that was
-more than 40 back (docs/log.md)."""
+"""Profiles that are kept, and what they follow from: one of 6,184 positions is 1.4 MiB. Of seven searches none asked
+for one again that was more than 40 back (docs/log.md)."""
 
 Value = TypeVar("Value")
 
@@ -67,7 +67,7 @@ class Liveness:
         self.index = TraceIndex(trace)
         self._columns = Columns(self.index)
         self._landings = Landings(self.index)
-        self._arrangements: dict[frozenset[str], Arrangement] = {}
+        self._arrangements = _Latest[Arrangement](PROFILES)
         self._profiles = _Latest[Profile](PROFILES)
         self._transits = _Latest[Transit](PROFILES)
         self._stages = _Latest[Sequence[Stage]](STAGES)
@@ -76,14 +76,15 @@ class Liveness:
         """Bytes op by op with the blocks named recomputed, and single ops treated as ``activations`` say. A routing
         that does not have an op which is named there has nothing to treat."""
         again = frozenset(recompute)
-        arrangement = self.arrangement(again)
-        return self._profiles.get((again, activations), lambda: Layout(arrangement, activations).profile())
+
+        def made() -> Profile:
+            return Layout(self.arrangement(again), activations).profile()
+
+        return self._profiles.get((again, activations), made)
 
     def arrangement(self, recompute: frozenset[str]) -> Arrangement:
         """The order of the step with the blocks named recomputed."""
-        if recompute not in self._arrangements:
-            self._arrangements[recompute] = Arrangement(self.index, self._columns, recompute)
-        return self._arrangements[recompute]
+        return self._arrangements.get(recompute, lambda: Arrangement(self.index, self._columns, recompute))
 
     def stages(
         self,

@@ -58,10 +58,9 @@ def _staying(bench: Bench, base: Draft, those: Collection[tuple[str, Treatment]]
     treatments: dict[str, list[Treatment]] = {}
     for selection in base.activations:
         for block in selection.blocks:
-            left = treatments[block] = [t for t in selection.treatments if (block, t) not in gone]
-            for t in selection.treatments if block in again else ():
-                if (block, t) in gone:
-                    left.append(replace(t, fate=Fate.KEEP, split=t.split if t.bits else None))
+            staying = [t for t in selection.treatments if (block, t) in gone and block in again]
+            treatments[block] = [t for t in selection.treatments if (block, t) not in gone]
+            treatments[block] += [replace(t, fate=Fate.KEEP, split=t.split if t.bits else None) for t in staying]
     chosen = selected(liveness.trace, treatments)
     moved = liveness.host_activations(base.recompute, chosen)
     return replace(base, activations=chosen, streaming=replace(base.streaming, host_activations=moved))

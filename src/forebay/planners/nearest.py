@@ -162,8 +162,7 @@ def _smaller_batch(bench: Bench, draft: Draft) -> Iterator[Remedy]:
     that is materialised shrinks faster than a shorter sequence, so the estimate is on the safe side."""
     blocks = bench.model.blocks
     gradient = max((p.nbytes for b in blocks for p in b.parameters if p.trainable), default=0)
-    workspaces = 0 if bench.problem.trace is None else bench.problem.trace.workspace_nbytes
-    fixed = bench.arenas(draft).device + bench.model.buffer_nbytes + gradient + workspaces
+    fixed = bench.arenas(draft).device + bench.model.buffer_nbytes + gradient + bench.problem.workspace_nbytes
     scaling = bench.device(draft) - fixed
     room = bench.problem.limit(Tier.DEVICE) - fixed
     if scaling <= 0 or room < LEAST_SHARE * scaling:

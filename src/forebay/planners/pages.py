@@ -25,20 +25,23 @@ ROUNDS: Final = 3
 def with_pages(bench: Bench, make: Callable[[Problem, Bench], Plan]) -> Plan:
     """The plan that ``make`` makes for the problem of ``bench``, within a budget that is smaller by what pages of the
     allocator need beyond ``PAGES``, which traces recorded for a card count. Raises what ``make`` raises, and
-    ``DoesNotFit`` where there is no plan but one that has no room for its pages."""
+    ``DoesNotFit`` where it makes none but plans that have no room for their pages."""
     problem, trace = bench.problem, bench.problem.trace
     plan = make(problem, bench)
     if trace is None or trace.device != "cuda" or trace.workspace_nbytes < PAGES:
         return plan
-    limit = problem.limit(Tier.DEVICE)
-    for _ in range(ROUNDS - 1):
+    limit, made = problem.limit(Tier.DEVICE), 1
+    while True:
         room = limit - plan.device + PAGES
         needed = Played(trace, plan, liveness=bench.liveness).needed(room)
         if needed <= room:
-            break
+            return plan
+        refusal = pages_too_small(bench, plan, needed)
+        if made == ROUNDS:
+            raise refused(bench, refusal, Draft.of(plan))
         less = replace(problem, budget=replace(problem.budget, device=limit - (needed - PAGES)))
         try:
-            plan = replace(make(less, bench.with_limits(less)), budget=problem.budget)
-        except DoesNotFit as refusal:
-            raise refused(bench, pages_too_small(bench, plan, needed), Draft.of(plan)) from refusal
-    return plan
+            found = make(less, bench.with_limits(less))
+        except DoesNotFit as error:
+            raise refused(bench, refusal, Draft.of(plan)) from error
+        plan, made = replace(found, budget=problem.budget), made + 1

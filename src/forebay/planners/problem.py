@@ -85,6 +85,11 @@ class Problem:
         """Whether the activations are known beforehand."""
         return self.trace is not None or self.footprint.measured
 
+    @property
+    def workspace_nbytes(self) -> int:
+        """Bytes of the device for workspaces and pages of the allocator, whatever the plan and the batch."""
+        return 0 if self.trace is None else self.trace.workspace_nbytes
+
     def limit(self, tier: Tier) -> int:
         """Bytes that a plan may take of ``tier``: what is allowed, and no more than the machine has."""
         allowed = {

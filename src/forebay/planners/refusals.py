@@ -30,45 +30,28 @@ def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:
         held = sum(b.nbytes for b in bench.model.blocks if b.held)
         parts.append(f"{format_bytes(held)} for blocks in use throughout")
     again = f" ({len(draft.recompute)} blocks recomputed)" if draft.recompute else ""
-    workspaces = 0 if problem.trace is None else problem.trace.workspace_nbytes
+    workspaces = problem.workspace_nbytes
     parts.append(f"{format_bytes(bench.beside(draft) - workspaces)} for the activations of one step{again}")
     if workspaces:
         parts.append(f"{format_bytes(workspaces)} for workspaces and pages of the allocator")
-    needed, allowed = format_apart(need, limit)
-    return DoesNotFit(
-        f"device memory: {needed} are needed and {allowed} are allowed: {', '.join(parts)}; raise device_memory, "
-        f"or use a smaller batch or a shorter sequence",
-        tier=Tier.DEVICE.value,
-        needed=need,
-        allowed=limit,
-    )
+    why = f": {', '.join(parts)}; raise device_memory, or use a smaller batch or a shorter sequence"
+    return _too_small(Tier.DEVICE, "device memory", need, limit, why)
 
 
 def pages_too_small(bench: Bench, plan: Plan, pages: int) -> DoesNotFit:
     """``plan`` fits by its bytes, pages of the allocator need ``pages``, and with less nothing fits."""
-    limit = bench.problem.limit(Tier.DEVICE)
-    need = plan.device - PAGES + pages
-    needed, allowed = format_apart(need, limit)
-    return DoesNotFit(
-        f"device memory: {needed} are needed and {allowed} are allowed: {format_bytes(plan.device - PAGES)} for what "
-        f"is there, {format_bytes(pages)} that pages of the allocator have more than is in them; raise device_memory, "
-        f"or use a smaller batch or a shorter sequence",
-        tier=Tier.DEVICE.value,
-        needed=need,
-        allowed=limit,
+    live = plan.device - PAGES
+    why = (
+        f": {format_bytes(live)} for what is there, {format_bytes(pages)} that pages of the allocator have more than "
+        f"is in them; raise device_memory, or use a smaller batch or a shorter sequence"
     )
+    return _too_small(Tier.DEVICE, "device memory", live + pages, bench.problem.limit(Tier.DEVICE), why)
 
 
 def disk_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
     """``sizes`` is the least of the disk that the host has room for."""
-    limit = bench.problem.limit(Tier.DISK)
-    needed, allowed = format_apart(sizes.disk, limit)
-    return DoesNotFit(
-        f"disk: {needed} are needed and {allowed} are allowed; give the disk budget more room, or raise host_memory",
-        tier=Tier.DISK.value,
-        needed=sizes.disk,
-        allowed=limit,
-    )
+    why = "; give the disk budget more room, or raise host_memory"
+    return _too_small(Tier.DISK, "disk", sizes.disk, bench.problem.limit(Tier.DISK), why)
 
 
 def host_too_small(bench: Bench, sizes: Arenas, policy: str = "") -> DoesNotFit:
@@ -83,12 +66,11 @@ def host_too_small(bench: Bench, sizes: Arenas, policy: str = "") -> DoesNotFit:
     )
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts)
     disk = "" if bench.problem.limit(Tier.DISK) else ", or give disk=PATH:SIZE for the optimizer states"
-    limit = bench.problem.limit(Tier.HOST)
-    needed, allowed = format_apart(sizes.host, limit)
     why = f"policy {policy} keeps {held} there and nothing on disk" if policy else f"{held}; raise host_memory{disk}"
-    return DoesNotFit(
-        f"host memory: {needed} are needed and {allowed} are allowed: {why}",
-        tier=Tier.HOST.value,
-        needed=sizes.host,
-        allowed=limit,
-    )
+    return _too_small(Tier.HOST, "host memory", sizes.host, bench.problem.limit(Tier.HOST), f": {why}")
+
+
+def _too_small(tier: Tier, what: str, need: int, limit: int, why: str) -> DoesNotFit:
+    needed, allowed = format_apart(need, limit)
+    text = f"{what}: {needed} are needed and {allowed} are allowed{why}"
+    return DoesNotFit(text, tier=tier.value, needed=need, allowed=limit)

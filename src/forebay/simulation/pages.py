@@ -8,14 +8,13 @@ and goes as transfers do, and is none of what is played.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import final
 
-import numpy as np
-
-from forebay.lowering import Liveness, StepLives, step_lives
-from forebay.lowering.columns import Column
+from forebay.lowering import Liveness, step_lives
 from forebay.memory import PAGES
 from forebay.plans import Plan
+from forebay.recording import events_of
 from forebay.simulation.allocators import ExpandableAllocator
 from forebay.slabs import device_slabs
 from forebay.trace import Trace
@@ -45,15 +44,15 @@ class Played:
             self._standing += [p.nbytes for p in staying]
             resident = set()
         lives = step_lives(trace, plan.recompute, plan.activations, resident, liveness)
-        self._events, self._nbytes = _events(lives), lives.nbytes.tolist()
-        change = np.where(self._events < 0, -lives.nbytes[-1 - self._events], lives.nbytes[self._events])
-        self.live = sum(self._standing) + int(np.cumsum(change).max(initial=0))
+        self._events, self._nbytes = events_of(lives.starts, lives.ends + 1), lives.nbytes.tolist()
+        changes = (self._nbytes[event] if event >= 0 else -self._nbytes[-1 - event] for event in self._events)
+        self.live = sum(self._standing) + max(accumulate(changes), default=0)
 
-    def needed(self, most: int) -> int:
-        """Bytes beyond what is live, ``most`` at least, with which no request finds the card full."""
-        if self._fits(most):
-            return most
-        low, high = most, max(2 * most, EXACT)
+    def needed(self, room: int) -> int:
+        """Bytes beyond what is live, ``room`` at least, with which no request finds the card full."""
+        if self._fits(room):
+            return room
+        low, high = room, max(2 * room, EXACT)
         while not self._fits(high):
             low, high = high, 2 * high
         while high - low > EXACT:
@@ -66,7 +65,7 @@ class Played:
         for number, nbytes in enumerate(self._standing, len(self._nbytes)):
             allocator.allocate(number, nbytes, 0)
         for _ in range(STEPS):
-            for event in self._events.tolist():
+            for event in self._events:
                 if event < 0:
                     allocator.free(-1 - event)
                 else:
@@ -74,12 +73,3 @@ class Played:
             if allocator.out_of_memory:
                 return False
         return True
-
-
-def _events(lives: StepLives) -> Column:
-    """What is made and given back, in order, as in a ``Recording``: at one position what has ended goes before what
-    begins comes."""
-    numbers = np.arange(len(lives.nbytes))
-    at = np.concatenate([lives.starts, lives.ends + 1])
-    event = np.concatenate([numbers, -1 - numbers])
-    return np.asarray(event[np.lexsort((event, event >= 0, at))])

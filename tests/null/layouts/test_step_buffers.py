@@ -6,7 +6,8 @@ import pytest
 
 from forebay.buffers import BufferSet
 from forebay.checking.addresses import check_addresses
-from forebay.lowering import Liveness, step_buffers
+from forebay.lowering import Liveness, step_buffers, step_lives
+from forebay.memory import Kind
 from forebay.planners.layout import lay_out
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
@@ -29,11 +30,14 @@ def test_the_bytes_live_at_each_position_are_those_of_the_profile(recompute: tup
 def test_gradients_that_stay_are_there_to_the_end() -> None:
     """From when each is complete: the last one behind all but the last ops, all of them when the step ends."""
     staying = [b.name for b in BLOCKS[:2]]
-    alone, more = step_buffers(TRACE), step_buffers(TRACE, staying=staying)
+    alone, more = (
+        list(zip(lives.kinds, lives.starts.tolist(), lives.ends.tolist(), lives.nbytes.tolist(), strict=True))
+        for lives in (step_lives(TRACE), step_lives(TRACE, staying=staying))
+    )
     assert more[: len(alone)] == alone
     added = more[len(alone) :]
-    assert [b.size for b in added] == [16 * 16 * 4] * 2 and {b.id.split("-")[0] for b in added} == {"gradient"}
+    assert [(kind, nbytes) for kind, _, _, nbytes in added] == [(Kind.GRADIENT, 16 * 16 * 4)] * 2
     end = len(Liveness(TRACE).profile().during)
-    assert all(0 < b.lower < b.upper == end + 1 for b in added)
-    own = [b for b in alone if b.id.startswith("gradient")]
-    assert {b.lower for b in added} <= {b.upper for b in own}  # where the pass lets go of it
+    assert all(0 < first < last + 1 == end + 1 for _, first, last, _ in added)
+    # Where the pass lets go of it.
+    assert {first for _, first, _, _ in added} <= {1 + last for kind, _, last, _ in alone if kind is Kind.GRADIENT}
