@@ -12,7 +12,8 @@ from torch import nn
 
 from forebay.errors import ModelError, OptimizerError, UsageError
 from forebay.memory import Kind
-from forebay.profiler.capture import STATES, capture
+from forebay.profiler.capture import KEEPS_CACHE, STATES, capture
+from forebay.runtime.losses import LossFunction
 from forebay.trace import Phase, Trace
 from tests.parity.capture_rig import gradients, real_peak, traced_peak
 from tests.parity.models import CASES
@@ -184,6 +185,16 @@ def test_what_the_loop_lets_go_of_is_gone_when_backward_begins(name: str) -> Non
     assert brief.held_nbytes == output.loss.nbytes and named.held_nbytes >= output.logits.nbytes + output.loss.nbytes
     assert [op.work for _, _, op in brief.ops()] == [op.work for _, _, op in named.ops()]
     assert footprint_of(brief).peak < footprint_of(named).peak
+
+
+@pytest.mark.parametrize("loss_fn", [None, of_output])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_a_cache_that_nothing_reads_is_told_of(name: str, loss_fn: LossFunction | None) -> None:
+    case = CASES[name]
+    model, batch = case.model(torch.float32), case.inputs(0, torch.float32)
+    with_cache, without = (capture(model, {**batch, "use_cache": use}, loss_fn=loss_fn).trace for use in (True, False))
+    assert KEEPS_CACHE in with_cache.notes and KEEPS_CACHE not in without.notes
+    assert not model._forward_hooks
 
 
 def test_a_loss_of_the_loops_own_is_seen() -> None:

@@ -76,6 +76,11 @@ def test_labels_are_the_input_in_memory_of_their_own() -> None:
     assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()
 
 
+def test_what_is_beside_goes_with_every_batch() -> None:
+    deck = Windows(torch.arange(80), batch=2, seq=4, seed=1, beside={"use_cache": False})
+    assert [deck.batch(i)["use_cache"] for i in range(3)] == [False] * 3
+
+
 def test_a_text_shorter_than_a_batch_is_refused_with_both_figures() -> None:
     with pytest.raises(UsageError, match=r"has 7 tokens and one batch of 2 x 4 needs 8"):
         windows(7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.planners.parts import recomputable
 from forebay.planning import assess
+from forebay.profiler.batch import with_values
 from forebay.profiler.capture import capture
 from forebay.recipes import load_recipe
 from forebay.recipes.tasks import sample
@@ -61,6 +63,20 @@ def test_recipes_of_every_kind_are_planned(recipe: str) -> None:
     trace = step(recipe)
     for policy in ("resident", "recompute", "stream", "stream-recompute", "auto"):
         assert_planned(trace, policy)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "llama-135m", "t5-small", "olmoe-1b-7b", "vit-base"])
+def test_a_step_has_no_cache_for_generation(recipe: str, tmp_path: Path) -> None:
+    """Its output would hold the keys and values of all layers; the configuration, which is exported, still asks for
+    one."""
+    fewer = {} if recipe == "vit-base" else {"num_layers": 2} if recipe == "t5-small" else {"num_hidden_layers": 2}
+    made = sample(shorter(tmp_path, recipe, **fewer), batch=1, seq=8, dtype="float32")
+    model: Any = made.model.to_empty(device="cpu")
+    batch = with_values(made.batch, model, "cpu")
+    assert model(**batch).get("past_key_values") is None
+    if recipe != "vit-base":
+        assert model.config.use_cache
+        assert model(**{**batch, "use_cache": True}).past_key_values is not None
 
 
 @pytest.mark.parametrize("accumulates", [True, False])

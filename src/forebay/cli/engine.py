@@ -28,7 +28,7 @@ class Engine(Protocol):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        batch: Mapping[str, torch.Tensor],
+        batch: Mapping[str, Any],
         *,
         device_memory: int,
         host_memory: int | None,

@@ -136,10 +136,10 @@ def _taking(
 
 def mean_loss(config: TrainConfig, device: str) -> LossFunction:
     """The loss of one micro-batch, as it counts in a step. Of the model's output nothing else is kept."""
+    from forebay.profiler.batch import moved_to
 
-    def loss_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        there = {name: tensor.to(device) for name, tensor in batch.items()}
-        loss: torch.Tensor = model(**there).loss / config.accumulate
+    def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = model(**moved_to(batch, device)).loss / config.accumulate
         return loss
 
     return loss_of

@@ -64,7 +64,7 @@ class Preparing:
     engine: Engine
     view: View
     model: nn.Module
-    batch: Mapping[str, torch.Tensor]
+    batch: Mapping[str, Any]
     device: str
 
     def to_save(self, plan: Plan | None, folder: RunFolder | None) -> tuple[nn.Module, torch.optim.Optimizer, int]:

@@ -31,6 +31,7 @@ from forebay.memory import Tier
 from forebay.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from forebay.config import TrainConfig
@@ -134,12 +135,15 @@ def _with_less_host(
 
 def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -> Plan:
     """The plan for ``config`` with ``spare`` bytes less of the device. Raises ``DoesNotFit`` where there is none."""
+    from forebay.data.text import tokenize
     from forebay.data.tokenizers import find_tokenizer
+    from forebay.profiler.batch import moved_to
     from forebay.recipes.causal_lm import find
 
     source, device = find(config.model), device_of(config.device)
     model, _ = _built(config, source)
-    batch = {n: t.to(device) for n, t in _windows(config, find_tokenizer(source.folder)).batch(0).items()}
+    text = tokenize(config.data, find_tokenizer(source.folder))
+    batch = moved_to(_windows(config, text, model).batch(0), device)
     tighter = config.model_copy(update={"device_memory": max(1, config.device_memory - spare)})
     model, _, _ = Preparing(tighter, engine, view, model, batch, device).under(None)
     plan = engine.report(model).plan
@@ -149,14 +153,18 @@ def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -
 
 def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, plan: Plan | None) -> TrainResult:
     """``train`` in ``folder``; ``plan`` None: one is made."""
+    from forebay.data.text import tokenize
     from forebay.data.tokenizers import find_tokenizer
+    from forebay.profiler.batch import moved_to
     from forebay.recipes.causal_lm import find
 
     source = find(config.model)
     tokenizer = find_tokenizer(source.folder)
-    windows = _windows(config, tokenizer)
+    # Before the model is built: a file that is not there is said at once.
+    text = tokenize(config.data, tokenizer)
     device = device_of(config.device)
     model, tiles = _built(config, source)
+    windows = _windows(config, text, model)
     if tiles is not None:
         view.note(tiles)
     _check_model(config, model, windows, tokenizer)
@@ -165,8 +173,7 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
         warmup = folder.begin(config, warmup, windows.tokens, windows.crc32)
     view.note(_opening(config, model, source, tokenizer, windows, folder))
 
-    batch = {name: tensor.to(device) for name, tensor in windows.batch(0).items()}
-    preparing = Preparing(config, engine, view, model, batch, device)
+    preparing = Preparing(config, engine, view, model, moved_to(windows.batch(0), device), device)
     model, optimizer, together = preparing.to_save(plan, folder)
     try:
         view.note(_promise(engine.report(model).plan, config.accumulate, together))
@@ -281,10 +288,11 @@ def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder 
     return found.step
 
 
-def _windows(config: TrainConfig, tokenizer: Tokenizer) -> Windows:
-    from forebay.data.text import Windows, tokenize
+def _windows(config: TrainConfig, text: torch.Tensor, model: nn.Module) -> Windows:
+    from forebay.data.text import Windows
+    from forebay.recipes.causal_lm import in_training
 
-    return Windows(tokenize(config.data, tokenizer), batch=config.batch, seq=config.seq, seed=config.seed)
+    return Windows(text, batch=config.batch, seq=config.seq, seed=config.seed, beside=in_training(model))
 
 
 def _check_model(config: TrainConfig, model: nn.Module, windows: Windows, tokenizer: Tokenizer) -> None:

@@ -225,19 +225,20 @@ def _sample(asked: PlanSettings, part: _Part, seed: int) -> Sample:
     return sample(asked.model, batch=asked.batch, seq=asked.seq, dtype=asked.dtype, on="cpu", layers=part.cut)
 
 
-def _text_batches(asked: PlanSettings, extent: Extent, found: Sample, count: int) -> list[dict[str, torch.Tensor]]:
+def _text_batches(asked: PlanSettings, extent: Extent, found: Sample, count: int) -> list[dict[str, Any]]:
     """``count`` micro-batches out of the text of ``--data``. Raises ``ConfigError`` for a model that does not read it,
     and what tokenising it raises."""
     from forebay.data.text import Windows, tokenize
     from forebay.data.tokenizers import find_tokenizer
-    from forebay.recipes.causal_lm import find
+    from forebay.recipes.causal_lm import find, in_training
     from forebay.recipes.tasks import is_transformers, names_function
 
     config: Any = found.model.config if is_transformers(found.model) else None
     if config is None or found.seq is None or config.is_encoder_decoder:
         raise ConfigError(f"--data: {asked.model} is not a causal language model, which reads text; leave --data out")
     tokenizer = find_tokenizer(None if names_function(asked.model) else find(asked.model).folder)
-    windows = Windows(tokenize(extent.data, tokenizer), batch=asked.batch, seq=found.seq, seed=extent.seed)
+    tokens, beside = tokenize(extent.data, tokenizer), in_training(found.model)
+    windows = Windows(tokens, batch=asked.batch, seq=found.seq, seed=extent.seed, beside=beside)
     windows.check_range(tokenizer.name, config.get_text_config().vocab_size)
     return [windows.batch(number) for number in range(count)]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -47,10 +47,12 @@ class Windows:
 
     The row is cut into windows of ``seq`` tokens that do not overlap; each epoch deals them in an order of its own,
     which ``seed`` decides, and leaves out the last windows that fill no batch. Batch ``index`` depends on nothing but
-    the arguments, so a run can start again at any batch.
+    the arguments, so a run can start again at any batch. What is ``beside`` goes with each.
     """
 
-    def __init__(self, tokens: torch.Tensor, *, batch: int, seq: int, seed: int) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, *, batch: int, seq: int, seed: int, beside: Mapping[str, bool] | None = None
+    ) -> None:
         needed = batch * seq
         if tokens.numel() < needed:
             raise UsageError(
@@ -60,6 +62,7 @@ class Windows:
         self._windows = tokens[: tokens.numel() // seq * seq].view(-1, seq)
         self._batch = batch
         self._seed = seed
+        self._beside = dict(beside or {})
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -78,7 +81,7 @@ class Windows:
         """Batches in an epoch."""
         return self._windows.shape[0] // self._batch
 
-    def batch(self, index: int) -> dict[str, torch.Tensor]:
+    def batch(self, index: int) -> dict[str, Any]:
         """Batch ``index`` (0 or more): ``input_ids`` and ``labels``, int64, shape (batch, seq).
 
         The two are equal: transformers' models shift the labels themselves.
@@ -90,7 +93,7 @@ class Windows:
             self._epoch = epoch
         rows = self._order[place * self._batch : (place + 1) * self._batch]
         input_ids = self._windows[rows].to(torch.int64)
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        return {"input_ids": input_ids, "labels": input_ids.clone(), **self._beside}
 
     def check_range(self, tokenizer: str, vocabulary: int) -> None:
         """Raises ``ModelError`` when a token is outside the model's vocabulary (a number of tokens)."""

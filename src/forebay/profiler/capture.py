@@ -61,6 +61,12 @@ STATES: Mapping[str, tuple[str, ...]] = {
 lie."""
 
 
+KEEPS_CACHE = (
+    "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
+    "reads them: give use_cache=False with the batch"
+)
+
+
 @final
 @dataclass(frozen=True)
 class Captured:
@@ -143,6 +149,8 @@ def capture(
             if not any(_is_same(extreme, other) for other in extremes):
                 extremes.append(extreme)
     notes += _routing_notes(step.recorder.values, bool(extremes))
+    if step.keeps_cache:
+        notes.append(KEEPS_CACHE)
     return Captured(replace(trace, notes=tuple(notes), extremes=tuple(extremes)), step.recorder.works.calls)
 
 
@@ -241,6 +249,7 @@ class _Step:
         self.recorder = Recorder(device, routing)
         self.held_nbytes = 0
         self.unseen_nbytes = 0
+        self.keeps_cache = False
 
     def run(self, losing: Losing, args: Any, kwargs: Any) -> None:
         """Forward, the loss that ``losing`` makes, and backward. Raises ``CaptureFailed`` when the model cannot run
@@ -254,6 +263,7 @@ class _Step:
             askers = {name for block in self._bound.model.blocks for name in block.modules}
             recorder.follow_askers({name: self._model.get_submodule(name) for name in sorted(askers)})
             chunked = self._cut_loss()
+            seen = self._model.register_forward_hook(self._see)
             try:
                 with recorder, _quiet_torch():
                     whole = _Whole(self._model, lambda: self._forward_and_backward(losing, inputs, keywords))
@@ -268,9 +278,13 @@ class _Step:
             except Exception as error:
                 raise CaptureFailed(self._why(error)) from error
             finally:
+                seen.remove()
                 if chunked is not None:
                     chunked.remove()
                 recorder.remove_hooks()
+
+    def _see(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.keeps_cache |= isinstance(output, Mapping) and output.get("past_key_values") is not None
 
     def _forward_and_backward(self, losing: Losing, args: Any, kwargs: Any) -> None:
         recorder = self.recorder

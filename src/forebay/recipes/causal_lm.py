@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from forebay.recipes import load_recipe, recipe_names
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModelSource", "build", "build_as", "find", "read_config"]
+__all__ = ["ModelSource", "build", "build_as", "find", "in_training", "read_config"]
 
 _KINDS = {
     "AutoModelForCausalLM": "a causal language model",
@@ -121,6 +122,16 @@ def build_as(source: ModelSource, dtype: str, factory: str, config: Any) -> nn.M
     except Exception as error:
         raise ModelError(f"transformers cannot build {_KINDS[factory]} from {source.file}: {_reason(error)}") from error
     return model.train()
+
+
+def in_training(model: nn.Module) -> dict[str, bool]:
+    """What goes with every batch that a language model of transformers is trained on.
+
+    Its configuration asks for a cache of keys and values for the sake of generation, and is exported as it is. A step
+    has no use for one, and it would hold the keys and values of all layers until the loop drops the output. The
+    ``Trainer`` of transformers trains without, too.
+    """
+    return {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
 
 
 def _reason(error: Exception) -> str:

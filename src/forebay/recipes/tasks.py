@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ConfigError, ModelError
-from forebay.recipes.causal_lm import ModelSource, build_as, find, read_config
+from forebay.recipes.causal_lm import ModelSource, build_as, find, in_training, read_config
 from forebay.recipes.depth import depth_of, with_layers
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _content(config: Mapping[str, Any] | Path) -> Mapping[str, Any]:
     return config
 
 
-def _batch_for(model: nn.Module, name: str, batch: int, seq: int) -> tuple[dict[str, torch.Tensor], int | None]:
+def _batch_for(model: nn.Module, name: str, batch: int, seq: int) -> tuple[dict[str, Any], int | None]:
     import torch
 
     config: Any = model.config
@@ -138,7 +138,7 @@ def _batch_for(model: nn.Module, name: str, batch: int, seq: int) -> tuple[dict[
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and seq > longest:
         raise ConfigError(f"--seq {seq} is longer than the {longest} positions of {name}; lower --seq")
-    return {"input_ids": tokens(batch, seq), "labels": tokens(batch, seq)}, seq
+    return {"input_ids": tokens(batch, seq), "labels": tokens(batch, seq), **in_training(model)}, seq
 
 
 def _pair(size: Any) -> tuple[int, int]:
