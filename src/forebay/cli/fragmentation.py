@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from forebay.memory import ALIGNMENT
 from forebay.plans import Plan
 from forebay.recording import Recording, recording_of
 from forebay.reporting.fragmentation import Fragmentation
-from forebay.simulation.allocators import ALLOCATORS, PlannedAllocator, replay
+from forebay.simulation.allocators import ALLOCATORS, Allocator, PlannedAllocator, replay, room_for
 from forebay.snapshot import read_snapshot
 from forebay.trace import Trace
 
@@ -42,11 +43,16 @@ def examine(source: Path) -> Fragmentation:
 
 def played(title: str, recording: Recording) -> Fragmentation:
     """``recording`` played to every model, and to addresses from the default layout."""
-    found = [replay(name, recording, partial(make, recording)) for name, make in ALLOCATORS.items()]
     planned = _planned(recording)
     offsets = {int(b.id): offset for b, offset in zip(planned.given.buffers, planned.offsets, strict=True)}
-    found.append(replay("arena", recording, lambda: PlannedAllocator(offsets, planned.height)))
-    return Fragmentation(title, max(recording.live, default=0), tuple(found), recording.observed, recording.notes)
+    models: dict[str, Callable[[int | None], Allocator]] = {
+        **{name: partial(make, recording) for name, make in ALLOCATORS.items()},
+        "arena": lambda limit: PlannedAllocator(offsets, planned.height),
+    }
+    replays = tuple(replay(name, recording, make) for name, make in models.items())
+    fits_in = tuple(min(r.peak_reserved, room_for(recording, models[r.allocator])) for r in replays)
+    live = max(recording.live, default=0)
+    return Fragmentation(title, live, replays, fits_in, recording.observed, recording.notes)
 
 
 def _planned(recording: Recording) -> Addresses:

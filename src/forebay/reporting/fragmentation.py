@@ -21,11 +21,14 @@ __all__ = ["Fragmentation", "fragmentation_table"]
 @dataclass(frozen=True)
 class Fragmentation:
     """One recording, called ``title``, played to several allocators. ``lower_bound`` is the most bytes that were live
-    at one time, ``observed`` what the program's own allocator had reserved in the end (None: nobody knows)."""
+    at one time; ``fits_in`` are the least bytes of a device on which each of them has room, giving back what it can
+    before it goes over; ``observed`` is what the program's own allocator had reserved in the end (None: nobody knows).
+    """
 
     title: str
     lower_bound: int
     replays: tuple[Replay, ...]
+    fits_in: tuple[int, ...]
     observed: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -40,16 +43,17 @@ class Fragmentation:
         return {
             "live": self.lower_bound,
             "observed_reserved": self.observed,
-            "allocators": [_object(one) for one in self.replays],
+            "allocators": [_object(*one) for one in zip(self.replays, self.fits_in, strict=True)],
             "notes": list(self.notes),
         }
 
 
-def _object(one: Replay) -> Mapping[str, Any]:
+def _object(one: Replay, fits_in: int) -> Mapping[str, Any]:
     return {
         "allocator": one.allocator,
         "peak_reserved": one.peak_reserved,
         "over": one.over,
+        "fits_in": fits_in,
         "worst_event": one.worst,
         "worst_unused": one.unused,
         "holders": [
@@ -60,11 +64,12 @@ def _object(one: Replay) -> Mapping[str, Any]:
 
 def fragmentation_table(found: Fragmentation) -> Group:
     """Reserved over live for each allocator, the worst moment of each, and who held the memory then."""
-    table = figure_table("allocators", "allocator", ["reserved", "over live", "most unused", "at event"])
-    for one in found.replays:
+    table = figure_table("allocators", "allocator", ["reserved", "over live", "fits in", "most unused", "at event"])
+    for one, fits_in in zip(found.replays, found.fits_in, strict=True):
         cells = (
             format_bytes(one.peak_reserved),
             NONE if found.tiny else f"{one.over:.2%}",
+            format_bytes(fits_in),
             format_bytes(one.unused),
             NONE if one.worst is None else str(one.worst),
         )
@@ -105,8 +110,8 @@ _HELD = ("bytes", "unused beside it", "of")
 def _answer(found: Fragmentation) -> Text:
     if not found.replays:
         return Text("Nothing was asked for.")
-    best = min(found.replays, key=lambda one: one.peak_reserved)
-    worst = max(found.replays, key=lambda one: one.peak_reserved)
-    spared = worst.peak_reserved - best.peak_reserved
-    words = f"{best.allocator} takes least: {format_bytes(spared)} less than {worst.allocator}."
-    return Text(words if spared else "All of them take the same.", style="bold")
+    needs = {one.allocator: nbytes for one, nbytes in zip(found.replays, found.fits_in, strict=True)}
+    best, worst = min(needs, key=needs.__getitem__), max(needs, key=needs.__getitem__)
+    spared = needs[worst] - needs[best]
+    words = f"{best} does with the smallest device: {format_bytes(spared)} less than {worst}."
+    return Text(words if spared else "All of them need the same.", style="bold")

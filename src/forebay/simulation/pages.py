@@ -15,7 +15,7 @@ from forebay.lowering import Liveness, step_lives
 from forebay.memory import PAGES
 from forebay.plans import Plan
 from forebay.recording import events_of
-from forebay.simulation.allocators import ExpandableAllocator
+from forebay.simulation.allocators import ExpandableAllocator, least
 from forebay.slabs import device_slabs
 from forebay.trace import Trace
 from forebay.units import MiB
@@ -50,15 +50,7 @@ class Played:
 
     def needed(self, room: int) -> int:
         """Bytes beyond what is live, ``room`` at least, with which no request finds the card full."""
-        if self._fits(room):
-            return room
-        low, high = room, max(2 * room, EXACT)
-        while not self._fits(high):
-            low, high = high, 2 * high
-        while high - low > EXACT:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(middle) else (middle, high)
-        return high
+        return least(self._fits, room, EXACT)
 
     def _fits(self, beyond: int) -> bool:
         allocator = ExpandableAllocator(self.live + beyond)

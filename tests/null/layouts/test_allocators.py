@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from forebay.buffers import Buffer
 from forebay.errors import ConfigError
 from forebay.recording import Recording, Request, recording_of
-from forebay.simulation.allocators import ALLOCATORS, Allocator, CachingAllocator, PlannedAllocator, replay
+from forebay.simulation.allocators import (
+    ALLOCATORS,
+    Allocator,
+    CachingAllocator,
+    PlannedAllocator,
+    least,
+    replay,
+    room_for,
+)
 from forebay.simulation.allocators.caching import CachingSettings
+from forebay.simulation.allocators.replay import EXACT
 from forebay.units import MiB
 
 
@@ -55,7 +64,7 @@ def expect_whole(allocator: Allocator, live: Iterable[int]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(recording=recordings())
 def test_memory_is_whole_after_every_event(name: str, recording: Recording) -> None:
-    allocator = ALLOCATORS[name](recording)
+    allocator = ALLOCATORS[name](recording, None)
     live: set[int] = set()
     for event in recording.events:
         if event < 0:
@@ -154,6 +163,40 @@ def test_large_blocks_may_be_kept_whole() -> None:
             CachingSettings(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", sorted(ALLOCATORS))
+@settings(max_examples=40, deadline=None)
+@given(recording=recordings())
+def test_on_the_least_device_everything_has_room_and_on_a_smaller_one_not(name: str, recording: Recording) -> None:
+    def has_room(limit: int) -> bool:
+        allocator = ALLOCATORS[name](recording, limit)
+        for event in recording.events:
+            if event < 0:
+                allocator.free(-1 - event)
+            else:
+                allocator.allocate(event, recording.requests[event].nbytes, recording.requests[event].stream)
+                if allocator.out_of_memory or allocator.reserved > limit:
+                    return False
+        return True
+
+    room, live = room_for(recording, partial(ALLOCATORS[name], recording)), max(recording.live, default=0)
+    assert room >= live and has_room(room)
+    assert room == live or not has_room(room - EXACT)
+
+
+@given(threshold=st.integers(0, 1 << 40), low=st.integers(0, 1 << 40), exact=st.integers(1, 1 << 20))
+def test_the_least_that_fits(threshold: int, low: int, exact: int) -> None:
+    found = least(lambda nbytes: nbytes >= threshold, low, exact)
+    assert max(low, threshold) <= found < max(low + 1, threshold + exact)
+
+
+def test_a_device_need_not_have_what_nobody_uses() -> None:
+    """One large request after the other: what the first had goes back for the second."""
+    recording = recording_of([Buffer(f"activation-{n}", n, n + 1, (100 + 2 * n) * MiB) for n in range(8)])
+    found = replay("caching", recording, partial(ALLOCATORS["caching"], recording))
+    assert found.peak_reserved == sum(range(100, 116, 2)) * MiB
+    assert room_for(recording, partial(ALLOCATORS["caching"], recording)) == 114 * MiB
+
+
 def growing(steps: int = 8) -> Recording:
     """Ever larger tensors, each given back when the next but one is made: the worst for segments of one size."""
     count = 6 * steps
@@ -172,7 +215,7 @@ def test_segments_of_one_size_are_wasted_where_stitched_ones_and_expandable_ones
 def test_the_worst_moment_names_who_holds_the_memory() -> None:
     # A small leftover keeps a segment of 400 MiB: the request beside it is gone.
     buffers = (Buffer("weight-0", 0, 1, 400 * MiB), Buffer("statistic-0", 1, 9, 300 * MiB), Buffer("late-0", 2, 9, MiB))
-    found = replay("caching", recording_of(buffers), CachingAllocator)
+    found = replay("caching", recording_of(buffers), lambda limit: CachingAllocator())
     assert found.peak_reserved == 402 * MiB
     assert (found.worst, found.unused) == (3, 101 * MiB)
     first, second = found.holders
@@ -184,7 +227,7 @@ def test_planned_addresses_take_what_was_planned() -> None:
     buffers = (Buffer("a", 0, 2, 100), Buffer("b", 1, 3, 50), Buffer("c", 2, 4, 100))
     recording = recording_of(buffers, steps=2)
     offsets = {0: 0, 1: 100, 2: 0, 3: 0, 4: 100, 5: 0}
-    found = replay("arena", recording, lambda: PlannedAllocator(offsets, 150))
+    found = replay("arena", recording, lambda limit: PlannedAllocator(offsets, 150))
     assert (found.peak_reserved, found.peak_live, found.over) == (150, 150, 0.0)
     assert {(life.box.address, life.box.nbytes) for life in found.lives} == {(0, 100), (100, 50)}
 

@@ -16,7 +16,7 @@ import pytest
 from forebay.simulation.allocators.base import Allocator, Places
 from forebay.simulation.allocators.caching import CachingAllocator, CachingSettings
 from forebay.simulation.allocators.expandable import ExpandableAllocator
-from forebay.simulation.allocators.replay import replay
+from forebay.simulation.allocators.replay import replay, room_for
 from forebay.snapshot import read_snapshot
 from forebay.units import MiB
 
@@ -51,16 +51,17 @@ class Recorded(Places):
         pass
 
 
-def model_of(name: str, places: Places | None = None) -> Allocator:
-    """The model with the settings that the recording was made with."""
+def model_of(name: str, places: Places | None = None, limit: int | None = None) -> Allocator:
+    """The model with the settings that the recording was made with, its limit among them if no other is given."""
     scenario = snapshot_of(name)["scenario"]
+    limit = scenario["limit"] if limit is None else limit
     settings = dict(one.split(":") for one in scenario["settings"].split(",") if one)
     if name in GROWING:
         assert settings == {"expandable_segments": "True"}
-        return ExpandableAllocator(scenario["limit"])
+        return ExpandableAllocator(limit)
     split = settings.get("max_split_size_mb")
     collect = float(settings.get("garbage_collection_threshold", 0))
-    given = CachingSettings(scenario["limit"], None if split is None else int(split) * MiB, collect)
+    given = CachingSettings(limit, None if split is None else int(split) * MiB, collect)
     return CachingAllocator(given, places)
 
 
@@ -113,7 +114,15 @@ def test_as_fragmentation_reads_it(name: str, tmp_path: Path) -> None:
     file = tmp_path / "snapshot.pickle"
     file.write_bytes(pickle.dumps(snapshot_of(name)))
     recording = read_snapshot(file)
-    played = replay(name, recording, lambda: model_of(name))
+    played = replay(name, recording, lambda limit: model_of(name))
     assert recording.observed is not None
     assert abs(played.reserved[-1] - recording.observed) <= 20 * MiB
     assert max(recording.live) <= played.peak_reserved
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if snapshot_of(name)["scenario"]["limit"] is not None])
+def test_what_ran_within_a_limit_has_room_within_it(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "snapshot.pickle"
+    file.write_bytes(pickle.dumps(snapshot_of(name)))
+    recording, limit = read_snapshot(file), snapshot_of(name)["scenario"]["limit"]
+    assert max(recording.live) <= room_for(recording, lambda limit: model_of(name, limit=limit)) <= limit

@@ -16,12 +16,13 @@ from types import MappingProxyType
 
 from forebay.recording import Recording
 from forebay.simulation.allocators.base import Allocator, Segment
-from forebay.simulation.allocators.caching import CachingAllocator
+from forebay.simulation.allocators.caching import CachingAllocator, CachingSettings
 from forebay.simulation.allocators.contiguous import ContiguousAllocator
 from forebay.simulation.allocators.expandable import ExpandableAllocator
 from forebay.simulation.allocators.gmlake import GmlakeAllocator
+from forebay.simulation.allocators.limits import least
 from forebay.simulation.allocators.planned import PlannedAllocator
-from forebay.simulation.allocators.replay import replay
+from forebay.simulation.allocators.replay import replay, room_for
 
 __all__ = [
     "ALLOCATORS",
@@ -32,15 +33,18 @@ __all__ = [
     "GmlakeAllocator",
     "PlannedAllocator",
     "Segment",
+    "least",
     "replay",
+    "room_for",
 ]
 
-ALLOCATORS: Mapping[str, Callable[[Recording], Allocator]] = MappingProxyType(
+ALLOCATORS: Mapping[str, Callable[[Recording, int | None], Allocator]] = MappingProxyType(
     {
-        "caching": lambda recording: CachingAllocator(),
-        "expandable": lambda recording: ExpandableAllocator(),
-        "gmlake": lambda recording: GmlakeAllocator(),
+        "caching": lambda recording, limit: CachingAllocator(CachingSettings(limit)),
+        "expandable": lambda recording, limit: ExpandableAllocator(limit),
+        "gmlake": lambda recording, limit: GmlakeAllocator(),
         "zero-contiguous": ContiguousAllocator,
     }
 )
-"""The models by name, each new for one recording; ``planned`` needs a layout beside it."""
+"""The models by name, each new for one recording on a device of so many bytes (None: as many as are asked for); before
+they go over that, all but ``gmlake`` give back what they can. ``planned`` needs a layout beside it."""

@@ -63,7 +63,10 @@ class Segment:
 
 
 class Allocator(ABC):
-    """Serves requests by their numbers, and never refuses one. Bytes and addresses are those of the device."""
+    """Serves requests by their numbers, and never refuses one: ``out_of_memory`` counts those that a model with a limit
+    had no room for. Bytes and addresses are those of the device."""
+
+    out_of_memory: int = 0
 
     @property
     @abstractmethod

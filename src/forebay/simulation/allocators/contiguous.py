@@ -14,7 +14,7 @@ from typing import final
 
 from forebay.recording import Box, Recording
 from forebay.simulation.allocators.base import LARGE_ROUND, Allocator, Ranges, Segment, rounded
-from forebay.simulation.allocators.caching import CachingAllocator
+from forebay.simulation.allocators.caching import CachingAllocator, CachingSettings
 
 __all__ = ["ContiguousAllocator"]
 
@@ -27,16 +27,16 @@ REGION = 1 << 50
 
 @final
 class ContiguousAllocator(Allocator):
-    """The model, for one recording. The region is as large as that needs, and is there from the first event on."""
+    """The model, for one recording. The region is as large as that needs, and is there from the first event on.
+    ``limit``: bytes of the device (None: as many as are asked for)."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, limit: int | None = None) -> None:
         least = LONG * len(recording.events)
         asked = recording.requests
         self._long = {n for n, (made, gone) in enumerate(recording.lives) if gone - made > least and asked[n].nbytes}
-        self._rest = CachingAllocator()
         self._region, self._boxes = Ranges(), dict[int, Box]()
-        self._nbytes = 0
         self._nbytes = rounded(self._needed(recording), LARGE_ROUND) if self._long else 0
+        self._rest = CachingAllocator(CachingSettings(None if limit is None else limit - self._nbytes))
 
     def _needed(self, recording: Recording) -> int:
         region, places, most = Ranges(), dict[int, int](), 0

@@ -6,17 +6,23 @@ from collections.abc import Callable
 
 from forebay.recording import Box, Holder, Life, Recording, Replay
 from forebay.simulation.allocators.base import Allocator
+from forebay.simulation.allocators.limits import least
+from forebay.units import MiB
 
-__all__ = ["replay"]
+__all__ = ["replay", "room_for"]
 
 HOLDERS = 5
 """Requests that are named for the worst moment."""
 
 
-def replay(name: str, recording: Recording, make: Callable[[], Allocator]) -> Replay:
-    """Plays ``recording`` to an allocator that ``make`` makes, and then to another one up to the worst moment, to see
-    what was there."""
-    allocator = make()
+EXACT = 2 * MiB
+"""Bytes within which it is found on how many a recording has room."""
+
+
+def replay(name: str, recording: Recording, make: Callable[[int | None], Allocator]) -> Replay:
+    """Plays ``recording`` to an allocator that ``make`` makes for a device of so many bytes (None: as many as are asked
+    for), and then to another one up to the worst moment, to see what was there."""
+    allocator = make(None)
     standing = allocator.reserved
     reserved: list[int] = []
     boxes: dict[int, tuple[tuple[Box, ...], int]] = {}
@@ -34,10 +40,25 @@ def replay(name: str, recording: Recording, make: Callable[[], Allocator]) -> Re
     live = recording.live
     grown = [at for at in range(end) if reserved[at] > (reserved[at - 1] if at else standing)]
     worst = max(grown, key=lambda at: reserved[at] - live[at], default=None)
-    again = make()
+    again = make(None)
     for event in recording.events[: 0 if worst is None else worst + 1]:
         _serve(again, recording, event)
     return Replay(name, tuple(reserved), live, worst, _holders(again, recording), tuple(lives))
+
+
+def room_for(recording: Recording, make: Callable[[int | None], Allocator]) -> int:
+    """The least bytes of a device, within ``EXACT``, on which an allocator of ``make`` has room for every request."""
+
+    def fits(limit: int) -> bool:
+        allocator = make(limit)
+        for event in recording.events:
+            _serve(allocator, recording, event)
+            # One that has no limit of its own takes what it takes.
+            if event >= 0 and (allocator.out_of_memory or allocator.reserved > limit):
+                return False
+        return True
+
+    return least(fits, max(recording.live, default=0), EXACT)
 
 
 def _serve(allocator: Allocator, recording: Recording, event: int) -> tuple[Box, ...]:
