@@ -145,9 +145,9 @@ def test_without_room_for_them_training_takes_one_after_the_other(
         return make_plan(problem, *asked)
 
     monkeypatch.setattr("forebay.asking.make_plan", counted)
-    found, report, said = train(text, tmp_path / "tight", "--device-memory", "900KiB", "--policy", "stream-recompute")
+    found, report, said = train(text, tmp_path / "tight", "--device-memory", "860KiB", "--policy", "stream-recompute")
     assert (report.micro_batches, report.together) == (3, 1)
     assert found["loss"] == loop["loss"]
     assert "the micro-batches of a step go one by one: no plan leaves room for 3" in " ".join(said.split())
     # One with all logits at once and one with the loss in pieces: what there can be no room for is not sought.
-    assert [problem.budget.device for problem in made] == [900 * 1024] * 2
+    assert [problem.budget.device for problem in made] == [860 * 1024] * 2
