@@ -48,9 +48,19 @@ SMALL = Effort(
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, Path]:
+def random_states() -> list[torch.Tensor]:
+    """Torch's before and behind what ``measured`` measures."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, random_states: list[torch.Tensor]) -> tuple[Machine, Path]:
     folder = tmp_path_factory.mktemp("cache")
-    return probe("cpu", str(folder), folder=folder, effort=SMALL), folder
+    torch.manual_seed(5)
+    random_states.append(torch.get_rng_state())
+    machine = probe("cpu", str(folder), folder=folder, effort=SMALL)
+    random_states.append(torch.get_rng_state())
+    return machine, folder
 
 
 def never(line: str) -> None:
@@ -110,17 +120,20 @@ def test_the_second_time_it_is_remembered(measured: tuple[Machine, Path]) -> Non
         assert (other.h2d, other.compute, other.update_rate) == (machine.h2d, machine.compute, machine.update_rate)
 
 
-def test_refresh_measures_again_and_leaves_the_users_random_numbers_alone(
-    measured: tuple[Machine, Path], tmp_path: Path
+def test_the_users_random_numbers_are_left_alone(
+    measured: tuple[Machine, Path], random_states: list[torch.Tensor]
 ) -> None:
+    before, behind = random_states
+    assert torch.equal(before, behind) and torch.is_grad_enabled()
+
+
+def test_refresh_measures_again(measured: tuple[Machine, Path], measurements: list[Remembered], tmp_path: Path) -> None:
     file = cache_file(tmp_path, "cpu")
     file.write_bytes(cache_file(measured[1], "cpu").read_bytes())
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    assert examine("cpu", str(tmp_path), refresh=True, folder=tmp_path, effort=SMALL, tell=never).seconds > 0
-    assert torch.equal(torch.get_rng_state(), before) and torch.is_grad_enabled()
-    now, then = recalled(file).machine, measured[0]
-    assert (now.h2d, now.compute, now.update_rate) != (then.h2d, then.compute, then.update_rate)
+    again = examine("cpu", str(tmp_path), refresh=True, folder=tmp_path, effort=SMALL, tell=never)
+    assert len(measurements) == 1 and again.seconds > 0
+    now, then = recalled(file).machine.disk, measured[0].disk
+    assert now is not None and then is not None and now.path == str(tmp_path) and now.read != then.read
 
 
 def test_another_disk_is_measured_and_nothing_else(measured: tuple[Machine, Path], tmp_path: Path) -> None:
