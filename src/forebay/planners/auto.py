@@ -31,6 +31,7 @@ from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import all_moved, drafted, leanest, narrow, seeds, staying, still
 from forebay.planners.activations.swapping import swapped
+from forebay.planners.balance import balanced
 from forebay.planners.bench import Bench
 from forebay.planners.device_updates import fastest_there
 from forebay.planners.homes import at_home, at_storage, on_host
@@ -87,11 +88,13 @@ def _fastest_of_all(bench: Bench) -> Draft:
     best, *others = _opinions(bench)
     chosen = fastest_ahead(bench, best, accepted, others)
     if accepted(chosen):
-        return fastest_there(bench, (chosen, best), accepted)
-    if chosen != best and accepted(best):
-        return fastest_there(bench, (best,), accepted)
-    best = searched(bench, levels(bench))
-    return fastest_there(bench, (fastest_ahead(bench, best, accepted), best), accepted)
+        drafts = [chosen, best]
+    elif chosen != best and accepted(best):
+        drafts = [best]
+    else:
+        best = searched(bench, levels(bench))
+        drafts = [fastest_ahead(bench, best, accepted), best]
+    return balanced(bench, fastest_there(bench, drafts, accepted), accepted)
 
 
 def _opinions(bench: Bench) -> list[Draft]:

@@ -36,7 +36,7 @@ from forebay.states import is_wide
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
 
-__all__ = ["at_best", "at_home_again", "candidates", "fastest_there", "there"]
+__all__ = ["at_best", "at_home_again", "candidates", "fastest_there", "placed_there", "there"]
 
 FINALISTS = 2
 """Drafts with room for a window for which the number of blocks is looked for."""
@@ -124,7 +124,7 @@ def _fastest_count(bench: Bench, base: Draft) -> Draft:
         """Returns the best count so far."""
         least = min(map(bench.seconds, tried.values()))
         if count not in tried and at_best(bench, base, able[:count]) < least:
-            more = _placed(bench, base, able[:count])
+            more = placed_there(bench, base, able[:count])
             if more is not None:
                 tried[count] = more
         return min(tried, key=lambda known: (bench.seconds(tried[known]), known))
@@ -145,7 +145,7 @@ def _fastest_count(bench: Bench, base: Draft) -> Draft:
     return tried[best]
 
 
-def _placed(bench: Bench, draft: Draft, names: Sequence[str]) -> Draft | None:
+def placed_there(bench: Bench, draft: Draft, names: Sequence[str]) -> Draft | None:
     """``draft`` with ``names`` updated on the device, through the widest window that there is room for; None if there
     is no room for one chunk of them."""
     moved = draft.updating(Update.DEVICE, names)

@@ -26,9 +26,9 @@ from math import ceil
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
-from forebay.planners.homes import at_home, at_home_anew, more_on_disk
+from forebay.planners.homes import at_home, at_home_anew, more_on_disk, on_host
 from forebay.planners.parts import KEPT, RESIDENT, Draft, Level, repeated_size
-from forebay.planners.shapes import around, fewest_recomputed, usual_window, wide
+from forebay.planners.shapes import Filling, around, fewest_recomputed, filled, usual_window, wide
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.timeline import Lane
@@ -43,6 +43,7 @@ __all__ = [
     "candidates",
     "fastest_ahead",
     "fits",
+    "placed_ahead",
     "second_copies",
     "unhindered",
 ]
@@ -174,12 +175,17 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool], 
 def _lean(bench: Bench) -> Iterator[Draft]:
     """Nothing stays but blocks of a size of their own (an embedding, a head), or nothing at all where there is no room
     for these, and the fewest blocks run again: where updates are out of the way, a block that stays gains next to
-    nothing, and one that need not run again gains all of its computation."""
+    nothing, and one that need not run again gains all of its computation. Then the same with what there is room for
+    beside that, since fewer updates are in the way."""
     blocks = [block for block in bench.model.blocks if not block.held]
     repeated = repeated_size(blocks) if blocks else 0
     large = [block for block in blocks if block.nbytes > repeated]
-    found = list(_around(bench, large))
-    yield from found or _around(bench, [])
+    found = list(_around(bench, large)) or list(_around(bench, []))
+    yield from found
+    for lean in found:
+        full = at_home_anew(bench, filled(bench, on_host(bench, lean), Filling(dedicate=False)))
+        if full is not None:
+            yield full
 
 
 def _around(bench: Bench, staying: Sequence[Block]) -> Iterator[Draft]:
@@ -260,10 +266,16 @@ def _choices(bench: Bench, draft: Draft, able: Sequence[str], rungs: int) -> Ite
     """``draft`` with updates of more and more of ``able`` ahead of their step, one part in ``rungs`` at a time, as far
     as there is room."""
     for count in dict.fromkeys(ceil(rung * len(able) / rungs) for rung in range(1, 1 + rungs)):
-        more = _with_room(bench, draft.updating(Update.AHEAD, _spread(able, count)))
+        more = placed_ahead(bench, draft, able, count)
         if more is None:
             return
         yield more
+
+
+def placed_ahead(bench: Bench, draft: Draft, able: Sequence[str], count: int) -> Draft | None:
+    """``draft`` with ``count`` of ``able``, evenly spread, updated ahead of their step, and with more on disk where the
+    host has no room for their second copies; None where that does not help."""
+    return _with_room(bench, draft.updating(Update.AHEAD, _spread(able, count)))
 
 
 def _with_room(bench: Bench, draft: Draft) -> Draft | None:

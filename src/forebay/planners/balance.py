@@ -1,0 +1,170 @@
+"""How many blocks are updated ahead of their step and how many on the device, sought together.
+
+``speculation`` finds the first number and ``device_updates`` then the second, each a part of all blocks at a time and
+with the other as it is. The best of both lies between: an update that runs under backward has the host to itself for
+as long, one on the device has neither the host's time nor a second copy, and with a few of these fewer of those are
+wanted. So from what the two have found both numbers change by a few blocks and then by one, up, down and against each
+other, as long as the step gains: a pattern search (Hooke and Jeeves, "'Direct search' solution of numerical and
+statistical problems", JACM 8(2), 1961). With updates out of the way a block that stays gains less, and one that need
+not run again gains all that it computes: so the same is sought with a few blocks fewer that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, final
+
+from forebay.planners.bench import Bench
+from forebay.planners.device_updates import at_home_again, placed_there
+from forebay.planners.device_updates import candidates as device_candidates
+from forebay.planners.homes import at_home_anew
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, Draft, Level, keep_order
+from forebay.planners.shapes import fewest_recomputed
+from forebay.planners.speculation import MORE_GAIN, candidates, fits, placed_ahead, unhindered
+from forebay.plans import Update
+
+__all__ = ["balanced"]
+
+FEW: Final = 2
+"""Blocks by which a number changes at first; in the end by one."""
+
+DIRECTIONS: Final = ((0, 1), (-1, 1), (-1, 0), (1, 0), (1, -1), (0, -1))
+"""What is tried from where the search is: ahead of their step, on the device."""
+
+LEAVING: Final = (1, 2, 4)
+"""So many blocks fewer that stay are tried."""
+
+NEAR: Final = 0.06
+"""From a draft that is behind the best by more than this share nothing is sought."""
+
+SPENT: Final = 1.5
+"""Of what a search may simulate, so much may go to this one."""
+
+
+def balanced(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Draft:
+    """``best``, or the fastest that is found around it and that ``may_take`` accepts; of a long step, as it is."""
+    if bench.is_long or not candidates(bench, best):
+        return best
+    search = _Search(bench, may_take)
+    best = search.around(best, FEW)
+    before: Draft | None = None
+    while before != best:
+        before = best
+        for leaving in LEAVING:
+            best = search.with_fewer(best, leaving)
+    return search.around(best, 1)
+
+
+@final
+class _Search:
+    """Searches that have simulations in common."""
+
+    def __init__(self, bench: Bench, may_take: Callable[[Draft], bool]) -> None:
+        self._bench, self._may_take = bench, may_take
+        self._began = bench.simulated, bench.actions
+        self._seen: set[Draft] = set()
+
+    def around(self, best: Draft, stride: int) -> Draft:
+        """``best``, or the fastest with other numbers that is found from there on, by ``stride`` blocks at a time."""
+        bench, start = self._bench, None
+        while start != best and unhindered(bench, _plain(best)) < bench.seconds(best) * (1 - MORE_GAIN):
+            start = best
+            for ahead, there in DIRECTIONS:
+                while (more := self._moved(best, stride * ahead, stride * there)) is not None:
+                    best = more
+        return best
+
+    def with_fewer(self, best: Draft, leaving: int) -> Draft:
+        """``best``, or the fastest that is found where ``leaving`` blocks fewer stay."""
+        bench, (ahead, there) = self._bench, _numbers(best)
+        sparser = _sparser(bench, best, leaving)
+        if sparser is None or unhindered(bench, sparser) >= bench.seconds(best) * (1 - MORE_GAIN):
+            return best
+        start = _shared(bench, sparser, ahead + leaving, there) or _shared(bench, sparser, ahead, there)
+        if start is None or not self._simulates(start) or bench.seconds(start) > bench.seconds(best) * (1 + NEAR):
+            return best
+        found = self.around(start, FEW)
+        gains = bench.seconds(found) < bench.seconds(best) * (1 - MORE_GAIN)
+        return found if gains and self._may_take(found) else best
+
+    def _moved(self, best: Draft, ahead: int, there: int) -> Draft | None:
+        """``best`` with so many more of each; None if that has been seen, has no room or is no faster."""
+        bench, (now_ahead, now_there) = self._bench, _numbers(best)
+        more = _shared(bench, _plain(best), now_ahead + ahead, now_there + there)
+        enough = bench.seconds(best) * (1 - MORE_GAIN)
+        if more is None or bench.at_least(more) >= enough or not self._simulates(more):
+            return None
+        return more if bench.seconds(more) < enough and self._may_take(more) else None
+
+    def _simulates(self, draft: Draft) -> bool:
+        """Whether ``draft`` is new, and simulations are left for it."""
+        new = draft not in self._seen and not self._bench.spent(*self._began, SPENT)
+        self._seen.add(draft)
+        return new
+
+
+def _numbers(draft: Draft) -> tuple[int, int]:
+    """Blocks that are updated ahead of their step, and on the device."""
+    return len(draft.updated(Update.AHEAD)), len(draft.updated(Update.DEVICE))
+
+
+def _plain(draft: Draft) -> Draft:
+    return at_home_again(draft).updating(Update.AHEAD, ())
+
+
+def _shared(bench: Bench, plain: Draft, ahead: int, there: int) -> Draft | None:
+    """``plain`` with so many blocks updated ahead of their step and on the device; None where there are not as many, or
+    no room."""
+    more: Draft | None = plain
+    if there:
+        able = device_candidates(bench, plain)
+        more = _with_a_window(bench, plain, able[:there]) if 0 < there <= len(able) else None
+    if more is not None and ahead:
+        able = candidates(bench, more)
+        more = placed_ahead(bench, more, able, ahead) if 0 < ahead <= len(able) else None
+    return more if more is not None and fits(bench, more) else None
+
+
+def _with_a_window(bench: Bench, plain: Draft, names: Sequence[str]) -> Draft | None:
+    """``plain`` with ``names`` updated on the device, where there is no room for that with fewer blocks in slots of
+    their own; None if that is not enough."""
+    held = {block.name for block in bench.model.blocks if block.held}
+    homes = ((p.block, (p.parameters, p.gradients, p.states)) for p in plain.placements)
+    own = [block for block, home in homes if home == DEDICATED and block not in held and plain.streaming.slots]
+    for kept in dict.fromkeys((len(own), len(own) // 2, 0)):
+        base = plain
+        for name in own[kept:]:
+            base = base.placed(name, HOSTED)
+        more = placed_there(bench, base, names)
+        if more is not None:
+            return more
+    return None
+
+
+def _sparser(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
+    """``draft`` with ``leaving`` blocks fewer that stay, those that were given room last, and with as many fewer that
+    run again as there is room for then; None where none is left to go."""
+    streaming = draft.streaming
+    if not streaming.slots:
+        return None
+    repeated = min(streaming.slots)
+    order = keep_order(bench.model, streaming.slots, last_first=False)
+    rest = [block for block in order if repeated < 2 * block.nbytes <= 2 * repeated]
+    staying = [block.name for block in rest if block.name in draft.resident]
+    if len(staying) < leaving:
+        return None
+    last_first = rest[0].name not in draft.resident
+    plain = _plain(draft)
+    for name in staying[:leaving] if last_first else staying[-leaving:]:
+        plain = plain.placed(name, HOSTED)
+    if draft.recompute:
+        # Single ops that are kept or moved in blocks that run again are given up for whole blocks that need not.
+        less = fewest_recomputed(bench, lambda level: _at(plain, level), (KEPT, Level(draft.recompute)))
+        plain = plain if less is None else _at(plain, less)
+    return at_home_anew(bench, plain)
+
+
+def _at(draft: Draft, level: Level) -> Draft:
+    streaming = level.through(draft.streaming)
+    return replace(draft, streaming=streaming, recompute=level.recompute, activations=level.activations)
