@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -19,19 +20,22 @@ from forebay.planners.balance import SPENT, balanced
 from forebay.planners.bench import SIMULATIONS
 from forebay.planners.device_updates import candidates as device_candidates
 from forebay.planners.device_updates import fastest_there
-from forebay.planners.parts import Draft
+from forebay.planners.homes import at_home_anew, on_host
+from forebay.planners.parts import DEDICATED, KEPT, Draft
 from forebay.planners.policies import POLICIES
 from forebay.planners.policies import settled as settled_by
-from forebay.planners.shapes import Filling, filled
+from forebay.planners.shapes import Filling, around, filled
 from forebay.planners.speculation import candidates, fastest_ahead, fits
 from forebay.plans import Update
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, chain, machine
+from tests.null.synthetic import block
+from tests.null.tracing import Layer, chain_trace
 
 N = 8
 
 MACHINES = [
-    machine(compute=compute, h2d=h2d, d2h=h2d, update=update)
+    machine(compute=compute, h2d=h2d, d2h=h2d, update=update, disk=1e8)
     for compute in (2e8, 1e9)
     for h2d in (2e8, 1e9)
     for update in (3e7, 1e8, 4e8)
@@ -111,15 +115,36 @@ def test_a_block_that_stays_may_be_worth_less_than_those_that_need_not_run_again
     assert fits(bench, found)
 
 
-@settings(max_examples=40, deadline=None)
-@given(on=st.sampled_from(MACHINES), device=st.integers(150_000, 1_500_000), host=st.integers(600_000, 3_000_000))
-def test_it_is_no_slower_and_keeps_every_budget(on: Machine, device: int, host: int) -> None:
-    bench = Bench(problem(on, device=device, host=host))
+@cache
+def lopsided() -> Trace:
+    """Blocks of one size between two that are larger, each by itself: an embedding and a head."""
+    widths = (144, *[64] * 10, 112)
+    blocks = [block(f"layers.{i}", *[((width, width), "float32", True)] * 2) for i, width in enumerate(widths)]
+    layers = [Layer(b.name, saved=(8192, 8192), out=8192) for b in blocks]
+    return chain_trace(blocks, layers, input_nbytes=8192)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    on=st.sampled_from(MACHINES),
+    whole=st.sampled_from([trace, lopsided]),
+    device=st.integers(500_000, 2_400_000),
+    host=st.integers(1_500_000, 4_000_000),
+    disk=st.sampled_from([0, 1 << 30]),
+    dedicate=st.booleans(),
+)
+def test_it_is_no_slower_and_keeps_every_budget(
+    on: Machine, whole: Callable[[], Trace], device: int, host: int, disk: int, dedicate: bool
+) -> None:
+    bench = Bench(asked(whole(), on, device=device, host=host, disk=disk))
     try:
         before = searched(bench, levels(bench))
     except DoesNotFit:
         event("does not fit")
         return
+    if dedicate:  # what is left of the device is slots of blocks' own
+        full = at_home_anew(bench, filled(bench, on_host(bench, before), Filling(most=len(before.resident))))
+        before = full or before
     found = balanced(bench, before, anything)
     event("as it was" if found == before else "fewer stay" if len(found.resident) < len(before.resident) else "numbers")
     assert bench.seconds(found) <= bench.seconds(before)
@@ -127,7 +152,7 @@ def test_it_is_no_slower_and_keeps_every_budget(on: Machine, device: int, host: 
         assert fits(bench, found)
         plan = bench.plan("balanced", found)
         assert plan.device <= device and plan.host <= bench.problem.limit(Tier.HOST)
-        check(trace(), on, plan)
+        check(whole(), on, plan)
 
 
 def test_what_may_not_be_taken_is_not() -> None:
@@ -148,3 +173,18 @@ def test_slots_of_their_own_make_room_for_the_window() -> None:
     assert own and found.updated(Update.DEVICE)
     assert sum(p.parameters is Tier.DEVICE for p in found.placements) < len(own)
     assert bench.seconds(found) < bench.seconds(full)
+
+
+def test_what_no_slot_holds_keeps_its_own() -> None:
+    """An embedding and a head, in slots of their own, beside layers that pass through slots of a layer's size: no room
+    for a window is made of those."""
+    on = machine(compute=4e8, h2d=1e9, d2h=1e9, update=1e8)
+    roomy = Bench(asked(lopsided(), on, device=ENOUGH, host=ENOUGH))
+    blocks = roomy.model.blocks
+    draft = around(roomy, (blocks[0], blocks[-1]), DEDICATED, 2, KEPT)
+    for spare in (0, 40_000, 120_000, 400_000, 2_000_000):
+        bench = Bench(asked(lopsided(), on, device=roomy.device(draft) + spare, host=ENOUGH))
+        found = balanced(bench, draft, anything)
+        check(lopsided(), on, bench.plan("balanced", found))
+        assert all(p.parameters is Tier.DEVICE for p in (found.placements[0], found.placements[-1]))
+    assert found != draft

@@ -129,9 +129,10 @@ def _shared(bench: Bench, plain: Draft, ahead: int, there: int) -> Draft | None:
 def _with_a_window(bench: Bench, plain: Draft, names: Sequence[str]) -> Draft | None:
     """``plain`` with ``names`` updated on the device, where there is no room for that with fewer blocks in slots of
     their own; None if that is not enough."""
-    held = {block.name for block in bench.model.blocks if block.held}
+    slots = plain.streaming.slots
+    able = {block.name for block in bench.model.blocks if slots and not block.held and block.nbytes <= min(slots)}
     homes = ((p.block, (p.parameters, p.gradients, p.states)) for p in plain.placements)
-    own = [block for block, home in homes if home == DEDICATED and block not in held and plain.streaming.slots]
+    own = [block for block, home in homes if home == DEDICATED and block in able]
     for kept in dict.fromkeys((len(own), len(own) // 2, 0)):
         base = plain
         for name in own[kept:]:
