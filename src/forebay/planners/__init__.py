@@ -10,6 +10,7 @@ shapes, homes      drafts that fit on the device; what of them goes to disk
 search, reasons    the fastest of them, and why in words
 speculation        which of its updates run ahead of their step, under backward
 device_updates     which of them run on the device though their blocks are at home elsewhere
+balance            both numbers together, and how many blocks had better not stay
 in_backward        which of them use gradients up in backward, where a user allows it
 moves              drafts that move less to a host that has no room
 pages              what a plan for a card leaves to its allocator
