@@ -17,7 +17,8 @@ from forebay.plans import Plan
 from forebay.recording import recording_of
 from forebay.simulation import Played
 from forebay.simulation.allocators import ExpandableAllocator
-from forebay.simulation.pages import EXACT, STEPS
+from forebay.simulation.allocators.limits import EXACT
+from forebay.simulation.pages import STEPS
 from forebay.slabs import device_slabs
 from forebay.trace import Trace
 from forebay.units import MiB

@@ -12,12 +12,11 @@ not run again gains all that it computes: so the same is sought with a few block
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final, final
 
 from forebay.planners.bench import Bench
-from forebay.planners.device_updates import at_home_again, placed_there
 from forebay.planners.device_updates import candidates as device_candidates
+from forebay.planners.device_updates import placed_there
 from forebay.planners.homes import at_home_anew
 from forebay.planners.parts import DEDICATED, HOSTED, KEPT, Draft, Level, keep_order
 from forebay.planners.shapes import fewest_recomputed
@@ -68,7 +67,7 @@ class _Search:
     def around(self, best: Draft, stride: int) -> Draft:
         """``best``, or the fastest with other numbers that is found from there on, by ``stride`` blocks at a time."""
         bench, start = self._bench, None
-        while start != best and unhindered(bench, _plain(best)) < bench.seconds(best) * (1 - MORE_GAIN):
+        while start != best and unhindered(bench, best.plain) < bench.seconds(best) * (1 - MORE_GAIN):
             start = best
             for ahead, there in DIRECTIONS:
                 while (more := self._moved(best, stride * ahead, stride * there)) is not None:
@@ -91,7 +90,7 @@ class _Search:
     def _moved(self, best: Draft, ahead: int, there: int) -> Draft | None:
         """``best`` with so many more of each; None if that has been seen, has no room or is no faster."""
         bench, (now_ahead, now_there) = self._bench, _numbers(best)
-        more = _shared(bench, _plain(best), now_ahead + ahead, now_there + there)
+        more = _shared(bench, best.plain, now_ahead + ahead, now_there + there)
         enough = bench.seconds(best) * (1 - MORE_GAIN)
         if more is None or bench.at_least(more) >= enough or not self._simulates(more):
             return None
@@ -107,10 +106,6 @@ class _Search:
 def _numbers(draft: Draft) -> tuple[int, int]:
     """Blocks that are updated ahead of their step, and on the device."""
     return len(draft.updated(Update.AHEAD)), len(draft.updated(Update.DEVICE))
-
-
-def _plain(draft: Draft) -> Draft:
-    return at_home_again(draft).updating(Update.AHEAD, ())
 
 
 def _shared(bench: Bench, plain: Draft, ahead: int, there: int) -> Draft | None:
@@ -156,16 +151,11 @@ def _sparser(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
     if len(staying) < leaving:
         return None
     last_first = rest[0].name not in draft.resident
-    plain = _plain(draft)
+    plain = draft.plain
     for name in staying[:leaving] if last_first else staying[-leaving:]:
         plain = plain.placed(name, HOSTED)
     if draft.recompute:
         # Single ops that are kept or moved in blocks that run again are given up for whole blocks that need not.
-        less = fewest_recomputed(bench, lambda level: _at(plain, level), (KEPT, Level(draft.recompute)))
-        plain = plain if less is None else _at(plain, less)
+        less = fewest_recomputed(bench, plain.at, (KEPT, Level(draft.recompute)))
+        plain = plain if less is None else plain.at(less)
     return at_home_anew(bench, plain)
-
-
-def _at(draft: Draft, level: Level) -> Draft:
-    streaming = level.through(draft.streaming)
-    return replace(draft, streaming=streaming, recompute=level.recompute, activations=level.activations)

@@ -27,7 +27,7 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home_anew, on_host
 from forebay.planners.parts import KEPT, Draft, Level
-from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
+from forebay.planners.shapes import SHARED, Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alike, fits
 from forebay.plans import Update
 from forebay.program import Outline, Verb
@@ -43,8 +43,6 @@ FINALISTS = 2
 
 NEAR = 0.02
 """A draft is looked at more closely where a first look has it behind the best by less than this share."""
-
-SHARED = Filling(dedicate=False)
 
 PARTS = 4
 """Of all blocks that could be updated on the device, one part in so many more is tried at a time."""

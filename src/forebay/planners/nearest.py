@@ -187,7 +187,7 @@ def _single_modules(bench: Bench, draft: Draft) -> Iterator[Remedy]:
             owned[parameter.name.rpartition(".")[0]] += align(parameter.nbytes)
     name, nbytes = max(owned.items(), key=lambda item: item[1], default=("", largest))
     limit = bench.problem.limit(Tier.DEVICE)
-    kept = replace(draft, recompute=(), activations=(), streaming=KEPT.through(draft.streaming))
+    kept = draft.at(KEPT)
     need = bench.device(kept) - largest + nbytes
     if nbytes < largest and need <= limit:
         words = f"blocks of single modules, named in blocks= of forebay.prepare: the largest, {name}, takes "

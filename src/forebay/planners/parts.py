@@ -101,6 +101,11 @@ class Draft:
         how = self.streaming
         return Level(self.recompute, self.activations, how.offload_window, how.host_activations)
 
+    def at(self, level: Level) -> Draft:
+        """The draft with the activations of ``level``."""
+        streaming = level.through(self.streaming)
+        return replace(self, streaming=streaming, recompute=level.recompute, activations=level.activations)
+
     @property
     def plain(self) -> Draft:
         """The draft with all updates on the host and when their step asks, but for those of blocks that stay."""

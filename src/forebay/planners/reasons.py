@@ -267,7 +267,7 @@ def _bought_by_recomputation(bench: Bench, draft: Draft) -> Iterator[str]:
     """The same with all activations kept, with as many blocks on the device as there is room for then."""
     if draft.level == KEPT:
         return
-    all_kept = replace(draft, streaming=KEPT.through(draft.streaming), recompute=(), activations=())
+    all_kept = draft.at(KEPT)
     freed = bench.beside(all_kept) - bench.beside(draft)
     what = [f"recomputing {_blocks(len(draft.recompute))}"] if draft.recompute else []
     moved = draft.streaming.host_activations + draft.streaming.disk_activations

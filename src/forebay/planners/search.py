@@ -24,6 +24,7 @@ from forebay.planners.homes import Tenant, at_home, on_host
 from forebay.planners.moves import fewer_moves, one_move_less
 from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident, fewer_slots
 from forebay.planners.shapes import (
+    SHARED,
     Filling,
     fewest_recomputed,
     filled,
@@ -254,7 +255,7 @@ class Search:
         kept = len(self.best.resident)
         # Where links and host are fast, updates on the device may be what takes time: fewer blocks stay.
         fewer = [Filling(most=most) for most in (3 * kept // 4, kept // 2, 0)]
-        for how in (Filling(dedicate=False), Filling(last_first=True), *fewer):
+        for how in (SHARED, Filling(last_first=True), *fewer):
             self._through(self._slots_of_best(), self.best.streaming.gradient_window, level, how)
         if self.best.streaming.slots:
             for window in windows(self.bench):
@@ -276,7 +277,7 @@ class Search:
         of a block's own, which hide as much with less room."""
         self._through(options(self.bench)[-1], 0, level)
         for slots in options(self.bench):
-            self._through(slots, usual_window(self.bench), level, Filling(dedicate=False))
+            self._through(slots, usual_window(self.bench), level, SHARED)
 
     def _slots_of_best(self) -> tuple[int, ...]:
         """The slots for everything, of as many as the best has."""

@@ -26,6 +26,7 @@ from forebay.plans import Placement, Streaming
 from forebay.trace import Block
 
 __all__ = [
+    "SHARED",
     "Filling",
     "Home",
     "anything_fits",
@@ -152,6 +153,10 @@ class Filling:
     most: int | None = None
     last_first: bool = False
     dedicate: bool = True
+
+
+SHARED = Filling(dedicate=False)
+"""Slots are shared, and none is a block's own."""
 
 
 def filled(bench: Bench, draft: Draft, how: Filling, limit: int | None = None) -> Draft:

@@ -28,7 +28,7 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, at_home_anew, more_on_disk, on_host
 from forebay.planners.parts import KEPT, RESIDENT, Draft, Level, repeated_size
-from forebay.planners.shapes import Filling, around, fewest_recomputed, filled, usual_window, wide
+from forebay.planners.shapes import SHARED, around, fewest_recomputed, filled, usual_window, wide
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.timeline import Lane
@@ -183,7 +183,7 @@ def _lean(bench: Bench) -> Iterator[Draft]:
     found = list(_around(bench, large)) or list(_around(bench, []))
     yield from found
     for lean in found:
-        full = at_home_anew(bench, filled(bench, on_host(bench, lean), Filling(dedicate=False)))
+        full = at_home_anew(bench, filled(bench, on_host(bench, lean), SHARED))
         if full is not None:
             yield full
 
@@ -275,11 +275,7 @@ def _choices(bench: Bench, draft: Draft, able: Sequence[str], rungs: int) -> Ite
 def placed_ahead(bench: Bench, draft: Draft, able: Sequence[str], count: int) -> Draft | None:
     """``draft`` with ``count`` of ``able``, evenly spread, updated ahead of their step, and with more on disk where the
     host has no room for their second copies; None where that does not help."""
-    return _with_room(bench, draft.updating(Update.AHEAD, _spread(able, count)))
-
-
-def _with_room(bench: Bench, draft: Draft) -> Draft | None:
-    """``draft``, with more on disk where the host has no room for its second copies; None where that does not help."""
+    draft = draft.updating(Update.AHEAD, _spread(able, count))
     if _fits_at_home(bench, draft):
         return draft
     if bench.problem.limit(Tier.DISK) and bench.arenas(draft).host > bench.problem.limit(Tier.HOST):

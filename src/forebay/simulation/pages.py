@@ -18,15 +18,11 @@ from forebay.recording import events_of
 from forebay.simulation.allocators import ExpandableAllocator, least
 from forebay.slabs import device_slabs
 from forebay.trace import Trace
-from forebay.units import MiB
 
 __all__ = ["Played"]
 
 STEPS = 2
 """Steps that are played: from the second on, a step finds what the one before has left."""
-
-EXACT = 2 * MiB
-"""Bytes within which it is found how many are needed: a page of small requests."""
 
 
 @final
@@ -50,7 +46,7 @@ class Played:
 
     def needed(self, room: int) -> int:
         """Bytes beyond what is live, ``room`` at least, with which no request finds the card full."""
-        return least(self._fits, room, EXACT)
+        return least(self._fits, room)
 
     def _fits(self, beyond: int) -> bool:
         allocator = ExpandableAllocator(self.live + beyond)

@@ -23,7 +23,7 @@ from forebay.simulation.allocators import (
     room_for,
 )
 from forebay.simulation.allocators.caching import CachingSettings
-from forebay.simulation.allocators.replay import EXACT
+from forebay.simulation.allocators.limits import EXACT
 from forebay.units import MiB
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["least"]
+from forebay.units import MiB
+
+__all__ = ["EXACT", "least"]
+
+EXACT = 2 * MiB
+"""Bytes within which it is found how many are needed: a page of small requests."""
 
 
-def least(fits: Callable[[int], bool], low: int, exact: int) -> int:
+def least(fits: Callable[[int], bool], low: int, exact: int = EXACT) -> int:
     """Bytes from ``low`` on that fit, where ``exact`` fewer do not, or are below ``low``."""
     if fits(low):
         return low

@@ -7,16 +7,11 @@ from collections.abc import Callable
 from forebay.recording import Box, Holder, Life, Recording, Replay
 from forebay.simulation.allocators.base import Allocator
 from forebay.simulation.allocators.limits import least
-from forebay.units import MiB
 
 __all__ = ["replay", "room_for"]
 
 HOLDERS = 5
 """Requests that are named for the worst moment."""
-
-
-EXACT = 2 * MiB
-"""Bytes within which it is found on how many a recording has room."""
 
 
 def replay(name: str, recording: Recording, make: Callable[[int | None], Allocator]) -> Replay:
@@ -47,7 +42,7 @@ def replay(name: str, recording: Recording, make: Callable[[int | None], Allocat
 
 
 def room_for(recording: Recording, make: Callable[[int | None], Allocator]) -> int:
-    """The least bytes of a device, within ``EXACT``, on which an allocator of ``make`` has room for every request."""
+    """The least bytes of a device, within ``limits.EXACT``, on which an allocator of ``make`` has room for all."""
 
     def fits(limit: int) -> bool:
         allocator = make(limit)
@@ -58,7 +53,7 @@ def room_for(recording: Recording, make: Callable[[int | None], Allocator]) -> i
                 return False
         return True
 
-    return least(fits, max(recording.live, default=0), EXACT)
+    return least(fits, max(recording.live, default=0))
 
 
 def _serve(allocator: Allocator, recording: Recording, event: int) -> tuple[Box, ...]:

@@ -197,16 +197,10 @@ def _rooms(bench: Bench, layers: Sequence[Layer], last: Level) -> Iterator[Room]
         least = streamed_through(bench, slots, usual_window(bench), narrow(last))
         if bench.fits_device(least):
             base = filled(bench, least, Filling())
-            yield Room(bench, layers, partial(_at, base), goes_on=True)
+            yield Room(bench, layers, base.at, goes_on=True)
             break
     for slots in choices:
         yield Room(bench, layers, partial(streamed_through, bench, slots, usual_window(bench)), fills=True)
-
-
-def _at(base: Draft, level: Level) -> Draft:
-    """``base`` with the activations of ``level``."""
-    streaming = level.through(base.streaming)
-    return replace(base, streaming=streaming, recompute=level.recompute, activations=level.activations)
 
 
 def always(make: Callable[[tuple[Layer, ...]], Choice]) -> Decide:
