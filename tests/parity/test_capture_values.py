@@ -224,3 +224,19 @@ def test_values_that_follow_from_floats_are_not(name: str) -> None:
     with pytest.raises(ModelError, match="depends on the values of a tensor: aten"):
         capture(Asks(UNKNOWN[name]), batch)
     assert batch["ids"].eq(1).all()
+
+
+TOO_MANY = 1 << 24
+"""Of so many integers each with each there are 2 PiB."""
+
+
+@pytest.mark.parametrize("combine", [torch.sub, torch.mul, torch.add, torch.lt], ids=lambda op: op.__name__)
+def test_integers_that_are_too_many_have_no_values(combine: Callable[..., torch.Tensor]) -> None:
+    """As with the relative positions of long sequences: torch computes some ops of known values itself."""
+
+    def ask(ids: torch.Tensor, scale: torch.Tensor) -> int:
+        places = torch.arange(TOO_MANY)
+        return combine(places, places[:, None]).shape[0]
+
+    batch = {"ids": torch.ones(2, 4, dtype=torch.int64), "scale": torch.randn(2, 4)}
+    assert traced_peak(capture(Asks(ask), batch).trace) > 1 << 48

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from forebay.profiler.roots import Roots
 from forebay.profiler.routing import Routing, route
@@ -119,8 +121,9 @@ class Values:
     def _run_known(self, func: Any, args: Any, kwargs: Any, has_inputs: bool) -> Any:
         at_once = _asks_values(func, args) or func._schema.is_mutable or func in LIFTS
         if not at_once and not (has_inputs and is_view(func)):
-            # Under fake tensors first: what comes out may be too large to be worth its values.
-            result = func(*args, **kwargs)
+            # Of fake tensors first: what comes out may be too large to be worth its values. Of real ones alone torch
+            # computes differences and products whatever their size, and then forgets the values.
+            result = func(*_faked(args), **_faked(kwargs))
             outputs = tensors_in(result)
             if not outputs or not all(map(_is_wanted, outputs)):
                 return result
@@ -212,6 +215,12 @@ def _is_wanted(tensor: torch.Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.numel() <= LARGEST_FLOAT
     return tensor.nbytes <= LARGEST_INTEGER
+
+
+def _faked(arguments: Any) -> Any:
+    """``arguments`` with fakes for all tensors."""
+    mode = cast(FakeTensorMode, detect_fake_mode())  # ops run under one
+    return tree_map_only(torch.Tensor, lambda t: t if is_fake(t) else mode.from_tensor(t), arguments)
 
 
 def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
