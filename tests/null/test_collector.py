@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
+from forebay.budgets import Budget, DiskBudget
 from forebay.collector import _MANY, collector_paused
+from forebay.lowering.liveness import Liveness
+from forebay.planning import assess
+from forebay.trace import Trace
+from tests.null.planning import chain, machine
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +64,28 @@ def test_what_somebody_else_has_frozen_stays_so() -> None:
         made = [[number] for number in range(2 * _MANY)]
     assert before and gc.get_freeze_count() == before
     assert len(made) == 2 * _MANY
+
+
+@cache
+def trace() -> Trace:
+    return chain(8)
+
+
+@pytest.mark.parametrize("policy", ["auto", "offload-all", "capuchin", "zero-infinity"])
+@pytest.mark.parametrize("disk", [0, 1 << 40])
+@pytest.mark.parametrize(("device", "host"), [(0.7, 10.0), (0.5, 1.0), (0.05, 10.0)])
+def test_a_plan_leaves_nothing_to_collect(device: float, host: float, disk: int, policy: str) -> None:
+    """A search makes hundreds of programs while nothing is collected: each has to die with its last reader, where there
+    is a plan and where there is none."""
+    peak = Liveness(trace()).profile().peak
+    on = machine(compute=1e9, h2d=4e8, d2h=4e8, disk=1e8)
+    budget = Budget(int(device * peak), int(host * peak), None, DiskBudget("/disk", disk) if disk else None)
+    assess("warm", trace(), on, budget, policy)
+    gc.collect()
+    gc.disable()
+    try:
+        report = assess("chain", trace(), on, budget, policy)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert (report.plan is not None) == (device == 0.7)

@@ -186,7 +186,7 @@ def compare_policies(
     for policy in policies:
         asked = []
         for budget in budgets:
-            with collector_paused():  # for one at a time: what it leaves refers to itself, and is much
+            with collector_paused():
                 asked.append(_candidate(trace, machine, budget, policy, micro_batches, update))
         # The published ones answer each budget as their papers do.
         answers[policy] = _never_slower(asked, budgets) if policy == "auto" else asked

@@ -107,7 +107,7 @@ def _walked(
         done, before, after = done + 1, after, walker.state()
         left_of_round -= not settling
         settling = settling and (done < 2 or (before != after and done < MOST_STEPS))
-    walker.homes.queue_all()
+    walker.finish()
     return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done
 
 

@@ -88,6 +88,10 @@ class Moving:
             self._decode(move)
         self._reading.fill()
 
+    def finish(self) -> None:
+        """Nothing is asked for any more."""
+        del self._reloads, self._reading  # they refer to this, which would outlive its walk
+
     # On the device.
 
     def _encode(self, move: Move, dropping: int) -> None:

@@ -72,6 +72,10 @@ class Recorder:
         self._seen = dict.fromkeys(Lane, 0)
         self._held: dict[Lane, int] = {}
 
+    def finish(self) -> None:
+        """Nothing more is written down, and nobody is asked ``before``."""
+        self.before = _nothing
+
     # What a slot pool and a gradient window ask of a device.
 
     def allocate(self, nbytes: int, kind: Kind, what: str) -> Paper:

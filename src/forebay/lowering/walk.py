@@ -284,6 +284,13 @@ class Walker:
             self.pool.bring(name)
         self._late = names
 
+    def finish(self) -> None:
+        """Writes down what has been put off; nothing comes after it. A search walks hundreds of times while the cyclic
+        collector rests, so what has been written must not be kept by the two who ask each other."""
+        self.homes.queue_all()
+        self._moving.finish()
+        self._recorder.finish()
+
     # Compute.
 
     def _write_compute(self) -> None:

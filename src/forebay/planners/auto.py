@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from forebay.errors import DoesNotFit, PlanInvalid
+from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import all_moved, drafted, leanest, narrow, seeds, staying, still
 from forebay.planners.activations.swapping import swapped
@@ -136,7 +136,7 @@ def _gaining(bench: Bench) -> tuple[Draft, str]:
     try:
         exact = _fastest(plain)
     except DoesNotFit as refusal:
-        exact = refusal
+        exact = refusal.with_traceback(None)  # its frames refer to this one
     try:
         best = _fastest(bench)
     except DoesNotFit:
@@ -153,11 +153,7 @@ def proven(bench: Bench, draft: Draft) -> bool:
     under way at once, and a plan that it refuses is worth nothing."""
     if bench.problem.trace is None or not draft.activations:
         return True
-    try:
-        bench.prove(bench.plan("auto", draft))
-    except (DoesNotFit, PlanInvalid):
-        return False
-    return True
+    return bench.fault_of(bench.plan("auto", draft)) is None
 
 
 def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, single_blocks: bool = True) -> Draft:

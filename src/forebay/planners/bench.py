@@ -283,8 +283,13 @@ class Bench:
         return self._latest[1:]
 
     def prove(self, plan: Plan) -> None:
-        """Raises what ``checking.check`` raises for ``plan``, one that was made here. What is checked follows from what
-        was decided: no plan is proven twice."""
+        """Raises what ``checking.check`` raises for ``plan``, one that was made here."""
+        fault = self.fault_of(plan)
+        if fault is not None:
+            raise fault
+
+    def fault_of(self, plan: Plan) -> DoesNotFit | PlanInvalid | None:
+        """What ``prove`` raises. What is checked follows from what was decided: no plan is proven twice."""
         draft, costs = Draft.of(plan), self.costs
         if draft not in self._proofs:
             program, _ = self.played(plan)
@@ -292,10 +297,8 @@ class Bench:
             try:
                 check(costs.trace, costs.machine, plan, program)
             except (DoesNotFit, PlanInvalid) as error:
-                self._proofs[draft] = error
-        fault = self._proofs[draft]
-        if fault is not None:
-            raise fault
+                self._proofs[draft] = error.with_traceback(None)  # its frames refer to this bench
+        return self._proofs[draft]
 
     def coarse(self, draft: Draft) -> Streaming:
         """The streaming of simulations that only compare: with larger update jobs, and a window for as many of them on

@@ -151,7 +151,7 @@ class Search:
         try:
             settled = at_home(self.bench, draft)
         except DoesNotFit as refusal:
-            self.refusals.append((refusal, draft))
+            self.refusals.append((refusal.with_traceback(None), draft))  # its frames refer to this search
             return
         self._compare(settled)
         if settled.streaming.disk_activations or (draft.activations and self.bench.arenas(settled).disk):

@@ -205,28 +205,31 @@ def _touched(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor],
 
 def _call(func: Any, args: Any, kwargs: Any) -> Call:
     name = func.overloadpacket.__name__
-    highs = _highs(name, args)
-
-    def spec(value: Any, high: int | None) -> Any:
-        if isinstance(value, torch.Tensor):
-            stride = value.stride() if value.layout is torch.strided else ()
-            bound = 2 if value.dtype is torch.bool else high
-            bounded = bound if not (value.is_floating_point() or value.is_complex()) else None
-            ascending = name in _OFFSETS and bounded is not None
-            return TensorSpec(tuple(value.shape), tuple(stride), _name(value.dtype), bounded, ascending)
-        if isinstance(value, list | tuple):
-            return type(value)(spec(v, high) for v in value) if type(value) in (list, tuple) else value
-        return None if isinstance(value, torch.Generator) else value
-
+    highs, ascending = _highs(name, args), name in _OFFSETS
     specs = []
     for place, value in enumerate(args):
         if isinstance(value, list | tuple) and place == 1 and name in _ADVANCED:
             sizes = args[0].shape
-            places = [spec(v, int(sizes[d]) if d < len(sizes) else None) for d, v in enumerate(value)]
+            places = [_spec(v, int(sizes[d]) if d < len(sizes) else None, ascending) for d, v in enumerate(value)]
             specs.append([_as_many_as_values(place, args) for place in places])
         else:
-            specs.append(spec(value, highs.get(place)))
-    return Call(func, tuple(specs), MappingProxyType({k: spec(v, None) for k, v in (kwargs or {}).items()}))
+            specs.append(_spec(value, highs.get(place), ascending))
+    named = {k: _spec(v, None, ascending) for k, v in (kwargs or {}).items()}
+    return Call(func, tuple(specs), MappingProxyType(named))
+
+
+def _spec(value: Any, high: int | None, ascending: bool) -> Any:
+    """What a measurement makes an argument like ``value`` from; its integers are below ``high``, and ``ascending``."""
+    if isinstance(value, torch.Tensor):
+        stride = value.stride() if value.layout is torch.strided else ()
+        bound = 2 if value.dtype is torch.bool else high
+        bounded = bound if not (value.is_floating_point() or value.is_complex()) else None
+        return TensorSpec(
+            tuple(value.shape), tuple(stride), _name(value.dtype), bounded, ascending and bounded is not None
+        )
+    if isinstance(value, list | tuple):
+        return type(value)(_spec(v, high, ascending) for v in value) if type(value) in (list, tuple) else value
+    return None if isinstance(value, torch.Generator) else value
 
 
 def _as_many_as_values(place: Any, args: Any) -> Any:
