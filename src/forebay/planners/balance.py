@@ -18,7 +18,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.device_updates import candidates as device_candidates
 from forebay.planners.device_updates import placed_there
 from forebay.planners.homes import at_home_anew
-from forebay.planners.parts import DEDICATED, HOSTED, KEPT, Draft, Level, keep_order
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, Draft, Level, keep_order, repeated_size
 from forebay.planners.shapes import fewest_recomputed
 from forebay.planners.speculation import MORE_GAIN, candidates, fits, placed_ahead, unhindered
 from forebay.plans import Update
@@ -31,8 +31,11 @@ FEW: Final = 2
 DIRECTIONS: Final = ((0, 1), (-1, 1), (-1, 0), (1, 0), (1, -1), (0, -1))
 """What is tried from where the search is: ahead of their step, on the device."""
 
-LEAVING: Final = (1, 2, 4)
+LEAVING: Final = (1, 2, 4, 8, 16)
 """So many blocks fewer that stay are tried."""
+
+STARTS: Final = ((1, 0), (1, 1), (2, 0), (0, 0))
+"""And with them so many times as many more of each number, one after the other until a draft is near enough."""
 
 NEAR: Final = 0.06
 """From a draft that is behind the best by more than this share nothing is sought."""
@@ -40,27 +43,30 @@ NEAR: Final = 0.06
 SPENT: Final = 1.5
 """Of what a search may simulate, so much may go to this one."""
 
+SPENT_LAST: Final = 0.5
+"""And so much to single blocks in the end, whatever the rest has left."""
+
 
 def balanced(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Draft:
     """``best``, or the fastest that is found around it and that ``may_take`` accepts; of a long step, as it is."""
     if bench.is_long or not candidates(bench, best):
         return best
-    search = _Search(bench, may_take)
+    search = _Search(bench, may_take, SPENT)
     best = search.around(best, FEW)
     before: Draft | None = None
     while before != best:
         before = best
         for leaving in LEAVING:
             best = search.with_fewer(best, leaving)
-    return search.around(best, 1)
+    return _Search(bench, may_take, SPENT_LAST).around(best, 1)
 
 
 @final
 class _Search:
     """Searches that have simulations in common."""
 
-    def __init__(self, bench: Bench, may_take: Callable[[Draft], bool]) -> None:
-        self._bench, self._may_take = bench, may_take
+    def __init__(self, bench: Bench, may_take: Callable[[Draft], bool], share: float) -> None:
+        self._bench, self._may_take, self._share = bench, may_take, share
         self._began = bench.simulated, bench.actions
         self._seen: set[Draft] = set()
 
@@ -76,16 +82,27 @@ class _Search:
 
     def with_fewer(self, best: Draft, leaving: int) -> Draft:
         """``best``, or the fastest that is found where ``leaving`` blocks fewer stay."""
-        bench, (ahead, there) = self._bench, _numbers(best)
+        bench = self._bench
         sparser = _sparser(bench, best, leaving)
         if sparser is None or unhindered(bench, sparser) >= bench.seconds(best) * (1 - MORE_GAIN):
             return best
-        start = _shared(bench, sparser, ahead + leaving, there) or _shared(bench, sparser, ahead, there)
-        if start is None or not self._simulates(start) or bench.seconds(start) > bench.seconds(best) * (1 + NEAR):
+        start = self._start(best, sparser, leaving)
+        if start is None:
             return best
         found = self.around(start, FEW)
         gains = bench.seconds(found) < bench.seconds(best) * (1 - MORE_GAIN)
         return found if gains and self._may_take(found) else best
+
+    def _start(self, best: Draft, sparser: Draft, leaving: int) -> Draft | None:
+        """``sparser``, in which ``leaving`` blocks of ``best`` do not stay, with more numbers than ``best`` has, near
+        enough to go on from; None if none is."""
+        bench, (ahead, there) = self._bench, _numbers(best)
+        enough = bench.seconds(best) * (1 + NEAR)
+        for more_ahead, more_there in STARTS:
+            start = _shared(bench, sparser, ahead + more_ahead * leaving, there + more_there * leaving)
+            if start is not None and self._simulates(start) and bench.seconds(start) <= enough:
+                return start
+        return None
 
     def _moved(self, best: Draft, ahead: int, there: int) -> Draft | None:
         """``best`` with so many more of each; None if that has been seen, has no room or is no faster."""
@@ -98,7 +115,7 @@ class _Search:
 
     def _simulates(self, draft: Draft) -> bool:
         """Whether ``draft`` is new, and simulations are left for it."""
-        new = draft not in self._seen and not self._bench.spent(*self._began, SPENT)
+        new = draft not in self._seen and not self._bench.spent(*self._began, self._share)
         self._seen.add(draft)
         return new
 
@@ -140,12 +157,11 @@ def _with_a_window(bench: Bench, plain: Draft, names: Sequence[str]) -> Draft | 
 
 def _sparser(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
     """``draft`` with ``leaving`` blocks fewer that stay, those that were given room last, and with as many fewer that
-    run again as there is room for then; None where none is left to go."""
-    streaming = draft.streaming
-    if not streaming.slots:
-        return None
-    repeated = min(streaming.slots)
-    order = keep_order(bench.model, streaming.slots, last_first=False)
+    run again as there is room for then; None where none is left to go. They share the slots, where there are some."""
+    slots = draft.streaming.slots
+    home = HOSTED if slots else DEDICATED
+    repeated = min(slots, default=repeated_size(bench.model.blocks))
+    order = keep_order(bench.model, (repeated,), last_first=False)
     rest = [block for block in order if repeated < 2 * block.nbytes <= 2 * repeated]
     staying = [block.name for block in rest if block.name in draft.resident]
     if len(staying) < leaving:
@@ -153,7 +169,7 @@ def _sparser(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
     last_first = rest[0].name not in draft.resident
     plain = draft.plain
     for name in staying[:leaving] if last_first else staying[-leaving:]:
-        plain = plain.placed(name, HOSTED)
+        plain = plain.placed(name, home)
     if draft.recompute:
         # Single ops that are kept or moved in blocks that run again are given up for whole blocks that need not.
         less = fewest_recomputed(bench, plain.at, (KEPT, Level(draft.recompute)))
