@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.calls import Calls
-from forebay.catalogue import for_device, load_machine, machine_names, read_machine
+from forebay.catalogue import for_device, in_host, is_listed, load_machine, machine_names, read_machine
 from forebay.cli.advice import advice
 from forebay.errors import ConfigError
 from forebay.machine import Curve, Disk, Link, Machine
@@ -210,6 +210,28 @@ def test_a_name_may_be_written_as_people_write_it(spelled: str) -> None:
 )
 def test_a_gpu_is_known_by_its_name(torch_name: str, entry: str) -> None:
     assert for_device(torch_name).name == entry
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_an_entry_comes_in_a_larger_host(name: str) -> None:
+    entry = load_machine(name)
+    assert is_listed(entry) and entry.disk is not None
+    memory, disk = 2 * entry.host_capacity, 3 * entry.disk.capacity
+    larger = in_host(entry, memory, disk)
+    assert larger.disk is not None
+    assert (larger.host_capacity, larger.pinned_capacity, larger.disk.capacity) == (memory, memory, disk)
+    assert replace(larger, host_capacity=entry.host_capacity, pinned_capacity=entry.pinned_capacity) == replace(
+        entry, disk=larger.disk
+    )
+    assert in_host(entry) == in_host(entry, memory // 4, disk // 4) == entry
+    half = replace(entry, pinned_capacity=entry.host_capacity // 2)
+    assert in_host(half, memory).pinned_capacity == entry.host_capacity // 2
+
+
+def test_a_machine_that_is_not_listed_is_what_it_is() -> None:
+    for machine in (a_machine(), replace(load_machine("rtx-4090"), name="NVIDIA GeForce RTX 4090")):
+        assert not is_listed(machine)
+        assert in_host(machine, 1 << 50, 1 << 50) == machine
 
 
 def test_a_measured_file_is_read_like_an_entry(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ from forebay.errors import ConfigError
 from forebay.machine import MACHINE_SCHEMA, Machine
 from forebay.names import meant
 
-__all__ = ["for_device", "load_machine", "machine_names", "read_machine"]
+__all__ = ["for_device", "in_host", "is_listed", "load_machine", "machine_names", "read_machine"]
 
 _BY_TORCH_NAME: Final = (
     (r"\bGH200\b", "gh200"),
@@ -73,6 +73,26 @@ def read_machine(source: str | Path) -> Machine:
     except OSError as error:
         raise ConfigError(f"cannot read the machine file {source}: {error.strerror}") from None
     return _parse(content, str(source))
+
+
+def is_listed(machine: Machine) -> bool:
+    """Whether ``machine`` is an entry of the catalogue, by its name: a machine of typical rates is not one."""
+    return machine.name in machine_names()
+
+
+def in_host(machine: Machine, memory: int | None = None, disk: int | None = None) -> Machine:
+    """``machine`` in a host with at least ``memory`` bytes of memory and ``disk`` bytes of disk, if it is listed here:
+    a card is sold into hosts of all sizes, and it is listed in one of them. Others are what they are."""
+    if not is_listed(machine):
+        return machine
+    if memory is not None and memory > machine.host_capacity:
+        # Where all of the listed memory may be page-locked, all of this may.
+        all_of_it = machine.pinned_capacity == machine.host_capacity
+        pinned = memory if all_of_it else machine.pinned_capacity
+        machine = replace(machine, host_capacity=memory, pinned_capacity=pinned)
+    if disk is not None and machine.disk is not None and disk > machine.disk.capacity:
+        machine = replace(machine, disk=replace(machine.disk, capacity=disk))
+    return machine
 
 
 def for_device(torch_name: str) -> Machine:

@@ -16,7 +16,7 @@ from forebay.loss import Cut
 from forebay.names import meant
 from forebay.plans import UpdateTime
 from forebay.reporting.files import writing
-from forebay.units import format_count
+from forebay.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +188,7 @@ def chosen_machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Mac
         from forebay.profiler.here import this_machine
 
         return this_machine(None, disk)
-    from forebay.catalogue import read_machine
+    from forebay.catalogue import in_host, read_machine
 
     try:
         machine = read_machine(settings.machine)
@@ -196,7 +196,20 @@ def chosen_machine(settings: PlanSettings, disk: DiskBudget | None) -> tuple[Mac
         raise ConfigError(f"--machine: {error}") from None
     if disk is not None and machine.disk is None:
         raise ConfigError(f"--disk: machine {machine.name} has no disk; leave --disk out, or add one to its file")
-    return machine, ()
+    asked = in_host(machine, settings.host_memory, None if disk is None else disk.nbytes)
+    return asked, _larger_than_listed(machine, asked)
+
+
+def _larger_than_listed(listed: Machine, asked: Machine) -> tuple[str, ...]:
+    """Remarks on a host that is larger than the one that the catalogue lists a card in."""
+    sizes = [("host memory", listed.host_capacity, asked.host_capacity)]
+    if listed.disk is not None and asked.disk is not None:
+        sizes.append(("disk", listed.disk.capacity, asked.disk.capacity))
+    return tuple(
+        f"{listed.name} is listed with {format_bytes(there)} of {what}; {format_bytes(wanted)} are taken, as asked"
+        for what, there, wanted in sizes
+        if wanted > there
+    )
 
 
 def with_ops(captured: Captured, machine: Machine) -> tuple[Machine, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from forebay.arenas import Sizer, gradient_nbytes
+from forebay.catalogue import is_listed
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.layout import align, states_nbytes
 from forebay.loss import VOCABULARY
@@ -98,10 +99,14 @@ _OF_A_MACHINE = {Tier.DEVICE: "of device memory", Tier.HOST: "of host memory", T
 
 
 def larger(problem: Problem, tier: Tier, needed: int) -> Remedy:
-    """A larger budget of ``tier``, or another machine where this one has less than ``needed`` bytes."""
-    size, there = format_enough(needed), _there(problem, tier)
+    """A larger budget of ``tier``, or another machine where this one has less than ``needed`` bytes: an entry of the
+    catalogue is a card in one of the hosts that it comes in (``catalogue.in_host``)."""
+    size, there, machine = format_enough(needed), _there(problem, tier), problem.machine
     if there is None or needed <= there:
         return Remedy(tier.value, needed, problem.limit(tier), f"{_AS_ASKED[tier]} {size}")
+    if machine is not None and tier is not Tier.DEVICE and is_listed(machine):
+        listed = f"{machine.name} is listed with {format_bytes(there)}"
+        return Remedy("machine", needed, there, f"{_AS_ASKED[tier]} {size}, where there is as much ({listed})")
     words = f"a machine with {size} {_OF_A_MACHINE[tier]} (this one has {format_bytes(there)})"
     return Remedy("machine", needed, there, words)
 
