@@ -12,13 +12,26 @@ not run again gains all that it computes: so the same is sought with a few block
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, final
 
+from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.device_updates import candidates as device_candidates
 from forebay.planners.device_updates import placed_there
 from forebay.planners.homes import at_home_anew
-from forebay.planners.parts import DEDICATED, HOSTED, KEPT, Draft, Level, keep_order, repeated_size
+from forebay.planners.parts import (
+    DEDICATED,
+    HOSTED,
+    KEPT,
+    RESIDENT,
+    Draft,
+    Level,
+    fewer_slots,
+    keep_order,
+    repeated_size,
+    slot_options,
+)
 from forebay.planners.shapes import fewest_recomputed
 from forebay.planners.speculation import MORE_GAIN, candidates, fits, placed_ahead, unhindered
 from forebay.plans import Update
@@ -31,10 +44,10 @@ FEW: Final = 2
 DIRECTIONS: Final = ((0, 1), (-1, 1), (-1, 0), (1, 0), (1, -1), (0, -1))
 """What is tried from where the search is: ahead of their step, on the device."""
 
-LEAVING: Final = (1, 2, 4, 8, 16)
-"""So many blocks fewer that stay are tried."""
+LEAVING: Final = (0, -1, 1, 2, 4, 8, 16)
+"""So many blocks fewer that stay are tried; with as many, more slots where there is one."""
 
-STARTS: Final = ((1, 0), (1, 1), (2, 0), (0, 0))
+STARTS: Final = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 0))
 """And with them so many times as many more of each number, one after the other until a draft is near enough."""
 
 NEAR: Final = 0.06
@@ -57,7 +70,7 @@ def balanced(bench: Bench, best: Draft, may_take: Callable[[Draft], bool]) -> Dr
     while before != best:
         before = best
         for leaving in LEAVING:
-            best = search.with_fewer(best, leaving)
+            best = search.with_others(best, leaving)
     return _Search(bench, may_take, SPENT_LAST).around(best, 1)
 
 
@@ -80,26 +93,26 @@ class _Search:
                     best = more
         return best
 
-    def with_fewer(self, best: Draft, leaving: int) -> Draft:
-        """``best``, or the fastest that is found where ``leaving`` blocks fewer stay."""
+    def with_others(self, best: Draft, leaving: int) -> Draft:
+        """``best``, or the fastest that is found where ``leaving`` blocks fewer stay (less than 0: more)."""
         bench = self._bench
-        sparser = _sparser(bench, best, leaving)
-        if sparser is None or unhindered(bench, sparser) >= bench.seconds(best) * (1 - MORE_GAIN):
+        other = _resettled(bench, best, leaving)
+        if other is None or unhindered(bench, other) >= bench.seconds(best) * (1 - MORE_GAIN):
             return best
-        start = self._start(best, sparser, leaving)
+        start = self._start(best, other, leaving)
         if start is None:
             return best
         found = self.around(start, FEW)
         gains = bench.seconds(found) < bench.seconds(best) * (1 - MORE_GAIN)
         return found if gains and self._may_take(found) else best
 
-    def _start(self, best: Draft, sparser: Draft, leaving: int) -> Draft | None:
-        """``sparser``, in which ``leaving`` blocks of ``best`` do not stay, with more numbers than ``best`` has, near
+    def _start(self, best: Draft, other: Draft, leaving: int) -> Draft | None:
+        """``other``, in which ``leaving`` blocks of ``best`` do not stay, with more of both than ``best`` has, near
         enough to go on from; None if none is."""
         bench, (ahead, there) = self._bench, _numbers(best)
         enough = bench.seconds(best) * (1 + NEAR)
         for more_ahead, more_there in STARTS:
-            start = _shared(bench, sparser, ahead + more_ahead * leaving, there + more_there * leaving)
+            start = _shared(bench, other, ahead + more_ahead * leaving, there + more_there * leaving)
             if start is not None and self._simulates(start) and bench.seconds(start) <= enough:
                 return start
         return None
@@ -155,23 +168,44 @@ def _with_a_window(bench: Bench, plain: Draft, names: Sequence[str]) -> Draft | 
     return None
 
 
-def _sparser(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
-    """``draft`` with ``leaving`` blocks fewer that stay, those that were given room last, and with as many fewer that
-    run again as there is room for then; None where none is left to go. They share the slots, where there are some."""
+def _resettled(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
+    """``draft`` with ``leaving`` blocks fewer that stay, those that were given room last (less than 0: more, those that
+    come next), and with as many fewer that run again as there is room for then; None where none is left. They share
+    the slots, where there are some; from a single slot there are more where there is room."""
     slots = draft.streaming.slots
-    home = HOSTED if slots else DEDICATED
-    repeated = min(slots, default=repeated_size(bench.model.blocks))
+    repeated = repeated_size(bench.model.blocks)
+    largest = max(slots, default=repeated)
     order = keep_order(bench.model, (repeated,), last_first=False)
-    rest = [block for block in order if repeated < 2 * block.nbytes <= 2 * repeated]
-    staying = [block.name for block in rest if block.name in draft.resident]
-    if len(staying) < leaving:
+    rest = [block.name for block in order if repeated < 2 * block.nbytes <= 2 * min(repeated, largest)]
+    if rest and rest[0] not in draft.resident:
+        rest.reverse()
+    staying, others = ([n for n in rest if (n in draft.resident) == stays] for stays in (True, False))
+    changing = staying[::-1][:leaving] if leaving > 0 else others[:-leaving]
+    if len(changing) < abs(leaving):
         return None
-    last_first = rest[0].name not in draft.resident
+    home = RESIDENT if leaving < 0 else HOSTED if slots else DEDICATED
+    # Single ops that are kept or moved in blocks that run again are given up for whole blocks that need not.
+    most = Level(draft.recompute) if draft.recompute else None
     plain = draft.plain
-    for name in staying[:leaving] if last_first else staying[-leaving:]:
+    for name in changing:
         plain = plain.placed(name, home)
-    if draft.recompute:
-        # Single ops that are kept or moved in blocks that run again are given up for whole blocks that need not.
-        less = fewest_recomputed(bench, plain.at, (KEPT, Level(draft.recompute)))
-        plain = plain if less is None else plain.at(less)
-    return at_home_anew(bench, plain)
+    own = sum(p.parameters is Tier.DEVICE and not p.resident for p in plain.placements)
+    plain = replace(plain, streaming=fewer_slots(plain.streaming, bench.streamed(plain), own))
+    if len(slots) == 1:
+        plain = _with_more_slots(bench, plain, most)
+    if plain == draft.plain or not bench.fits_device(plain if most is None else plain.at(most)):
+        return None
+    less = None if most is None else fewest_recomputed(bench, plain.at, (KEPT, most))
+    return at_home_anew(bench, plain if less is None else plain.at(less))
+
+
+def _with_more_slots(bench: Bench, plain: Draft, most: Level | None) -> Draft:
+    """``plain`` with as many slots as there is room for, where all that ``most`` names runs again: through a single one
+    no block is fetched ahead."""
+    streaming = plain.streaming
+    for slots in slot_options(bench.streamed(plain)):
+        distance = max(streaming.prefetch_distance, len(slots) - 1)
+        more = replace(plain, streaming=replace(streaming, slots=slots, prefetch_distance=distance))
+        if bench.fits_device(more if most is None else more.at(most)):
+            return more
+    return plain

@@ -163,19 +163,28 @@ def filled(bench: Bench, draft: Draft, how: Filling, limit: int | None = None) -
     """``draft`` with blocks made resident, then dedicated, as long as there is room in ``limit`` bytes of the device
     (None: in the budget)."""
     limit = bench.problem.limit(Tier.DEVICE) if limit is None else limit
+    best = draft
     for _ in range(ROUNDS):
-        room = limit - bench.beside(draft)
+        # From the first draft each time: what the last round has left beside the arenas is room for whoever comes first
+        # in order, and not for what there was room for before.
+        room = limit - bench.beside(best)
         more = _fill(bench, draft, room, how)
         # The arenas were sized with the old draft's activations beside them; the new one's may be a little more.
         while more != draft and bench.device(more) > limit:
             room -= max(1, 2 * (bench.device(more) - limit))
             more = _fill(bench, draft, room, how)
-        if more == draft:
+        if _given(bench, more) <= _given(bench, best):
             break
-        draft = more
+        best = more
         if bench.problem.trace is None:
             break  # nothing beside the arenas changed
-    return draft
+    return best
+
+
+def _given(bench: Bench, draft: Draft) -> tuple[int, int]:
+    """Bytes of the device that blocks of ``draft`` have, those that stay first."""
+    sizes = bench.arenas(draft)
+    return sizes.device_resident, sizes.device
 
 
 def _fill(bench: Bench, draft: Draft, room: int, how: Filling) -> Draft:
