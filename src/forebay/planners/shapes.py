@@ -168,17 +168,22 @@ def filled(bench: Bench, draft: Draft, how: Filling, limit: int | None = None) -
         # From the first draft each time: what the last round has left beside the arenas is room for whoever comes first
         # in order, and not for what there was room for before.
         room = limit - bench.beside(best)
-        more = _fill(bench, draft, room, how)
+        more = _fill_twice(bench, draft, room, how)
         # The arenas were sized with the old draft's activations beside them; the new one's may be a little more.
         while more != draft and bench.device(more) > limit:
             room -= max(1, 2 * (bench.device(more) - limit))
-            more = _fill(bench, draft, room, how)
-        if _given(bench, more) <= _given(bench, best):
+            more = _fill_twice(bench, draft, room, how)
+        if more == best or _given(bench, more) < _given(bench, best):
             break
         best = more
         if bench.problem.trace is None:
             break  # nothing beside the arenas changed
     return best
+
+
+def _fill_twice(bench: Bench, draft: Draft, room: int, how: Filling) -> Draft:
+    """``_fill``, and once more: a block that the last ones share no slot with any more may have its own for nothing."""
+    return _fill(bench, _fill(bench, draft, room, how), room, how)
 
 
 def _given(bench: Bench, draft: Draft) -> tuple[int, int]:
