@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, final
 
-from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.device_updates import candidates as device_candidates
 from forebay.planners.device_updates import placed_there
@@ -27,12 +26,11 @@ from forebay.planners.parts import (
     RESIDENT,
     Draft,
     Level,
-    fewer_slots,
     keep_order,
     repeated_size,
     slot_options,
 )
-from forebay.planners.shapes import fewest_recomputed
+from forebay.planners.shapes import fewest_recomputed, with_needed_slots
 from forebay.planners.speculation import MORE_GAIN, candidates, fits, placed_ahead, unhindered
 from forebay.plans import Update
 
@@ -189,8 +187,7 @@ def _resettled(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
     plain = draft.plain
     for name in changing:
         plain = plain.placed(name, home)
-    own = sum(p.parameters is Tier.DEVICE and not p.resident for p in plain.placements)
-    plain = replace(plain, streaming=fewer_slots(plain.streaming, bench.streamed(plain), own))
+    plain = with_needed_slots(bench, plain)
     if len(slots) == 1:
         plain = _with_more_slots(bench, plain, most)
     if plain == draft.plain or not bench.fits_device(plain if most is None else plain.at(most)):

@@ -22,7 +22,7 @@ from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import Tenant, at_home, on_host
 from forebay.planners.moves import fewer_moves, one_move_less
-from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident, fewer_slots
+from forebay.planners.parts import DEDICATED, HOSTED, KEPT, RESIDENT, Draft, Level, all_resident
 from forebay.planners.shapes import (
     SHARED,
     Filling,
@@ -32,6 +32,7 @@ from forebay.planners.shapes import (
     streamed_through,
     usual_window,
     windows,
+    with_needed_slots,
 )
 
 __all__ = ["PLAIN", "PLAIN_HERE", "TIE", "Search", "plain_share"]
@@ -329,10 +330,8 @@ class Search:
                 if home == (old.parameters, old.gradients, old.states) or (block.held and home == HOSTED):
                     continue
                 moved = self._with_a_window(base.placed(block.name, home))
-                ahead = sum(p.parameters is Tier.DEVICE and not p.resident for p in moved.placements)
-                streaming = fewer_slots(moved.streaming, self.bench.streamed(moved), ahead)
                 if home != HOSTED or max(base.streaming.slots, default=0) >= block.nbytes:
-                    yield replace(moved, streaming=streaming)
+                    yield with_needed_slots(self.bench, moved)
         named = {block for selection in base.activations for block in selection.blocks}
         for name in self.bench.recomputable if len(self._levels) > 1 else ():
             if name not in named:

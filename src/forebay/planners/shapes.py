@@ -17,6 +17,7 @@ from forebay.planners.parts import (
     Level,
     all_resident,
     all_streamed,
+    fewer_slots,
     keep_order,
     slot_options,
     slots_for,
@@ -40,6 +41,7 @@ __all__ = [
     "usual_window",
     "wide",
     "windows",
+    "with_needed_slots",
 ]
 
 Home = tuple[Tier, Tier, Tier]
@@ -179,6 +181,12 @@ def filled(bench: Bench, draft: Draft, how: Filling, limit: int | None = None) -
         if bench.problem.trace is None:
             break  # nothing beside the arenas changed
     return best
+
+
+def with_needed_slots(bench: Bench, draft: Draft) -> Draft:
+    """``draft`` with the slots that what streams still needs (``fewer_slots``)."""
+    own = sum(p.parameters is Tier.DEVICE and not p.resident for p in draft.placements)
+    return replace(draft, streaming=fewer_slots(draft.streaming, bench.streamed(draft), own))
 
 
 def _fill_twice(bench: Bench, draft: Draft, room: int, how: Filling) -> Draft:

@@ -22,11 +22,10 @@ from forebay.planners.parts import (
     Draft,
     Level,
     all_resident,
-    fewer_slots,
     selected,
     streaming_through,
 )
-from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
+from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window, with_needed_slots
 from forebay.plans import Placement
 from forebay.treatments import Fate, Treatment
 
@@ -377,9 +376,7 @@ def rounded(
     level = KEPT if live is None else level_of(live, chain, chosen)
     placements = tuple(Placement(b.name, *homes[b.name]) for b in bench.model.blocks)
     streaming = level.through(streaming_through(bench.problem, slots, usual_window(bench)))
-    draft = Draft(placements, streaming, level.recompute, level.activations)
-    ahead = sum(home == DEDICATED for home in homes.values())
-    return replace(draft, streaming=fewer_slots(streaming, bench.streamed(draft), ahead))
+    return with_needed_slots(bench, Draft(placements, streaming, level.recompute, level.activations))
 
 
 def _on_host(tiers: tuple[Tier, Tier, Tier]) -> tuple[Tier, Tier, Tier]:
