@@ -14,7 +14,7 @@ from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan, Update
 from forebay.profiler.batch import named_inputs
 from forebay.runtime.blocks import BoundModel
-from forebay.states import is_wide
+from forebay.states import is_wide, masters_fault
 from forebay.trace import fingerprint_of
 from forebay.units import format_apart, format_bytes
 
@@ -44,6 +44,10 @@ def adopt_plan(
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
     _check_blocks(plan, bound)
     _check_fingerprint(plan, batch, bound, rule)
+    trained = {p.dtype for block in bound.model.blocks for p in block.parameters if p.trainable}
+    fault = masters_fault(plan.streaming.masters, rule.state_names, trained)
+    if fault:
+        raise ConfigError(f"{fault}; make the plan again")
     on_device = plan.updated(Update.DEVICE)
     if on_device and not is_wide(rule.state_names):
         raise ConfigError(

@@ -11,9 +11,7 @@ from typing import final
 
 from forebay.errors import ConfigError
 from forebay.layout import (
-    MASTER,
     PAGE,
-    STATE_ITEMSIZE,
     Chunk,
     StateLayout,
     align,
@@ -21,9 +19,11 @@ from forebay.layout import (
     gradient_offsets,
     residual_offsets,
     state_layout,
+    widened_nbytes,
 )
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming, Update, updated
+from forebay.states import Masters
 from forebay.trace import Block, Model
 from forebay.units import MiB
 
@@ -174,10 +174,12 @@ def _copies(placement: Placement, tier: Tier, streaming: Streaming) -> int:
 
 @final
 class Sizer:
-    """Sizes plans for one model that differ in their placements and slots: what depends on the optimizer's states
-    and on ``update_chunk`` (elements) alone is worked out once."""
+    """Sizes plans for one model that differ in their placements and slots: what depends on the optimizer's states,
+    on ``update_chunk`` (elements) and on how masters are kept alone is worked out once."""
 
-    def __init__(self, model: Model, state_names: tuple[str, ...], update_chunk: int) -> None:
+    def __init__(
+        self, model: Model, state_names: tuple[str, ...], update_chunk: int, masters: Masters = Masters.WHOLE
+    ) -> None:
         self.update_chunk = update_chunk
         self._blocks = {b.name: b for b in model.blocks}
         self._states: dict[str, _StateSizes] = {}
@@ -188,11 +190,11 @@ class Sizer:
         for block in model.blocks:
             shape = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
             if shape not in alike:  # layers are alike: their states are cut once
-                alike[shape] = _StateSizes.of(state_layout(block, state_names, update_chunk))
+                alike[shape] = _StateSizes.of(state_layout(block, state_names, update_chunk, masters))
             self._states[block.name] = alike[shape]
 
     def state_nbytes(self, block: str) -> int:
-        """Bytes of the optimizer state of ``block``, fp32 masters included."""
+        """Bytes of the optimizer state of ``block``, masters included."""
         return self._states[block].nbytes
 
     def update_window(self, blocks: Iterable[str], cells: int = UPDATE_CELLS) -> int:
@@ -299,7 +301,7 @@ class Sizer:
 @dataclass(frozen=True)
 class _StateSizes:
     """Bytes of one block's state, of its largest chunk, of its largest cell, and of the gradients of a chunk that are
-    widened to fp32; and its chunks."""
+    widened to fp32 with what goes with them (``layout.widened_nbytes``); and its chunks."""
 
     nbytes: int
     largest_chunk: int
@@ -309,9 +311,10 @@ class _StateSizes:
 
     @classmethod
     def of(cls, layout: StateLayout) -> _StateSizes:
-        elements = max((c.elements for c in layout.chunks), default=0) if MASTER in layout.streams else 0
+        elements = max((c.elements for c in layout.chunks), default=0) if layout.has_masters else 0
         cell = max((cell_of(c).nbytes for c in layout.chunks), default=0)
-        return cls(layout.nbytes, layout.largest_chunk, cell, elements * STATE_ITEMSIZE, layout.chunks)
+        widened = widened_nbytes(elements, layout.masters)
+        return cls(layout.nbytes, layout.largest_chunk, cell, widened, layout.chunks)
 
     def cell(self, density: float | None) -> int:
         """Bytes of its largest cell where this share of the elements of gradients comes (None: gradients as they
@@ -323,7 +326,7 @@ class _StateSizes:
 
 def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:
     """The arenas for ``model`` under ``placements``, with an optimizer that keeps ``state_names`` per element."""
-    return Sizer(model, state_names, streaming.update_chunk).arenas(placements, streaming)
+    return Sizer(model, state_names, streaming.update_chunk, streaming.masters).arenas(placements, streaming)
 
 
 def arenas_of(model: Model, plan: Plan, state_names: tuple[str, ...]) -> Arenas:

@@ -32,7 +32,7 @@ def with_figures(
     ``notes`` are what else is to be said about ``machine``. ``liveness`` is that of the trace, if the caller has it.
     Raises ``ConfigError`` where the plan and the machine do not go together.
     """
-    costs, liveness = Costs(trace, machine), liveness or Liveness(trace)
+    costs, liveness = Costs(trace, machine, plan.streaming.masters), liveness or Liveness(trace)
 
     def seconds(micro_batches: int) -> float:
         program = sketch(trace, plan, micro_batches=micro_batches, liveness=liveness)

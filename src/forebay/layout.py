@@ -7,9 +7,9 @@ Activations
 Gradients
     one flat buffer, trainable parameters only, in the parameters' dtypes.
 Optimizer state
-    *chunks* of at most ``update_chunk`` elements. Inside a chunk each *stream* (fp32 master, first moment, second
-    moment ...) is contiguous, in its own form (``states``), and the streams follow each other, so that one read, one
-    update and one write move all the state that belongs to those elements.
+    *chunks* of at most ``update_chunk`` elements. Inside a chunk each *stream* (fp32 master or its lower half, first
+    moment, second moment ...) is contiguous, in its own form (``states``), and the streams follow each other, so that
+    one read, one update and one write move all the state that belongs to those elements.
 Updates on the device, or beside the storage
     *cells*: a chunk of states as it lies at home, then the parameters and then the gradients of its elements. Where
     only the largest elements of gradients are sent, these come behind all that, piece by piece: places, then values.
@@ -25,10 +25,11 @@ from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.states import BLOCK, form_of, is_wide
+from forebay.states import BLOCK, Masters, form_of, is_wide
 from forebay.trace import Block, Parameter
 
 __all__ = [
+    "LOWER",
     "MASTER",
     "MOVED_LEAST",
     "PAGE",
@@ -54,6 +55,8 @@ __all__ = [
     "state_layout",
     "states_nbytes",
     "untrained_nbytes",
+    "widened_nbytes",
+    "with_masters",
 ]
 
 PAGE = 4096
@@ -71,6 +74,9 @@ MOVED_LEAST = 4096
 MASTER = "master"
 """Name of the stream that holds the fp32 master copy of 16-bit parameters."""
 
+LOWER = f"{MASTER}:lower"
+"""Name of the stream that holds the lower half of the master of parameters in bf16."""
+
 RESIDUAL = "residual"
 """Name of what of a gradient was not sent, where it is kept with the states."""
 
@@ -83,6 +89,17 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
 def needs_master(parameter: Parameter) -> bool:
     """Whether an update needs an fp32 master copy: the parameter is trained in 16 bits."""
     return parameter.trainable and parameter.dtype in ("bfloat16", "float16")
+
+
+def with_masters(states: tuple[str, ...], masters: Masters) -> tuple[str, ...]:
+    """The streams of an optimizer with ``states`` for parameters that need a master."""
+    return (LOWER if masters is Masters.LOWER else MASTER, *states)
+
+
+def widened_nbytes(elements: int, masters: Masters) -> int:
+    """Bytes in which torch's fused ops update so many ``elements`` that have a master: their gradients in fp32 and, of
+    masters of which the lower half is kept, these."""
+    return elements * STATE_ITEMSIZE * (2 if masters is Masters.LOWER else 1)
 
 
 def in_order(parameter: Parameter) -> bool:
@@ -216,7 +233,7 @@ def cell_of(chunk: Chunk, density: float | None = None) -> Cell:
 class Span:
     """``nbytes`` of a chunk's elements that lie in one piece wherever they are: at ``home`` in the block's parameters,
     at ``landed`` in its gradients, at ``cell`` in either area of a cell. ``written``: an update writes the parameters
-    and does not read them, since they have a master."""
+    and does not read them, since their masters are whole."""
 
     home: int
     landed: int
@@ -230,7 +247,7 @@ class Span:
         return (self.home, self.landed, self.cell, self.written) == ends
 
 
-def spans_of(chunk: Chunk, offsets: Mapping[str, int], names: Collection[str]) -> list[Span]:
+def spans_of(chunk: Chunk, offsets: Mapping[str, int], names: Collection[str], masters: Masters) -> list[Span]:
     """What of ``chunk`` moves, beside its states, when the parameters in ``names`` are updated on the device: their
     pieces, neighbours in one; what lies between them stays at home. ``offsets`` are those of ``gradient_offsets``."""
     made: list[Span] = []
@@ -239,7 +256,8 @@ def spans_of(chunk: Chunk, offsets: Mapping[str, int], names: Collection[str]) -
         if parameter.name not in names:
             continue
         landed = offsets[parameter.name] + piece.begin
-        span = Span(parameter.offset + piece.begin, landed, start, piece.nbytes, needs_master(parameter))
+        written = needs_master(parameter) and masters is Masters.WHOLE
+        span = Span(parameter.offset + piece.begin, landed, start, piece.nbytes, written)
         if made and span.follows(made[-1]):
             made[-1] = replace(made[-1], nbytes=made[-1].nbytes + span.nbytes)
         else:
@@ -254,6 +272,20 @@ class StateLayout:
     streams: tuple[str, ...]
     chunks: tuple[Chunk, ...]
     nbytes: int
+
+    @property
+    def masters(self) -> Masters:
+        """How masters are kept, if any are."""
+        return Masters.LOWER if LOWER in self.streams else Masters.WHOLE
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any are kept."""
+        return LOWER in self.streams or MASTER in self.streams
+
+    def reads(self, parameter: Parameter) -> bool:
+        """Whether an update reads the ``parameter``: not where its master is whole."""
+        return not needs_master(parameter) or self.masters is Masters.LOWER
 
     @property
     def largest_chunk(self) -> int:
@@ -286,24 +318,27 @@ def states_nbytes(streams: Iterable[str], elements: int) -> int:
     return sum(form_of(stream).nbytes(elements) for stream in streams)
 
 
-def chunk_elements(update_chunk: int, state_names: tuple[str, ...]) -> int:
+def chunk_elements(update_chunk: int, state_names: tuple[str, ...], masters: Masters = Masters.WHOLE) -> int:
     """The most elements of a chunk: so many that every stream of the next piece begins at its alignment, and with a
     block of its own where a state has a scale for each."""
-    return align(update_chunk, _step(state_names))
+    return align(update_chunk, _step(state_names, masters))
 
 
-def _step(state_names: tuple[str, ...]) -> int:
-    return ALIGNMENT // STATE_ITEMSIZE if is_wide(state_names) else BLOCK
+def _step(state_names: tuple[str, ...], masters: Masters) -> int:
+    narrowest = form_of(LOWER).itemsize if masters is Masters.LOWER else STATE_ITEMSIZE
+    return ALIGNMENT // narrowest if is_wide(state_names) else BLOCK
 
 
-def state_layout(block: Block, state_names: tuple[str, ...], update_chunk: int) -> StateLayout:
+def state_layout(
+    block: Block, state_names: tuple[str, ...], update_chunk: int, masters: Masters = Masters.WHOLE
+) -> StateLayout:
     """Cuts the state of ``block`` into chunks of at most ``update_chunk`` elements.
 
-    ``state_names`` are the optimizer's own streams; a master stream is added if a parameter needs one.
+    ``state_names`` are the optimizer's own streams; one for ``masters`` is added if a parameter needs one.
     """
-    master = any(needs_master(p) for p in block.parameters)
-    streams = ((MASTER,) if master else ()) + state_names
-    step, most = _step(state_names), chunk_elements(update_chunk, state_names)
+    needed = any(needs_master(p) for p in block.parameters)
+    streams = with_masters(state_names, masters) if needed else state_names
+    step, most = _step(state_names, masters), chunk_elements(update_chunk, state_names, masters)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     filled = end = 0

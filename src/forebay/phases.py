@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from forebay.arenas import arenas_of, home_tier
-from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, align, in_order, needs_master, state_layout
+from forebay.layout import PAGE, STATE_ITEMSIZE, align, in_order, needs_master, state_layout
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan
+from forebay.states import Masters
 from forebay.trace import Block, Parameter, Phase, Trace
 from forebay.units import MiB
 
@@ -28,6 +29,9 @@ PHASES = ("load", "step", "eval", "save", "resume")
 
 PASSING = 1 * MiB
 """Bytes of host memory through which what is on an accelerator passes to a checkpoint and from it."""
+
+_PIECES = 4
+"""Copies in fp32 of a piece of a parameter, at most, while a master that is kept as halves is read or written."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     ``resume``  ``forebay.resume``: ``standing``. States pass chunk by chunk, parameters block by block, straight
                 between the files and where they are at home or the buffers that updates and fetches pass through;
                 beside, ``PASSING`` for what is on an accelerator.
+
+    Masters that are kept as halves are put together and taken apart a piece at a time, where they are at home.
     """
     sizes = arenas_of(trace.model, plan, trace.state_names)
     standing = sizes.device_resident + sizes.device_slots + sizes.device_updates + trace.model.buffer_nbytes
@@ -66,17 +72,19 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
     loading = max((_loading(b) for b in pairs), default=0)
     passing = PASSING if trace.device != "cpu" and _is_any_there(pairs, trace) else 0
+    there = [b.halving for b in pairs if b.placement.resident and trace.device != "cpu"]
+    halving = max(there, default=0)
     saving = [_saving(b, p, trace.device) for b in pairs for p in b.block.parameters]
 
     def peaks(device: int, beside: int = 0) -> PhasePeaks:
         return PhasePeaks(device, step[Tier.HOST], step[Tier.PINNED], step[Tier.DISK], beside)
 
     return {
-        "load": peaks(standing, loading),
+        "load": peaks(standing + halving, loading),
         "step": peaks(step[Tier.DEVICE]),
         "eval": peaks(standing + beside_model + forward_peak(trace) + trace.held_nbytes),
         "save": peaks(standing + max((d for d, _ in saving), default=0), max((passing, *(h for _, h in saving)))),
-        "resume": peaks(standing, passing),
+        "resume": peaks(standing + halving, max((passing, *(b.halving for b in pairs)))),
     }
 
 
@@ -120,9 +128,18 @@ class _Homed:
     def __init__(self, block: Block, placement: Placement, state_names: tuple[str, ...], plan: Plan) -> None:
         self.block = block
         self.placement = placement
-        self.layout = state_layout(block, state_names, plan.streaming.update_chunk)
-        # States in memory are read where they are; those on disk are read into a copy of the whole block's.
+        streaming = plan.streaming
+        self.layout = state_layout(block, state_names, streaming.update_chunk, streaming.masters)
+        # What is in memory is read where it is; what is on disk is read into a copy of the whole block's.
         self.state_copy = self.layout.nbytes if placement.states is Tier.DISK else 0
+        # Masters kept as halves are put together and taken apart a piece at a time: each master, what is spare, what
+        # keeps ties, and what is read or written.
+        halves = self.layout.masters is Masters.LOWER
+        pieces = [piece for chunk in self.layout.chunks for piece in chunk.pieces if needs_master(piece.parameter)]
+        largest = max((piece.stop - piece.start for piece in pieces), default=0) if halves else 0
+        self.halving = _PIECES * STATE_ITEMSIZE * largest
+        if halves and home_tier(placement) is Tier.DISK:
+            self.state_copy += align(block.nbytes, PAGE)
 
 
 def _loading(homed: _Homed) -> int:
@@ -135,7 +152,7 @@ def _loading(homed: _Homed) -> int:
     masters = [STATE_ITEMSIZE * p.numel for p in homed.block.parameters if needs_master(p)]
     widened = max((a + b for a, b in zip([0, *masters], [*masters, 0], strict=True)), default=0)
     values = sum(p.nbytes for p in homed.block.parameters)
-    return values + (homed.state_copy + widened if masters else 0)
+    return values + (homed.state_copy + widened + homed.halving if masters else 0)
 
 
 def _saving(homed: _Homed, parameter: Parameter, device: str) -> tuple[int, int]:
@@ -145,7 +162,7 @@ def _saving(homed: _Homed, parameter: Parameter, device: str) -> tuple[int, int]
     bytes are cloned, from a copy in whole pages where the home is on disk. What is on an accelerator is gathered or
     cloned there first. A tensor whose elements do not lie in order is copied once more to be written.
     """
-    master = needs_master(parameter) and MASTER in homed.layout.streams
+    master = needs_master(parameter) and homed.layout.has_masters
     written = STATE_ITEMSIZE * parameter.numel if master else parameter.nbytes
     source = 0
     if master:
@@ -155,4 +172,5 @@ def _saving(homed: _Homed, parameter: Parameter, device: str) -> tuple[int, int]
         source = align(parameter.offset + parameter.nbytes, PAGE) - first
     ordered = 0 if in_order(parameter) else written
     on_device = written if homed.placement.resident and device != "cpu" else 0
-    return on_device, written + max(source, ordered)
+    halving = homed.halving if master else 0
+    return on_device + (halving if on_device else 0), written + max(source, ordered) + halving

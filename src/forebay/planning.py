@@ -26,7 +26,7 @@ from forebay.lowering import device_bound, lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
 from forebay.phases import phases
-from forebay.planners import Bench, Problem, alternatives, make_plan
+from forebay.planners import Bench, Problem, alternatives, for_policy, make_plan
 from forebay.planners.parts import Draft, gives_up_nothing
 from forebay.planners.room import Room, leave_room
 from forebay.planners.speculation import second_copies
@@ -107,6 +107,7 @@ def assess(
     with collector_paused():
         several = micro_batches > 1
         problem = problem_of(trace, machine, budget, compress, update, checksums=checksums, accumulates=several)
+        problem = for_policy(problem, policy)
         allowed = {tier: problem.limit(tier) for tier in Tier}
         if not machine.pinned_capacity:
             del allowed[Tier.PINNED]  # this device needs none
@@ -261,7 +262,7 @@ def predict(trace: Trace, machine: Machine, plan: Plan, bench: Bench | None = No
     Raises what ``checking.check`` raises.
     """
     if bench is None:
-        program, costs = lower(trace, plan), Costs(trace, machine)
+        program, costs = lower(trace, plan), Costs(trace, machine, plan.streaming.masters)
         timeline = play(program, trace, machine, costs=costs, settled=not plan.streaming.overlap_update)
         check(trace, machine, plan, program)
         return timeline, summarise(timeline, program, costs)

@@ -13,6 +13,7 @@ from forebay.errors import ConfigError
 from forebay.layout import PAGE
 from forebay.machine import SPARED_CORES
 from forebay.memory import Tier
+from forebay.states import Masters
 from forebay.treatments import Selection, Treatment
 
 __all__ = [
@@ -125,6 +126,7 @@ class Streaming:
     read in the calls ``disk_reads`` and written in the calls ``disk_writes``. ``disk_copies`` 2: parameters and states
     at home on disk have two places there, so that an update does not write where the last checkpoint has them.
     ``checksums``: what is read of them is held against checksums of what was written.
+    ``masters`` is how fp32 masters of parameters in 16 bits are kept, at home and on their way.
     ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
     the bytes on the device through which blocks pass that are updated there and not at home there (``Update.DEVICE``):
     as many chunks at a time as it holds, beside the gradients that one of them widens. ``gradient_slots`` are buffers
@@ -154,6 +156,7 @@ class Streaming:
     disk_writes: Calls = field(default_factory=Calls)
     disk_copies: int = 1
     checksums: bool = CHECKSUMS
+    masters: Masters = Masters.WHOLE
     update_chunk: int = 4 * 1024 * 1024
     update_window: int = 0
     overlap_update: bool = True
@@ -306,6 +309,7 @@ class Plan:
         if self.updated(Update.BACKWARD) and not self.streaming.gradient_slots:
             raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
         self._check_copies()
+        self._check_masters()
         self._check_late()
         if self.streaming.gradient_density is not None:
             self._check_density(self.streaming.gradient_density)
@@ -320,6 +324,15 @@ class Plan:
             for block in selection.blocks:
                 if block not in recomputed and not all(t.changes_bytes for t in selection.treatments):
                     raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
+
+    def _check_masters(self) -> None:
+        """Raises for masters of which half is kept where states are at home without the other half."""
+        if self.streaming.masters is Masters.WHOLE:
+            return
+        beside = self.updated(Update.STORAGE)
+        if beside or self.streaming.disk_copies > 1:
+            why = f"block {beside[0]} is updated beside the storage" if beside else "a checkpoint names states in place"
+            raise ConfigError(f"{why}, without the parameters that are half of its masters; keep masters whole")
 
     def _check_copies(self) -> None:
         """Raises for blocks on disk whose two copies there are asked for twice, or are written by somebody else."""

@@ -66,7 +66,7 @@ def device_slabs(model: Model, plan: Plan, state_names: tuple[str, ...]) -> tupl
         elif placement.parameters is Tier.DEVICE:
             slots.append((f"the slot of block {block.name}", block.nbytes))
         if placement.states is Tier.DEVICE:
-            nbytes = state_layout(block, state_names, plan.streaming.update_chunk).nbytes
+            nbytes = state_layout(block, state_names, plan.streaming.update_chunk, plan.streaming.masters).nbytes
             states.append((f"states of block {block.name}", nbytes))
     slots += [("a slot", nbytes) for nbytes in plan.streaming.slots]
     window = [(WINDOW, arenas_of(model, plan, state_names).device_updates)]

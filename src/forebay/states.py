@@ -1,5 +1,8 @@
 """Optimizer states and how they lie: fp32, bf16, or codes of 8 or 4 bits with a scale for every block. No torch.
 
+Masters, the fp32 copies of parameters of 16 bits, lie as they are or, beside parameters in bf16, as their lower halves
+(``Masters``).
+
 A state is known by its name. What follows a colon says how it lies; without one it is fp32, as ``torch.optim`` keeps
 it. ``"exp_avg:8bit", "exp_avg_scale:scale"`` are a first moment in codes of 8 bits and the scales of its blocks. Names
 in this form go into a ``Trace``, so that whoever sizes or moves states counts their bytes, and whoever runs a plan
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal, get_args
 
 from forebay.errors import ConfigError
@@ -17,10 +21,14 @@ from forebay.errors import ConfigError
 __all__ = [
     "BLOCK",
     "MOMENTS",
+    "TIES",
+    "Masters",
     "Moments",
     "StateForm",
     "form_of",
     "is_wide",
+    "masters_fault",
+    "masters_for",
     "moment_states",
     "plain_name",
     "state_changes",
@@ -71,8 +79,28 @@ _FORMS = {
         # Two elements a byte: element i of a block and element BLOCK // 2 + i.
         StateForm("4bit", "uint8", 1, BLOCK // 2),
         StateForm("scale", "float32", 4, 1),
+        # The lower 16 bits of an fp32 number.
+        StateForm("lower", "int16", 2, BLOCK),
     )
 }
+
+TIES = "exp_avg_sq"
+"""The state whose sign, which it has no use for, says what rounding a master to bf16 leaves unsaid (``Masters``)."""
+
+
+class Masters(StrEnum):
+    """How the fp32 masters of parameters in 16 bits are kept.
+
+    A parameter in bf16 is the upper half of its master, rounded to nearest. So the lower half is all there is to keep
+    beside it: 2 bytes an element where the master has 4, and no bit is lost (Kalamkar et al., "Optimizing deep learning
+    recommender systems training on CPU cluster architectures", SC 2020, section V.C, keep the halves of a master whose
+    upper one is cut and not rounded). Taken as a signed number it is what was added or taken off by rounding, for all
+    but one: a master half-way between two, which goes to the even one, from above or from below. From above is what the
+    number says; that it was from below is a minus sign of ``TIES``.
+    """
+
+    WHOLE = "whole"
+    LOWER = "lower"
 
 
 def form_of(state: str) -> StateForm:
@@ -92,6 +120,26 @@ def plain_name(state: str) -> str:
 def is_wide(states: Iterable[str]) -> bool:
     """Whether all of ``states`` are fp32."""
     return all(form_of(state).name == "float32" for state in states)
+
+
+def masters_for(states: Iterable[str], trained: Iterable[str]) -> Masters:
+    """How masters may be kept by an optimizer with ``states`` of parameters that are ``trained`` in these dtypes."""
+    states = tuple(states)
+    halves = set(trained) - {"float32", "float64"} == {"bfloat16"}
+    return Masters.LOWER if halves and TIES in states and is_wide(states) else Masters.WHOLE
+
+
+def masters_fault(masters: Masters, states: Iterable[str], trained: Iterable[str]) -> str:
+    """What is wrong with ``masters`` that are kept so by an optimizer with ``states`` of parameters that are
+    ``trained`` in these dtypes, in words; nothing is ``""``."""
+    states, trained = tuple(states), sorted(set(trained))
+    if masters is Masters.WHOLE or masters_for(states, trained) is masters:
+        return ""
+    return (
+        f"the plan keeps the lower halves of masters, which goes with parameters in bfloat16 and an optimizer that "
+        f"keeps {TIES} in fp32; the model trains {', '.join(trained) or 'nothing'} and the states are "
+        f"{', '.join(states) or 'none'}"
+    )
 
 
 def moment_states(names: Iterable[str], moments: Moments) -> tuple[str, ...]:

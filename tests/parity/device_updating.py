@@ -21,7 +21,8 @@ __all__ = ["chunk_jobs", "on_device", "placed"]
 def placed(case: Case, dtype: torch.dtype, plan: Plan, *, cells: int, states: tuple[str, ...] = STATES) -> Plan:
     """``plan`` with a window of ``cells`` chunks, and the bytes that it comes to."""
     model = find_blocks(case.model(dtype)).model
-    window = Sizer(model, states, plan.streaming.update_chunk).update_window(plan.updated(Update.DEVICE), cells)
+    sizer = Sizer(model, states, plan.streaming.update_chunk, plan.streaming.masters)
+    window = sizer.update_window(plan.updated(Update.DEVICE), cells)
     streaming = replace(plan.streaming, update_window=window)
     sizes = arenas(model, plan.placements, streaming, states)
     return replace(plan, streaming=streaming, host=sizes.host, disk=sizes.disk)
@@ -51,5 +52,6 @@ def chunk_jobs(case: Case, dtype: torch.dtype, plan: Plan) -> list[int]:
     """Bytes of the cell of every chunk that a step updates on the device."""
     model = find_blocks(case.model(dtype)).model
     blocks = map(model.block, plan.updated(Update.DEVICE))
-    layouts = [state_layout(block, STATES, plan.streaming.update_chunk) for block in blocks]
+    cut = STATES, plan.streaming.update_chunk, plan.streaming.masters
+    layouts = [state_layout(block, *cut) for block in blocks]
     return [cell_of(chunk).nbytes for layout in layouts for chunk in layout.chunks]

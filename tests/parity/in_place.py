@@ -15,6 +15,7 @@ from forebay.arenas import arenas_of
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
+from forebay.states import Masters
 from tests.parity.content import content
 from tests.parity.models import Case
 from tests.parity.test_streaming import everything_on_disk
@@ -31,7 +32,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def two_places(model: nn.Module, plan: Plan, **streaming: Any) -> Plan:
     """``plan`` with two places for what it has on disk."""
-    made = replace(plan, streaming=replace(plan.streaming, disk_copies=2, **streaming))
+    whole = {"disk_copies": 2, "masters": Masters.WHOLE} | streaming
+    made = replace(plan, streaming=replace(plan.streaming, **whole))
     sizes = arenas_of(find_blocks(model).model, made, MOMENTS)
     return replace(made, disk=sizes.disk, host=sizes.host)
 

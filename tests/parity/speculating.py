@@ -14,6 +14,7 @@ from forebay.device.cpu import CpuDevice
 from forebay.memory import Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from forebay.states import masters_for
 from forebay.trace import Model
 from tests.null.updating import updating
 from tests.parity.content import states_of
@@ -56,7 +57,8 @@ def trained(model: Model) -> tuple[str, ...]:
 def speculating(
     case: Case, dtype: torch.dtype, *, disk: bool, host_slots: int = 2, states: tuple[str, ...] = STATES
 ) -> Plan:
-    """Every block that trains speculates; at home on the host or, with ``disk``, in turn wherever a block can be."""
+    """Every block that trains speculates; at home on the host or, with ``disk``, in turn wherever a block can be. Of
+    masters half is kept where that is enough."""
     plan = tiered(case, dtype, overlap=True, host_slots=host_slots)
     placements = plan.placements
     if not disk:
@@ -64,7 +66,9 @@ def speculating(
         placements = tuple(replace(p, **on_host) if p.parameters is not Tier.DEVICE else p for p in placements)
         placements = tuple(replace(p, states=Tier.HOST) for p in placements)
     model = find_blocks(case.model(dtype)).model
-    plan = updating(replace(plan, placements=placements), Update.AHEAD, trained(model))
+    masters = masters_for(states, {str(dtype).removeprefix("torch.")})
+    streaming = replace(plan.streaming, masters=masters)
+    plan = updating(replace(plan, placements=placements, streaming=streaming), Update.AHEAD, trained(model))
     sizes = arenas_of(model, plan, states)
     return replace(plan, host=sizes.host, disk=sizes.disk)
 

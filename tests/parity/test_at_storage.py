@@ -19,6 +19,7 @@ from forebay.memory import Kind, Tier
 from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from forebay.states import Masters
 from forebay.timeline import Lane
 from tests.null.updating import at_home, updating
 from tests.parity.models import CASES, Case
@@ -35,6 +36,7 @@ def at_storage(case: Case, dtype: torch.dtype, plan: Plan, density: float | None
     gradients as they are), and the others as they were."""
     model = find_blocks(case.model(dtype)).model
     on_disk = [p.block for p in plan.placements if p.states is Tier.DISK]
+    plan = replace(plan, streaming=replace(plan.streaming, masters=Masters.WHOLE))
     plan = updating(plan, Update.STORAGE, [name for name in on_disk if model.block(name).gradient_nbytes])
     changes = () if density is None else ("gradients go in part",)
     plan = replace(plan, streaming=replace(plan.streaming, gradient_density=density), changes_numbers=changes)

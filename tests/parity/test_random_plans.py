@@ -19,6 +19,7 @@ from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
+from forebay.states import Masters, masters_for
 from forebay.trace import Block, Footprint, Model
 from tests.parity.compare import assert_same_training
 from tests.parity.models import CASES, Case, WithLoss, images
@@ -43,6 +44,10 @@ class Subject:
     dtype: torch.dtype
     model: Model
     footprint: Footprint
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
 
 def subject(name: str, dtype: torch.dtype) -> Subject:
@@ -69,6 +74,7 @@ def plans(draw: st.DrawFn, subject: Subject) -> Plan:
         update_chunk=draw(st.sampled_from([1024, 3000, 4_194_304])),
         overlap_update=draw(st.booleans()),
         checksums=draw(st.booleans()),
+        masters=draw(st.sampled_from([Masters.WHOLE, masters_for(STATES, {subject.dtype_name})])),
         poison=True,
     )
     sizes = arenas(subject.model, placements, streaming, STATES)

@@ -2,9 +2,9 @@
 of it, in time. No torch.
 
 Of each chunk of a block that is updated on the device (``Update.DEVICE``) a step brings to a cell there its states, the
-gradients that have landed, and the parameters that have no fp32 master; with one the update writes them and does not
-read them. It takes home its states and parameters. Cells are parts of one window, and as many as that holds are in use
-at a time.
+gradients that have landed, and the parameters that have no whole fp32 master; with one the update writes them and does
+not read them. It takes home its states and parameters. Cells are parts of one window, and as many as that holds are in
+use at a time.
 
 Of one that is updated beside the storage (``Update.STORAGE``) the states stay where they are, on disk, and the rest is
 the same: there are ``UPDATE_CELLS`` cells, and the way there and back is that of the disk. With a ``gradient_density``
@@ -23,11 +23,11 @@ from forebay.arenas import UPDATE_CELLS
 from forebay.checking.order import Order
 from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
-from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayout, needs_master
+from forebay.layout import PAGE, STATE_ITEMSIZE, Chunk, StateLayout, needs_master
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.states import is_wide
+from forebay.states import Masters, is_wide
 from forebay.timeline import Lane
 from forebay.trace import Trace
 
@@ -135,7 +135,7 @@ class Cells:
 
     def _wanted(self, block: str, chunk: int, names: Sequence[str]) -> Mapping[Move, int]:
         own = self._layouts[block].chunks[chunk]
-        moves = _nbytes(own, names)
+        moves = _nbytes(own, names, self._layouts[block].masters)
         if block not in self.beside:
             return moves
         moves |= dict.fromkeys([(Verb.LOAD, Kind.STATE), (Verb.STORE, Kind.STATE)], 0)
@@ -220,8 +220,8 @@ def _cell(layout: StateLayout, density: float | None) -> tuple[int, int]:
         sent = () if density is None else _sent(chunk, density)
         whole = chunk.nbytes + 2 * sum(_aligned(piece.nbytes) for piece in chunk.pieces)
         cell = max(cell, whole + sum(map(_aligned, sent)))
-    widest = max((c.elements for c in layout.chunks), default=0) if MASTER in layout.streams else 0
-    return cell, STATE_ITEMSIZE * widest
+    widest = max((c.elements for c in layout.chunks), default=0) if layout.has_masters else 0
+    return cell, STATE_ITEMSIZE * widest * (2 if layout.masters is Masters.LOWER else 1)
 
 
 def _aligned(nbytes: int) -> int:
@@ -240,11 +240,11 @@ def _sent(chunk: Chunk, density: float, names: Sequence[str] | None = None) -> l
     return found
 
 
-def _nbytes(chunk: Chunk, names: Sequence[str]) -> dict[Move, int]:
+def _nbytes(chunk: Chunk, names: Sequence[str], masters: Masters) -> dict[Move, int]:
     """Bytes that move when the parameters ``names`` of ``chunk`` are updated: none if there are none."""
     own = [p for p in chunk.pieces if p.parameter.name in names]
     states, every = chunk.nbytes if own else 0, sum(p.nbytes for p in own)
-    read = sum(p.nbytes for p in own if not needs_master(p.parameter))
+    read = sum(p.nbytes for p in own if masters is Masters.LOWER or not needs_master(p.parameter))
     return {
         (Verb.LOAD, Kind.STATE): states,
         (Verb.LOAD, Kind.PARAMETER): read,

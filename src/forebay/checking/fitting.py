@@ -12,10 +12,11 @@ from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, DISK_SUM, GRADIENT_STAGING, 
 from forebay.checking.cells import residual_nbytes, storage_window
 from forebay.checking.words import listed
 from forebay.errors import DoesNotFit, PlanInvalid
-from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, StateLayout, needs_master, state_layout
+from forebay.layout import PAGE, STATE_ITEMSIZE, StateLayout, needs_master, state_layout
 from forebay.machine import Machine
 from forebay.memory import ALIGNMENT, Kind, Tier
 from forebay.plans import Placement, Plan, Update
+from forebay.states import Masters, masters_fault
 from forebay.trace import Block, Trace
 from forebay.units import format_apart
 
@@ -71,8 +72,13 @@ def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
 
 def layouts(trace: Trace, plan: Plan) -> dict[str, StateLayout]:
     """How the states of every block are cut into chunks. Raises ``PlanInvalid`` if the chunks of a block do not cover
-    each of its trainable elements exactly once."""
-    made = {b.name: state_layout(b, trace.state_names, plan.streaming.update_chunk) for b in trace.model.blocks}
+    each of its trainable elements exactly once, or if it keeps of masters what is not enough of them."""
+    trained = {p.dtype for block in trace.model.blocks for p in block.parameters if p.trainable}
+    fault = masters_fault(plan.streaming.masters, trace.state_names, trained)
+    if fault:
+        raise _invalid("masters", f"{fault}; keep masters whole")
+    cut = trace.state_names, plan.streaming.update_chunk, plan.streaming.masters
+    made = {b.name: state_layout(b, *cut) for b in trace.model.blocks}
     for block in trace.model.blocks:
         reached = dict.fromkeys((p.name for p in block.parameters if p.trainable), 0)
         for chunk in made[block.name].chunks:
@@ -134,8 +140,10 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             through_ring = through_ring or (placement.states is Tier.DISK and states > 0)
         elif placement.update is Update.STORAGE:
             continue
-        elif MASTER in state[block.name].streams and any(needs_master(p) for p in trained):
-            workspace = max((workspace, *(STATE_ITEMSIZE * c.elements for c in state[block.name].chunks)))
+        elif any(needs_master(p) for p in trained):
+            layout = state[block.name]
+            widened = STATE_ITEMSIZE * (2 if layout.masters is Masters.LOWER else 1)
+            workspace = max((workspace, *(widened * c.elements for c in layout.chunks)))
     pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
     if plan.streaming.checksums:
         host += DISK_SUM * (disk // PAGE)  # not of activations, which no later step reads

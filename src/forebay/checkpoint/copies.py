@@ -24,6 +24,7 @@ from forebay.memory import Tier
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.homes import Home, MemoryHome
 from forebay.runtime.tensors import bytes_before, elements
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Parameter
 
@@ -116,7 +117,8 @@ def buffer_entry(name: str, buffer: torch.Tensor) -> Entry:
 def _in_memory(state: BlockState, copy: BlockCopy, in_place: Collection[str]) -> tuple[Home, ...]:
     """The homes from which a block is copied, if all of them are on the host: what is on the device is updated in the
     order of compute, which waits for no job."""
-    needed = [copy.parameters] if _alone(state, in_place) else []
+    halves = state.layout.masters is Masters.LOWER
+    needed = [copy.parameters] if _alone(state, in_place) or halves else []
     if any(chunk.nbytes and not _stays(state, chunk.pieces, in_place) for chunk in state.layout.chunks):
         needed.append(copy.states)
     on_host = state.placement.states is not Tier.DEVICE and all(isinstance(home, MemoryHome) for home in needed)
@@ -141,15 +143,17 @@ def _write_block(state: BlockState, copy: BlockCopy, in_place: Collection[str], 
         for parameter in alone:
             values = elements(content, parameter, parameter.offset)
             passing.out(values, partial(writer.write, entry_name(VALUE, parameter)))
+    upper = torch.empty(0, dtype=torch.uint8)
+    if state.layout.masters is Masters.LOWER:
+        upper = copy.parameters.held(0, copy.parameters.nbytes)
     for chunk in state.layout.chunks:
         if not chunk.nbytes or _stays(state, chunk.pieces, in_place):
             continue  # an optimizer without states, and no master; or states that stay where they are
         content = copy.states.held(chunk.offset, chunk.nbytes)
-        for name in state.layout.streams:
-            for piece, values in state.views(name, chunk, content):
-                if name in state.streams_of(piece.parameter):
-                    onward = Onward(writer.write, entry_name(name, piece.parameter), bytes_before(name, piece))
-                    passing.out(values, onward)
+        for name in state.said:
+            for piece, values in state.values(name, chunk, content, upper):
+                onward = Onward(writer.write, entry_name(name, piece.parameter), bytes_before(name, piece))
+                passing.out(values, onward)
     # Only where the states are on disk, which is copied when all updates are at home.
     for parameter in state.block.parameters:
         if parameter.name in state.residuals:

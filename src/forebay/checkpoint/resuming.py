@@ -8,7 +8,7 @@ Where that fails the model has no values, and says so, until it gets some.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +28,12 @@ from forebay.checkpoint.pieces import PieceReader
 from forebay.checkpoint.randomness import restore
 from forebay.checkpoint.saving import Scheduler, groups_of, kept_buffers
 from forebay.errors import ConfigError, OptimizerError, UsageError
-from forebay.layout import MASTER, RESIDUAL, needs_master
+from forebay.layout import MASTER, RESIDUAL, Chunk, Piece, needs_master
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.session import Phase, Session
 from forebay.runtime.sparse import forget
 from forebay.runtime.tensors import bytes_before, dtype_of, elements
+from forebay.states import Masters, form_of
 from forebay.trace import Parameter
 
 __all__ = ["Resumed", "resume_checkpoint"]
@@ -188,13 +189,13 @@ def _read_block(state: BlockState, reader: _Tensors, expected: Mapping[str, Entr
         for chunk in state.layout.chunks:
             if chunk.nbytes:
                 with state.states.replace(chunk.offset, chunk.nbytes) as states:
-                    for name in state.layout.streams:
-                        for piece, values in state.views(name, chunk, states):
-                            if name not in state.streams_of(piece.parameter):
-                                continue
+                    for name in state.said:
+                        for piece, values in _places(state, name, chunk, states):
                             onward = Onward(reader.read, entry_name(name, piece.parameter), bytes_before(name, piece))
                             passing.into(values, onward)
-                            if name == MASTER:
+                            if state.layout.masters is Masters.LOWER:
+                                state.write_piece(name, chunk, piece, states, content, values)
+                            elif name == MASTER:
                                 _round(values, content, piece.parameter, piece.start)
     for parameter in state.block.parameters:
         residual, name = state.residuals.get(parameter.name), entry_name(RESIDUAL, parameter)
@@ -202,6 +203,17 @@ def _read_block(state: BlockState, reader: _Tensors, expected: Mapping[str, Entr
             passing.into(residual, partial(reader.read, name))
         elif residual is not None:
             forget(residual)
+
+
+def _places(state: BlockState, name: str, chunk: Chunk, states: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Where what one stream says of each piece of ``chunk`` is read into: where it belongs, or, where masters are kept
+    as halves, new memory on the host for one piece at a time."""
+    form, own = form_of(name), [piece for piece in chunk.pieces if name in state.streams_of(piece.parameter)]
+    if state.layout.masters is Masters.LOWER:
+        for piece in own:
+            yield piece, torch.empty(form.count(piece.stop - piece.start), dtype=getattr(torch, form.dtype))
+    else:
+        yield from ((piece, view) for piece, view in state.views(name, chunk, states) if piece in own)
 
 
 def _round(master: torch.Tensor, content: torch.Tensor, parameter: Parameter, start: int) -> None:

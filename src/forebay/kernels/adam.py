@@ -23,7 +23,20 @@ import numpy.typing as npt
 
 from forebay.kernels.jit import compiled
 from forebay.kernels.lines import drain, lines_for, place_in, send
-from forebay.kernels.native import Apart, Form, fma, load, loose_add, store, store_drawn, written
+from forebay.kernels.native import (
+    Apart,
+    Form,
+    fma,
+    load,
+    load_master,
+    loose_add,
+    store,
+    store_drawn,
+    store_master,
+    with_tie,
+    without_tie,
+    written,
+)
 from forebay.kernels.shares import BLOCK, portions
 from forebay.kernels.stamp import STAMP
 
@@ -70,6 +83,13 @@ def adam_scalars(
     )
 
 
+def _check_forms(parameter: Form, state: Form, *, halves: bool) -> None:
+    if state is Form.FP16:
+        raise ValueError("moments are fp32 or bf16, not fp16")
+    if halves and (parameter is not Form.BF16 or state is not Form.FP32):
+        raise ValueError("only masters of parameters in bf16, beside moments in fp32, are kept as halves")
+
+
 @cache
 def adam_kernel(
     parameter: Form,
@@ -79,8 +99,10 @@ def adam_kernel(
     amsgrad: bool,
     state: Form = Form.FP32,
     apart: Apart = Apart.NOTHING,
+    halves: bool = False,
 ) -> Kernel:
-    """The kernel for these forms; a parameter that is not fp32 has an fp32 master.
+    """The kernel for these forms; a parameter that is not fp32 has an fp32 master or, with ``halves``, which is for
+    bf16 and moments in fp32, the lower half of one (``forebay.states.Masters``).
 
     ``coupled``: a weight decay that is part of the gradient (Adam), and not 0. ``state``, fp32 or bf16, is the form of
     the moments; ``apart`` what is written elsewhere than read.
@@ -88,16 +110,16 @@ def adam_kernel(
     Call it with the table of rows, the share, the number of shares, 0, ``adam_scalars`` and the seed of the step; it
     returns the sum of the squares of the share's gradients, inf where one is too large for fp32. With the address of a
     counter in the place of the 0, shares are taken from there until none is left, whichever was named. Raises
-    ``ValueError`` for moments in fp16, whose range a second moment leaves.
+    ``ValueError`` for moments in fp16, whose range a second moment leaves, and for halves of what is not in bf16.
     """
-    if state is Form.FP16:
-        raise ValueError("moments are fp32 or bf16, not fp16")
+    _check_forms(parameter, state, halves=halves)
     own, given, held, fp32, stamp = int(parameter), int(gradient), int(state), int(Form.FP32), STAMP
     narrow, drawn = parameter is not Form.FP32, state is Form.BF16
     moved, p_moved, m_moved = bool(apart), Apart.WIDE in apart, Apart.MOMENTS in apart
     own_moved, top_moved = moved and narrow, m_moved and amsgrad
     out, own_size, size = len(COLUMNS) if apart else 0, parameter.itemsize, state.itemsize
     p_made, m_made, v_made, top_made = written(1, p_moved), *(written(stream, m_moved) for stream in (2, 3, 4))
+    own_made, p_size, split = written(5, own_moved), 2 if halves else 4, int(halves)
 
     @compiled
     def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any, seed: Any) -> Any:
@@ -109,6 +131,7 @@ def adam_kernel(
         m_lines, top_lines = lines if m_moved else 0, lines if top_moved else 0
         for row, begin, end in portions(rows.ctypes.data, rows.shape, share, shares, counter):
             count, g_at, p_at = rows[row, 0], rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
+            own_at = rows[row, 2]
             m_at, v_at, top_at = rows[row, 4], rows[row, 5], rows[row, 6]
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
             m_out, v_out, top_out = rows[row, out + 4], rows[row, out + 5], rows[row, out + 6]
@@ -118,7 +141,8 @@ def adam_kernel(
             last = min(end, count - count % VECTOR)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)
-                p_to, own_to = place_in(p_lines, 0, p_out, block, 4), place_in(own_lines, 1, own_out, block, own_size)
+                p_to = place_in(p_lines, 0, p_out, block, p_size)
+                own_to = place_in(own_lines, 1, own_out, block, own_size)
                 m_to, v_to = place_in(m_lines, 2, m_out, block, size), place_in(m_lines, 3, v_out, block, size)
                 top_to = place_in(top_lines, 4, top_out, block, size)
                 for whole in (True, False):
@@ -127,7 +151,8 @@ def adam_kernel(
                     for i in range(first, stop):
                         g = load(g_at, i, given, 0)
                         part = loose_add(part, g * g)
-                        p, m, v = load(p_at, i, fp32, 1), load(m_at, i, held, 2), load(v_at, i, held, 3)
+                        m, v = load(m_at, i, held, 2), load(v_at, i, held, 3)
+                        p, v = load_master(own_at, p_at, v, i, split, 5, 1), without_tie(v, split)
                         g = g * sign
                         if coupled:
                             g = fma(p, decay, g)
@@ -140,7 +165,7 @@ def adam_kernel(
                             store_drawn(v_to, i, v, other, v_made)
                         else:
                             store(m_to, i, m, fp32, m_made)
-                            store(v_to, i, v, fp32, v_made)
+                        tying = v
                         if amsgrad:
                             top = load(top_at, i, held, 4)
                             v = top if top >= v else v
@@ -149,12 +174,14 @@ def adam_kernel(
                             else:
                                 store(top_to, i, v, fp32, top_made)
                         p = p + pace * m / (math.sqrt(v) / bias2 + eps)
-                        store(p_to, i, p, fp32, p_made)
+                        store_master(p_to, i, p, split, p_made)
+                        if not drawn:
+                            store(v_to, i, with_tie(tying, p, split), fp32, v_made)
                         if narrow:
-                            store(own_to, i, p, own, 5)
+                            store(own_to, i, p, own, own_made)
                 squares += part
                 made = min(BLOCK, end - block)
-                send(p_lines, 0, p_out, block, 4, made)
+                send(p_lines, 0, p_out, block, p_size, made)
                 send(own_lines, 1, own_out, block, own_size, made)
                 send(m_lines, 2, m_out, block, size, made)
                 send(m_lines, 3, v_out, block, size, made)

@@ -24,14 +24,18 @@ __all__ = [
     "fma",
     "greater",
     "load",
+    "load_master",
     "look",
     "loose_add",
     "magnitude",
     "pointer",
     "store",
     "store_drawn",
+    "store_master",
     "tag",
     "take",
+    "with_tie",
+    "without_tie",
     "written",
 ]
 
@@ -41,7 +45,8 @@ STREAMS: Final = 16
 
 class Apart(IntFlag):
     """What a kernel writes elsewhere than it reads it, and leaves as it is where it was: the fp32 parameter, or the
-    master of a narrower one; the moments. The narrower parameter itself is never read.
+    master of a narrower one; the moments. The narrower parameter itself is read only where half of its master is kept:
+    then the two halves go together.
 
     If there is anything, a row of the table is followed by a second one in the same columns, by what is written.
     """
@@ -177,6 +182,85 @@ def store_drawn(context: Any, address: Any, index: Any, value: Any, salt: Any, s
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32, types.int64, stream), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def load_master(
+    context: Any, parameter: Any, master: Any, tie: Any, index: Any, halves: Any, own: Any, stream: Any
+) -> Any:
+    """The fp32 value at ``index`` of what begins at ``master``. With ``halves`` (1, else 0) its upper half, rounded to
+    bf16, is at that of ``parameter``, its lower one at that of ``master``, and the sign of the fp32 ``tie`` says what
+    these leave unsaid (``forebay.states.Masters``). ``own`` and ``stream`` are the streams of the two. The last three
+    are constants."""
+    if not all(isinstance(given, types.IntegerLiteral) for given in (halves, own, stream)):
+        return None
+    streams = own.literal_value, stream.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        at = arguments[3]
+        if not halves.literal_value:
+            return tag(builder, builder.load(pointer(builder, arguments[1], at, _FLOAT), align=4), streams[1])
+        upper, lower = (
+            builder.sext(tag(builder, builder.load(pointer(builder, where, at, _I16), align=2), number), _I32)
+            for where, number in zip(arguments[:2], streams, strict=True)
+        )
+        below = builder.lshr(builder.bitcast(arguments[2], _I32), ir.Constant(_I32, 31))
+        upper = builder.shl(builder.add(upper, below), ir.Constant(_I32, 16))
+        return builder.bitcast(builder.add(upper, lower), _FLOAT)
+
+    return types.float32(types.int64, types.int64, types.float32, types.int64, halves, own, stream), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def store_master(context: Any, address: Any, index: Any, value: Any, halves: Any, stream: Any) -> Any:
+    """Writes an fp32 ``value``; with ``halves`` its lower half. The last two are constants."""
+    if not isinstance(halves, types.IntegerLiteral) or not isinstance(stream, types.IntegerLiteral):
+        return None
+    number = stream.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, at, given = arguments[:3]
+        if halves.literal_value:
+            half = builder.trunc(builder.bitcast(given, _I32), _I16)
+            tag(builder, builder.store(half, pointer(builder, where, at, _I16), align=2), number)
+        else:
+            tag(builder, builder.store(given, pointer(builder, where, at, _FLOAT), align=4), number)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, halves, stream), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def without_tie(context: Any, value: Any, halves: Any) -> Any:
+    """``value``; with ``halves`` (a constant) without its sign."""
+    if not isinstance(halves, types.IntegerLiteral):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not halves.literal_value:
+            return arguments[0]
+        bits = builder.and_(builder.bitcast(arguments[0], _I32), ir.Constant(_I32, 0x7FFFFFFF))
+        return builder.bitcast(bits, _FLOAT)
+
+    return types.float32(types.float32, halves), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def with_tie(context: Any, value: Any, master: Any, halves: Any) -> Any:
+    """``value``; with ``halves`` (a constant) it is 0 or more, and gets a minus sign where ``master`` is half-way
+    between two numbers of bf16 and the even one is below it."""
+    if not isinstance(halves, types.IntegerLiteral):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not halves.literal_value:
+            return arguments[0]
+        last = builder.and_(builder.bitcast(arguments[1], _I32), ir.Constant(_I32, 0x1FFFF))
+        tie = builder.icmp_unsigned("==", last, ir.Constant(_I32, 0x8000))
+        sign = builder.select(tie, ir.Constant(_I32, -(2**31)), ir.Constant(_I32, 0))
+        return builder.bitcast(builder.or_(builder.bitcast(arguments[0], _I32), sign), _FLOAT)
+
+    return types.float32(types.float32, types.float32, halves), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

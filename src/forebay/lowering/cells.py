@@ -47,8 +47,9 @@ class PaperCells:
         self._density = plan.streaming.gradient_density if route.sparse else None
         self._ring = StagingRing([Paper(cell)] * (window // cell if cell else 0))
         self._chunks: Callable[[Block], tuple[Chunk, ...]] = lambda block: (
-            state_layout(block, trace.state_names, plan.streaming.update_chunk).chunks
+            state_layout(block, trace.state_names, plan.streaming.update_chunk, plan.streaming.masters).chunks
         )
+        self._masters = plan.streaming.masters
         self._moves: dict[tuple[str, frozenset[int]], tuple[_Moves, ...]] = {}
 
     def update(
@@ -107,7 +108,7 @@ class PaperCells:
             offsets, _ = gradient_offsets(block)
             made = []
             for chunk in self._chunks(block):
-                spans = spans_of(chunk, offsets, names)
+                spans = spans_of(chunk, offsets, names, self._masters)
                 every = tuple(span.nbytes for span in spans)
                 loaded = tuple(span.nbytes for span in spans if not span.written)
                 cell = cell_of(chunk, self._density)

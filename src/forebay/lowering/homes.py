@@ -9,11 +9,11 @@ from typing import final
 
 from forebay.arenas import UPDATE_RING, Arenas, home_nbytes, home_tier
 from forebay.device.base import Completion
-from forebay.layout import STATE_ITEMSIZE, needs_master, state_layout, untrained_nbytes
+from forebay.layout import needs_master, state_layout, untrained_nbytes, widened_nbytes
 from forebay.lowering.cells import paper_cells
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan, Update
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.program import Change, Verb
 from forebay.scheduling.slots import SlotPool
 from forebay.scheduling.staging import StagingRing
@@ -107,7 +107,7 @@ class Homes:
             block = trace.model.block(placement.block)
             alike = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
             if alike not in chunks:  # layers are alike: their states are cut once
-                chunks[alike] = _chunks(block, trace.state_names, plan.streaming.update_chunk)
+                chunks[alike] = _chunks(block, trace.state_names, plan.streaming)
             self.blocks[block.name] = BlockHome(block, placement, chunks[alike])
         largest = sizes.update_ring // UPDATE_RING
         self._chunk_ring = StagingRing([Paper(largest)] * UPDATE_RING if largest else [])
@@ -273,12 +273,13 @@ class Homes:
         )
 
 
-def _chunks(block: Block, state_names: tuple[str, ...], update_chunk: int) -> tuple[_Chunk, ...]:
-    layout = state_layout(block, state_names, update_chunk)
+def _chunks(block: Block, state_names: tuple[str, ...], streaming: Streaming) -> tuple[_Chunk, ...]:
+    layout = state_layout(block, state_names, streaming.update_chunk, streaming.masters)
     places = {p.name: i for i, p in enumerate(block.parameters)}
     made = []
     for chunk in layout.chunks:
-        widened = sum((p.stop - p.start) * STATE_ITEMSIZE for p in chunk.pieces if needs_master(p.parameter))
+        narrow = sum(p.stop - p.start for p in chunk.pieces if needs_master(p.parameter))
+        widened = widened_nbytes(narrow, streaming.masters)
         parameters = frozenset(places[p.parameter.name] for p in chunk.pieces)
         made.append(_Chunk(chunk.offset, chunk.nbytes, layout.touched(chunk), widened, parameters))
     return tuple(made)

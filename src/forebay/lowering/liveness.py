@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar, final
 
 from forebay.arenas import arenas_of
-from forebay.layout import STATE_ITEMSIZE, chunk_elements, needs_master
+from forebay.layout import chunk_elements, needs_master, widened_nbytes
 from forebay.lowering.arrangement import Arrangement
 from forebay.lowering.columns import Columns
 from forebay.lowering.index import NEVER, TraceIndex
@@ -184,10 +184,10 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
 
 def updating_nbytes(trace: Trace, placements: Iterable[Placement], streaming: Streaming) -> int:
     """The most bytes beside the arenas while resident blocks are updated: 16-bit gradients widened to fp32, chunk by
-    chunk, outputs of the pass, gradients under way."""
-    most = chunk_elements(streaming.update_chunk, trace.state_names)
+    chunk, with their masters where only halves of these are kept, outputs of the pass, gradients under way."""
+    most = chunk_elements(streaming.update_chunk, trace.state_names, streaming.masters)
     resident = {p.block for p in placements if p.resident}
     narrow = [sum(p.numel for p in b.parameters if needs_master(p)) for b in trace.model.blocks if b.name in resident]
-    widened = STATE_ITEMSIZE * min(most, max(narrow, default=0))
+    widened = widened_nbytes(min(most, max(narrow, default=0)), streaming.masters)
     hosted = sum(b.gradient_nbytes for b in trace.model.blocks if b.name not in resident)
     return trace.held_nbytes + widened + min(streaming.gradient_window, hosted) if widened else 0

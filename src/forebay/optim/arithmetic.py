@@ -19,17 +19,16 @@ import numpy as np
 import torch
 
 from forebay.optim.coding import Moment, moments_of
+from forebay.optim.halves import halve, join
 from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
-from forebay.states import StateForm, form_of, is_wide, plain_name
+from forebay.states import TIES, StateForm, form_of, is_wide, plain_name
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from forebay.kernels.native import Apart, Form
+    from forebay.kernels.native import Apart
     from forebay.kernels.team import Team
-
-    _Alike = tuple[Form, Form, Apart]
-    """What one call of a kernel has in common: the forms of parameter and gradient, what is written apart."""
+    from forebay.optim.launching import Alike
 
 __all__ = [
     "Arithmetic",
@@ -47,6 +46,10 @@ PIECE: Final = 1 << 18
 """Elements, whole blocks, whose moments are widened at a time."""
 
 _WIDE: Final = torch.float32
+
+HALF: Final = torch.int16
+"""Of the lower half of a master."""
+
 _GOLDEN: Final = 0x9E3779B1
 
 
@@ -58,12 +61,18 @@ class Held:
     master: torch.Tensor | None
     states: tuple[torch.Tensor, ...]
 
+    @property
+    def halves(self) -> bool:
+        """Whether half of the master is kept, and the parameter is the other half."""
+        return self.master is not None and self.master.dtype is HALF
+
 
 @dataclass(frozen=True)
 class Part:
     """Some elements of one parameter: 1-D dense tensors of one length.
 
-    ``parameter`` is fp32, or in 16 bits with its fp32 ``master`` beside it; ``gradient`` may have another dtype.
+    ``parameter`` is fp32, or in 16 bits with its fp32 ``master`` beside it, or in bf16 with the lower half of one
+    (int16; ``forebay.states.Masters``); ``gradient`` may have another dtype.
     ``states`` lie as the rule's ``state_names`` say, in their order; one that is not fp32 has the values of elements
     from the first of a block on (``forebay.states``). ``place`` is that of the first element (``place_of``).
 
@@ -128,7 +137,8 @@ Prepared = Callable[[int, Mapping[str, Any]], None]
 @final
 class TorchArithmetic(Arithmetic):
     """Cast, torch's fused update, cast. Gradients of masters become fp32 in ``workspace`` (1-D uint8, 4 bytes for every
-    element of a call); without one in new memory. So do, ``PIECE`` elements at a time, moments that are not fp32.
+    element of a call, and as many for masters of which half is kept); without one in new memory. So do, ``PIECE``
+    elements at a time, moments that are not fp32.
 
     torch updates in place: what goes into another copy is copied there first, which moves its bytes twice more."""
 
@@ -147,22 +157,33 @@ class TorchArithmetic(Arithmetic):
             for part in parts:
                 self._update_coded(part, self._moments, step, group)
             return
-        gradients, taken = [], 0
-        for part in parts:
-            gradient = part.gradient
-            if gradient.dtype is not _WIDE:
-                if self._workspace is None:
-                    gradient = gradient.float()
-                else:
-                    gradient = self._workspace[taken : taken + gradient.numel()].copy_(gradient)
-                    taken += gradient.numel()
-            gradients.append(gradient)
-        targets = [part.parameter if part.master is None else part.master for part in parts]
+        room = _Room(self._workspace)
         states = {name: [part.states[i] for part in parts] for i, name in enumerate(self._names)}
+        halved = [part for part in parts if part.written.halves]
+        halves = [part.parameter for part in halved], [part.master for part in halved if part.master is not None]
+        ties = [part.states[self._names.index(TIES)] for part in halved]
+        masters, spare = ([room.like(part.gradient) for part in halved] for _ in range(2))
+        if halved:
+            join(masters, *halves, ties, spare)
+        # What is spare until then, and again from then on, is where gradients become fp32.
+        joined, widened = iter(masters), iter(spare)
+        targets, gradients = [], []
+        for part in parts:
+            if part.written.halves:
+                targets.append(next(joined))
+                gradients.append(next(widened).copy_(part.gradient))
+                continue
+            targets.append(part.parameter if part.master is None else part.master)
+            narrow = part.gradient.dtype is not _WIDE
+            gradients.append(room.like(part.gradient).copy_(part.gradient) if narrow else part.gradient)
         self._rule.update(targets, gradients, states, step, group)
-        masters = [part.master for part in parts if part.master is not None]
-        if masters:
-            torch._foreach_copy_([part.parameter for part in parts if part.master is not None], masters)
+        if halved:
+            halve(masters, *halves, ties, spare)
+        whole = [part for part in parts if part.master is not None and not part.written.halves]
+        if whole:
+            torch._foreach_copy_(
+                [part.parameter for part in whole], [part.master for part in whole if part.master is not None]
+            )
 
     def _update_coded(self, part: Part, moments: Sequence[Moment], step: int, group: Mapping[str, Any]) -> None:
         target = part.parameter if part.master is None else part.master
@@ -179,14 +200,33 @@ class TorchArithmetic(Arithmetic):
             part.parameter.copy_(part.master)
 
 
+@final
+class _Room:
+    """Where fp32 is made: one part of ``workspace`` after the other, or new memory where there is none."""
+
+    def __init__(self, workspace: torch.Tensor | None) -> None:
+        self._workspace = workspace
+        self._taken = 0
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For as many values as ``tensor`` has."""
+        if self._workspace is None:
+            return torch.empty_like(tensor, dtype=_WIDE)
+        start, self._taken = self._taken, self._taken + tensor.numel()
+        return self._workspace[start : self._taken]
+
+
 def _brought(part: Part) -> Part:
     """``part`` for an update in place, where it is to be written."""
     into = part.into
     if into is None:
         return part
-    # A parameter with a master is written and not read.
+    # A parameter with a whole master is written and not read.
     pairs = [*zip(into.states, part.states, strict=True)]
-    pairs.append((into.parameter, part.parameter) if into.master is None else (into.master, _master_of(part)))
+    if into.master is None or into.halves:
+        pairs.append((into.parameter, part.parameter))
+    if into.master is not None:
+        pairs.append((into.master, _master_of(part)))
     for target, source in pairs:
         if target.data_ptr() != source.data_ptr():
             target.copy_(source)
@@ -209,19 +249,20 @@ class KernelArithmetic(Arithmetic):
 
     def __init__(self, rule: KernelRule, team: Team) -> None:
         # numba takes a third of a second to import: not before there is something to update.
-        from forebay.optim.launching import FORMS, chooser_of, left_alone
+        from forebay.optim.launching import FORMS, Alike, chooser_of, left_alone
 
         self._team = team
         self._choose, self._columns = chooser_of(rule)
         self._left_alone = partial(left_alone, rule)
         self._states = tuple(form_of(state) for state in rule.state_names)
         self._forms = FORMS
+        self._alike = Alike
 
     def prepared(self, parts: Sequence[Part]) -> Prepared:
-        alike: dict[_Alike, list[list[int]]] = defaultdict(list)
+        alike: dict[Alike, list[list[int]]] = defaultdict(list)
         for part in parts:
-            apart = _apart(part)
-            kind = self._forms[part.parameter.dtype], self._forms[part.gradient.dtype], apart
+            apart, forms = _apart(part), (self._forms[part.parameter.dtype], self._forms[part.gradient.dtype])
+            kind = self._alike(*forms, apart, part.written.halves)
             alike[kind].append(self._row(part, apart=bool(apart)))
         tables = {kind: np.array(rows, dtype=np.int64) for kind, rows in alike.items()}
         # Of all else the addresses are enough: whoever keeps this keeps no more tensors than these.
@@ -233,13 +274,13 @@ class KernelArithmetic(Arithmetic):
 
     def _update(
         self,
-        tables: Mapping[_Alike, npt.NDArray[np.int64]],
+        tables: Mapping[Alike, npt.NDArray[np.int64]],
         apart_states: Mapping[int, Sequence[tuple[torch.Tensor, torch.Tensor]]],
         step: int,
         group: Mapping[str, Any],
     ) -> None:
-        for (parameter, gradient, apart), rows in tables.items():
-            launch = self._choose(parameter, gradient, apart, step, group)
+        for alike, rows in tables.items():
+            launch = self._choose(alike, step, group)
             self._team.take_turns(partial(launch, rows), int(rows[:, 0].sum()))
         for number in self._left_alone(group):
             for target, source in apart_states[number]:
@@ -268,7 +309,9 @@ def _apart(part: Part) -> Apart:
     if into is None:
         return found
     wide, target = (part.parameter, into.parameter) if into.master is None else (_master_of(part), into.master)
-    if wide.data_ptr() != target.data_ptr():
+    # Two halves go together.
+    upper = into.halves and part.parameter.data_ptr() != into.parameter.data_ptr()
+    if upper or wide.data_ptr() != target.data_ptr():
         found |= Apart.WIDE
     moved = {a.data_ptr() != b.data_ptr() for a, b in zip(part.states, into.states, strict=True) if a.numel()}
     # The compiler is told that what is written is nothing that is read, of all states or of none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -13,14 +13,25 @@ from forebay.kernels.native import Apart, Form
 from forebay.optim.rules import AdamRule, LionRule, SgdRule
 from forebay.states import plain_name
 
-__all__ = ["FORMS", "Choose", "Launch", "chooser_of", "left_alone"]
+__all__ = ["FORMS", "Alike", "Choose", "Launch", "chooser_of", "left_alone"]
+
+
+class Alike(NamedTuple):
+    """What the rows of one call have in common: the forms of parameters and gradients, what is written apart, and
+    whether half of each master is kept."""
+
+    parameter: Form
+    gradient: Form
+    apart: Apart
+    halves: bool
+
 
 Launch = Callable[[Any, int, int], float]
 """A kernel for given hyperparameters: called with rows, the counter from which it takes shares, and their number. A
 counter of 0 and 1 share: all of it."""
 
-Choose = Callable[[Form, Form, Apart, int, Mapping[str, Any]], Launch]
-"""The kernel for a parameter's form, a gradient's form, what is written apart, a step and a group."""
+Choose = Callable[[Alike, int, Mapping[str, Any]], Launch]
+"""The kernel for what its rows have in common, a step and a group."""
 
 
 FORMS: Final = MappingProxyType({torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16})
@@ -70,10 +81,17 @@ def _adam_numbers(rule: AdamRule, step: int, group: Mapping[str, Any]) -> tuple[
 def _adam_chooser(rule: AdamRule) -> Choose:
     state = Form.BF16 if rule.moments == "bfloat16" else Form.FP32
 
-    def choose(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
+    def choose(alike: Alike, step: int, group: Mapping[str, Any]) -> Launch:
         coupled, scalars = _adam_numbers(rule, step, group)
-        amsgrad = bool(group["amsgrad"])
-        kernel = adam.adam_kernel(parameter, gradient, coupled=coupled, amsgrad=amsgrad, state=state, apart=apart)
+        kernel = adam.adam_kernel(
+            alike.parameter,
+            alike.gradient,
+            coupled=coupled,
+            amsgrad=bool(group["amsgrad"]),
+            state=state,
+            apart=alike.apart,
+            halves=alike.halves,
+        )
         # The step is the seed: where moments are rounded by chance, every step draws anew.
         return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, step)
 
@@ -84,30 +102,30 @@ def _adam_low_chooser(rule: AdamRule) -> Choose:
     bits = 8 if rule.moments == "8bit" else 4
     book = adam_low.codebook(bits)
 
-    def choose(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
+    def choose(alike: Alike, step: int, group: Mapping[str, Any]) -> Launch:
         coupled, scalars = _adam_numbers(rule, step, group)
-        kernel = adam_low.adam_low_kernel(parameter, gradient, bits, coupled=coupled, apart=apart)
+        kernel = adam_low.adam_low_kernel(alike.parameter, alike.gradient, bits, coupled=coupled, apart=alike.apart)
         return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, book)
 
     return choose
 
 
-def _choose_lion(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
+def _choose_lion(alike: Alike, step: int, group: Mapping[str, Any]) -> Launch:
     beta1, beta2 = group["betas"]
-    kernel = lion.lion_kernel(parameter, gradient, apart=apart)
+    kernel = lion.lion_kernel(alike.parameter, alike.gradient, apart=alike.apart)
     scalars = lion.lion_scalars(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]))
     return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars)
 
 
-def _choose_sgd(parameter: Form, gradient: Form, apart: Apart, step: int, group: Mapping[str, Any]) -> Launch:
+def _choose_sgd(alike: Alike, step: int, group: Mapping[str, Any]) -> Launch:
     decay, momentum = float(group["weight_decay"]), float(group["momentum"])
     kernel = sgd.sgd_kernel(
-        parameter,
-        gradient,
+        alike.parameter,
+        alike.gradient,
         decay=decay != 0,
         momentum=momentum != 0,
         nesterov=bool(group["nesterov"]),
-        apart=apart,
+        apart=alike.apart,
     )
     scalars = sgd.sgd_scalars(
         float(group["lr"]),

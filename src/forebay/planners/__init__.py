@@ -52,10 +52,11 @@ __all__ = [
     "Bench",
     "Problem",
     "alternatives",
+    "for_policy",
     "make_plan",
 ]
 
-PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
+_OWN: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
         "auto": auto,
         "keep": keep,
@@ -65,12 +66,24 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
         "recompute": recompute,
         "stream": stream,
         "stream-recompute": stream_recompute,
+    }
+)
+
+PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
+    {
+        **_OWN,
         **LITERATURE,
         **STATES,
         **INEXACT,
         **SEVERAL,
     }
 )
+
+
+def for_policy(problem: Problem, policy: str) -> Problem:
+    """What the planner called ``policy`` is asked where ``problem`` is: forebay's own keep of masters what is enough,
+    those of published systems what these keep."""
+    return problem.with_halves() if policy in _OWN else problem
 
 
 def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan:

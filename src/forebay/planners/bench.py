@@ -116,7 +116,7 @@ class Bench:
         """The sizer for chunks of ``update_chunk`` elements."""
         sizers = self.known.sizers
         if update_chunk not in sizers:
-            sizers[update_chunk] = Sizer(self.model, self.problem.state_names, update_chunk)
+            sizers[update_chunk] = Sizer(self.model, self.problem.state_names, update_chunk, self.problem.masters)
         return sizers[update_chunk]
 
     def arenas(self, draft: Draft) -> Arenas:
@@ -152,7 +152,7 @@ class Bench:
         if key not in known:
             how = draft.streaming, draft.activations, self.problem.accumulates
             live = self.liveness.beside(draft.recompute, hosted, *how)
-            live = max(live, updating_nbytes(trace, draft.placements, draft.streaming))
+            live = max(live, updating_nbytes(trace, draft.placements, self._as_here(draft.streaming)))
             known[key] = live + trace.outside_nbytes
         return known[key]
 
@@ -191,7 +191,7 @@ class Bench:
             planner=name,
             budget=self.problem.budget,
             placements=settled.placements,
-            streaming=self._on_cores(settled.streaming),
+            streaming=self._as_here(settled.streaming),
             device=self.device(draft),
             host=sizes.host,
             disk=sizes.disk,
@@ -212,9 +212,11 @@ class Bench:
             ),
         )
 
-    def _on_cores(self, streaming: Streaming) -> Streaming:
+    def _as_here(self, streaming: Streaming) -> Streaming:
+        """``streaming`` with what is no draft's to decide."""
         machine = self.problem.machine
-        return streaming if machine is None else replace(streaming, spared_cores=machine.spared_cores)
+        here = streaming if machine is None else replace(streaming, spared_cores=machine.spared_cores)
+        return replace(here, masters=self.problem.masters)
 
     def timed(self, plan: Plan) -> Plan:
         """``plan`` with the seconds of its simulated step, where the problem says enough to simulate one."""

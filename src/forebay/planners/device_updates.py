@@ -32,7 +32,7 @@ from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alik
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace, settled_seconds
-from forebay.states import is_wide
+from forebay.states import Masters, is_wide
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
 
@@ -174,7 +174,7 @@ def _relieved(bench: Bench, base: Draft, names: Sequence[str]) -> float:
     chosen = frozenset(names)
     program, score = bench.sketched(base)
     sizer = bench.sizer(base.streaming.update_chunk)
-    loads = {b.name: _loaded(sizer, b) for b in bench.model.blocks if b.name in chosen}
+    loads = {b.name: _loaded(sizer, b, bench.problem.masters) for b in bench.model.blocks if b.name in chosen}
     due: dict[str, Outline] = {}  # updates that nobody has asked for yet
     loaded: dict[int, Outline] = {}
     updates = list[int]()
@@ -188,11 +188,11 @@ def _relieved(bench: Bench, base: Draft, names: Sequence[str]) -> float:
     return settled_seconds(pace(score.instead(updates, loaded, bench.costs)), program)
 
 
-def _loaded(sizer: Sizer, block: Block) -> int:
+def _loaded(sizer: Sizer, block: Block, masters: Masters) -> int:
     """Bytes that come to the device for one update of ``block``: its states, its gradients, and those of its parameters
-    that have no master."""
-    trained = (p for p in block.parameters if p.trainable and not needs_master(p))
-    return sizer.state_nbytes(block.name) + block.gradient_nbytes + sum(p.nbytes for p in trained)
+    that have no whole master."""
+    read = (p for p in block.parameters if p.trainable and (masters is Masters.LOWER or not needs_master(p)))
+    return sizer.state_nbytes(block.name) + block.gradient_nbytes + sum(p.nbytes for p in read)
 
 
 def _least(bench: Bench, base: Draft) -> float:

@@ -31,7 +31,7 @@ class Known:
     def __init__(self, problem: Problem) -> None:
         trace, machine = problem.trace, problem.machine
         self.liveness = None if trace is None else Liveness(trace)
-        self.costs = None if trace is None or machine is None else Costs(trace, machine)
+        self.costs = None if trace is None or machine is None else Costs(trace, machine, problem.masters)
         self.sizers: dict[int, Sizer] = {}
         self.arenas: dict[Draft, Arenas] = {}
         self.beside: dict[tuple[object, ...], int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from forebay.budgets import Budget
@@ -12,6 +12,7 @@ from forebay.errors import ConfigError
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.plans import UpdateTime
+from forebay.states import Masters, masters_for
 from forebay.trace import Footprint, Model, Trace
 
 __all__ = ["Problem"]
@@ -28,7 +29,8 @@ class Problem:
     cores. ``compress`` are the bits that an activation may be kept as: 8, 4 or 2, which changes the numbers; 0: as it
     is. ``micro_batches`` of a step pass the model together (``forebay.accumulate``); the trace is of one of them.
     ``update`` "backward": gradients may be used up while backward runs (``Update.BACKWARD``). ``disk_copies`` and
-    ``checksums``: as in ``Streaming``, for whatever a plan puts on disk. ``accumulates``: as in ``Plan``.
+    ``checksums``: as in ``Streaming``, for whatever a plan puts on disk; ``masters``: as there. ``accumulates``: as in
+    ``Plan``.
 
     Raises ``ConfigError`` where these contradict each other.
     """
@@ -48,6 +50,7 @@ class Problem:
     disk_copies: int = 1
     checksums: bool = CHECKSUMS
     accumulates: bool = True
+    masters: Masters = Masters.WHOLE
 
     def __post_init__(self) -> None:
         if (self.trace is None) != (self.machine is None):
@@ -107,3 +110,12 @@ class Problem:
             Tier.DISK: 0 if self.machine.disk is None else self.machine.disk.capacity,
         }[tier]
         return min(allowed, there)
+
+    def with_halves(self) -> Problem:
+        """The same with masters kept as their lower halves, where that loses nothing and whoever updates states has the
+        parameters too: not a drive that computes, and not where a checkpoint names states in place."""
+        trained = {p.dtype for block in self.model.blocks for p in block.parameters if p.trainable}
+        alone = self.machine is not None and self.machine.disk is not None and self.machine.disk.update_rate is not None
+        if alone or self.disk_copies > 1:
+            return self
+        return replace(self, masters=masters_for(self.state_names, trained))

@@ -9,7 +9,7 @@ from math import inf
 
 from forebay.arenas import DISK_SUM, home_tier
 from forebay.errors import DoesNotFit
-from forebay.layout import PAGE
+from forebay.layout import LOWER, MASTER, PAGE, needs_master
 from forebay.memory import Tier
 from forebay.planners.activations.coding import lossy
 from forebay.planners.activations.named import again_seconds, moved_nbytes
@@ -22,6 +22,7 @@ from forebay.planners.problem import Problem
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window
 from forebay.planners.speculation import candidates, second_copies
 from forebay.plans import Update
+from forebay.states import Masters, form_of
 from forebay.timeline import Lane
 from forebay.treatments import Fate, Treatment
 from forebay.units import format_bytes, format_seconds
@@ -127,9 +128,19 @@ def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
         *_bought_by_slots(bench, base),
         *bought_by_speculation(bench, draft),
         *_bought_on_device(bench, draft),
+        *_halved(bench),
         *_pinning(bench, draft),
         *_gap(bench, draft),
     )
+
+
+def _halved(bench: Bench) -> tuple[str, ...]:
+    """What it saves to keep half of each master."""
+    if bench.problem.masters is Masters.WHOLE:
+        return ()
+    elements = sum(p.numel for block in bench.model.blocks for p in block.parameters if needs_master(p))
+    less = elements * (form_of(MASTER).itemsize - form_of(LOWER).itemsize)
+    return (f"of fp32 masters the lower halves are kept, and parameters are the upper ones: {format_bytes(less)} less",)
 
 
 def _without_copies(bench: Bench, draft: Draft, other: Draft) -> Draft:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from forebay.layout import STATE_ITEMSIZE, needs_master
+from forebay.layout import LOWER, STATE_ITEMSIZE, needs_master
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan
-from forebay.states import form_of, plain_name
+from forebay.states import Masters, form_of, plain_name
 from forebay.trace import Block, Parameter, Trace
 
 __all__ = ["DtypeEntry", "dtype_ledger"]
 
 MASTER = "fp32 master"
+HALF = "lower half of fp32 master"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def dtype_ledger(trace: Trace, plan: Plan) -> tuple[DtypeEntry, ...]:
     found: Counter[tuple[str, str, Tier]] = Counter()
     for block in trace.model.blocks:
         if block.name in placed:
-            _add_block(found, block, placed[block.name], trace.state_names)
+            _add_block(found, block, placed[block.name], trace.state_names, plan.streaming.masters)
     for _, tensor in trace.tensors():
         if tensor.saved and tensor.kind in (Kind.ACTIVATION, Kind.TEMPORARY):
             found["saved for backward", tensor.dtype, Tier.DEVICE] += tensor.nbytes
@@ -47,14 +48,21 @@ def dtype_ledger(trace: Trace, plan: Plan) -> tuple[DtypeEntry, ...]:
 
 
 def _add_block(
-    found: Counter[tuple[str, str, Tier]], block: Block, placed: Placement, state_names: tuple[str, ...]
+    found: Counter[tuple[str, str, Tier]],
+    block: Block,
+    placed: Placement,
+    state_names: tuple[str, ...],
+    masters: Masters,
 ) -> None:
     for parameter in block.parameters:
         found["parameters", parameter.dtype, placed.parameters] += parameter.nbytes
         if not parameter.trainable:
             continue
         found["gradients", parameter.dtype, placed.gradients] += parameter.nbytes
-        if needs_master(parameter):
+        if needs_master(parameter) and masters is Masters.LOWER:
+            form = form_of(LOWER)
+            found[HALF, form.dtype, placed.states] += form.nbytes(parameter.numel)
+        elif needs_master(parameter):
             found[MASTER, "float32", placed.states] += STATE_ITEMSIZE * parameter.numel
         _add_states(found, parameter, placed.states, state_names)
 

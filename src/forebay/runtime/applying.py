@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from forebay.layout import MASTER, Cell, Chunk, Piece, StateLayout, cell_of, needs_master
+from forebay.layout import LOWER, MASTER, Cell, Chunk, Piece, StateLayout, cell_of, needs_master
 from forebay.optim.arithmetic import Arithmetic, Held, Part, place_of
-from forebay.runtime.tensors import dtype_of, elements, state_view
+from forebay.runtime.tensors import dtype_of, state_view
+from forebay.states import Masters
 
 __all__ = [
     "Copy",
     "Task",
     "Values",
     "apply_update",
-    "at_home",
     "batches",
     "copy_of",
     "landed",
@@ -50,11 +50,12 @@ def copy_of(
 ) -> Copy:
     """What one copy of ``chunk`` has of each piece; ``content`` are its states."""
     streams = {name: content[at : at + nbytes] for name, (at, nbytes) in layout.spans(chunk).items()}
+    kept = LOWER if layout.masters is Masters.LOWER else MASTER
 
     def held(piece: Piece) -> Held:
         return Held(
             parameters(piece),
-            state_view(streams[MASTER], MASTER, piece) if needs_master(piece.parameter) else None,
+            state_view(streams[kept], kept, piece) if needs_master(piece.parameter) else None,
             tuple(state_view(streams[name], name, piece) for name in state_names),
         )
 
@@ -96,11 +97,6 @@ def update_cell(
     cell = cell_of(chunk)
     held = copy_of(layout, state_names, chunk, states, _in_cell(cell, chunk, buffer, cell.parameters))
     apply_update(chunk, held, _in_cell(cell, chunk, buffer, cell.gradients), tasks, arithmetic)
-
-
-def at_home(parameters: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The elements of ``piece`` in the flat ``parameters`` of its block."""
-    return elements(parameters, piece.parameter, piece.parameter.offset)[piece.start : piece.stop]
 
 
 def landed(gradients: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:

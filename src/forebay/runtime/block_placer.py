@@ -57,7 +57,7 @@ class BlockPlacer:
     def placed(self, block: Block, placement: Placement) -> BlockState:
         """``block`` where ``placement`` has it."""
         places, host = self._places, self._host
-        layout = state_layout(block, self._state_names, self._streaming.update_chunk)
+        layout = state_layout(block, self._state_names, self._streaming.update_chunk, self._streaming.masters)
         parameters = places.parameters(block, placement, host.parameters)
         streams = placement.update in (Update.DEVICE, Update.STORAGE)
         states = places.states(block, placement, layout.nbytes, host.moved_states if streams else host.states)

@@ -9,15 +9,17 @@ from typing import final
 import torch
 
 from forebay.errors import ForebayError, GradientUsedUp
-from forebay.layout import MASTER, Chunk, Piece, StateLayout, needs_master
+from forebay.layout import LOWER, MASTER, Chunk, Piece, StateLayout, needs_master
 from forebay.optim.arithmetic import Held, Prepared
+from forebay.optim.halves import halve, joined
 from forebay.plans import Placement
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.holds import Alternate, Hold, Outcome
 from forebay.runtime.homes import Home
-from forebay.runtime.tensors import state_view
+from forebay.runtime.tensors import at_place, state_view
 from forebay.scheduling.gradients import GradientSlots
+from forebay.states import TIES, Masters, form_of
 from forebay.trace import Block, Parameter
 
 __all__ = ["BlockCopy", "BlockState", "Passing", "Streamed"]
@@ -114,6 +116,13 @@ class BlockState:
         they have all of it. The caller has waited for all updates."""
         return {} if self.streamed is None else self.streamed.residuals
 
+    def upper_halves(self) -> torch.Tensor:
+        """The parameters as they are at home (1-D uint8; a copy where they are on disk), where masters are kept as
+        halves, one of which they are; else nothing."""
+        if self.layout.masters is Masters.LOWER:
+            return self.parameters.read()
+        return torch.empty(0, dtype=torch.uint8)
+
     def expect_not_updated(self) -> None:
         """Raises ``GradientUsedUp`` while the block is at home as a step leaves it that is not taken yet: whatever
         reads it for the pass that goes on would read the parameters of the next one."""
@@ -170,31 +179,84 @@ class BlockState:
         self.current.parameters.settle_save()
         self.current.states.settle_save()
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Names of what its states say, masters first, however these are kept."""
+        own = (MASTER,) if self.layout.has_masters else ()
+        return (*own, *(s for s in self.layout.streams if s not in (MASTER, LOWER)))
+
     def streams_of(self, parameter: Parameter) -> tuple[str, ...]:
-        """Names of the state streams that mean something for ``parameter``."""
-        return tuple(s for s in self.layout.streams if s != MASTER or needs_master(parameter))
+        """Names of the state streams that mean something for ``parameter``, its master among them if it has one."""
+        return tuple(name for name in self.said if name != MASTER or needs_master(parameter))
 
-    def stream(self, name: str, parameter: Parameter, states: torch.Tensor) -> torch.Tensor:
-        """A copy of one state stream of ``parameter`` (1-D), gathered from ``states`` (``self.states.read()``)."""
-        parts = [view for owner, view in self._stream_views(name, states) if owner == parameter.name]
-        return torch.cat(parts)
+    def stream(self, name: str, parameter: Parameter, states: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+        """A copy of one state stream of ``parameter`` (1-D), gathered from ``states`` (``self.states.read()``) and,
+        where masters are kept as halves, from ``parameters``, all of the block."""
+        form = form_of(name)
+        made = torch.empty(form.count(parameter.numel), dtype=getattr(torch, form.dtype), device=states.device)
+        for chunk in self.layout.chunks:
+            content = states[chunk.offset : chunk.offset + chunk.nbytes]
+            for piece, values in self.values(name, chunk, content, parameters):
+                if piece.parameter.name == parameter.name:
+                    start = form.count(piece.start)
+                    made[start : start + values.numel()] = values
+        return made
 
-    def write_stream(self, name: str, parameter: Parameter, states: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes ``value`` (1-D) as one state stream of ``parameter`` into ``states``."""
-        start = 0
-        for owner, view in self._stream_views(name, states):
-            if owner == parameter.name:
-                view.copy_(value[start : start + view.numel()])
-                start += view.numel()
+    def write_stream(
+        self, name: str, parameter: Parameter, states: torch.Tensor, parameters: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Writes ``value`` (1-D) as one state stream of ``parameter`` into ``states``. Of a master that is kept as
+        halves the upper one goes into ``parameters``, all of the block."""
+        for chunk in self.layout.chunks:
+            content = states[chunk.offset : chunk.offset + chunk.nbytes]
+            for piece in chunk.pieces:
+                if piece.parameter.name == parameter.name:
+                    start = form_of(name).count(piece.start)
+                    count = form_of(name).count(piece.stop - piece.start)
+                    self.write_piece(name, chunk, piece, content, parameters, value[start : start + count])
+
+    def values(
+        self, name: str, chunk: Chunk, content: torch.Tensor, parameters: torch.Tensor
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """What one stream of ``chunk`` says of each piece that has it (1-D); ``content`` are the bytes of the chunk,
+        ``parameters`` those of the block. Where masters are kept as halves these are made of them, and their ties are
+        no part of the state that keeps them: copies, and else what is in ``content``."""
+        halves = self.layout.masters is Masters.LOWER
+        if name == MASTER and halves:
+            for piece, lower in self.views(LOWER, chunk, content):
+                if needs_master(piece.parameter):
+                    yield piece, joined(at_place(parameters, piece), lower, self._view(TIES, chunk, content, piece))
+            return
+        for piece, view in self.views(name, chunk, content):
+            if name != MASTER or needs_master(piece.parameter):
+                yield piece, view.abs() if name == TIES and halves and needs_master(piece.parameter) else view
+
+    def write_piece(
+        self,
+        name: str,
+        chunk: Chunk,
+        piece: Piece,
+        content: torch.Tensor,
+        parameters: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Writes what one stream says of ``piece`` (``values``)."""
+        halves = self.layout.masters is Masters.LOWER and needs_master(piece.parameter)
+        if not halves or name not in (MASTER, TIES):
+            self._view(name, chunk, content, piece).copy_(value)
+            return
+        ties, lower = (self._view(stream, chunk, content, piece) for stream in (TIES, LOWER))
+        upper = at_place(parameters, piece)
+        # Each of the two is written with the other one as it is.
+        master = value.to(torch.float32, copy=True) if name == MASTER else joined(upper, lower, ties)
+        ties.copy_(value) if name == TIES else ties.abs_()
+        halve([master.to(ties.device)], [upper], [lower], [ties], [torch.empty_like(ties)])
 
     def views(self, name: str, chunk: Chunk, content: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
         """The values of one state stream in ``content``, the bytes of ``chunk`` (1-D uint8): piece by piece, 1-D."""
-        start, nbytes = self.layout.spans(chunk)[name]
-        stream = content[start : start + nbytes]
         for piece in chunk.pieces:
-            yield piece, state_view(stream, name, piece)
+            yield piece, self._view(name, chunk, content, piece)
 
-    def _stream_views(self, name: str, states: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for chunk in self.layout.chunks:
-            for piece, view in self.views(name, chunk, states[chunk.offset : chunk.offset + chunk.nbytes]):
-                yield piece.parameter.name, view
+    def _view(self, name: str, chunk: Chunk, content: torch.Tensor, piece: Piece) -> torch.Tensor:
+        start, nbytes = self.layout.spans(chunk)[name]
+        return state_view(content[start : start + nbytes], name, piece)

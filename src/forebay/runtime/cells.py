@@ -32,6 +32,7 @@ from forebay.runtime.sparse import send_largest
 from forebay.runtime.tensors import elements
 from forebay.scheduling.routes import TO_DEVICE, TO_STORAGE, Route
 from forebay.scheduling.staging import StagingRing
+from forebay.states import Masters
 from forebay.timeline import Lane
 
 __all__ = ["Cells", "DeviceWay", "Load", "StorageWay", "Way"]
@@ -39,12 +40,14 @@ __all__ = ["Cells", "DeviceWay", "Load", "StorageWay", "Way"]
 
 @dataclass(frozen=True)
 class Load:
-    """One chunk of ``block`` that is to be updated in a cell: of the parameters in ``names``, whose gradients are
+    """One chunk of ``block``, which keeps its ``masters`` so, that is to be updated in a cell: of the parameters in
+    ``names``, whose gradients are
     at ``offsets`` (bytes) of ``gradients`` (1-D uint8, host) once all of ``landed`` are done. ``residuals``: what was
     not sent of them yet, if not all is (else empty)."""
 
     block: str
     chunk: Chunk
+    masters: Masters
     names: Collection[str]
     parameters: Checkout
     states: Checkout
@@ -171,7 +174,7 @@ class Cells:
         been read and at which parameters and states are where they were checked out.
         """
         chunk = load.chunk
-        cell, spans = cell_of(chunk, self._way.density), spans_of(chunk, load.offsets, load.names)
+        cell, spans = cell_of(chunk, self._way.density), spans_of(chunk, load.offsets, load.names, load.masters)
         # Who had the cell before is home again before this one comes in; and so there is never more there than the
         # window.
         staging, free = self._ring.take(cell.nbytes)

@@ -23,7 +23,7 @@ from forebay.runtime.stepping import Stepping
 from forebay.runtime.store import Store
 from forebay.runtime.tensors import alone, flat, shaped
 from forebay.scheduling.slots import SlotPool
-from forebay.states import form_of, plain_name
+from forebay.states import Masters, form_of, plain_name
 from forebay.trace import Model, Parameter
 
 __all__ = ["Contents", "LazyTensors"]
@@ -139,10 +139,10 @@ class Contents:
         steps = state.steps.get(name, 0)
         if not steps:
             return {}
-        content = state.states.read()
+        content, upper = state.states.read(), state.upper_halves()
         streams = {}
         for stream in state.streams_of(spec):
-            values = state.stream(stream, spec, content)
+            values = state.stream(stream, spec, content, upper)
             streams[plain_name(stream)] = shaped(values, spec) if form_of(stream).is_elementwise else values
         if name in state.residuals:
             streams[RESIDUAL] = shaped(state.residuals[name], spec).clone()
@@ -159,10 +159,12 @@ class Contents:
         for block in dict.fromkeys(self._block_of[name] for name in states):
             state = self._store.blocks[block]
             self._stepping.speculation.drop(state)
-            with self._store.edit_states(state) as content:
+            if state.layout.masters is Masters.LOWER:
+                self._pool.invalidate(block)  # of a master that is given the upper half is the parameter
+            with self._store.edit_states(state) as (content, upper):
                 for spec in state.block.parameters:
                     if spec.trainable and spec.name in states:
-                        self._write_parameter_states(state, spec, content, states[spec.name])
+                        self._write_parameter_states(state, spec, content, upper, states[spec.name])
 
     def _expect_residual(self, name: str, saved: torch.Tensor | None) -> None:
         if saved is None:
@@ -177,15 +179,21 @@ class Contents:
             raise OptimizerError(f"the saved {RESIDUAL} of {name} has shape {shapes[0]}, and the parameter {shapes[1]}")
 
     def _write_parameter_states(
-        self, state: BlockState, spec: Parameter, content: torch.Tensor, saved: Mapping[str, torch.Tensor]
+        self,
+        state: BlockState,
+        spec: Parameter,
+        content: torch.Tensor,
+        upper: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
     ) -> None:
         for stream in state.streams_of(spec):
             value, form = saved.get(plain_name(stream)), form_of(stream)
             if value is not None:
                 typed = value.to(getattr(torch, form.dtype))
-                state.write_stream(stream, spec, content, flat(typed, spec) if form.is_elementwise else typed)
+                given = flat(typed, spec) if form.is_elementwise else typed
+                state.write_stream(stream, spec, content, upper, given)
             elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
-                state.write_stream(stream, spec, content, torch.zeros(form.count(spec.numel)))
+                state.write_stream(stream, spec, content, upper, torch.zeros(form.count(spec.numel)))
         if spec.name in state.residuals:
             residual = forget(state.residuals[spec.name])
             if RESIDUAL in saved:

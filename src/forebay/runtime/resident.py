@@ -10,12 +10,12 @@ from typing import Final, final
 import torch
 
 from forebay.device.base import Device
-from forebay.layout import STATE_ITEMSIZE, Chunk, Piece, needs_master
+from forebay.layout import Chunk, Piece, needs_master, widened_nbytes
 from forebay.optim.arithmetic import Arithmetic, Held, Part
 from forebay.optim.rules import UpdateRule
-from forebay.runtime.applying import Copy, Task, at_home, batches, copy_of, landed, part_of
+from forebay.runtime.applying import Copy, Task, batches, copy_of, landed, part_of
 from forebay.runtime.blockstate import BlockState
-from forebay.runtime.tensors import flat
+from forebay.runtime.tensors import at_place, flat
 from forebay.units import MiB
 
 __all__ = ["ResidentUpdates"]
@@ -26,8 +26,8 @@ WIDENED: Final = 256 * MiB
 
 @dataclass
 class _Call:
-    """What goes through one call of the kernel: parts of one group at the same step, ``widened`` bytes of whose
-    gradients become fp32 in new memory for it."""
+    """What goes through one call of the kernel: parts of one group at the same step, for which gradients, and masters
+    of which half is kept, become fp32 in ``widened`` bytes of new memory."""
 
     task: Task
     parts: list[Part] = field(default_factory=list)
@@ -66,7 +66,8 @@ class ResidentUpdates:
             held = self._held(state, chunk)
             for task, pieces in batches(chunk, tasks):
                 call = calls.setdefault((id(task.group), task.step), _Call(task))
-                widened = sum((p.stop - p.start) * STATE_ITEMSIZE for p in pieces if needs_master(p.parameter))
+                narrow = sum(p.stop - p.start for p in pieces if needs_master(p.parameter))
+                widened = widened_nbytes(narrow, state.layout.masters)
                 if call.parts and call.widened + widened > self._room:
                     self._make(call)
                 call.parts += [part_of(piece, held(piece), landed(flattened, piece), None) for piece in pieces]
@@ -87,7 +88,7 @@ class ResidentUpdates:
             if known is None:
                 parameters, states = state.parameters.read(), state.states.read()
                 content = states[chunk.offset : chunk.offset + chunk.nbytes]
-                made = copy_of(state.layout, self._rule.state_names, chunk, content, partial(at_home, parameters))
+                made = copy_of(state.layout, self._rule.state_names, chunk, content, partial(at_place, parameters))
                 known = state.standing[key] = made(piece)
             return known
 

@@ -258,18 +258,20 @@ class Store:
             self._fill_masters(state, masters)
 
     def _fill_masters(self, state: BlockState, masters: Sequence[tuple[Parameter, torch.Tensor]]) -> None:
-        with self.edit_states(state) as states:
+        with self.edit_states(state) as (states, upper):
             for parameter, value in masters:
                 wide = torch.empty_strided(parameter.shape, parameter.stride, dtype=torch.float32).copy_(value)
-                state.write_stream(MASTER, parameter, states, wide.as_strided((parameter.numel,), (1,)))
+                state.write_stream(MASTER, parameter, states, upper, wide.as_strided((parameter.numel,), (1,)))
 
     @contextlib.contextmanager
-    def edit_states(self, state: BlockState) -> Iterator[torch.Tensor]:
-        """All state bytes of one block, to be changed in place; written back at the end."""
+    def edit_states(self, state: BlockState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All state bytes of one block, and its ``upper_halves``, to be changed in place; written back at the end."""
         self.write_apart(state)
-        content = state.states.read()
-        yield content
+        content, upper = state.states.read(), state.upper_halves()
+        yield content, upper
         state.states.write(content)
+        if upper.numel():
+            state.parameters.write(upper)
 
     def write_apart(self, state: BlockState) -> None:
         """Before somebody else than an update writes to a block: has its current copy be one that no checkpoint has, or
@@ -299,7 +301,7 @@ class Store:
         """A copy of ``parameter`` on the host: its fp32 master if it has one, else its own value."""
         state = self.blocks[block]
         if needs_master(parameter):
-            master = state.stream(MASTER, parameter, state.states.read())
+            master = state.stream(MASTER, parameter, state.states.read(), state.upper_halves())
             return shaped(master.cpu(), parameter)
         return self.value(block, parameter).clone().cpu()
 

@@ -10,7 +10,18 @@ from forebay.layout import Piece
 from forebay.states import form_of
 from forebay.trace import Parameter
 
-__all__ = ["SERIAL", "add_serially", "alone", "bytes_before", "dtype_of", "elements", "flat", "shaped", "state_view"]
+__all__ = [
+    "SERIAL",
+    "add_serially",
+    "alone",
+    "at_place",
+    "bytes_before",
+    "dtype_of",
+    "elements",
+    "flat",
+    "shaped",
+    "state_view",
+]
 
 SERIAL: Final = 32768
 """Elements: torch runs an elementwise op of at most this many in the calling thread (``at::internal::GRAIN_SIZE``)."""
@@ -25,6 +36,11 @@ def dtype_of(parameter: Parameter) -> torch.dtype:
 def elements(buffer: torch.Tensor, parameter: Parameter, offset: int) -> torch.Tensor:
     """The bytes of ``parameter`` at ``offset`` of a 1-D uint8 ``buffer``, as a 1-D tensor of its dtype."""
     return buffer[offset : offset + parameter.nbytes].view(dtype_of(parameter))
+
+
+def at_place(parameters: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The elements of ``piece`` in the flat ``parameters`` of its block."""
+    return elements(parameters, piece.parameter, piece.parameter.offset)[piece.start : piece.stop]
 
 
 def shaped(flat_elements: torch.Tensor, parameter: Parameter) -> torch.Tensor:

@@ -19,7 +19,6 @@ from forebay.priority import step_back
 from forebay.runtime.applying import (
     Copy,
     Task,
-    at_home,
     batches,
     copy_of,
     landed,
@@ -31,7 +30,7 @@ from forebay.runtime.cells import Cells, Load
 from forebay.runtime.homes import Checkout
 from forebay.runtime.resident import ResidentUpdates
 from forebay.runtime.storage_side import StorageSide
-from forebay.runtime.tensors import state_view
+from forebay.runtime.tensors import at_place, state_view
 from forebay.timeline import Lane
 
 __all__ = ["KEPT", "Updater"]
@@ -144,7 +143,7 @@ class Updater:
             raise ForebayError(f"the plan updates block {name} at home")
         touched = state.layout.touched(chunk)
         landed = streamed.gradients, streamed.offsets, arrived, streamed.residuals
-        load = Load(name, chunk, tasks.keys(), loan, states, *landed)
+        load = Load(name, chunk, state.layout.masters, tasks.keys(), loan, states, *landed)
         if streamed.at_storage:
             if self._beside is None:
                 raise ForebayError(f"nobody is beside the storage to update block {name}")
@@ -228,7 +227,7 @@ class Updater:
         for piece in chunk.pieces:
             if piece.parameter.name in tasks:
                 continue
-            copied(team, at_home(loan.buffer, piece), at_home(loan.source, piece))
+            copied(team, at_place(loan.buffer, piece), at_place(loan.source, piece))
             for name, (at, nbytes) in state.layout.spans(chunk).items():
                 there, here = (content[at : at + nbytes] for content in (states.buffer, states.source))
                 copied(team, state_view(there, name, piece), state_view(here, name, piece))
@@ -246,7 +245,7 @@ class Updater:
 
     def _copy(self, state: BlockState, chunk: Chunk, content: torch.Tensor, parameters: torch.Tensor) -> Copy:
         """What one copy of ``chunk`` has of each piece; ``content`` are its states, ``parameters`` the block's."""
-        return copy_of(state.layout, self._rule.state_names, chunk, content, partial(at_home, parameters))
+        return copy_of(state.layout, self._rule.state_names, chunk, content, partial(at_place, parameters))
 
 
 def _nothing() -> None:

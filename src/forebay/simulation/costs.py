@@ -20,6 +20,7 @@ from forebay.errors import ConfigError
 from forebay.machine import Disk, Machine
 from forebay.program import Action, Outline, Verb
 from forebay.simulation.update_rates import apart, kept, states_share, storage_rate, touched, update_rate
+from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Block, Tensor, Trace, Work
 
@@ -111,11 +112,11 @@ class Costs:
     works ahead, and an op takes the longer of the two. What was measured has the host's work in it.
     """
 
-    def __init__(self, trace: Trace, machine: Machine) -> None:
+    def __init__(self, trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> None:
         self.trace = trace
         self.machine = machine
-        self.update_rate = update_rate(trace, machine)
-        """Bytes/s of an update on the host, in place, with the states of ``trace``."""
+        self.update_rate = update_rate(trace, machine, masters)
+        """Bytes/s of an update on the host, in place, with the states of ``trace`` and ``masters`` kept so."""
         self._apart = apart(trace.state_names)
         self.storage_rate = storage_rate(trace, machine, self.update_rate)
         """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written

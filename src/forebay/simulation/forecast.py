@@ -93,7 +93,7 @@ def limits(trace: Trace, machine: Machine, plan: Plan, *, micro_batches: int = 1
     updates that run there at the device's bandwidth. The others: bytes of the step at the best rate of their link,
     without latencies. A lane with nothing to do has 0.
     """
-    return _limits(lower(trace, plan, micro_batches=micro_batches), Costs(trace, machine))
+    return _limits(lower(trace, plan, micro_batches=micro_batches), Costs(trace, machine, plan.streaming.masters))
 
 
 def forecast(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from forebay.layout import MASTER, needs_master, states_nbytes, touched_nbytes
+from forebay.layout import needs_master, states_nbytes, touched_nbytes, with_masters
 from forebay.machine import Machine
-from forebay.states import form_of, is_wide, plain_name, update_kind
+from forebay.states import Masters, form_of, is_wide, plain_name, update_kind
 from forebay.trace import Block, Parameter, Trace
 
 __all__ = ["APART", "apart", "kept", "states_share", "storage_rate", "touched", "update_rate"]
@@ -19,8 +19,12 @@ place (bf16 with fp32 masters), 0.94 beside 0.76 (fp32); with moments in codes t
 Forms that nobody has measured are taken for fp32."""
 
 
-def update_rate(trace: Trace, machine: Machine) -> float:
+def update_rate(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
     """Bytes/s of an update on the host: those of the bytes, or what as many elements a second move where cores bind.
+
+    With the lower halves of masters an element is taken to be updated in the time that it takes with whole ones: it
+    moves a tenth less, and on two cores of an EPYC, which bind, took 0.93 to 1.02 times as long (docs/log.md,
+    2026-11-27).
 
     Where nobody has measured states of few bits, an element with them takes as long as one whose states are fp32. The
     kernels have more instructions for fewer bytes: on two cores of an EPYC 0.8 to 0.9 times as many elements a second
@@ -29,6 +33,12 @@ def update_rate(trace: Trace, machine: Machine) -> float:
     elements = sum(block.trainable_numel for block in trace.model.blocks)
     if not elements:
         return machine.update_rate
+    blocks, states = trace.model.blocks, trace.state_names
+    share = touched(blocks, states, masters) / touched(blocks, states)
+    return _rate_of_whole(trace, machine, elements) * share
+
+
+def _rate_of_whole(trace: Trace, machine: Machine, elements: int) -> float:
     own = touched(trace.model.blocks, trace.state_names) / elements
     known = machine.update_elements.get(update_kind(trace.state_names))
     if known is not None:
@@ -58,10 +68,10 @@ def states_share(trace: Trace) -> float:
     return kept(trace.model.blocks, trace.state_names) / over if over else 0.0
 
 
-def touched(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
+def touched(blocks: Iterable[Block], states: tuple[str, ...], masters: Masters = Masters.WHOLE) -> int:
     """Bytes that updates of ``blocks`` touch on the host (states, gradients, parameters), with an optimizer that keeps
-    ``states``."""
-    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(blocks, states))
+    ``states``, and ``masters`` so."""
+    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(blocks, states, masters))
 
 
 def kept(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
@@ -75,7 +85,9 @@ def apart(states: tuple[str, ...]) -> float:
     return max(APART.get(form, APART["float32"]) for form in forms)
 
 
-def _streams(blocks: Iterable[Block], states: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Parameter]]:
+def _streams(
+    blocks: Iterable[Block], states: tuple[str, ...], masters: Masters = Masters.WHOLE
+) -> Iterator[tuple[tuple[str, ...], Parameter]]:
     """Every parameter that is trained, with the streams that an update keeps for it."""
     for parameter in (p for block in blocks for p in block.parameters if p.trainable):
-        yield ((MASTER, *states) if needs_master(parameter) else states), parameter
+        yield (with_masters(states, masters) if needs_master(parameter) else states), parameter

@@ -10,7 +10,7 @@ from math import inf
 from typing import final
 
 from forebay.arenas import home_nbytes
-from forebay.layout import MOVED_LEAST, gradient_offsets, needs_master, state_layout, states_nbytes, touched_nbytes
+from forebay.layout import MOVED_LEAST, gradient_offsets, state_layout, states_nbytes, touched_nbytes
 from forebay.lowering.index import TraceIndex
 from forebay.memory import Tier
 from forebay.planners.activations.items import Items, items_of
@@ -243,7 +243,7 @@ class _Grouping:
         """The homes that ``block`` may have; those on disk only where there is one."""
         machine = self._costs.machine
         trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
-        layout = state_layout(block, self._problem.state_names, 1 << 22)
+        layout = state_layout(block, self._problem.state_names, 1 << 22, self._problem.masters)
         states = layout.nbytes
         touched = sum(touched_nbytes(layout.streams, p.numel, p.nbytes) for p in trained)
         # Where they are used up in backward a few slots hold all of them: nothing is the least.
@@ -283,15 +283,15 @@ class _Grouping:
 
     def _moved(self, block: Block) -> tuple[Home, ...]:
         """The homes of ``block`` that are not on the device, with its update there (``planners.device_updates``).
-        States and gradients come, and of the parameters what has no master; states and parameters go."""
+        States and gradients come, and of the parameters what has no whole master; states and parameters go."""
         machine, states = self._costs.machine, self._problem.state_names
         trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
         if not trained or "cpu" in (self._trace.device, machine.device_kind) or not is_wide(states):
             return ()
-        streams = state_layout(block, states, 1 << 22).streams
-        held = sum(states_nbytes(streams, p.numel) for p in trained)
+        layout = state_layout(block, states, 1 << 22, self._problem.masters)
+        held = sum(states_nbytes(layout.streams, p.numel) for p in trained)
         nbytes = sum(p.nbytes for p in trained)
-        come = held + nbytes + sum(p.nbytes for p in trained if not needs_master(p))
+        come = held + nbytes + sum(p.nbytes for p in trained if layout.reads(p))
         seconds, stores = come / machine.h2d.curve.best, (held + nbytes) / machine.d2h.curve.best
         crossing = (come + held + nbytes) * self._copied
         found = []

@@ -1,0 +1,152 @@
+"""Masters of which plans keep the lower half: who does, what it takes, what moves, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.checking import check
+from forebay.errors import ConfigError, PlanInvalid
+from forebay.layout import LOWER, MASTER, state_layout, widened_nbytes
+from forebay.lowering import lower
+from forebay.machine import Machine
+from forebay.memory import Kind, Tier
+from forebay.planners import Problem, for_policy, make_plan
+from forebay.plans import Plan, Update
+from forebay.program import Verb
+from forebay.simulation import simulate
+from forebay.states import Masters, masters_for
+from forebay.trace import Trace
+from tests.null.on_device import on_device
+from tests.null.planning import ENOUGH, asked, machine
+from tests.null.strategies import roomy, roomy_machine
+from tests.null.synthetic import block
+from tests.null.tracing import Layer, chain_trace
+
+ON = machine(compute=1e8, h2d=1e9, d2h=1e9, update=1e9)
+SIDE, EACH, BLOCKS = 64, 3, 6
+ELEMENTS = SIDE * SIDE * EACH
+"""Of a block: whole pages of every stream."""
+
+
+def network(dtype: str = "bfloat16", states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> Trace:
+    made = [block(f"layers.{i}", *[((SIDE, SIDE), dtype, True)] * EACH) for i in range(BLOCKS)]
+    trace = chain_trace(made, [Layer(b.name, (8192,) * EACH, 0, 8192) for b in made], input_nbytes=8192)
+    return replace(trace, state_names=states)
+
+
+def problem(trace: Trace, on: Machine = ON, *, device: int = 1 << 20, host: int = ENOUGH) -> Problem:
+    return replace(asked(trace, on, device=device, host=host), state_names=trace.state_names)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "states", "kept"),
+    [
+        ("bfloat16", ("exp_avg", "exp_avg_sq"), Masters.LOWER),
+        ("bfloat16", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), Masters.LOWER),
+        ("float16", ("exp_avg", "exp_avg_sq"), Masters.WHOLE),
+        ("float32", ("exp_avg", "exp_avg_sq"), Masters.WHOLE),
+        ("bfloat16", ("exp_avg",), Masters.WHOLE),
+        ("bfloat16", (), Masters.WHOLE),
+        ("bfloat16", ("exp_avg:bfloat16", "exp_avg_sq:bfloat16"), Masters.WHOLE),
+        (
+            "bfloat16",
+            ("exp_avg:8bit", "exp_avg_scale:scale", "exp_avg_sq:8bit", "exp_avg_sq_scale:scale"),
+            Masters.WHOLE,
+        ),
+    ],
+)
+def test_where_a_half_is_enough(dtype: str, states: tuple[str, ...], kept: Masters) -> None:
+    """The parameter is the other half, and a state that is never negative has a sign to spare."""
+    asked_for = problem(network(dtype, states))
+    assert asked_for.masters is Masters.WHOLE
+    assert for_policy(asked_for, "auto").masters is kept
+    assert for_policy(asked_for, "zero-offload").masters is Masters.WHOLE
+    assert for_policy(replace(asked_for, disk_copies=2), "auto").masters is Masters.WHOLE
+    assert masters_for(states, {dtype, "float32"}) is kept
+
+
+def test_a_drive_that_computes_has_no_parameters() -> None:
+    disk = machine(disk=1e9).disk
+    assert disk is not None
+    drives = replace(problem(network()), machine=replace(ON, disk=replace(disk, update_rate=1e9)))
+    assert for_policy(drives, "auto").masters is Masters.WHOLE
+
+
+def test_two_bytes_an_element_less_at_home() -> None:
+    """Everything streams: parameter, gradient, both moments and the master, 16 bytes and 14; staging is the same, but
+    for what torch's ops, where there are no kernels, would widen a chunk in: gradients, 4 bytes, then masters too."""
+    trace = network()
+    whole = make_plan(problem(trace), "stream")
+    half = make_plan(for_policy(problem(trace), "stream"), "stream")
+    assert (whole.streaming.masters, half.streaming.masters) == (Masters.WHOLE, Masters.LOWER)
+    hosted = sum(p.states is Tier.HOST for p in half.placements)
+    assert hosted == BLOCKS and whole.host - half.host == 2 * hosted * ELEMENTS - 4 * ELEMENTS
+    for plan in (whole, half):
+        check(trace, ON, plan)
+        peaks = {usage.tier: usage.peak for usage in simulate(trace, ON, plan).tiers}
+        assert peaks[Tier.HOST] == plan.host and peaks[Tier.DEVICE] <= plan.device
+
+
+def test_room_for_second_copies() -> None:
+    """On a host with hardly any room beside whole masters a plan with halves has more of them, and is faster for it."""
+    trace, slow = network(), machine(compute=2e8, h2d=1e9, d2h=1e9, update=6e7)
+    host = make_plan(problem(trace, slow), "stream").host
+    tight = problem(trace, slow, device=300 << 10, host=host)
+    whole, half = make_plan(tight, "auto"), make_plan(for_policy(tight, "auto"), "auto")
+    assert len(half.updated(Update.AHEAD)) > len(whole.updated(Update.AHEAD))
+    assert whole.step_seconds is not None and half.step_seconds is not None
+    assert half.step_seconds < 0.9 * whole.step_seconds
+    assert max(whole.host, half.host) <= host
+    assert any("lower halves are kept" in reason for reason in half.reasons)
+    assert not any("lower halves are kept" in reason for reason in whole.reasons)
+
+
+def halved(plan: Plan) -> Plan:
+    return replace(plan, streaming=replace(plan.streaming, masters=Masters.LOWER))
+
+
+def test_bytes_of_updates_on_the_device() -> None:
+    """10 bytes of states an element there and back, parameters and gradients there, parameters back."""
+    trace = network()
+    plan = on_device(trace, halved(roomy(trace, (Tier.HOST, Tier.HOST, Tier.HOST))))
+    program = lower(trace, plan)
+    check(trace, roomy_machine(), plan, program)
+
+    def moved(verb: Verb, part: Kind) -> int:
+        return sum(a.nbytes for a in program.actions if (a.verb, a.part, a.step) == (verb, part, 0))
+
+    n = BLOCKS * ELEMENTS
+    assert moved(Verb.LOAD, Kind.STATE) == moved(Verb.STORE, Kind.STATE) == 10 * n
+    assert (
+        moved(Verb.LOAD, Kind.PARAMETER)
+        == moved(Verb.STORE, Kind.PARAMETER)
+        == moved(Verb.LOAD, Kind.GRADIENT)
+        == 2 * n
+    )
+
+
+def test_streams_begin_at_whole_lines() -> None:
+    """However few elements a piece has, so that no two threads write to one line."""
+    odd = block("a", ((3,), "bfloat16", True), ((33,), "bfloat16", True), ((5, 7), "bfloat16", True))
+    layout = state_layout(odd, ("exp_avg", "exp_avg_sq"), 1024, Masters.LOWER)
+    assert layout.streams == (LOWER, "exp_avg", "exp_avg_sq") and MASTER not in layout.streams
+    for chunk in layout.chunks:
+        for name, (at, _) in layout.spans(chunk).items():
+            width = 2 if name == LOWER else 4
+            assert all((at + width * piece.offset) % 64 == 0 for piece in chunk.pieces)
+    assert widened_nbytes(10, Masters.LOWER) == 2 * widened_nbytes(10, Masters.WHOLE) == 80
+
+
+def test_plans_that_could_not_be_run_are_refused() -> None:
+    trace = network()
+    plan = halved(make_plan(problem(trace), "stream"))
+    other = network(states=("exp_avg",))
+    with pytest.raises(PlanInvalid, match=r"bfloat16 and an optimizer that keeps exp_avg_sq in fp32; the model trains"):
+        check(other, ON, replace(plan, fingerprint=""))
+    with pytest.raises(ConfigError, match="a checkpoint names states in place"):
+        replace(plan, streaming=replace(plan.streaming, disk_copies=2))
+    placements = tuple(replace(p, states=Tier.DISK, update=Update.STORAGE) for p in plan.placements)
+    with pytest.raises(ConfigError, match="updated beside the storage"):
+        replace(plan, placements=placements)
