@@ -159,31 +159,22 @@ class TorchArithmetic(Arithmetic):
             return
         room = _Room(self._workspace)
         states = {name: [part.states[i] for part in parts] for i, name in enumerate(self._names)}
-        halved = [part for part in parts if part.written.halves]
-        halves = [part.parameter for part in halved], [part.master for part in halved if part.master is not None]
-        ties = [part.states[self._names.index(TIES)] for part in halved]
-        masters, spare = ([room.like(part.gradient) for part in halved] for _ in range(2))
-        if halved:
-            join(masters, *halves, ties, spare)
-        # What is spare until then, and again from then on, is where gradients become fp32.
-        joined, widened = iter(masters), iter(spare)
+        joined = _Joined([part for part in parts if part.written.halves], self._names, room)
         targets, gradients = [], []
         for part in parts:
             if part.written.halves:
-                targets.append(next(joined))
-                gradients.append(next(widened).copy_(part.gradient))
-                continue
-            targets.append(part.parameter if part.master is None else part.master)
-            narrow = part.gradient.dtype is not _WIDE
-            gradients.append(room.like(part.gradient).copy_(part.gradient) if narrow else part.gradient)
+                target, gradient = joined.next_of(part)
+            else:
+                target, gradient = part.parameter if part.master is None else part.master, part.gradient
+                if gradient.dtype is not _WIDE:
+                    gradient = room.like(gradient).copy_(gradient)
+            targets.append(target)
+            gradients.append(gradient)
         self._rule.update(targets, gradients, states, step, group)
-        if halved:
-            halve(masters, *halves, ties, spare)
+        joined.take_apart()
         whole = [part for part in parts if part.master is not None and not part.written.halves]
         if whole:
-            torch._foreach_copy_(
-                [part.parameter for part in whole], [part.master for part in whole if part.master is not None]
-            )
+            torch._foreach_copy_([part.parameter for part in whole], [_master_of(part) for part in whole])
 
     def _update_coded(self, part: Part, moments: Sequence[Moment], step: int, group: Mapping[str, Any]) -> None:
         target = part.parameter if part.master is None else part.master
@@ -214,6 +205,30 @@ class _Room:
             return torch.empty_like(tensor, dtype=_WIDE)
         start, self._taken = self._taken, self._taken + tensor.numel()
         return self._workspace[start : self._taken]
+
+
+@final
+class _Joined:
+    """The masters of ``parts``, of which half is kept, put together in ``room`` for an update in place; ``names`` are
+    their states."""
+
+    def __init__(self, parts: Sequence[Part], names: Sequence[str], room: _Room) -> None:
+        self._halves = [part.parameter for part in parts], [_master_of(part) for part in parts]
+        self._ties = [part.states[names.index(TIES)] for part in parts]
+        self._masters, self._spare = ([room.like(part.gradient) for part in parts] for _ in range(2))
+        if parts:
+            join(self._masters, *self._halves, self._ties, self._spare)
+        self._pairs = zip(self._masters, self._spare, strict=True)
+
+    def next_of(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """The master of ``part``, the next one, and its gradient in fp32, which is where nothing else is meanwhile."""
+        master, spare = next(self._pairs)
+        return master, spare.copy_(part.gradient)
+
+    def take_apart(self) -> None:
+        """Both halves are what the masters are now."""
+        if self._masters:
+            halve(self._masters, *self._halves, self._ties, self._spare)
 
 
 def _brought(part: Part) -> Part:
