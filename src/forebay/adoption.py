@@ -44,8 +44,7 @@ def adopt_plan(
         raise ConfigError(f"the plan was made for another model: block {odd} is not in both; make the plan again")
     _check_blocks(plan, bound)
     _check_fingerprint(plan, batch, bound, rule)
-    trained = {p.dtype for block in bound.model.blocks for p in block.parameters if p.trainable}
-    fault = masters_fault(plan.streaming.masters, rule.state_names, trained)
+    fault = masters_fault(plan.streaming.masters, rule.state_names, bound.model.trained_dtypes)
     if fault:
         raise ConfigError(f"{fault}; make the plan again")
     on_device = plan.updated(Update.DEVICE)

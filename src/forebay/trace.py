@@ -130,6 +130,11 @@ class Model:
         """Bytes of all parameters, padding included."""
         return sum(b.nbytes for b in self.blocks)
 
+    @property
+    def trained_dtypes(self) -> frozenset[str]:
+        """The dtypes of parameters that are trained."""
+        return frozenset(p.dtype for block in self.blocks for p in block.parameters if p.trainable)
+
     def block(self, name: str) -> Block:
         """The block called ``name``; KeyError if there is none."""
         return next(b for b in self.blocks if b.name == name)

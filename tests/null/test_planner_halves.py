@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.budgets import Budget
 from forebay.checking import check
+from forebay.cli.compare import compare_policies
 from forebay.errors import ConfigError, PlanInvalid
 from forebay.layout import LOWER, MASTER, state_layout, widened_nbytes
 from forebay.lowering import lower
@@ -87,6 +89,16 @@ def test_two_bytes_an_element_less_at_home() -> None:
         check(trace, ON, plan)
         peaks = {usage.tier: usage.peak for usage in simulate(trace, ON, plan).tiers}
         assert peaks[Tier.HOST] == plan.host and peaks[Tier.DEVICE] <= plan.device
+
+
+def test_a_comparison_asks_what_a_plan_is_asked() -> None:
+    """Half of each master under forebay's own policy, all of it under that of a published system."""
+    trace = network()
+    own, published = compare_policies(trace, ON, [Budget(1 << 20)], ["stream", "zero-offload"])
+    for candidate, masters in ((own, Masters.LOWER), (published, Masters.WHOLE)):
+        plan = make_plan(for_policy(problem(trace), candidate.policy), candidate.policy)
+        assert plan.streaming.masters is masters
+        assert candidate.peaks[Tier.HOST] == plan.host and candidate.step_seconds == plan.step_seconds
 
 
 def test_room_for_second_copies() -> None:

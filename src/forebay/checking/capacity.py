@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from forebay.checking.cells import widened
 from forebay.checking.computing import Moment, Passes
 from forebay.checking.live import Live
 from forebay.checking.order import Order
@@ -20,10 +21,9 @@ from forebay.checking.step import Step
 from forebay.checking.transit import Coming, Leaving
 from forebay.checking.words import fault
 from forebay.errors import DoesNotFit
-from forebay.layout import STATE_ITEMSIZE, Chunk, StateLayout, needs_master
+from forebay.layout import StateLayout, needs_master
 from forebay.memory import Tier
 from forebay.program import Action, Program, Verb
-from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.units import format_apart, format_bytes
 
@@ -132,18 +132,12 @@ def _updates(step: Step, live: Live, program: Program, layouts: Mapping[str, Sta
     for index, action in enumerate(program.actions):
         if action.verb is Verb.UPDATE and action.lane is Lane.COMPUTE:
             sizes = [
-                _widened(c, layouts[action.block])
+                widened(sum(p.stop - p.start for p in c.pieces if needs_master(p.parameter)), layouts[action.block])
                 for c in layouts[action.block].chunks
                 if any(step.ids[p.parameter.name] in step.with_gradient for p in c.pieces)
             ]
             moments.append(Moment(index, live.kept + max(sizes, default=0), -1, live.kept))
     return moments
-
-
-def _widened(chunk: Chunk, layout: StateLayout) -> int:
-    """Bytes in which a chunk is updated: its gradients of 16 bits in fp32, and masters of which half is at home."""
-    narrow = sum(p.stop - p.start for p in chunk.pieces if needs_master(p.parameter))
-    return STATE_ITEMSIZE * narrow * (2 if layout.masters is Masters.LOWER else 1)
 
 
 class _Claims:

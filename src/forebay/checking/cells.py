@@ -31,7 +31,7 @@ from forebay.states import Masters, is_wide
 from forebay.timeline import Lane
 from forebay.trace import Trace
 
-__all__ = ["Cells", "Work", "check_window", "residual_nbytes", "storage_window"]
+__all__ = ["Cells", "Work", "check_window", "residual_nbytes", "storage_window", "widened"]
 
 PARTS = {Verb.LOAD: (Kind.STATE, Kind.PARAMETER, Kind.GRADIENT), Verb.STORE: (Kind.STATE, Kind.PARAMETER)}
 Key = tuple[str, int, int]
@@ -221,7 +221,13 @@ def _cell(layout: StateLayout, density: float | None) -> tuple[int, int]:
         whole = chunk.nbytes + 2 * sum(_aligned(piece.nbytes) for piece in chunk.pieces)
         cell = max(cell, whole + sum(map(_aligned, sent)))
     widest = max((c.elements for c in layout.chunks), default=0) if layout.has_masters else 0
-    return cell, STATE_ITEMSIZE * widest * (2 if layout.masters is Masters.LOWER else 1)
+    return cell, widened(widest, layout)
+
+
+def widened(elements: int, layout: StateLayout) -> int:
+    """Bytes in which so many elements with masters are updated: gradients in fp32, and masters of which half is at
+    home."""
+    return STATE_ITEMSIZE * elements * (2 if layout.masters is Masters.LOWER else 1)
 
 
 def _aligned(nbytes: int) -> int:

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, DISK_SUM, GRADIENT_STAGING, UPDATE_RING
-from forebay.checking.cells import residual_nbytes, storage_window
+from forebay.checking.cells import residual_nbytes, storage_window, widened
 from forebay.checking.words import listed
 from forebay.errors import DoesNotFit, PlanInvalid
-from forebay.layout import PAGE, STATE_ITEMSIZE, StateLayout, needs_master, state_layout
+from forebay.layout import PAGE, StateLayout, needs_master, state_layout
 from forebay.machine import Machine
 from forebay.memory import ALIGNMENT, Kind, Tier
 from forebay.plans import Placement, Plan, Update
-from forebay.states import Masters, masters_fault
+from forebay.states import masters_fault
 from forebay.trace import Block, Trace
 from forebay.units import format_apart
 
@@ -73,8 +73,7 @@ def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
 def layouts(trace: Trace, plan: Plan) -> dict[str, StateLayout]:
     """How the states of every block are cut into chunks. Raises ``PlanInvalid`` if the chunks of a block do not cover
     each of its trainable elements exactly once, or if it keeps of masters what is not enough of them."""
-    trained = {p.dtype for block in trace.model.blocks for p in block.parameters if p.trainable}
-    fault = masters_fault(plan.streaming.masters, trace.state_names, trained)
+    fault = masters_fault(plan.streaming.masters, trace.state_names, trace.model.trained_dtypes)
     if fault:
         raise _invalid("masters", f"{fault}; keep masters whole")
     cut = trace.state_names, plan.streaming.update_chunk, plan.streaming.masters
@@ -142,8 +141,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             continue
         elif any(needs_master(p) for p in trained):
             layout = state[block.name]
-            widened = STATE_ITEMSIZE * (2 if layout.masters is Masters.LOWER else 1)
-            workspace = max((workspace, *(widened * c.elements for c in layout.chunks)))
+            workspace = max((workspace, *(widened(c.elements, layout) for c in layout.chunks)))
     pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
     if plan.streaming.checksums:
         host += DISK_SUM * (disk // PAGE)  # not of activations, which no later step reads

@@ -236,13 +236,13 @@ def _candidate(
     trace: Trace, machine: Machine, budget: Budget, policy: str, micro_batches: int, update: UpdateTime
 ) -> tuple[Candidate, Plan | None]:
     from forebay.figures import with_figures
-    from forebay.planners import make_plan
+    from forebay.planners import for_policy, make_plan
     from forebay.planners.room import leave_room
     from forebay.planning import predict, problem_of
     from forebay.simulation import by_turns, together
 
     # Each has benches of its own: what another policy has simulated on one would count as found by this one.
-    problem = problem_of(trace, machine, budget, update=update, accumulates=micro_batches > 1)
+    problem = for_policy(problem_of(trace, machine, budget, update=update, accumulates=micro_batches > 1), policy)
     start = time.perf_counter()
     try:
         room = leave_room(problem, micro_batches, lambda asked, bench: make_plan(asked, policy, bench))

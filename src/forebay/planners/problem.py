@@ -114,8 +114,7 @@ class Problem:
     def with_halves(self) -> Problem:
         """The same with masters kept as their lower halves, where that loses nothing and whoever updates states has the
         parameters too: not a drive that computes, and not where a checkpoint names states in place."""
-        trained = {p.dtype for block in self.model.blocks for p in block.parameters if p.trainable}
         alone = self.machine is not None and self.machine.disk is not None and self.machine.disk.update_rate is not None
         if alone or self.disk_copies > 1:
             return self
-        return replace(self, masters=masters_for(self.state_names, trained))
+        return replace(self, masters=masters_for(self.state_names, self.model.trained_dtypes))
