@@ -18,7 +18,7 @@ from forebay.arenas import arenas_of, home_tier
 from forebay.layout import PAGE, STATE_ITEMSIZE, align, in_order, needs_master, state_layout
 from forebay.memory import Tier
 from forebay.plans import Placement, Plan
-from forebay.states import Masters
+from forebay.states import Masters, masters_for
 from forebay.trace import Block, Parameter, Phase, Trace
 from forebay.units import MiB
 
@@ -64,7 +64,8 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
                 between the files and where they are at home or the buffers that updates and fetches pass through;
                 beside, ``PASSING`` for what is on an accelerator.
 
-    Masters that are kept as halves are put together and taken apart a piece at a time, where they are at home.
+    Masters that are kept as halves are put together and taken apart a piece at a time, where they are at home. In a
+    checkpoint that another plan has saved they may be halves, too: ``PASSING`` in which they are put together.
     """
     sizes = arenas_of(trace.model, plan, trace.state_names)
     standing = sizes.device_resident + sizes.device_slots + sizes.device_updates + trace.model.buffer_nbytes
@@ -74,6 +75,8 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     passing = PASSING if trace.device != "cpu" and _is_any_there(pairs, trace) else 0
     there = [b.halving for b in pairs if b.placement.resident and trace.device != "cpu"]
     halving = max(there, default=0)
+    joined = masters_for(trace.state_names, trace.model.trained_dtypes) is Masters.LOWER
+    joining = PASSING if joined else 0
     saving = [_saving(b, p, trace.device) for b in pairs for p in b.block.parameters]
 
     def peaks(device: int, beside: int = 0) -> PhasePeaks:
@@ -84,7 +87,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
         "step": peaks(step[Tier.DEVICE]),
         "eval": peaks(standing + beside_model + forward_peak(trace) + trace.held_nbytes),
         "save": peaks(standing + max((d for d, _ in saving), default=0), max((passing, *(h for _, h in saving)))),
-        "resume": peaks(standing + halving, max((passing, *(b.halving for b in pairs)))),
+        "resume": peaks(standing + halving, passing + max((joining, *(b.halving for b in pairs)))),
     }
 
 

@@ -326,13 +326,13 @@ class Plan:
                     raise ConfigError(f"block {block} does not recompute: all it saves is kept; name only what leaves")
 
     def _check_masters(self) -> None:
-        """Raises for masters of which half is kept where states are at home without the other half."""
-        if self.streaming.masters is Masters.WHOLE:
-            return
+        """Raises for masters of which half is kept where the other half is not when they are updated."""
         beside = self.updated(Update.STORAGE)
-        if beside or self.streaming.disk_copies > 1:
-            why = f"block {beside[0]} is updated beside the storage" if beside else "a checkpoint names states in place"
-            raise ConfigError(f"{why}, without the parameters that are half of its masters; keep masters whole")
+        if beside and self.streaming.masters is Masters.LOWER:
+            raise ConfigError(
+                f"block {beside[0]} is updated beside the storage, without the parameters that are half of its "
+                f"masters; keep masters whole"
+            )
 
     def _check_copies(self) -> None:
         """Raises for blocks on disk whose two copies there are asked for twice, or are written by somebody else."""

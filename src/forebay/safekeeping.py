@@ -164,5 +164,5 @@ def checkpoint_size(model: nn.Module) -> CheckpointSize:
     store = session.store
     residuals = sum(values.nbytes for state in store.blocks.values() for values in state.residuals.values())
     every = checkpoint_nbytes(session.model.blocks, session.state_names, buffers) + residuals
-    there = InPlace(store.blocks, store.kept, session.plan.streaming.update_chunk, session.state_names).nbytes
+    there = InPlace(store.blocks, store.kept, session.plan.streaming, session.state_names).nbytes
     return CheckpointSize(every - there, there)

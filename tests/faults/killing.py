@@ -31,12 +31,14 @@ from forebay import api
 from forebay.cli.progress import StepResult, View
 from forebay.cli.train import train
 from forebay.config import make_config
+from forebay.memory import Tier
 from tests.faults.trained import AMPLE, WIDTH, adamw, disk_plan, network
 
 STEPS = 12
 SHOTS = 2
 """Parts of a trial that are shot at; some have come to their end by then."""
-WAYS = ("auto", "stream", "disk", "in place", "train")
+WAYS = ("auto", "stream", "disk", "in place", "halves", "train")
+"""``halves``: states in place in bf16, without the parameters, which are the other halves of their masters."""
 
 MODEL = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48}
 MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 2, "attention_dropout": 0.1}
@@ -90,12 +92,14 @@ def part(folder: Path, way: str, said: Callable[[str], None]) -> None:
     disk.mkdir(exist_ok=True)
     options: dict[str, Any] = {"policy": way}
     kept = folder / "kept"
-    in_place = way == "in place"
-    if way in ("disk", "in place"):
-        options = {"plan": disk_plan(disk, 2 if in_place else 1), "disk": f"{disk}:64MiB"}
+    dtype, homes = (torch.bfloat16, Tier.HOST) if way == "halves" else (torch.float32, Tier.DISK)
+    in_place = way in ("in place", "halves")
+    if way == "disk" or in_place:
+        plan = disk_plan(disk, 2 if in_place else 1, dtype=dtype, parameters=homes)
+        options = {"plan": plan, "disk": f"{disk}:64MiB"}
     if in_place:
         options["crash_safe"] = kept
-    model = network()
+    model = network(dtype)
     model, optimizer = forebay.prepare(model, adamw(model), device_memory=AMPLE, device="cpu", **options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     losses: list[float] = []
@@ -107,7 +111,7 @@ def part(folder: Path, way: str, said: Callable[[str], None]) -> None:
     for step in range(begin, STEPS):
         for micro in range(2):
             inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro))
-            loss = nn.functional.dropout(model(inputs), 0.1).square().mean()
+            loss = nn.functional.dropout(model(inputs.to(dtype)), 0.1).square().mean()
             loss.backward()
             losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)

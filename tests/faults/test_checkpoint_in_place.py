@@ -21,6 +21,7 @@ from forebay.checkpoint.generations import MANIFEST, Generations
 from forebay.checkpoint.resuming import resume_checkpoint
 from forebay.checkpoint.saving import save_checkpoint
 from forebay.errors import ConfigError, DiskFull, ForebayError, StorageError
+from forebay.memory import Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.hooks import prepared_session
 from forebay.tiers.io import SystemIo
@@ -30,12 +31,14 @@ from tests.parity.content import content, expect_same
 
 
 class Trained:
-    """A small model, all of it on disk, that is saved in ``kept``."""
+    """A small model, all of it on disk, that is saved in ``kept``. In bf16 its parameters are on the host, and masters
+    are kept as halves: one of them is copied, the other is not."""
 
-    def __init__(self, folder: Path, kept: Path, plan: Plan | None = None) -> None:
-        model = network()
+    def __init__(self, folder: Path, kept: Path, plan: Plan | None = None, dtype: torch.dtype = torch.float32) -> None:
+        model = network(dtype)
         self.kept = kept
-        self.plan = plan or disk_plan(folder, disk_copies=2)
+        parameters = Tier.DISK if dtype is torch.float32 else Tier.HOST
+        self.plan = plan or disk_plan(folder, disk_copies=2, dtype=dtype, parameters=parameters)
         self.model, self.optimizer = forebay.prepare(
             model,
             adamw(model),
@@ -72,9 +75,9 @@ class Trained:
 class Reader:
     """Another model, which goes on from copies of a folder: as a later process would from what is there now."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self._where = folder / "copy"
-        model = network()
+        model = network(dtype)
         self.model, self.optimizer = forebay.prepare(
             model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu"
         )
@@ -100,10 +103,26 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     forebay.close(made.model)
 
 
+@pytest.fixture(scope="module")
+def halves_reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    made = Reader(tmp_path_factory.mktemp("reader"), torch.bfloat16)
+    yield made
+    forebay.close(made.model)
+
+
 @pytest.fixture
 def trained(tmp_path: Path) -> Iterator[Trained]:
     (tmp_path / "disk").mkdir()
     made = Trained(tmp_path / "disk", tmp_path / "kept")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Iterator[Trained]:
+    """One whose masters are halves."""
+    (tmp_path / "disk").mkdir()
+    made = Trained(tmp_path / "disk", tmp_path / "kept", dtype=torch.bfloat16)
     yield made
     made.close()
 
@@ -127,12 +146,16 @@ def test_what_is_named_in_place_is_on_the_disk_before_it_is_named(trained: Train
     assert order[renamed + 1] == "sync_folder"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "from_whom"), [(torch.float32, "reader"), (torch.bfloat16, "halves_reader")], ids=["fp32", "halves"]
+)
 def test_a_crash_at_every_kind_of_operation_leaves_what_stood_or_what_was_to_stand(
-    reader: Reader, tmp_path: Path
+    dtype: torch.dtype, from_whom: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    reader: Reader = request.getfixturevalue(from_whom)
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
-    trained = Trained(disk, kept)
+    trained = Trained(disk, kept, dtype=dtype)
     trained.step()
     trained.save(1)
     trained.step()
@@ -150,7 +173,7 @@ def test_a_crash_at_every_kind_of_operation_leaves_what_stood_or_what_was_to_sta
         reader.expect(kept, *stands)
         # The process that comes up again goes on from there, in files of its own.
         trained.close()
-        trained = Trained(disk, kept, trained.plan)
+        trained = Trained(disk, kept, trained.plan, dtype)
         assert forebay.resume(trained.model, trained.optimizer, kept).step == stands[0]
         expect_same(stands[1], trained.content())
     trained.close()
@@ -182,6 +205,40 @@ def test_an_error_at_any_operation_is_told_and_training_goes_on(
         trained.step()
         trained.step()
         reader.expect(trained.kept, *stands)
+
+
+def test_halves_that_are_copied_beside_halves_that_are_not(halves: Trained, halves_reader: Reader) -> None:
+    """An error anywhere while the one is written; damage of either; and a manifest that says something else."""
+    halves.step()
+    halves.save(0)
+    halves.step()
+    order = operations(halves)
+    for place in sorted({order.index(operation) for operation in order}):
+        before = halves.step()
+        halves.save(1)
+        after = halves.step()
+        failing = Counted(place, fail(errno.EIO))
+        if order[place] == "remove":  # of what no manifest names any more: the next save removes it
+            halves.save_and_wait(2, failing, background=True)
+        else:
+            with pytest.raises(StorageError, match=r"Input/output error \(EIO\)"):
+                halves.save_and_wait(2, failing, background=True)
+        stands = (2, after) if place > order.index("replace") else (1, before)
+        halves_reader.expect(halves.kept, *stands)
+        halves.step()
+        halves.step()
+        halves_reader.expect(halves.kept, *stands)
+    halves.save(3)  # what an error has left goes
+    (copied,) = halves.kept.glob("generation-*")
+    flip(copied / "00002.safetensors", (copied / "00002.safetensors").stat().st_size - 1)
+    with pytest.raises(StorageError, match=r"upper\.2\.bias in .* is not what was saved: its checksum"):
+        halves_reader.found(halves.kept)
+    path = halves.kept / MANIFEST
+    manifest = json.loads(path.read_text())["manifest"]
+    manifest["homes"]["masters"] = "whole"
+    write_manifest(path, manifest)
+    with pytest.raises(StorageError, match="does not have, or has in another form"):
+        halves_reader.found(halves.kept)
 
 
 def test_a_process_that_saved_nothing_leaves_files_that_the_next_one_removes(tmp_path: Path, reader: Reader) -> None:
@@ -253,6 +310,11 @@ def test_damage_is_told_and_nothing_has_changed(trained: Trained, reader: Reader
     assert resume_checkpoint(session, reader.model, reader.optimizer, Generations(copy, SystemFiles()), None).step == 2
 
 
+def write_manifest(path: Path, manifest: dict[str, object]) -> None:
+    body = json.dumps(manifest).encode()
+    path.write_bytes(b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -265,8 +327,9 @@ def test_damage_is_told_and_nothing_has_changed(trained: Trained, reader: Reader
         (lambda h: h.update(state_names=["momentum_buffer"]), "it was saved from another optimizer"),
         (lambda h: h.update(update_chunk=0), "has 1 element or more"),
         (lambda h: h["blocks"].pop(), "has no exp_avg.3.bias"),
+        (lambda h: h.update(masters="lower"), "a parameter in bfloat16 is not, and this model trains float32"),
     ],
-    ids=["path", "far", "negative", "few", "block", "tensors", "optimizer", "chunk", "missing"],
+    ids=["path", "far", "negative", "few", "block", "tensors", "optimizer", "chunk", "missing", "halves"],
 )
 def test_a_manifest_is_not_believed(trained: Trained, reader: Reader, change: object, words: str) -> None:
     trained.step()
@@ -274,8 +337,7 @@ def test_a_manifest_is_not_believed(trained: Trained, reader: Reader, change: ob
     path = trained.kept / MANIFEST
     manifest = json.loads(path.read_text())["manifest"]
     change(manifest["homes"])  # type: ignore[operator]
-    body = json.dumps(manifest).encode()
-    path.write_bytes(b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body))
+    write_manifest(path, manifest)
     with pytest.raises(ForebayError, match=words) as told:
         reader.found(trained.kept)
     assert "\n" not in str(told.value)

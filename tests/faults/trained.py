@@ -26,25 +26,31 @@ WIDTH = 96
 AMPLE = "8MiB"
 
 
-def network() -> nn.Module:
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4)])
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def disk_plan(folder: Path, disk_copies: int = 1, checksums: bool = False) -> Plan:
+def disk_plan(
+    folder: Path,
+    disk_copies: int = 1,
+    checksums: bool = False,
+    dtype: torch.dtype = torch.float32,
+    parameters: Tier = Tier.DISK,
+) -> Plan:
     """Parameters and states of every block on disk; updates may be queued when ``step`` returns."""
-    model = network()
+    model = network(dtype)
     model, _ = forebay.prepare(model, adamw(model), device_memory=AMPLE, policy="stream", device="cpu")
     made = forebay.report(model).plan
     forebay.close(model)
     largest = align(made.streaming.slots[0], PAGE)
     streaming = replace(made.streaming, host_slots=(largest, largest), update_chunk=2048, overlap_update=True)
     streaming = replace(streaming, disk_copies=disk_copies, checksums=checksums)
-    homes = tuple(replace(p, parameters=Tier.DISK, states=Tier.DISK) for p in made.placements)
+    homes = tuple(replace(p, parameters=parameters, states=Tier.DISK) for p in made.placements)
     sizes = arenas(find_blocks(model).model, homes, streaming, ("exp_avg", "exp_avg_sq"))
     budget = Budget(made.budget.device, disk=DiskBudget(str(folder), 64 * MiB))
     return replace(made, budget=budget, placements=homes, streaming=streaming, host=sizes.host, disk=sizes.disk)
@@ -59,7 +65,8 @@ def prepare(way: str, folder: Path, device: Any = "cpu") -> tuple[nn.Module, tor
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, WIDTH)).square().mean().backward()
+    dtype = next(model.parameters()).dtype
+    model(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 

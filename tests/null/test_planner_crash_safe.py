@@ -53,6 +53,22 @@ def test_twice_the_bytes_on_disk_and_no_other(policy: str) -> None:
     assert not on_disk(plan).intersection(plan.updated(Update.AHEAD))
 
 
+@pytest.mark.parametrize(("compute", "update"), [(1e8, 1e8), (1e9, 3e8), (1e9, 1e9)])
+def test_what_is_updated_ahead_stays_on_the_host(compute: float, update: float) -> None:
+    """Of a host that is nearly full more goes to the disk for second copies of others, and of what is there both places
+    are taken: no block is asked for a third."""
+    on = machine(compute=compute, h2d=1e9, d2h=1e9, disk=1e9, update=update)
+    everything = make_plan(replace(problem(ENOUGH, disk_copies=2), machine=on), "stream").host
+    found = set[int]()
+    for host in range(5 * everything // 8, everything, everything // 8):
+        plan = make_plan(replace(problem(host, disk_copies=2), machine=on), "auto")
+        check(TRACE, on, plan)
+        ahead = plan.updated(Update.AHEAD)
+        assert not on_disk(plan).intersection(ahead)
+        found.add(len(ahead) if on_disk(plan) else 0)
+    assert max(found) > 1
+
+
 def test_the_proof_counts_both_places() -> None:
     plan = make_plan(problem(least_host(1), disk_copies=2), "stream")
     short = replace(plan, disk=plan.disk - 1)

@@ -65,7 +65,6 @@ def test_where_a_half_is_enough(dtype: str, states: tuple[str, ...], kept: Maste
     assert asked_for.masters is Masters.WHOLE
     assert for_policy(asked_for, "auto").masters is kept
     assert for_policy(asked_for, "zero-offload").masters is Masters.WHOLE
-    assert for_policy(replace(asked_for, disk_copies=2), "auto").masters is Masters.WHOLE
     assert masters_for(states, {dtype, "float32"}) is kept
 
 
@@ -151,14 +150,33 @@ def test_streams_begin_at_whole_lines() -> None:
     assert widened_nbytes(10, Masters.LOWER) == 2 * widened_nbytes(10, Masters.WHOLE) == 80
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_on_disk_in_as_many_copies_as_a_checkpoint_asks_for(copies: int) -> None:
+    """10 bytes of states an element of each block there, however many places these have."""
+    made = [block(f"layers.{i}", *[((256, 256), "bfloat16", True)] * EACH) for i in range(BLOCKS)]
+    trace = chain_trace(made, [Layer(b.name, (8192,) * EACH, 0, 8192) for b in made], input_nbytes=8192)
+    on = machine(compute=1e8, h2d=1e9, d2h=1e9, disk=1e9, update=1e9)
+
+    def of(host: int) -> Problem:
+        return replace(asked(trace, on, device=1 << 21, host=host, disk=ENOUGH), disk_copies=copies)
+
+    everything = make_plan(for_policy(of(ENOUGH), "stream"), "stream")
+    assert everything.streaming.masters is Masters.LOWER
+    plan = make_plan(for_policy(of(everything.host * 3 // 4), "stream"), "stream")
+    placed = sum(p.states is Tier.DISK for p in plan.placements)
+    assert placed and not any(p.parameters is Tier.DISK for p in plan.placements)
+    assert plan.streaming.masters is Masters.LOWER
+    assert plan.disk == copies * placed * 10 * EACH * 256**2
+    check(trace, on, plan)
+    assert {u.tier: u.peak for u in simulate(trace, on, plan).tiers}[Tier.DISK] == plan.disk
+
+
 def test_plans_that_could_not_be_run_are_refused() -> None:
     trace = network()
     plan = halved(make_plan(problem(trace), "stream"))
     other = network(states=("exp_avg",))
     with pytest.raises(PlanInvalid, match=r"bfloat16 and an optimizer that keeps exp_avg_sq in fp32; the model trains"):
         check(other, ON, replace(plan, fingerprint=""))
-    with pytest.raises(ConfigError, match="a checkpoint names states in place"):
-        replace(plan, streaming=replace(plan.streaming, disk_copies=2))
     placements = tuple(replace(p, states=Tier.DISK, update=Update.STORAGE) for p in plan.placements)
     with pytest.raises(ConfigError, match="updated beside the storage"):
         replace(plan, placements=placements)

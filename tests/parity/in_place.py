@@ -15,7 +15,6 @@ from forebay.arenas import arenas_of
 from forebay.memory import Tier
 from forebay.plans import Plan
 from forebay.runtime.blocks import find_blocks
-from forebay.states import Masters
 from tests.parity.content import content
 from tests.parity.models import Case
 from tests.parity.test_streaming import everything_on_disk
@@ -32,16 +31,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def two_places(model: nn.Module, plan: Plan, **streaming: Any) -> Plan:
     """``plan`` with two places for what it has on disk."""
-    whole = {"disk_copies": 2, "masters": Masters.WHOLE} | streaming
-    made = replace(plan, streaming=replace(plan.streaming, **whole))
+    made = replace(plan, streaming=replace(plan.streaming, **{"disk_copies": 2, **streaming}))
     sizes = arenas_of(find_blocks(model).model, made, MOMENTS)
     return replace(made, disk=sizes.disk, host=sizes.host)
 
 
-def states_on_disk(model: nn.Module, plan: Plan) -> Plan:
+def states_on_disk(model: nn.Module, plan: Plan, **streaming: Any) -> Plan:
     """``plan``, which has everything on disk, with the parameters on the host."""
     homes = tuple(replace(p, parameters=Tier.HOST) for p in plan.placements)
-    return two_places(model, replace(plan, placements=homes))
+    return two_places(model, replace(plan, placements=homes), **streaming)
 
 
 def prepared(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import forebay
@@ -16,6 +17,8 @@ from forebay.checkpoint.generations import MANIFEST
 from forebay.memory import Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from forebay.safekeeping import CheckpointSize, checkpoint_size
+from forebay.states import Masters
 from tests.parity.content import expect_same
 from tests.parity.in_place import InPlace, states_on_disk, two_places
 from tests.parity.models import CASES
@@ -38,6 +41,18 @@ def in_smaller_chunks(model: nn.Module, plan: Plan) -> Plan:
     return two_places(model, plan, update_chunk=1024, disk_reads=Calls(depth=2))
 
 
+def with_whole_masters(model: nn.Module, plan: Plan) -> Plan:
+    return two_places(model, plan, masters=Masters.WHOLE)
+
+
+def in_turn(model: nn.Module, plan: Plan) -> Plan:
+    """One half of a block on disk, the other, both, or none."""
+    tiers = [(Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK), (Tier.DISK, Tier.DISK), (Tier.HOST, Tier.HOST)]
+    placed = enumerate(plan.placements)
+    homes = tuple(replace(p, parameters=tiers[i % len(tiers)][0], states=tiers[i % len(tiers)][1]) for i, p in placed)
+    return two_places(model, replace(plan, placements=homes))
+
+
 def in_backward(model: nn.Module, plan: Plan) -> Plan:
     """The same, updated in backward, where a process that is killed has taken half a step."""
     largest = max(block.gradient_nbytes for block in find_blocks(model).model.blocks) + 4096
@@ -55,8 +70,23 @@ def in_backward(model: nn.Module, plan: Plan) -> Plan:
         ("experts", torch.float32, two_places, two_places, True),  # parameters without a gradient in some steps
         ("frozen", torch.float32, states_on_disk, two_places, False),
         ("llama", torch.float32, in_backward, two_places, True),
+        ("llama", torch.bfloat16, in_backward, in_turn, True),
+        ("frozen", torch.bfloat16, in_turn, with_whole_masters, True),
+        ("llama-tied", torch.bfloat16, with_whole_masters, in_turn, False),
+        ("experts", torch.bfloat16, in_turn, in_smaller_chunks, False),
     ],
-    ids=["parameters-and-states", "bf16", "on-device", "experts", "frozen", "in-backward"],
+    ids=[
+        "parameters-and-states",
+        "bf16",
+        "on-device",
+        "experts",
+        "frozen",
+        "in-backward",
+        "halves-in-backward",
+        "halves-in-turn",
+        "whole-then-halves",
+        "halves-of-experts",
+    ],
 )
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     name: str, dtype: torch.dtype, before: Change, after: Change, background: bool, tmp_path: Path
@@ -97,32 +127,45 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     second.close()
 
 
-def test_a_save_writes_no_byte_of_what_is_on_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("masters", "stays"), [(Masters.WHOLE, 0), (Masters.LOWER, 2)])
+def test_a_save_writes_no_byte_of_what_is_on_disk(masters: Masters, stays: int, tmp_path: Path) -> None:
+    """Parameters in bf16 are on the host. They are made from masters that are among the states, or are half of them:
+    ``stays`` bytes of each that a state in place lacks, and that are copied."""
+
+    def placed(model: nn.Module, plan: Plan) -> Plan:
+        return states_on_disk(model, plan, masters=masters)
+
     case, dtype = CASES["llama"], torch.bfloat16
     steps = 4
+    elements = sum(p.numel() for p in case.model(dtype).parameters())
     taken: list[int] = []
     peaks: list[dict[Tier, int]] = []
     for saved in (False, True):
         (tmp_path / str(saved)).mkdir()
-        run = InPlace(case, dtype, tmp_path / str(saved), states_on_disk)
+        run = InPlace(case, dtype, tmp_path / str(saved), placed)
         run.steps(range(1))
         before = run.written()
         for step in range(steps):
             run.steps(range(step, step + 1))
             if saved:
-                # Parameters in 16 bits are made from their masters, which are states; this model has no buffer to save.
-                assert run.save(step, background=step % 2 == 0) == 0
+                # This model has no buffer to save.
+                assert checkpoint_size(run.model) == CheckpointSize(stays * elements, (12 - stays) * elements)
+                kept, background = run.save(step, background=step % 2 == 0), step % 2 == 0
+                headers = 0 if background or not stays else 1024 * len(list(case.model(dtype).parameters()))
+                assert stays * elements <= kept <= stays * elements + headers
         taken.append(run.written() - before)
         peaks.append({usage.tier: usage.peak for usage in forebay.report(run.model).timeline.tiers})
         run.close()
-    states = 3 * 4 * sum(p.numel() for p in case.model(dtype).parameters())
+    states = (12 - stays) * elements
     assert taken[0] == taken[1] >= steps * states
     assert peaks[0] == peaks[1]
     kept = tmp_path / "True" / "kept"
-    # Two places, in whole pages; the manifest names one of them. And nothing is copied beside.
+    # Two places, in whole pages; the manifest names one of them. And nothing else is copied beside.
     (home,) = kept.glob("home-*")
     assert 2 * states <= home.stat().st_size < 2 * states + 2 * 4096 * 200
-    assert not list(kept.glob("generation-*/*")) and (kept / MANIFEST).exists()
+    copied = [name for file in kept.glob("generation-*/*") for name in safe_open(file, "pt").keys()]  # noqa: SIM118
+    assert all(name.startswith("upper.") for name in copied) and bool(copied) == (stays > 0)
+    assert (kept / MANIFEST).exists()
     # Nothing was saved in the other one: its files went with the run.
     assert not list((tmp_path / "False" / "kept").glob("home-*"))
 

@@ -13,13 +13,13 @@ from typing import final
 import torch
 
 from forebay.checkpoint.files import Files
-from forebay.checkpoint.inventory import BUFFER, VALUE, Entry, dtype_name, entries_of, entry_name
+from forebay.checkpoint.inventory import BUFFER, Entry, dtype_name, entries_of, entry_name, value_of
 from forebay.checkpoint.manifest import PieceFile
 from forebay.checkpoint.passing import Onward, Passing
 from forebay.checkpoint.pieces import PieceWriter
 from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
-from forebay.layout import RESIDUAL, Piece, needs_master
+from forebay.layout import LOWER, RESIDUAL, Chunk, Piece
 from forebay.memory import Tier
 from forebay.runtime.blockstate import BlockCopy, BlockState
 from forebay.runtime.homes import Home, MemoryHome
@@ -88,7 +88,7 @@ def copies_of_blocks(
     made = []
     for state in blocks:
         names = kept_states(state, state_names)
-        entries = [entry for entry in entries_of(state.block, names) if entry.name not in in_place]
+        entries = [e for e in entries_of(state.block, names, _masters(state, in_place)) if e.name not in in_place]
         if entries:
             copy = state.current
             made.append(
@@ -117,17 +117,33 @@ def buffer_entry(name: str, buffer: torch.Tensor) -> Entry:
 def _in_memory(state: BlockState, copy: BlockCopy, in_place: Collection[str]) -> tuple[Home, ...]:
     """The homes from which a block is copied, if all of them are on the host: what is on the device is updated in the
     order of compute, which waits for no job."""
-    halves = state.layout.masters is Masters.LOWER
-    needed = [copy.parameters] if _alone(state, in_place) or halves else []
-    if any(chunk.nbytes and not _stays(state, chunk.pieces, in_place) for chunk in state.layout.chunks):
+    moving = _moving(state, in_place)
+    joined = moving and state.layout.masters is Masters.LOWER
+    needed = [copy.parameters] if _alone(state, in_place) or joined else []
+    if moving:
         needed.append(copy.states)
     on_host = state.placement.states is not Tier.DEVICE and all(isinstance(home, MemoryHome) for home in needed)
     return tuple(needed) if on_host else ()
 
 
-def _alone(state: BlockState, in_place: Collection[str]) -> list[Parameter]:
-    """The parameters that are copied from where they are: those without a master that do not stay."""
-    return [p for p in state.block.parameters if not needs_master(p) and entry_name(VALUE, p) not in in_place]
+def _masters(state: BlockState, in_place: Collection[str]) -> Masters:
+    """How the checkpoint has the masters of a block: whole, unless the lower halves stay where they are."""
+    stay = any(entry_name(LOWER, parameter) in in_place for parameter in state.block.parameters)
+    return Masters.LOWER if stay else Masters.WHOLE
+
+
+def _alone(state: BlockState, in_place: Collection[str]) -> dict[str, Parameter]:
+    """The parameters that are copied from where they are, by the names of what they become: those without a whole
+    master that do not stay."""
+    masters = _masters(state, in_place)
+    values = ((value_of(p, masters), p) for p in state.block.parameters)
+    named = {entry_name(value, p): p for value, p in values if value is not None}
+    return {name: p for name, p in named.items() if name not in in_place}
+
+
+def _moving(state: BlockState, in_place: Collection[str]) -> list[Chunk]:
+    """The chunks of states that are copied: of an optimizer without states, and without masters, there are none."""
+    return [chunk for chunk in state.layout.chunks if chunk.nbytes and not _stays(state, chunk.pieces, in_place)]
 
 
 def _stays(state: BlockState, pieces: Iterable[Piece], in_place: Collection[str]) -> bool:
@@ -137,21 +153,16 @@ def _stays(state: BlockState, pieces: Iterable[Piece], in_place: Collection[str]
 
 def _write_block(state: BlockState, copy: BlockCopy, in_place: Collection[str], writer: PieceWriter) -> None:
     passing = Passing()
-    alone = _alone(state, in_place)
-    if alone:
-        content = copy.parameters.held(0, copy.parameters.nbytes)
-        for parameter in alone:
-            values = elements(content, parameter, parameter.offset)
-            passing.out(values, partial(writer.write, entry_name(VALUE, parameter)))
-    upper = torch.empty(0, dtype=torch.uint8)
-    if state.layout.masters is Masters.LOWER:
-        upper = copy.parameters.held(0, copy.parameters.nbytes)
-    for chunk in state.layout.chunks:
-        if not chunk.nbytes or _stays(state, chunk.pieces, in_place):
-            continue  # an optimizer without states, and no master; or states that stay where they are
+    alone, moving = _alone(state, in_place), _moving(state, in_place)
+    values_at_home = torch.empty(0, dtype=torch.uint8)
+    if alone or (moving and state.layout.masters is Masters.LOWER):
+        values_at_home = copy.parameters.held(0, copy.parameters.nbytes)
+    for name, parameter in alone.items():
+        passing.out(elements(values_at_home, parameter, parameter.offset), partial(writer.write, name))
+    for chunk in moving:
         content = copy.states.held(chunk.offset, chunk.nbytes)
         for name in state.said:
-            for piece, values in state.values(name, chunk, content, upper):
+            for piece, values in state.values(name, chunk, content, values_at_home):
                 onward = Onward(writer.write, entry_name(name, piece.parameter), bytes_before(name, piece))
                 passing.out(values, onward)
     # Only where the states are on disk, which is copied when all updates are at home.

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import final
 
 from forebay.checkpoint.files import Files, read_whole, refused
-from forebay.checkpoint.inventory import VALUE, entries_of, entry_name
+from forebay.checkpoint.halved import Halved, halved_in
+from forebay.checkpoint.inventory import entries_of, entry_name, value_of
 from forebay.checkpoint.manifest import Home, HomeFile, Homes, Stretch
 from forebay.errors import ForebayError, StorageError
-from forebay.layout import MASTER, PAGE, StateLayout, align, needs_master, state_layout
+from forebay.layout import LOWER, MASTER, PAGE, StateLayout, align, needs_master, state_layout
+from forebay.plans import Streaming
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.homes import DiskHome
-from forebay.states import form_of
+from forebay.states import Masters, form_of, masters_for
 from forebay.tiers.kept import KeptFile, KeptFolder
 from forebay.tiers.sums import checksum
 from forebay.trace import Block
@@ -66,11 +68,11 @@ class InPlace:
         self,
         blocks: Mapping[str, BlockState],
         kept: KeptFolder | None,
-        update_chunk: int,
+        streaming: Streaming,
         state_names: tuple[str, ...],
     ) -> None:
         self._kept = kept
-        self._update_chunk = update_chunk
+        self._streaming = streaming
         self._state_names = state_names
         self._blocks: list[_Noted] = []
         self.nbytes = 0
@@ -82,7 +84,8 @@ class InPlace:
             found = _extents(state.block, state.layout, parameters, states)
             names |= found.keys()
             self.nbytes += sum(extent.nbytes for extents in found.values() for extent in extents)
-            self._blocks.append(_noted(state, parameters, states, _tensors(state.block, state_names, found)))
+            tensors = _tensors(state.block, state_names, _masters(state.layout, states), found)
+            self._blocks.append(_noted(state, parameters, states, tensors))
         self.names = frozenset(names)
 
     def noted(self) -> Homes | None:
@@ -99,7 +102,8 @@ class InPlace:
             )
             for noted in self._blocks
         )
-        return Homes(self._update_chunk, self._state_names, files.get(_PARAMETERS), files.get(_STATES), blocks)
+        chunk, masters = self._streaming.update_chunk, self._streaming.masters
+        return Homes(chunk, self._state_names, files.get(_PARAMETERS), files.get(_STATES), blocks, masters)
 
 
 def _noted(state: BlockState, parameters: int | None, states: int | None, tensors: int) -> _Noted:
@@ -115,13 +119,17 @@ def _noted(state: BlockState, parameters: int | None, states: int | None, tensor
 
 def _there(state: BlockState) -> tuple[int | None, int | None]:
     """Where the parameters and the states of a block begin in their files; None where they are somewhere else."""
-    parameters, states = state.current.parameters, state.current.states
-    # Those that have a master are made from it.
-    alone = any(not needs_master(parameter) for parameter in state.block.parameters)
-    return (
-        parameters.offset if alone and isinstance(parameters, DiskHome) else None,
-        states.offset if isinstance(states, DiskHome) else None,
-    )
+    homes = state.current.parameters, state.current.states
+    parameters, states = (home.offset if isinstance(home, DiskHome) else None for home in homes)
+    masters = _masters(state.layout, states)
+    # Those that have a whole master are made from it.
+    needed = any(value_of(parameter, masters) is not None for parameter in state.block.parameters)
+    return parameters if needed else None, states
+
+
+def _masters(layout: StateLayout, states: int | None) -> Masters:
+    """How a checkpoint has the masters of a block: as they are where its ``states`` are in place, else whole."""
+    return Masters.WHOLE if states is None else layout.masters
 
 
 def _summed(stretch: Stretch | None, file: KeptFile | None, parts: Sequence[tuple[int, int]]) -> Stretch | None:
@@ -151,16 +159,17 @@ def _extents(block: Block, layout: StateLayout, parameters: int | None, states: 
     ``states`` is where those of the block begin in their files (None: they are not there)."""
     found: dict[str, list[_Extent]] = {}
     for parameter in block.parameters:
-        if parameters is not None and not needs_master(parameter):
+        value = value_of(parameter, _masters(layout, states))
+        if parameters is not None and value is not None:
             extent = _Extent(0, _PARAMETERS, parameters + parameter.offset, parameter.nbytes)
-            found[entry_name(VALUE, parameter)] = [extent]
+            found[entry_name(value, parameter)] = [extent]
     if states is None:
         return found
     for chunk in layout.chunks:
         for stream, (start, _) in layout.spans(chunk).items():
             form = form_of(stream)
             for piece in chunk.pieces:
-                if stream == MASTER and not needs_master(piece.parameter):
+                if stream in (MASTER, LOWER) and not needs_master(piece.parameter):
                     continue
                 at = states + chunk.offset + start + form.nbytes(piece.offset)
                 extent = _Extent(form.nbytes(piece.start), _STATES, at, form.nbytes(piece.stop - piece.start))
@@ -168,16 +177,17 @@ def _extents(block: Block, layout: StateLayout, parameters: int | None, states: 
     return found
 
 
-def _tensors(block: Block, state_names: tuple[str, ...], names: Iterable[str]) -> int:
+def _tensors(block: Block, state_names: tuple[str, ...], masters: Masters, names: Iterable[str]) -> int:
     """The checksum of what ``names`` are."""
     wanted = frozenset(names)
-    said = [[e.name, e.dtype, list(e.shape)] for e in entries_of(block, state_names) if e.name in wanted]
+    said = [[e.name, e.dtype, list(e.shape)] for e in entries_of(block, state_names, masters) if e.name in wanted]
     return zlib.crc32(json.dumps(said).encode())
 
 
 @final
 class HomesReader:
-    """The tensors of ``blocks`` that ``homes``, in ``folder``, has in place. Use it as a context manager.
+    """The tensors of ``blocks`` that ``homes``, in ``folder``, has in place, ``names``. ``halved`` are the masters of
+    which it has the lower half there, by the names that whole ones would have. Use it as a context manager.
 
     Raises ``StorageError`` for a file that is missing, cut or damaged, and for homes of another model or optimizer.
     """
@@ -187,12 +197,20 @@ class HomesReader:
     ) -> None:
         self._files = files
         self._folder = folder
+        self.halved: dict[str, Halved] = {}
         self._extents: dict[str, list[_Extent]] = {}
         self._open: dict[str, tuple[Path, int]] = {}
         if homes.state_names != state_names:
             raise StorageError(
                 f"the checkpoint in {folder} has the states {', '.join(homes.state_names)} and this optimizer has "
                 f"{', '.join(state_names)}; it was saved from another optimizer"
+            )
+        blocks = tuple(blocks)
+        trained = {p.dtype for block in blocks for p in block.parameters if p.trainable}
+        if homes.masters is not Masters.WHOLE and masters_for(state_names, trained) is not homes.masters:
+            raise StorageError(
+                f"the checkpoint in {folder} has of each master the half that a parameter in bfloat16 is not, and this "
+                f"model trains {', '.join(sorted(trained))}; it was saved from another model"
             )
         try:
             for what, file in ((_PARAMETERS, homes.parameters), (_STATES, homes.states)):
@@ -248,20 +266,31 @@ class HomesReader:
             raise StorageError(f"{path} has {nbytes} bytes and had {file.nbytes}; the file was cut or changed")
 
     def _look_into(self, home: Home, block: Block | None, homes: Homes) -> None:
-        layout = None if block is None else state_layout(block, homes.state_names, homes.update_chunk)
-        begin = [None if stretch is None else stretch.offset for stretch in (home.parameters, home.states)]
-        found = {} if block is None or layout is None else _extents(block, layout, *begin)
-        if block is None or layout is None or _tensors(block, homes.state_names, found) != home.tensors:
+        layout, found = self._laid_out(home, block, homes)
+        if block is None or layout is None:
             raise StorageError(
                 f"the checkpoint in {self._folder} has a block {home.block} that this model does not have, or has in "
                 f"another form; it was saved from another model or optimizer"
             )
         self._extents |= found
+        self.halved |= halved_in(block, found)
         if home.parameters is not None:
             self._compare(home, _PARAMETERS, home.parameters, [(0, align(block.nbytes, PAGE))])
         if home.states is not None:
             chunks = [(chunk.offset, chunk.nbytes) for chunk in layout.chunks if chunk.nbytes]
             self._compare(home, _STATES, home.states, chunks)
+
+    @staticmethod
+    def _laid_out(home: Home, block: Block | None, homes: Homes) -> tuple[StateLayout | None, dict[str, list[_Extent]]]:
+        """How the states of ``block`` lie there, and where its tensors are; None where they are not those of
+        ``home``."""
+        if block is None:
+            return None, {}
+        layout = state_layout(block, homes.state_names, homes.update_chunk, homes.masters)
+        parameters, states = (None if stretch is None else stretch.offset for stretch in (home.parameters, home.states))
+        found = _extents(block, layout, parameters, states)
+        told = _tensors(block, homes.state_names, _masters(layout, states), found)
+        return layout if told == home.tensors else None, found
 
     def _compare(self, home: Home, what: str, stretch: Stretch, parts: Sequence[tuple[int, int]]) -> None:
         path = self._open[what][0]

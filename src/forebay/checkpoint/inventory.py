@@ -2,6 +2,8 @@
 
 ``parameter.NAME``  a parameter in full precision: its fp32 master if it has one, else its own value
 ``STATE.NAME``      one of its optimizer states (``exp_avg.NAME``), as it lies at home: fp32, bf16, codes or scales
+``upper.NAME``      instead of ``parameter.NAME``, of one in bf16 whose states are named where they lie: the parameter,
+``lower.NAME``      and the lower half of its master (int16); ``forebay.states.Masters`` says how they are one number
 ``residual.NAME``   what of its gradients no update has had, fp32: where these do not go whole
 ``buffer.NAME``     a buffer that belongs to the state dict
 
@@ -16,17 +18,34 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from forebay.errors import ModelError
-from forebay.layout import MASTER, in_order, needs_master
-from forebay.states import form_of, plain_name
+from forebay.layout import LOWER, MASTER, in_order, needs_master, with_masters
+from forebay.states import Masters, form_of, plain_name
 from forebay.trace import Block, Parameter
 
-__all__ = ["BUFFER", "VALUE", "Entry", "checkpoint_nbytes", "dtype_name", "entries_of", "entry_name", "entry_of"]
+__all__ = [
+    "BUFFER",
+    "UPPER",
+    "VALUE",
+    "Entry",
+    "checkpoint_nbytes",
+    "dtype_name",
+    "entries_of",
+    "entry_name",
+    "entry_of",
+    "value_of",
+]
 
 VALUE = "parameter"
 """First part of the names of parameters."""
 
+UPPER = "upper"
+"""First part of the names of parameters that are the upper halves of masters."""
+
 BUFFER = "buffer"
 """First part of the names of buffers."""
+
+_KINDS = {MASTER: VALUE, LOWER: "lower"}
+"""First parts of names that are not those of the streams."""
 
 _DTYPES = {
     "bool": ("BOOL", 1),
@@ -75,7 +94,7 @@ class Entry:
 
 def entry_name(state: str, parameter: Parameter) -> str:
     """The name of one stream of ``parameter``: of a state, or of its value, which is its master's if there is one."""
-    kind = VALUE if state in (VALUE, MASTER) else plain_name(state)
+    kind = _KINDS.get(state) or plain_name(state)
     if in_order(parameter):
         return f"{kind}.{parameter.name}"
     return f"{kind}.{parameter.name}@{','.join(map(str, _memory_order(parameter)))}"
@@ -85,18 +104,28 @@ def entry_of(state: str, parameter: Parameter) -> Entry:
     """The tensor that one stream of ``parameter`` becomes."""
     name = entry_name(state, parameter)
     shape = tuple(parameter.shape[dimension] for dimension in _memory_order(parameter))
-    if state == VALUE:
+    if state in (VALUE, UPPER):
         return Entry(name, dtype_name(parameter.dtype), shape)
     form = form_of(state)
     return Entry(name, dtype_name(form.dtype), shape if form.is_elementwise else (form.count(parameter.numel),))
 
 
-def entries_of(block: Block, state_names: Iterable[str]) -> Iterator[Entry]:
-    """The tensors of ``block`` under an optimizer that keeps ``state_names``."""
+def value_of(parameter: Parameter, masters: Masters) -> str | None:
+    """What of ``parameter`` is kept from where it is itself: its value, or the upper half of its master where the
+    halves are kept (``masters``); None of one that is made from its master."""
+    if not needs_master(parameter):
+        return VALUE
+    return UPPER if masters is Masters.LOWER else None
+
+
+def entries_of(block: Block, state_names: Iterable[str], masters: Masters = Masters.WHOLE) -> Iterator[Entry]:
+    """The tensors of ``block`` under an optimizer that keeps ``state_names``, masters whole or as their halves."""
     names = tuple(state_names)
     for parameter in block.parameters:
-        yield entry_of(MASTER if needs_master(parameter) else VALUE, parameter)
-        for state in names if parameter.trainable else ():
+        value = value_of(parameter, masters)
+        if value is not None:
+            yield entry_of(value, parameter)
+        for state in with_masters(names, masters) if needs_master(parameter) else names if parameter.trainable else ():
             yield entry_of(state, parameter)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from forebay.errors import ConfigError, StorageError
 from forebay.records import dump, load
+from forebay.states import Masters
 from forebay.tiers.kept import HOME
 
 __all__ = ["CHECKPOINT_SCHEMA", "Group", "Home", "HomeFile", "Homes", "Manifest", "PieceFile", "Stretch"]
@@ -71,13 +72,15 @@ class Home:
 @dataclass(frozen=True)
 class Homes:
     """What a checkpoint names in place: two files at most, and what of each block is in them. The states of a block lie
-    in chunks of ``update_chunk`` elements, those of ``state_names`` (``layout.state_layout``)."""
+    in chunks of ``update_chunk`` elements, those of ``state_names`` and masters as ``masters`` says
+    (``layout.state_layout``)."""
 
     update_chunk: int
     state_names: tuple[str, ...]
     parameters: HomeFile | None
     states: HomeFile | None
     blocks: tuple[Home, ...]
+    masters: Masters = Masters.WHOLE
 
     def __post_init__(self) -> None:
         if self.update_chunk < 1:

@@ -20,6 +20,7 @@ from torch import nn
 from forebay.checkpoint.copies import buffer_entry, kept_states
 from forebay.checkpoint.encoding import decode
 from forebay.checkpoint.generations import Generations
+from forebay.checkpoint.halved import JoiningReader
 from forebay.checkpoint.homes import HomesReader
 from forebay.checkpoint.inventory import BUFFER, VALUE, Entry, entries_of, entry_name
 from forebay.checkpoint.manifest import Group, Manifest
@@ -100,12 +101,15 @@ class _Tensors:
                 of = session.model.blocks, session.state_names
                 self._homes = opened.enter_context(HomesReader(files, generations.folder, homes, *of))
             there = frozenset[str]() if self._homes is None else self._homes.names
-            apart = {name: entry for name, entry in expected.items() if name not in there}
+            halved = {} if self._homes is None else self._homes.halved
+            apart = {name: entry for name, entry in expected.items() if name not in there and name not in halved}
+            apart |= {one.upper.name: one.upper for one in halved.values() if one.upper.name not in there}
             folder = generations.path_of(manifest.generation)
             self._pieces = opened.enter_context(PieceReader(files, folder, manifest.files, apart))
             self._stack = opened.pop_all()
+        self.read = JoiningReader(halved, self._as_they_lie).read
 
-    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+    def _as_they_lie(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fills ``buffer`` with the bytes of a tensor from ``offset`` on, the next ones that were not read."""
         reader = self._pieces if self._homes is None or name not in self._homes.names else self._homes
         reader.read(name, offset, buffer)

@@ -113,7 +113,7 @@ def _finish(
 def _in_place(session: Session, blocks: Mapping[str, BlockState], generations: Generations) -> InPlace:
     """What the checkpoint names where it lies: nothing in a folder where training keeps nothing."""
     kept = session.store.kept if generations.own else None
-    return InPlace(blocks if kept is not None else {}, kept, session.plan.streaming.update_chunk, session.state_names)
+    return InPlace(blocks if kept is not None else {}, kept, session.plan.streaming, session.state_names)
 
 
 def groups_of(session: Session, optimizer: torch.optim.Optimizer) -> tuple[Group, ...]:

@@ -113,8 +113,8 @@ class Problem:
 
     def with_halves(self) -> Problem:
         """The same with masters kept as their lower halves, where that loses nothing and whoever updates states has the
-        parameters too: not a drive that computes, and not where a checkpoint names states in place."""
-        alone = self.machine is not None and self.machine.disk is not None and self.machine.disk.update_rate is not None
-        if alone or self.disk_copies > 1:
+        parameters too: not a drive that computes."""
+        disk = None if self.machine is None else self.machine.disk
+        if disk is not None and disk.update_rate is not None:
             return self
         return replace(self, masters=masters_for(self.state_names, self.model.trained_dtypes))
