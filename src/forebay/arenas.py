@@ -67,8 +67,10 @@ what was written. Activations have none: no later step reads them."""
 @dataclass(frozen=True)
 class Arenas:
     """Bytes of every arena. ``device_*`` without activations; ``states`` includes fp32 master copies. Parameters and
-    states of blocks that speculate are there twice, those on disk as often as ``Streaming.disk_copies`` says;
-    ``host_spare_parameters`` are those of ``host_parameters`` that are second copies, which have an arena of their own.
+    states of blocks that speculate are there twice; ``host_spare_parameters`` are those of ``host_parameters`` that are
+    second copies, which have an arena of their own. What is on disk is there once more where a checkpoint may have one
+    copy (``Streaming.disk_copies``): ``disk_other_parameters`` and ``disk_other_states``, the last ones of
+    ``disk_parameters`` and ``disk_states``.
 
     Where blocks are updated on the device: ``device_updates`` is the window through which they pass, as many cells
     of ``update_cell`` as it holds and, at its end, ``update_widening``, where gradients become fp32.
@@ -105,6 +107,8 @@ class Arenas:
     disk_sums: int
     disk_parameters: int
     disk_states: int
+    disk_other_parameters: int
+    disk_other_states: int
     disk_activations: int
 
     @property
@@ -167,9 +171,13 @@ _Placed = tuple[Block, Placement]
 
 def _copies(placement: Placement, tier: Tier, streaming: Streaming) -> int:
     """How often what a block has at home on ``tier`` is there."""
-    if placement.update is Update.AHEAD:
-        return 2
-    return streaming.disk_copies if tier is Tier.DISK else 1
+    ahead = placement.update is Update.AHEAD
+    return 1 + ahead + (_others(streaming) if tier is Tier.DISK else 0)
+
+
+def _others(streaming: Streaming) -> int:
+    """How many places more all homes on disk have, so that a checkpoint may have one."""
+    return streaming.disk_copies - 1
 
 
 @final
@@ -257,6 +265,8 @@ class Sizer:
             disk_sums=DISK_SUM * ((disk_parameters + disk_states) // PAGE) if streaming.checksums else 0,
             disk_parameters=disk_parameters,
             disk_states=disk_states,
+            disk_other_parameters=_others(streaming) * sum(home_nbytes(b) for b, _ in on_disk),
+            disk_other_states=_others(streaming) * sum(s.nbytes for s in states(Tier.DISK)),
             disk_activations=streaming.disk_activations,
         )
 

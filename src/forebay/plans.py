@@ -124,9 +124,9 @@ class Streaming:
     offloaded activations of one micro-batch take. ``disk_activations`` are those of the file for activations on disk,
     and ``disk_window`` those of the ring on the host through which they pass, in either direction. What is on disk is
     read in the calls ``disk_reads`` and written in the calls ``disk_writes``. ``disk_copies`` 2: parameters and states
-    at home on disk have two places there, so that an update does not write where the last checkpoint has them.
-    ``checksums``: what is read of them is held against checksums of what was written.
-    ``masters`` is how fp32 masters of parameters in 16 bits are kept, at home and on their way.
+    at home on disk have one place more there than otherwise, so that no update writes where the last checkpoint has
+    them. ``checksums``: what is read of them is held against checksums of what was written. ``masters`` is how fp32
+    masters of parameters in 16 bits are kept, at home and on their way.
     ``update_chunk`` is the number of elements that one update job reads, updates and writes back. ``update_window`` are
     the bytes on the device through which blocks pass that are updated there and not at home there (``Update.DEVICE``):
     as many chunks at a time as it holds, beside the gradients that one of them widens. ``gradient_slots`` are buffers
@@ -335,13 +335,13 @@ class Plan:
             )
 
     def _check_copies(self) -> None:
-        """Raises for blocks on disk whose two copies there are asked for twice, or are written by somebody else."""
-        for placed in self.placements if self.streaming.disk_copies > 1 else ():
-            if placed.on_disk and placed.update in (Update.AHEAD, Update.STORAGE):
-                raise ConfigError(
-                    f"block {placed.block} is on disk in two copies, of which a checkpoint has one; set its update to "
-                    f"step, got {placed.update.value}, or make disk_copies 1"
-                )
+        """Raises for blocks on disk that somebody else writes, who does not know which copy a checkpoint has."""
+        there = self.updated(Update.STORAGE)
+        if there and self.streaming.disk_copies > 1:
+            raise ConfigError(
+                f"block {there[0]} is updated beside the storage, where nobody leaves the copy alone that a checkpoint "
+                f"has; set its update to step, or make disk_copies 1"
+            )
 
     def _check_density(self, density: float) -> None:
         """Raises for gradients of which a part is to go where none go, or of which nobody says so."""

@@ -376,8 +376,8 @@ def test_folders_and_plans_that_cannot_be(tmp_path: Path) -> None:
     refused(r"is in use by process \d+", StorageError)
     held.close()
     plan = held.plan
-    with pytest.raises(ConfigError, match="is on disk in two copies, of which a checkpoint has one"):
-        replace(plan, placements=tuple(p.updating(Update.AHEAD) for p in plan.placements))
+    with pytest.raises(ConfigError, match="beside the storage, where nobody leaves the copy alone that a checkpoint"):
+        replace(plan, placements=tuple(p.updating(Update.STORAGE) for p in plan.placements))
     with pytest.raises(ConfigError, match="disk_copies must be 1 or 2"):
         replace(plan.streaming, disk_copies=3)
 

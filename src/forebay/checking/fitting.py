@@ -95,11 +95,10 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     """Bytes of every tier that are there all the time under ``plan``; pinned: what would like to be page-locked.
 
     ``state`` are the ``layouts``. Gradients that stay on the device are none of them: ``staying_gradients``. A block
-    that is updated ahead of its step has its parameters and states at home twice; what is on disk is there as often as
-    ``Streaming.disk_copies`` says. One that is updated on the device
-    passes through a window there, and its states are copied from home and back. The gradients of those that are updated
-    in backward share slots. One that is updated beside the storage passes through memory that the host shares with
-    whoever does it.
+    that is updated ahead of its step has its parameters and states at home twice; what is on disk is there once more
+    where a checkpoint may have one copy (``Streaming.disk_copies``). One that is updated on the device passes through a
+    window there, and its states are copied from home and back. The gradients of those that are updated in backward
+    share slots. One that is updated beside the storage passes through memory that the host shares with whoever does it.
     """
     blocks = {b.name: b for b in trace.model.blocks}
     pairs = [(blocks[p.block], p) for p in plan.placements]
@@ -116,7 +115,8 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     for block, placement in pairs:
         copies = 2 if placement.update is Update.AHEAD else 1
         states = sum(c.nbytes for c in state[block.name].chunks) * copies
-        beside_checkpoint = 1 if placement.update is Update.AHEAD else plan.streaming.disk_copies
+        # On disk a checkpoint may have one copy more.
+        more_there = plan.streaming.disk_copies - 1
         trained = [p for p in block.parameters if p.trainable]
         if placement.parameters is Tier.DEVICE:
             device += block.nbytes
@@ -127,9 +127,9 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
         home = 0 if placement.parameters is Tier.DISK else block.nbytes * copies
         pinned += home + sum(_align(p.nbytes, ALIGNMENT) for p in trained if block.name not in passing)
         largest_gradient = max((largest_gradient, *(p.nbytes for p in trained)))
-        disk += _align(block.nbytes, PAGE) * copies * beside_checkpoint if placement.parameters is Tier.DISK else 0
+        disk += _align(block.nbytes, PAGE) * (copies + more_there) if placement.parameters is Tier.DISK else 0
         if placement.states is Tier.DISK:
-            disk += states * beside_checkpoint
+            disk += states + more_there * sum(c.nbytes for c in state[block.name].chunks)
             if placement.update is not Update.STORAGE:
                 ring = max((ring, *(c.nbytes for c in state[block.name].chunks)))
         else:

@@ -226,7 +226,7 @@ def _states(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft]:
     how = replace(_suiting_the_disk(bench, draft.streaming), update_chunk=staging.chunk)
     for block in reversed(bench.model.blocks):
         old = homes[block.name]
-        if not old.resident and sizer.state_nbytes(block.name) and _may_leave(bench, old):
+        if not old.resident and sizer.state_nbytes(block.name):
             homes[block.name] = replace(old, states=Tier.DISK)
             yield _moved(draft, homes, how)
 
@@ -238,17 +238,11 @@ def _parameters(bench: Bench, draft: Draft, staging: _Staging) -> Iterator[Draft
     largest = 0
     for block in reversed(bench.model.blocks):
         old = homes[block.name]
-        if old.parameters is Tier.HOST and _may_leave(bench, old):
+        if old.parameters is Tier.HOST:
             homes[block.name] = replace(old, parameters=Tier.DISK)
             largest = max(largest, home_nbytes(block))
             how = replace(how, host_slots=(largest, largest))
             yield _moved(draft, homes, how)
-
-
-def _may_leave(bench: Bench, placement: Placement) -> bool:
-    """Whether what a block has on the host may go to disk: with two copies there, of which a checkpoint has one, none
-    is left for an update ahead of its step."""
-    return bench.problem.disk_copies == 1 or placement.update is not Update.AHEAD
 
 
 def _suiting_the_disk(bench: Bench, streaming: Streaming) -> Streaming:

@@ -71,8 +71,10 @@ def kept(draft: Draft) -> tuple[str, ...]:
     if states > beside or homes:
         words.append(f"{_on_disk(states - beside, homes)} on disk: the host has no room for all of them")
         if draft.streaming.disk_copies > 1:
+            three = any(p.on_disk and p.update is Update.AHEAD for p in placements)
             words.append(
-                "what is on disk has two places there: updates write beside the last checkpoint, no save copies it"
+                f"what is on disk has two places there{', or three' if three else ''}: updates write beside the last "
+                f"checkpoint, no save copies it"
             )
     if draft.streaming.checksums and (states or homes):
         words.append(

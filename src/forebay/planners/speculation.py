@@ -246,9 +246,6 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     hosted = [p for p in placements if not p.resident and p.block in landed and p.update in able]
     if not bench.problem.overlap_update:
         hosted = [p for p in hosted if p.on_disk]
-    if bench.problem.disk_copies > 1:
-        # The second copy on disk is where an update writes that must leave a checkpoint alone.
-        hosted = [p for p in hosted if not p.on_disk]
     return tuple(sorted((p.block for p in hosted), key=lambda block: landed[block]))
 
 

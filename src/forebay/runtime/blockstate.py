@@ -138,24 +138,33 @@ class BlockState:
             self.streamed.deferred.now()
 
     def exchange(self) -> None:
-        """The spare copy becomes the current one, and the current one the spare."""
+        """The spare copy becomes the current one, and the current one the spare. What of that a checkpoint has stays as
+        it is: the other place is the spare one instead."""
         if self.spare is None:
             raise ForebayError(f"block {self.block.name} has one copy at home, the plan does not speculate on it")
-        self.current, self.spare = self.spare, self.current
+        before, kept = self.current, self._kept
+        self.current, self.spare = self.spare, before if kept is None else kept.instead_of(before)
+        if kept is not None:
+            kept.turned(before)
 
     @property
     def target(self) -> BlockCopy:
         """Where an update writes: the current copy, unless a checkpoint has it."""
-        if self.alternate is None or self.alternate.hold is Hold.FREE:
-            return self.current
-        return self.alternate.copy
+        kept = self._kept
+        return self.current if kept is None else kept.instead_of(self.current)
 
     def turn(self) -> None:
         """What was written where the checkpoint does not have it is the current copy from now on."""
-        if self.alternate is None or self.alternate.hold is Hold.FREE:
+        kept = self._kept
+        if kept is None:
             raise ForebayError(f"no checkpoint has the current copy of block {self.block.name}: it is written in place")
-        before, self.current = self.current, self.alternate.copy
-        self.alternate.turned(before)
+        before, self.current = self.current, kept.instead_of(self.current)
+        kept.turned(before)
+
+    @property
+    def _kept(self) -> Alternate | None:
+        """The ``alternate`` of a block whose current copy a checkpoint has."""
+        return None if self.alternate is None or self.alternate.hold is Hold.FREE else self.alternate
 
     def keep(self, coming: Outcome) -> None:
         """The current copy is what the checkpoint ``coming`` has."""

@@ -36,9 +36,8 @@ class Filing:
         if kept is not None:
             # Behind the tier: a file is closed before its name goes.
             stack.callback(kept.close)
-        homes = sizes.disk_parameters + sizes.disk_states
-        # So much need not be free now: it is, when the second places are written.
-        returning = 0 if kept is None else min(kept.before, homes - kept.at_first(homes))
+        # So much need not be free now: it is, when the other places are written.
+        returning = 0 if kept is None else min(kept.before, sizes.disk_other_parameters + sizes.disk_other_states)
         tier = self.tier = stack.enter_context(
             DiskTier(
                 [Folder(share.path, share.nbytes) for share in plan.budget.disk.folders],
@@ -55,9 +54,11 @@ class Filing:
             )
         )
         if sizes.disk_parameters:
-            self.files["parameters"] = self._home(tier, "parameters", sizes.disk_parameters, Kind.PARAMETER)
+            others = sizes.disk_other_parameters
+            self.files["parameters"] = self._home(tier, "parameters", sizes.disk_parameters, others, Kind.PARAMETER)
         if sizes.disk_states:
-            self.files["states"] = self._home(tier, "states", sizes.disk_states, Kind.STATE)
+            others = sizes.disk_other_states
+            self.files["states"] = self._home(tier, "states", sizes.disk_states, others, Kind.STATE)
         if sizes.disk_activations:
             self.files["activations"] = tier.create("activations", sizes.disk_activations, Kind.ACTIVATION)
 
@@ -66,8 +67,8 @@ class Filing:
         """Bytes written to the files so far."""
         return 0 if self.tier is None else self.tier.written
 
-    def _home(self, tier: DiskTier, name: str, nbytes: int, kind: Kind) -> TierFile:
+    def _home(self, tier: DiskTier, name: str, nbytes: int, others: int, kind: Kind) -> TierFile:
         if self._kept is None:
             return tier.create(name, nbytes, kind)
-        made = tier.create(name, nbytes, kind, self._kept.path_of(name), self._kept.at_first(nbytes))
+        made = tier.create(name, nbytes, kind, self._kept.path_of(name), self._kept.at_first(nbytes, others))
         return self._kept.hold(name, made)

@@ -2,7 +2,9 @@
 
 A checkpoint copies nothing of what is at home on disk: it names it. From then on the block's next update reads there
 and writes the other place (``Streaming.disk_copies``), which is the current copy after that, and is updated in place
-until the next checkpoint names it. An update writes every byte anyway, so that this costs room and no time.
+until the next checkpoint names it. An update writes every byte anyway, so that this costs room and no time. Where a
+block is updated ahead of its step, into a spare copy (``speculation``), the other place is a third one: it becomes the
+spare copy when the checkpoint has what would have.
 
 While a checkpoint is on its way to the disk nobody knows which of the two must be left alone: the one before may turn
 out to stand. So who is about to write waits for its outcome.
@@ -11,11 +13,13 @@ out to stand. So who is about to write waits for its outcome.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from forebay.runtime.blockstate import BlockCopy
+    from forebay.runtime.homes import Home
 
 __all__ = ["Alternate", "Hold", "Outcome"]
 
@@ -41,10 +45,11 @@ class Outcome(ABC):
 
 @final
 class Alternate:
-    """``copy`` is the other place of those homes of a block that are on disk; the rest of it is where it always is."""
+    """The other place of what of a block is on disk: its ``parameters``, its ``states``, or both (None: not there)."""
 
-    def __init__(self, copy: BlockCopy) -> None:
-        self.copy = copy
+    def __init__(self, parameters: Home | None, states: Home | None) -> None:
+        self._parameters = parameters
+        self._states = states
         self._hold = Hold.FREE
         self._coming: Outcome | None = None
 
@@ -58,11 +63,21 @@ class Alternate:
             self._coming = None
         return self._hold
 
+    def instead_of(self, copy: BlockCopy) -> BlockCopy:
+        """``copy`` with the other place of what is on disk; what is in memory is where it is."""
+        parameters = copy.parameters if self._parameters is None else self._parameters
+        return replace(copy, parameters=parameters, states=copy.states if self._states is None else self._states)
+
     def keep(self, coming: Outcome) -> None:
         """The current copy is what the checkpoint ``coming`` has; the one before has come or has failed."""
         self._hold = self.hold  # what became of that one must not be forgotten
         self._coming = coming
 
     def turned(self, before: BlockCopy) -> None:
-        """The copy that was the other one is the current one, and no checkpoint has it; ``before`` was it until now."""
-        self.copy, self._hold = before, Hold.FREE
+        """Another copy is the current one, which no checkpoint has, and what was the other place has its use;
+        ``before``, which the checkpoint has, was the current one until now."""
+        if self._parameters is not None:
+            self._parameters = before.parameters
+        if self._states is not None:
+            self._states = before.states
+        self._hold = Hold.FREE

@@ -43,6 +43,7 @@ class Places:
         self._standing = standing
         self._files = files
         self._ends = dict.fromkeys(files, 0)
+        self._others = {name: file.nbytes for name, file in files.items()}
         self._slots = slots
         self._chunks = chunks
         self._cells = cells
@@ -73,18 +74,16 @@ class Places:
 
     def alternate(self, block: Block, homes: BlockCopy) -> Alternate | None:
         """The other place of what ``block`` has on disk, at ``homes``; None if that is nothing. All other places are
-        behind all first ones."""
+        at the end of their file, behind those of all copies that are there without a checkpoint."""
         parameters = self._beside(homes.parameters, "parameters", self._slots, block.name)
         states = self._beside(homes.states, "states", self._chunks, f"states of {block.name}")
-        if parameters is homes.parameters and states is homes.states:
-            return None
-        return Alternate(BlockCopy(parameters, states))
+        return None if parameters is None and states is None else Alternate(parameters, states)
 
-    def _beside(self, home: Home, file: str, ring: StagingRing, what: str) -> Home:
+    def _beside(self, home: Home, file: str, ring: StagingRing, what: str) -> Home | None:
         if not isinstance(home, DiskHome):
-            return home
-        there = self._files[file]
-        return DiskHome(self._device, there, there.nbytes // 2 + home.offset, home.nbytes, ring, what)
+            return None
+        self._others[file] -= home.nbytes
+        return DiskHome(self._device, self._files[file], self._others[file], home.nbytes, ring, what)
 
     def _on_disk(self, file: str, nbytes: int, ring: StagingRing, what: str) -> DiskHome:
         start = self._ends[file]

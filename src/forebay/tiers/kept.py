@@ -121,10 +121,11 @@ class KeptFolder:
         made = self.files[what] = KeptFile(file, self.path_of(what), self._summing)
         return made
 
-    def at_first(self, nbytes: int) -> int:
-        """Of a file of ``nbytes``, half of which are second places, how many need space from the beginning. No update
-        writes a second place before a checkpoint has the first, and then the files of the run before are gone."""
-        return nbytes // 2 if self.before else nbytes
+    def at_first(self, nbytes: int, others: int) -> int:
+        """Of a file of ``nbytes``, the last ``others`` of which are other places, how many need space from the
+        beginning. Nobody writes these before a checkpoint of this run stands, and then the files of the run before are
+        gone."""
+        return nbytes - others if self.before else nbytes
 
     def reserve(self) -> None:
         """The files of the run before are gone: has space set aside for all of this one's, once. Raises ``DiskFull``,
