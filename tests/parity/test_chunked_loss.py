@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ from forebay.runtime.head import ChunkedHead, recognise
 from forebay.trace import Trace
 from tests.parity.capture_rig import real_peak
 from tests.parity.compare import adamw, assert_same_training
-from tests.parity.models import Case
+from tests.parity.models import Case, t5
 from tests.parity.replay import live_bytes
 
 WORDS = 1031
@@ -249,14 +250,29 @@ def _with_other_head() -> Any:
         (_with_hook, "has hooks"),
         (_with_other_head, "0 language models with a linear head"),
         (lambda: nn.Linear(4, 4), "0 language models with a linear head"),
+        (t5, "the model computes its loss itself"),
     ],
-    ids=["own-loss", "hook", "other-head", "no-model"],
+    ids=["own-loss", "hook", "other-head", "no-model", "no-loss-function"],
 )
 def test_what_is_not_recognised_is_refused_with_the_reason(
     make: Callable[[], nn.Module], words: str, closing: list[nn.Module]
 ) -> None:
     with pytest.raises(ModelError, match=words):
         prepared(make, closing)
+
+
+class Derived(LlamaForCausalLM):
+    """Has a forward that asks the one it inherits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(LlamaForCausalLM.forward)  # type: ignore[attr-defined]
+
+
+def test_a_forward_that_asks_another_is_recognised() -> None:
+    found = recognise(Derived(llama().config))
+    assert not isinstance(found, str), found
 
 
 def test_a_batch_without_labels_is_refused(closing: list[nn.Module]) -> None:

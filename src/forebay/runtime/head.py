@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -65,11 +66,21 @@ def recognise(model: nn.Module) -> Recognised | str:
     accepted = list(inspect.signature(whole.forward).parameters)
     if "labels" not in accepted:
         return "the model's forward takes no labels"
+    if not any(map(_asks_for_loss, type(whole).__mro__)):
+        return "the model computes its loss itself, where nobody can put another one"
     if whole.loss_function is not losses.ForCausalLMLoss:
         return "the model's loss is not transformers' standard one for causal language models"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return "the model's head has hooks, which would see no logits"
     return Recognised(whole, head, accepted.index("labels"))
+
+
+def _asks_for_loss(kind: type) -> bool:
+    """Whether the forward of a model's class has ``loss_function`` compute the loss, which every model has. (T5 and
+    others do without.)"""
+    forward = kind.__dict__.get("forward")
+    wrapped = None if forward is None else inspect.unwrap(forward)
+    return isinstance(wrapped, FunctionType) and "loss_function" in wrapped.__code__.co_names
 
 
 def _head_of(module: Any, of_library: Any) -> nn.Linear | TiledLinear | None:
