@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
+from forebay.arenas import arenas
 from forebay.budgets import Budget, expect_disk
 from forebay.calls import CHECKSUMS
 from forebay.checking import check
@@ -30,12 +31,12 @@ from forebay.planners import Bench, Problem, alternatives, for_policy, make_plan
 from forebay.planners.parts import Draft, gives_up_nothing
 from forebay.planners.room import Room, leave_room
 from forebay.planners.speculation import second_copies
-from forebay.plans import Plan, UpdateTime
+from forebay.plans import Plan, Update, UpdateTime
 from forebay.reporting.forecast import AccumulationForecast, Alternative, PlanReport, StepForecast
 from forebay.simulation import Costs, Forecast, by_turns, draws, play, summarise, together
 from forebay.timeline import Timeline
 from forebay.trace import Footprint, Trace
-from forebay.units import format_bytes, format_seconds
+from forebay.units import format_apart, format_bytes, format_seconds
 
 __all__ = ["assess", "choose_plan", "choose_report", "problem_of"]
 
@@ -157,6 +158,7 @@ def _filled(
             *settled.notes,
             *_passing(beside),
             *_unheld(bench.problem, plan),
+            *_kept_in_place(bench.problem, plan),
             *_named(trace, peaks),
             *_once(bench, plan),
         ),
@@ -345,6 +347,19 @@ def _unheld(problem: Problem, plan: Plan) -> tuple[str, ...]:
     if not problem.checksums or any(p.on_disk for p in plan.placements):
         return ()
     return ("no parameters and no states are on disk: checksums have nothing to hold",)
+
+
+def _kept_in_place(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """What of the disk it takes that no save copies what ``plan`` has there."""
+    if not any(p.on_disk for p in plan.placements) or plan.updated(Update.STORAGE):
+        return ()
+    streaming = replace(plan.streaming, disk_copies=2)
+    needed = arenas(problem.model, plan.placements, streaming, problem.state_names).disk
+    asked, allowed = format_apart(needed, problem.limit(Tier.DISK))
+    where = "saved on its way (forebay train --run --save-every, crash_safe)"
+    if needed > problem.limit(Tier.DISK):
+        return (f"{where} it copies what is on disk: to leave that there would take {asked} and {allowed} are allowed",)
+    return (f"{where} it takes {asked} of the disk, and no save copies what is there",)
 
 
 def _named(trace: Trace, peaks: Mapping[Tier, int]) -> tuple[str, ...]:

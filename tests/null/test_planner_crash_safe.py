@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from forebay.arenas import arenas_of
+from forebay.arenas import arenas, arenas_of
+from forebay.budgets import Budget, DiskBudget
 from forebay.checking import check
 from forebay.errors import CannotServe, DoesNotFit, PlanInvalid
 from forebay.memory import Tier
 from forebay.planners import Problem, make_plan
+from forebay.planning import assess
 from forebay.plans import Plan, Update
 from forebay.simulation import simulate
+from forebay.units import format_bytes
 from tests.null.planning import ENOUGH, asked, chain, machine
 
 TRACE = chain(8, width=256)
@@ -100,6 +103,26 @@ def test_a_disk_with_room_for_one_is_refused() -> None:
     with pytest.raises(DoesNotFit) as refusal:
         make_plan(problem(host, disk_copies=2, disk=2 * once.disk - 1), "stream")
     assert refusal.value.tier == Tier.DISK.value
+
+
+@pytest.mark.parametrize("policy", ["stream", "auto", "smart-infinity"])
+def test_a_report_says_what_of_the_disk_saves_in_place_take(policy: str) -> None:
+    """As much as the plan that has both places; where there is no room for them, that saves copy."""
+    budget = Budget(1 << 21, least_host(1), None, DiskBudget("/disk", ENOUGH))
+    report = assess("chain", TRACE, ON, budget, policy)
+    assert report.plan is not None and report.plan.disk
+    said = [note for note in report.notes if "saved on its way" in note]
+    if policy == "smart-infinity":
+        assert not said
+        return
+    streaming = replace(report.plan.streaming, disk_copies=2)
+    needed = arenas(TRACE.model, report.plan.placements, streaming, TRACE.state_names).disk
+    assert needed >= 2 * report.plan.disk - sum(report.second_copies.values())
+    (words,) = said
+    assert f"it takes {format_bytes(needed)} of the disk" in words
+    small = replace(budget, disk=DiskBudget("/disk", report.plan.disk))
+    report = assess("chain", TRACE, ON, small, policy)
+    assert any("saved on its way" in note and "it copies what is on disk" in note for note in report.notes)
 
 
 def test_updates_where_states_lie_are_refused() -> None:
