@@ -34,6 +34,7 @@ from forebay.planners.activations.choosing import all_moved, drafted, leanest, n
 from forebay.planners.activations.swapping import swapped
 from forebay.planners.balance import balanced
 from forebay.planners.bench import Bench
+from forebay.planners.climbing import climbed
 from forebay.planners.device_updates import fastest_there
 from forebay.planners.homes import at_home, at_storage, on_host
 from forebay.planners.nearest import refused
@@ -98,7 +99,7 @@ def _fastest_of_all(bench: Bench) -> Draft:
     found = fastest_there(bench, drafts, accepted)
     # What waits for updates now may wait for fewer with other numbers: of another kind it is balanced, too.
     starts = [found, *(draft for draft in drafts[:1] if draft.level != found.level)]
-    return min((balanced(bench, start, accepted) for start in starts), key=bench.seconds)
+    return climbed(bench, min((balanced(bench, start, accepted) for start in starts), key=bench.seconds), accepted)
 
 
 def _opinions(bench: Bench) -> list[Draft]:

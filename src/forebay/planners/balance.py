@@ -34,7 +34,7 @@ from forebay.planners.shapes import fewest_recomputed, with_needed_slots
 from forebay.planners.speculation import MORE_GAIN, candidates, fits, placed_ahead, unhindered
 from forebay.plans import Update
 
-__all__ = ["balanced"]
+__all__ = ["balanced", "numbers_of", "resettled", "with_numbers"]
 
 FEW: Final = 2
 """Blocks by which a number changes at first; in the end by one."""
@@ -94,7 +94,7 @@ class _Search:
     def with_others(self, best: Draft, leaving: int) -> Draft:
         """``best``, or the fastest that is found where ``leaving`` blocks fewer stay (less than 0: more)."""
         bench = self._bench
-        other = _resettled(bench, best, leaving)
+        other = resettled(bench, best, leaving)
         if other is None or unhindered(bench, other) >= bench.seconds(best) * (1 - MORE_GAIN):
             return best
         start = self._start(best, other, leaving)
@@ -107,18 +107,18 @@ class _Search:
     def _start(self, best: Draft, other: Draft, leaving: int) -> Draft | None:
         """``other``, in which ``leaving`` blocks of ``best`` do not stay, with more of both than ``best`` has, near
         enough to go on from; None if none is."""
-        bench, (ahead, there) = self._bench, _numbers(best)
+        bench, (ahead, there) = self._bench, numbers_of(best)
         enough = bench.seconds(best) * (1 + NEAR)
         for more_ahead, more_there in STARTS:
-            start = _shared(bench, other, ahead + more_ahead * leaving, there + more_there * leaving)
+            start = with_numbers(bench, other, ahead + more_ahead * leaving, there + more_there * leaving)
             if start is not None and self._simulates(start) and bench.seconds(start) <= enough:
                 return start
         return None
 
     def _moved(self, best: Draft, ahead: int, there: int) -> Draft | None:
         """``best`` with so many more of each; None if that has been seen, has no room or is no faster."""
-        bench, (now_ahead, now_there) = self._bench, _numbers(best)
-        more = _shared(bench, best.plain, now_ahead + ahead, now_there + there)
+        bench, (now_ahead, now_there) = self._bench, numbers_of(best)
+        more = with_numbers(bench, best.plain, now_ahead + ahead, now_there + there)
         enough = bench.seconds(best) * (1 - MORE_GAIN)
         if more is None or bench.at_least(more) >= enough or not self._simulates(more):
             return None
@@ -131,12 +131,12 @@ class _Search:
         return new
 
 
-def _numbers(draft: Draft) -> tuple[int, int]:
+def numbers_of(draft: Draft) -> tuple[int, int]:
     """Blocks that are updated ahead of their step, and on the device."""
     return len(draft.updated(Update.AHEAD)), len(draft.updated(Update.DEVICE))
 
 
-def _shared(bench: Bench, plain: Draft, ahead: int, there: int) -> Draft | None:
+def with_numbers(bench: Bench, plain: Draft, ahead: int, there: int) -> Draft | None:
     """``plain`` with so many blocks updated ahead of their step and on the device; None where there are not as many, or
     no room."""
     more: Draft | None = plain
@@ -166,7 +166,7 @@ def _with_a_window(bench: Bench, plain: Draft, names: Sequence[str]) -> Draft | 
     return None
 
 
-def _resettled(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
+def resettled(bench: Bench, draft: Draft, leaving: int) -> Draft | None:
     """``draft`` with ``leaving`` blocks fewer that stay, those that were given room last (less than 0: more, those that
     come next), and with as many fewer that run again as there is room for then; None where none is left. They share
     the slots, where there are some; from a single slot there are more where there is room."""

@@ -91,9 +91,14 @@ def at_home(bench: Bench, draft: Draft, *, whatever_device: bool = False, first:
 
 
 def at_home_anew(bench: Bench, draft: Draft) -> Draft | None:
-    """``draft`` with what goes to disk decided anew; None where it has no room at home."""
+    """``draft`` with what goes to disk decided anew; None where it has no room at home, or on the device, or where its
+    window for updates on the device is one for smaller chunks than would be tried."""
+    there = on_host(bench, draft)
+    small = draft.streaming.update_chunk < there.streaming.update_chunk
+    if (small and draft.updated(Update.DEVICE)) or not bench.fits_device(there):
+        return None
     try:
-        return at_home(bench, on_host(bench, draft))
+        return at_home(bench, there)
     except DoesNotFit:
         return None
 
