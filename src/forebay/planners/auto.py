@@ -16,7 +16,8 @@ Choices
     What is left of the host goes to second copies of blocks that are updated while backward still runs, where that
     makes a step faster (``speculation``); and the first blocks of the forward are updated on the device, where the host
     would make it wait (``device_updates``). What is found so is balanced in the end: both numbers, and how many blocks
-    stay (``balance``). Where the machine's drives compute, all states may be there instead.
+    stay (``balance``); and then changed a little at a time, by chance, as long as that gains (``climbing``). Where the
+    machine's drives compute, all states may be there instead.
 
 Without a batch nothing can be simulated: then what fits stays, in the same order, and nothing recomputes.
 """
