@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,7 +13,7 @@ from torch import nn
 from forebay import api
 from forebay.checkpoint.archive import write_archive
 from forebay.checkpoint.dcp import Later, write_dcp
-from forebay.checkpoint.export import write_configuration, write_safetensors
+from forebay.checkpoint.export import SHARD_NBYTES, write_configuration, write_safetensors
 from forebay.checkpoint.source import ModelSource, Source
 from forebay.checkpoint.weights import INDEX, Entry
 from forebay.errors import ConfigError, ModelError, StorageError
@@ -24,7 +25,7 @@ from forebay.runtime.session import Session
 from forebay.runtime.wholes import wholes_of
 from forebay.states import form_of, plain_name
 
-__all__ = ["LAYOUTS", "Layout", "export", "new_folder", "replace_weights", "write"]
+__all__ = ["LAYOUTS", "Layout", "export", "new_folder", "replace_weights", "write", "write_model"]
 
 Layout = Literal["huggingface", "dcp", "torch"]
 """``huggingface``: sharded safetensors and config.json; ``dcp``: ``torch.distributed.checkpoint``; ``torch``: a state
@@ -41,7 +42,8 @@ def export(
     dtype: torch.dtype | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[Path]:
-    """Writes a prepared model into ``folder``, which is new or empty, one tensor in memory at a time.
+    """Writes a prepared model into ``folder``, which is new or empty, part of a tensor in memory at a time (``dcp``: a
+    tensor).
 
     ``huggingface`` is what ``from_pretrained`` and ``forebay.load`` read. Parameters are written in full precision, as
     ``dtype`` where one is given. ``dcp`` takes the states of ``optimizer`` along, under the names of
@@ -69,12 +71,26 @@ def export(
     states = None if optimizer is None else _states(session, optimizer)
     target = new_folder(Path(folder))
     try:
-        made = write(source, target, layout, dtype, states)
-        if layout == "huggingface":
-            made += write_configuration(model, target, dtype)
+        return _written(model, source, target, layout, dtype, states)
     except OSError as error:
-        raise StorageError(f"cannot write the model to {target}: {error.strerror or error}") from error
-    return made
+        raise _refused(target, error) from error
+
+
+def write_model(model: nn.Module, folder: Path, *, shard_nbytes: int = SHARD_NBYTES) -> list[Path]:
+    """Writes a prepared model of transformers into ``folder``, which may exist, so that ``from_pretrained`` loads it,
+    in files of about ``shard_nbytes``. Returns the files.
+
+    Values are written in full precision: the fp32 master of a bf16 parameter stays fp32, and ``from_pretrained`` rounds
+    it to the configuration's dtype. Raises ``StorageError`` when the folder cannot be written; no file under its final
+    name is then incomplete.
+    """
+    session = prepared_session(model)
+    session.contents.whole()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _written(model, _source(model, session, wide=True), folder, "huggingface", None, None, shard_nbytes)
+    except OSError as error:
+        raise _refused(folder, error) from error
 
 
 def replace_weights(model: nn.Module, folder: Path) -> list[Path]:
@@ -90,7 +106,7 @@ def replace_weights(model: nn.Module, folder: Path) -> list[Path]:
             old.unlink(missing_ok=True)
         return write_safetensors(_source(model, session, wide=False), folder, None)
     except OSError as error:
-        raise StorageError(f"cannot write the model to {folder}: {error.strerror or error}") from error
+        raise _refused(folder, error) from error
 
 
 def write(
@@ -99,16 +115,36 @@ def write(
     layout: Layout,
     dtype: torch.dtype | None,
     states: Mapping[str, Any] | None = None,
+    shard_nbytes: int = SHARD_NBYTES,
 ) -> list[Path]:
-    """Writes the tensors of ``source``, and ``states`` of an optimizer (``dcp``). Returns the files.
+    """Writes the tensors of ``source``, and ``states`` of an optimizer (``dcp``). Returns the files, of ``huggingface``
+    about ``shard_nbytes`` each.
 
     Raises ``OSError`` after removing what was written.
     """
     if layout == "huggingface":
-        return write_safetensors(source, folder, dtype)
+        return write_safetensors(source, folder, dtype, shard_nbytes=shard_nbytes)
     if layout == "dcp":
         return write_dcp(source, folder, dtype, states)
     return write_archive(source, folder, dtype)
+
+
+def _written(
+    model: nn.Module,
+    source: Source,
+    folder: Path,
+    layout: Layout,
+    dtype: torch.dtype | None,
+    states: Mapping[str, Any] | None,
+    shard_nbytes: int = SHARD_NBYTES,
+) -> list[Path]:
+    """``write``, and behind that, for transformers, the configuration: what fails leaves nothing."""
+    made = write(source, folder, layout, dtype, states, shard_nbytes)
+    return made + (write_configuration(model, folder, dtype) if layout == "huggingface" else [])
+
+
+def _refused(folder: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write the model to {folder}: {error.strerror or error}")
 
 
 def new_folder(path: Path) -> Path:
@@ -133,7 +169,9 @@ def _source(model: nn.Module, session: Session, *, wide: bool) -> ModelSource:
     for whole in wholes_of(model):
         parts = [entries.pop(part) for part in whole.parts]
         entries[whole.name] = Entry(whole.layer.grid.shape, parts[0].dtype)
-    return ModelSource(model, api.parameters(model), entries)
+    contents = session.contents
+    in_parts = {name: partial(contents.full_precision_parts, name) for name in entries if name in contents.spec_of}
+    return ModelSource(model, api.parameters(model), in_parts, entries)
 
 
 def _states(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

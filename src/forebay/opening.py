@@ -188,10 +188,9 @@ def _take_over(session: Session, model: nn.Module, bound: BoundModel, head: Reco
     try:
         with torch.no_grad():
             for block in bound.model.blocks:
-                if any(p.name not in meta for p in block.parameters):
-                    session.store.fill(
-                        block.name, lambda p: None if p.name in meta else bound.parameters[p.name].detach()
-                    )
+                given = {p.name for p in block.parameters} - meta
+                if given:
+                    session.store.fill(block.name, given, lambda p: bound.parameters[p.name].detach())
                 # At once, not after the last block: what a block leaves behind is free before the next is copied.
                 for spec in block.parameters:
                     moved.append(spec)  # before: what fails halfway is put back too

@@ -4,9 +4,9 @@ A phase has two parts. What the *ledgers* count: the arenas, the slots, the file
 make. And what is *beside* them: host memory that loading and saving pass bytes through and that no budget counts. The
 second is small (at most about one block) and short, but it is there, so it is said.
 
-Not counted anywhere: the interpreter and its libraries, the page cache, and what the caller holds: a model that was
-built with real weights (build it on the meta device), a ``state_dict`` of the whole model or optimizer (load it with
-``mmap=True``), and the copies of one block after the other that ``optimizer.load_state_dict`` makes of states on disk.
+Not counted anywhere: the interpreter and its libraries, the page cache (files of weights are mapped), and what the
+caller holds: a model that was built with real weights (build it on the meta device), or a ``state_dict`` of the whole
+model or optimizer (load it with ``mmap=True``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forebay.units import MiB
 
 __all__ = ["PASSING", "PHASES", "PhasePeaks", "phases"]
 
-PHASES = ("load", "step", "eval", "save", "resume")
+PHASES = ("initialize", "load", "step", "eval", "save", "resume")
 """What can go on with a prepared model, in the order of a run."""
 
 PASSING = 1 * MiB
@@ -55,11 +55,13 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     speculate too): they are the same in every phase. The device holds, where nothing runs, ``standing`` bytes: resident
     parameters and states, slots and buffers.
 
+    ``initialize``  ``forebay.initialize`` of a model built on the meta device: ``standing``; beside, the values of one
+                block (of a layer in tiles, all of them), and ``_loading``.
     ``load``    ``forebay.load`` into a model built on the meta device: ``standing``; beside, ``_loading``.
     ``eval``    a forward without gradients, after ``zero_grad``: ``standing``, inputs and workspaces, and the forward's
                 activations where autograd saves none of them, while the output of the pass before is still held.
-    ``save``    ``forebay.parameters`` written tensor by tensor: ``standing``; beside, ``_saving``.
-                ``forebay.save`` takes what ``resume`` takes.
+    ``save``    the model written as ``from_pretrained`` reads it (``forebay.export`` but for ``dcp``, which writes one
+                tensor at a time): ``standing``; beside, ``_saving``. ``forebay.save`` takes what ``resume`` takes.
     ``resume``  ``forebay.resume``: ``standing``. States pass chunk by chunk, parameters block by block, straight
                 between the files and where they are at home or the buffers that updates and fetches pass through;
                 beside, ``PASSING`` for what is on an accelerator.
@@ -71,23 +73,26 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     standing = sizes.device_resident + sizes.device_slots + sizes.device_updates + trace.model.buffer_nbytes
     beside_model = trace.input_nbytes + trace.workspace_nbytes
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
-    loading = max((_loading(b) for b in pairs), default=0)
-    passing = PASSING if trace.device != "cpu" and _is_any_there(pairs, trace) else 0
-    there = [b.halving for b in pairs if b.placement.resident and trace.device != "cpu"]
+    accelerated = trace.device != "cpu"
+    loading = max((_loading(b, accelerated=accelerated) for b in pairs), default=0)
+    drawn = max((sum(p.nbytes for p in b.block.parameters) for b in pairs), default=0)
+    passing = PASSING if accelerated and _is_any_there(pairs, trace) else 0
+    there = [b.halving for b in pairs if b.placement.resident and accelerated]
     halving = max(there, default=0)
     joined = masters_for(trace.state_names, trace.model.trained_dtypes) is Masters.LOWER
     joining = PASSING if joined else 0
-    saving = [_saving(b, p, trace.device) for b in pairs for p in b.block.parameters]
+    saving = max((_saving(b, p, accelerated=accelerated) for b in pairs for p in b.block.parameters), default=0)
 
     def peaks(device: int, beside: int = 0) -> PhasePeaks:
         return PhasePeaks(device, step[Tier.HOST], step[Tier.PINNED], step[Tier.DISK], beside)
 
     return {
+        "initialize": peaks(standing + halving, drawn + loading),
         "load": peaks(standing + halving, loading),
         "step": peaks(step[Tier.DEVICE]),
         "eval": peaks(standing + beside_model + forward_peak(trace) + trace.held_nbytes),
-        "save": peaks(standing + max((d for d, _ in saving), default=0), max((passing, *(h for _, h in saving)))),
-        "resume": peaks(standing + halving, passing + max((joining, *(b.halving for b in pairs)))),
+        "save": peaks(standing + halving, max(passing, saving)),
+        "resume": peaks(standing + halving, passing + max((_resuming(b, joining) for b in pairs), default=joining)),
     }
 
 
@@ -126,54 +131,61 @@ def _is_any_there(homed: Iterable[_Homed], trace: Trace) -> bool:
 
 
 class _Homed:
-    """A block with its placement, and what reading all of its states takes beside the arenas."""
+    """A block with its placement, and what reading or writing its masters takes beside the arenas."""
 
     def __init__(self, block: Block, placement: Placement, state_names: tuple[str, ...], plan: Plan) -> None:
         self.block = block
         self.placement = placement
         streaming = plan.streaming
-        self.layout = state_layout(block, state_names, streaming.update_chunk, streaming.masters)
-        # What is in memory is read where it is; what is on disk is read into a copy of the whole block's.
-        self.state_copy = self.layout.nbytes if placement.states is Tier.DISK else 0
-        # Masters kept as halves are put together and taken apart a piece at a time: each master, what is spare, what
-        # keeps ties, and what is read or written.
-        halves = self.layout.masters is Masters.LOWER
-        pieces = [piece for chunk in self.layout.chunks for piece in chunk.pieces if needs_master(piece.parameter)]
-        largest = max((piece.stop - piece.start for piece in pieces), default=0) if halves else 0
-        self.halving = _PIECES * STATE_ITEMSIZE * largest
-        if halves and home_tier(placement) is Tier.DISK:
-            self.state_copy += align(block.nbytes, PAGE)
+        layout = state_layout(block, state_names, streaming.update_chunk, streaming.masters)
+        self.has_masters = layout.has_masters
+        # A master is read and written a piece at a time; one that is kept as halves is put together and taken apart:
+        # it, what is spare, what keeps ties, and what is read or written.
+        pieces = [piece for chunk in layout.chunks for piece in chunk.pieces if needs_master(piece.parameter)]
+        self.piece = STATE_ITEMSIZE * max((piece.stop - piece.start for piece in pieces), default=0)
+        self.halving = _PIECES * self.piece if layout.masters is Masters.LOWER else 0
 
 
-def _loading(homed: _Homed) -> int:
+def _loading(homed: _Homed, *, accelerated: bool) -> int:
     """Bytes beside the arenas while one block is filled (``checkpoint.fill``, ``Store.fill``).
 
-    All of the block's tensors are read, in the dtype of the file, which is taken to be the parameters'. For fp32
-    masters the block's states are edited (a copy of them where they are on disk), and each value is widened; the one
-    before is let go only when the next one is there.
+    Its tensors are mapped from the file one after the other and written where they are at home, states on disk through
+    the ring of updates. What does not lie in order is copied before; what has another dtype there is converted on its
+    way to an accelerator, ``PASSING`` bytes of parameters and a piece of a master at a time.
     """
-    masters = [STATE_ITEMSIZE * p.numel for p in homed.block.parameters if needs_master(p)]
-    widened = max((a + b for a, b in zip([0, *masters], [*masters, 0], strict=True)), default=0)
-    values = sum(p.nbytes for p in homed.block.parameters)
-    return values + (homed.state_copy + widened + homed.halving if masters else 0)
+    ordered = max((p.nbytes for p in homed.block.parameters if not in_order(p)), default=0)
+    converted = max(PASSING, homed.piece) if homed.placement.resident and accelerated else 0
+    return ordered + max(converted, homed.halving)
 
 
-def _saving(homed: _Homed, parameter: Parameter, device: str) -> tuple[int, int]:
-    """Bytes on the device and on the host, beside the arenas, while one tensor is written (``Store.full_precision``).
+def _resuming(homed: _Homed, joining: int) -> int:
+    """Bytes beside the arenas while the masters of a block are read: a piece of one that is kept as halves is read into
+    memory of its own, out of ``joining`` bytes where it was saved as halves, and taken apart behind that."""
+    return max(joining + homed.piece, homed.halving) if homed.halving else joining
 
-    With a master: it is gathered from the block's states (a copy of all of them where they are on disk). Without: its
-    bytes are cloned, from a copy in whole pages where the home is on disk. What is on an accelerator is gathered or
-    cloned there first. A tensor whose elements do not lie in order is copied once more to be written.
+
+def _saving(homed: _Homed, parameter: Parameter, *, accelerated: bool) -> int:
+    """Bytes on the host, beside the arenas, while one tensor is written, part by part (``Store.full_precision_parts``),
+    each of which is there until the next one is.
+
+    A master is read from the block's states piece by piece, what has none in parts of ``PASSING``; what is in memory is
+    written as it is there, what is on an accelerator or on disk (in whole pages) is copied. A tensor whose elements do
+    not lie in order is gathered, and copied once more to be written.
     """
-    master = needs_master(parameter) and homed.layout.has_masters
-    written = STATE_ITEMSIZE * parameter.numel if master else parameter.nbytes
-    source = 0
+    master = needs_master(parameter) and homed.has_masters
+    if not in_order(parameter):
+        whole = STATE_ITEMSIZE * parameter.numel if master else _read(parameter, parameter.nbytes)
+        return whole + max(homed.halving, STATE_ITEMSIZE * parameter.numel if master else parameter.nbytes)
+    there = homed.placement.resident and accelerated
     if master:
-        source = homed.state_copy
-    elif home_tier(homed.placement) is Tier.DISK:
-        first = parameter.offset // PAGE * PAGE
-        source = align(parameter.offset + parameter.nbytes, PAGE) - first
-    ordered = 0 if in_order(parameter) else written
-    on_device = written if homed.placement.resident and device != "cpu" else 0
-    halving = homed.halving if master else 0
-    return on_device + (halving if on_device else 0), written + max(source, ordered) + halving
+        return max(homed.halving, 2 * homed.piece if there else 0)
+    part = min(PASSING, parameter.nbytes)
+    if home_tier(homed.placement) is Tier.DISK:
+        return (1 + (part < parameter.nbytes)) * _read(parameter, part)
+    return 2 * part if there else 0
+
+
+def _read(parameter: Parameter, nbytes: int) -> int:
+    """Bytes of the pages that so many bytes of a parameter are in."""
+    first = parameter.offset // PAGE * PAGE
+    return align(parameter.offset + nbytes, PAGE) - first

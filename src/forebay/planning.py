@@ -26,7 +26,7 @@ from forebay.loss import Cut
 from forebay.lowering import device_bound, lower
 from forebay.machine import Machine
 from forebay.memory import Tier, TierUsage
-from forebay.phases import phases
+from forebay.phases import PhasePeaks, phases
 from forebay.planners import Bench, Problem, alternatives, for_policy, make_plan
 from forebay.planners.parts import Draft, gives_up_nothing
 from forebay.planners.room import Room, leave_room
@@ -132,7 +132,6 @@ def _filled(
     timeline, forecast = _own(plan.planner, lambda: predict(trace, machine, plan, bench))
     peaks = {usage.tier: usage.peak for usage in timeline.tiers}
     found = phases(trace, plan, {tier: peaks.get(tier, 0) for tier in Tier})
-    beside = max(p.host + p.beside for p in found.values()) - allowed[Tier.HOST]
     plan = replace(plan, step_seconds=forecast.step_seconds)
     settled = with_figures(trace, machine, plan, liveness=bench.liveness, micro_batches=micro_batches)
     accumulation = None if micro_batches == 1 else _accumulated(settled, room, micro_batches)
@@ -156,7 +155,7 @@ def _filled(
             *notes,
             *forecast.notes,
             *settled.notes,
-            *_passing(beside),
+            *_passing(found, allowed[Tier.HOST]),
             *_unheld(bench.problem, plan),
             *_kept_in_place(bench.problem, plan),
             *_named(trace, peaks),
@@ -333,12 +332,16 @@ def _less_than_allowed(budget: Budget, machine: Machine) -> tuple[str, ...]:
     )
 
 
-def _passing(beside: int) -> tuple[str, ...]:
-    if beside <= 0:
+def _passing(found: Mapping[str, PhasePeaks], allowed: int) -> tuple[str, ...]:
+    """Which phases pass bytes through more of the host than is ``allowed``."""
+    over = {name: peaks.host + peaks.beside - allowed for name, peaks in found.items()}
+    over = {name: nbytes for name, nbytes in over.items() if nbytes > 0}
+    if not over:
         return ()
+    named = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in over.items())
     return (
-        f"loading, saving or resuming takes {format_bytes(beside)} of host memory more than is allowed for a moment: "
-        f"no budget counts it; lower host_memory by as much to stay below",
+        f"for a moment some phases take more of the host than is allowed: {named}; no budget counts it: lower "
+        f"host_memory by as much to stay below",
     )
 
 

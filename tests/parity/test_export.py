@@ -285,7 +285,7 @@ def resident_peak() -> int:
     return 1024 * int(line.split()[1])
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+def test_one_tensor_or_a_part_of_one_is_in_memory_at_a_time(tmp_path: Path) -> None:
     model = Large()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _ = forebay.prepare(model, sgd, device_memory="256MiB", device="cpu", policy="stream")
@@ -297,5 +297,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_peak()
         forebay.export(model, tmp_path / f"{layout}-{dtype}", layout=layout, dtype=dtype)  # type: ignore[arg-type]
-        assert 0.8 * LARGEST < resident_peak() - before < 1.2 * LARGEST, (layout, dtype)
+        held = resident_peak() - before
+        # dcp: one tensor, as torch.save takes it. torch: a part, which the home or a conversion has beside the file's.
+        assert 0.8 * LARGEST < held < 1.2 * LARGEST if layout == "dcp" else held < 0.2 * LARGEST, (layout, dtype, held)
     forebay.close(model)

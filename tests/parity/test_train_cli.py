@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -21,14 +22,17 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 import forebay  # noqa: E402
-from forebay.checkpoint.export import export_model  # noqa: E402
+from forebay.checkpoint.export import write_safetensors  # noqa: E402
+from forebay.checkpoint.source import Source  # noqa: E402
+from forebay.checkpoint.weights import Entry  # noqa: E402
 from forebay.cli.demo import DEMO_HOST_MEMORY_WITH_DISK, demo_settings, presidential_messages  # noqa: E402
 from forebay.cli.loop import Leg, make_scheduler, train_loop, warmup_of  # noqa: E402
 from forebay.cli.main import app, errors_as_messages  # noqa: E402
 from forebay.cli.progress import StepResult  # noqa: E402
 from forebay.config import TrainConfig, make_config  # noqa: E402
 from forebay.data.text import Windows  # noqa: E402
-from forebay.errors import DoesNotFit, ForebayError, UsageError  # noqa: E402
+from forebay.errors import DoesNotFit, ForebayError, StorageError, UsageError  # noqa: E402
+from forebay.exporting import write_model  # noqa: E402
 from forebay.recipes.causal_lm import ModelSource, build, find  # noqa: E402
 from forebay.units import parse_bytes  # noqa: E402
 
@@ -312,7 +316,7 @@ def prepared() -> Iterator[Any]:
 @pytest.mark.parametrize("shard_nbytes", [10**9, 200_000])
 def test_from_pretrained_reads_what_was_exported(prepared: Any, tmp_path: Path, tied: bool, shard_nbytes: int) -> None:
     model = prepared(tied, "float32")
-    export_model(model, forebay.parameters(model), tmp_path, shard_nbytes=shard_nbytes)
+    write_model(model, tmp_path, shard_nbytes=shard_nbytes)
     loaded, problems = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, local_files_only=True, output_loading_info=True
     )
@@ -330,7 +334,7 @@ def test_the_export_of_a_bf16_model_keeps_the_fp32_master(prepared: Any, tmp_pat
     from safetensors.torch import load_file
 
     model = prepared(False, "bfloat16")
-    export_model(model, forebay.parameters(model), tmp_path)
+    write_model(model, tmp_path)
     expected = forebay.parameters(model)
     stored = load_file(tmp_path / "model.safetensors")
     read = saved(tmp_path)
@@ -340,18 +344,35 @@ def test_the_export_of_a_bf16_model_keeps_the_fp32_master(prepared: Any, tmp_pat
         assert torch.equal(read[name], expected[name].to(torch.bfloat16))
 
 
-def test_an_export_that_fails_leaves_no_weights(prepared: Any, tmp_path: Path) -> None:
-    model = prepared(False, "float32")
-    good = dict(forebay.parameters(model))
+class Breaks(Source):
+    """Three tensors of which the last cannot be read."""
 
-    class Breaks(dict[str, torch.Tensor]):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            if name == "lm_head.weight":
-                raise RuntimeError("the disk went away")
-            return super().__getitem__(name)
+    def __init__(self) -> None:
+        self.entries = {name: Entry((64,), torch.float32) for name in "abc"}
+        self.aliases = {}
 
+    def read(self, name: str) -> torch.Tensor:
+        if name == "c":
+            raise RuntimeError("the disk went away")
+        return torch.zeros(64)
+
+
+@pytest.mark.parametrize("shard_nbytes", [10**9, 256])
+def test_weights_that_fail_to_be_read_leave_no_file(tmp_path: Path, shard_nbytes: int) -> None:
     with pytest.raises(RuntimeError, match="went away"):
-        export_model(model, Breaks(good), tmp_path, shard_nbytes=200_000)
+        write_safetensors(Breaks(), tmp_path, None, shard_nbytes=shard_nbytes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_fails_to_be_written_leaves_no_file(prepared: Any, tmp_path: Path) -> None:
+    model = prepared(False, "float32")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="cannot write the model"):
+            write_model(model, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 

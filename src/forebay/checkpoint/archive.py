@@ -1,4 +1,4 @@
-"""A plain ``state_dict`` in the file that ``torch.save`` writes, one tensor in memory at a time.
+"""A plain ``state_dict`` in the file that ``torch.save`` writes, part of a tensor in memory at a time.
 
 Such a file is a zip archive, uncompressed: a pickle that describes the tensors, and the bytes of each storage. torch
 writes the description, from tensors without values, and leaves room for the bytes; they are filled in afterwards. Where
@@ -16,7 +16,7 @@ from typing import IO
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forebay.checkpoint.source import Source, kept_dtype, raw_bytes
+from forebay.checkpoint.source import Source, kept_dtype
 
 __all__ = ["FILE", "write_archive"]
 
@@ -37,7 +37,9 @@ def write_archive(source: Source, folder: Path, dtype: torch.dtype | None) -> li
         with part.open("r+b") as file:
             for number, (name, entry) in enumerate(source.entries.items()):
                 _seek_bytes(file, members[str(number)])
-                _write(file, source.read(name), kept_dtype(entry, dtype))
+                for piece in source.raw(name, kept_dtype(entry, dtype)):
+                    file.write(piece)
+                    del piece  # or the next one, or tensor, would be read while this one is still held
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, folder / FILE)
@@ -50,12 +52,6 @@ def _seek_bytes(file: IO[bytes], member: zipfile.ZipInfo) -> None:
     file.seek(member.header_offset)
     lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
     file.seek(member.header_offset + LOCAL_HEADER.size + sum(lengths))
-
-
-def _write(file: IO[bytes], tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    # A function of its own: its last piece would hold this tensor while the next one is read.
-    for piece in raw_bytes(tensor, dtype):
-        file.write(piece)
 
 
 def _describe(source: Source, path: Path, dtype: torch.dtype | None) -> None:

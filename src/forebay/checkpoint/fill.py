@@ -1,9 +1,10 @@
-"""Giving a model that was prepared without values its values: from safetensors, or at random. Block by block, so that
-no more than one block is in memory beside the tiers."""
+"""Giving a model that was prepared without values its values: from safetensors, tensor by tensor as they are mapped,
+or at random, block by block: no more than one block is in memory beside the tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +13,78 @@ from torch import nn
 
 from forebay.checkpoint.weights import Weights
 from forebay.errors import ConfigError, ModelError
+from forebay.phases import PASSING
+from forebay.runtime.contents import LazyTensors
 from forebay.runtime.session import Session
+from forebay.runtime.tensors import dtype_of
 from forebay.runtime.tiles import Tile, Tiled
 from forebay.runtime.wholes import Whole, wholes_of
-from forebay.trace import Block, Parameter
+from forebay.trace import Block
 
 __all__ = ["fill_at_random", "fill_from_folder"]
 
 
-def _parameter(weights: Weights, spec: Parameter) -> torch.Tensor:
-    """The value of a parameter, under its own name or that of a tied one. Raises ``ConfigError``."""
-    return _read(weights, _named(weights, spec.name, spec.aliases), spec.shape)
+@dataclass(frozen=True)
+class _Source:
+    """Where the value of a parameter is: a tensor of the folder, or a part of one that is in tiles there."""
+
+    name: str
+    whole: Whole | None = None
+    number: int = 0
+
+    def read(self, weights: Weights) -> torch.Tensor:
+        """The value, which is mapped and not read."""
+        value = weights.read(self.name)
+        return value if self.whole is None else self.whole.layer.grid.cut(value, self.number)
 
 
-def _named(weights: Weights, name: str, aliases: tuple[str, ...]) -> str:
+def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
+    """Loads every parameter and persistent buffer of ``model`` from a folder of safetensors. Raises ``ConfigError``
+    where one is missing or has another shape; nothing has changed then."""
+    weights = Weights(Path(folder))
+    sources = _sources(weights, session, model)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in weights}
+    for name, buffer in buffers.items():
+        _expect_shape(weights, name, tuple(buffer.shape))
+    for block in session.model.blocks:
+        names = [spec.name for spec in block.parameters]
+        session.contents.write(LazyTensors(names, lambda name: sources[name].read(weights)))
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(weights.read(name))
+
+
+def _sources(weights: Weights, session: Session, model: nn.Module) -> dict[str, _Source]:
+    found: dict[str, _Source] = {}
+    for whole in wholes_of(model):
+        name = _expected(weights, whole.name, whole.aliases, whole.layer.grid.shape)
+        found |= {part: _Source(name, whole, number) for number, part in enumerate(whole.parts)}
+    for spec in session.contents.spec_of.values():
+        if spec.name not in found:
+            found[spec.name] = _Source(_expected(weights, spec.name, spec.aliases, spec.shape))
+    return found
+
+
+def _expected(weights: Weights, name: str, aliases: tuple[str, ...], shape: tuple[int, ...]) -> str:
+    """Under which name ``weights`` have a tensor of this ``shape``: its own or that of a tied one. Raises
+    ``ConfigError``."""
     found = next((n for n in (name, *aliases) if n in weights), None)
     if found is None:
         raise ConfigError(
             f"{weights.folder} has no tensor {name}; it was saved from another model, or this model's tied "
             f"weights are not tied (init_empty_weights() unties them: call model.tie_weights() before prepare)"
         )
+    _expect_shape(weights, found, shape)
     return found
 
 
-def _tile(weights: Weights, whole: Whole, number: int) -> torch.Tensor:
-    """The value of a tile: a part of the whole, which is mapped and not read."""
-    found = _named(weights, whole.name, whole.aliases)
-    return whole.layer.grid.cut(_read(weights, found, whole.layer.grid.shape), number)
-
-
-def _read(weights: Weights, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    value = weights.read(name)
-    if tuple(value.shape) != shape:
+def _expect_shape(weights: Weights, name: str, shape: tuple[int, ...]) -> None:
+    there = weights.entry(name).shape
+    if there != shape:
         raise ConfigError(
-            f"{name} in {weights.folder} has shape {tuple(value.shape)}, the model's has {shape}; "
+            f"{name} in {weights.folder} has shape {there}, the model's has {shape}; "
             f"use the config.json that belongs to the weights"
         )
-    return value
-
-
-def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
-    """Loads every parameter and persistent buffer of ``model`` from a folder of safetensors."""
-    weights = Weights(Path(folder))
-    tiles = {part: (whole, number) for whole in wholes_of(model) for number, part in enumerate(whole.parts)}
-    for block in session.model.blocks:
-        session.contents.write(
-            {
-                spec.name: _tile(weights, *tiles[spec.name]) if spec.name in tiles else _parameter(weights, spec)
-                for spec in block.parameters
-            }
-        )
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in weights:
-                buffer.copy_(_read(weights, name, tuple(buffer.shape)))
 
 
 def fill_at_random(session: Session, model: nn.Module, seed: int) -> None:
@@ -91,7 +110,7 @@ def _initialize_whole(session: Session, whole: Whole, model: nn.Module, modules:
     _initialize_module(whole.owner, {**modules, whole.owner: layer})
     values = {}
     for name, parameter in layer.named_parameters():
-        if torch.isnan(parameter).any():
+        if _has_nan(parameter):
             raise _missed(model, f"{whole.owner}.{name}")
         values[f"{whole.owner}.{name}"] = parameter.detach()
     weight = values.pop(whole.name)
@@ -105,7 +124,7 @@ def _initialize_block(
 ) -> None:
     # NaN first: what the initialisation does not reach is found afterwards.
     values = {
-        spec.name: torch.full(spec.shape, float("nan")).to(getattr(torch, spec.dtype))
+        spec.name: torch.full(spec.shape, float("nan"), dtype=dtype_of(spec))
         for spec in block.parameters
         if spec.name not in done
     }
@@ -122,10 +141,15 @@ def _initialize_block(
     finally:
         for name, parameter in parameters.items():
             parameter.data = before[name]
-    missed = [name for name, value in values.items() if torch.isnan(value).any()]
+    missed = [name for name, value in values.items() if _has_nan(value)]
     if missed:
         raise _missed(model, missed[0])
     session.contents.write(values)
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    """Whether any of ``values``, which lie in order, is NaN. Looks at a part at a time."""
+    return any(bool(part.isnan().any()) for part in values.detach().view(-1).split(PASSING))
 
 
 def _missed(model: nn.Module, name: str) -> ModelError:

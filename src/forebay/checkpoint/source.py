@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
 import torch
@@ -13,7 +13,7 @@ from forebay.checkpoint.weights import Entry, Weights
 from forebay.errors import ConfigError
 from forebay.runtime.wholes import wholes_of
 
-__all__ = ["FolderSource", "ModelSource", "Source", "kept_dtype", "raw_bytes", "saved_buffers"]
+__all__ = ["FolderSource", "ModelSource", "Source", "kept_dtype", "saved_buffers"]
 
 PIECE = 1 << 18
 """Elements that are converted to another dtype at a time."""
@@ -30,16 +30,34 @@ class Source(ABC):
     def read(self, name: str) -> torch.Tensor:
         """The values of one of ``entries``, on the host; its memory is free when nobody holds it any more."""
 
+    def raw(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+        """The bytes of one of ``entries`` as ``dtype``, in the order of its elements: part by part, each to be used
+        before the next one is asked for."""
+        for part in self._parts(name):
+            yield from _raw_bytes(part, dtype)
+
+    def _parts(self, name: str) -> Iterator[torch.Tensor]:
+        """The values of one of ``entries`` in the order of its elements, part by part."""
+        yield self.read(name)
+
 
 @final
 class ModelSource(Source):
     """A prepared model: its parameters in full precision, and the buffers of its state dict.
 
-    ``parameters`` reads them by name (``forebay.parameters``), ``entries`` says what they are.
+    ``parameters`` reads them by name (``forebay.parameters``), ``in_parts`` gives the same of those that need not be
+    read whole, ``entries`` says what they are.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, torch.Tensor],
+        in_parts: Mapping[str, Callable[[], Iterator[torch.Tensor]]],
+        entries: Mapping[str, Entry],
+    ) -> None:
         self._parameters = parameters
+        self._in_parts = in_parts
         self._buffers = saved_buffers(model)
         of_buffers = {name: Entry(tuple(b.shape), b.dtype) for name, b in self._buffers.items()}
         self.entries = {**entries, **of_buffers}
@@ -48,6 +66,10 @@ class ModelSource(Source):
 
     def read(self, name: str) -> torch.Tensor:
         return self._buffers[name].detach().cpu() if name in self._buffers else self._parameters[name]
+
+    def _parts(self, name: str) -> Iterator[torch.Tensor]:
+        parts = self._in_parts.get(name)
+        return super()._parts(name) if parts is None else parts()
 
 
 @final
@@ -93,7 +115,7 @@ def kept_dtype(entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
 
 
-def raw_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _raw_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """The bytes of ``tensor`` as ``dtype``, in the order of its elements; converted ones a piece at a time."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     step = max(1, flat.numel()) if flat.dtype is dtype else PIECE

@@ -33,7 +33,6 @@ from forebay.tiers.lock import LOCK, FolderLock
 if TYPE_CHECKING:
     from torch import nn
 
-    from forebay.cli.engine import Engine
     from forebay.data.tokenizers import Tokenizer
     from forebay.plans import Plan
     from forebay.reporting.run import RunReport
@@ -260,12 +259,12 @@ class RunFolder:
         raises."""
         return Record.read(self.path / LOSSES, step)
 
-    def finish(self, model: nn.Module, engine: Engine, tokenizer: Tokenizer) -> None:
+    def finish(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Writes the model as ``from_pretrained`` reads it."""
-        from forebay.checkpoint.export import export_model
+        from forebay.exporting import write_model
 
         tokenizer.save(self.path)
-        export_model(model, engine.parameters(model), self.path)
+        write_model(model, self.path)
 
 
 def _expect_fresh(path: Path) -> None:

@@ -193,7 +193,7 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
         if measured is not None:
             measured.keep(report)
         if folder is not None and len(record.losses) == config.steps:
-            folder.finish(model, engine, tokenizer)
+            folder.finish(model, tokenizer)
     except DeviceOutOfMemory as error:
         if folder is not None and error.snapshot is not None:
             _keep_snapshot(folder, error.snapshot, view)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
 
@@ -117,11 +118,20 @@ class BlockState:
         return {} if self.streamed is None else self.streamed.residuals
 
     def upper_halves(self) -> torch.Tensor:
-        """The parameters as they are at home (1-D uint8; a copy where they are on disk), where masters are kept as
-        halves, one of which they are; else nothing."""
+        """The parameters as they are at home (1-D uint8), to be read before the next call (``Home.look``), where
+        masters are kept as halves, one of which they are; else nothing."""
         if self.layout.masters is Masters.LOWER:
-            return self.parameters.read()
+            return self.parameters.look(0, self.parameters.nbytes)
         return torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def upper_halves_edited(self) -> Iterator[torch.Tensor]:
+        """``upper_halves``, to be changed; they are at home at its end."""
+        if self.layout.masters is Masters.LOWER:
+            with self.parameters.edit(0, self.parameters.nbytes) as content:
+                yield content
+        else:
+            yield torch.empty(0, dtype=torch.uint8)
 
     def expect_not_updated(self) -> None:
         """Raises ``GradientUsedUp`` while the block is at home as a step leaves it that is not taken yet: whatever
@@ -175,7 +185,7 @@ class BlockState:
         """Has the parameters in the copy that was the current one at first. Only for a session that ends: the states do
         not come with them. The caller has waited for all jobs."""
         if self.current is not self._first:
-            self._first.parameters.write(self.parameters.read())
+            self._first.parameters.copy_from(self.parameters, [(0, self.parameters.nbytes)])
             self.current = self._first
 
     def settle(self) -> None:
@@ -198,31 +208,48 @@ class BlockState:
         """Names of the state streams that mean something for ``parameter``, its master among them if it has one."""
         return tuple(name for name in self.said if name != MASTER or needs_master(parameter))
 
-    def stream(self, name: str, parameter: Parameter, states: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
-        """A copy of one state stream of ``parameter`` (1-D), gathered from ``states`` (``self.states.read()``) and,
-        where masters are kept as halves, from ``parameters``, all of the block."""
-        form = form_of(name)
-        made = torch.empty(form.count(parameter.numel), dtype=getattr(torch, form.dtype), device=states.device)
-        for chunk in self.layout.chunks:
-            content = states[chunk.offset : chunk.offset + chunk.nbytes]
-            for piece, values in self.values(name, chunk, content, parameters):
-                if piece.parameter.name == parameter.name:
-                    start = form.count(piece.start)
-                    made[start : start + values.numel()] = values
+    def gathered(self, names: Iterable[str], parameter: Parameter) -> dict[str, torch.Tensor]:
+        """Copies on the host of state streams of ``parameter`` (1-D), by their names. One chunk of the block is looked
+        at after the other: of what is on disk no more is in memory."""
+        forms = {name: form_of(name) for name in names}
+        made = {n: torch.empty(f.count(parameter.numel), dtype=getattr(torch, f.dtype)) for n, f in forms.items()}
+        upper = self.upper_halves()
+        for chunk in self._chunks_of({parameter.name}):
+            content = self.states.look(chunk.offset, chunk.nbytes)
+            for name, form in forms.items():
+                for piece, values in self.values(name, chunk, content, upper):
+                    if piece.parameter.name == parameter.name:
+                        start = form.count(piece.start)
+                        made[name][start : start + values.numel()] = values
         return made
 
-    def write_stream(
-        self, name: str, parameter: Parameter, states: torch.Tensor, parameters: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Writes ``value`` (1-D) as one state stream of ``parameter`` into ``states``. Of a master that is kept as
-        halves the upper one goes into ``parameters``, all of the block."""
-        for chunk in self.layout.chunks:
-            content = states[chunk.offset : chunk.offset + chunk.nbytes]
-            for piece in chunk.pieces:
+    def parts(self, name: str, parameter: Parameter) -> Iterator[torch.Tensor]:
+        """One state stream of ``parameter`` in the order of its elements, part by part (1-D), each to be read before
+        the next one is asked for."""
+        upper = self.upper_halves()
+        for chunk in self._chunks_of({parameter.name}):
+            content = self.states.look(chunk.offset, chunk.nbytes)
+            for piece, values in self.values(name, chunk, content, upper):
                 if piece.parameter.name == parameter.name:
-                    start = form_of(name).count(piece.start)
-                    count = form_of(name).count(piece.stop - piece.start)
-                    self.write_piece(name, chunk, piece, content, parameters, value[start : start + count])
+                    yield values
+
+    def write_streams(self, given: Mapping[str, Mapping[str, torch.Tensor]], parameters: torch.Tensor) -> None:
+        """Writes the state streams that are ``given`` (1-D, of any dtype and device), by their parameters and names,
+        chunk by chunk like ``gathered``. Of a master that is kept as halves the upper one goes into ``parameters``, all
+        of the block."""
+        for chunk in self._chunks_of(given):
+            with self.states.edit(chunk.offset, chunk.nbytes) as content:
+                for piece in chunk.pieces:
+                    for name, values in given.get(piece.parameter.name, {}).items():
+                        start = form_of(name).count(piece.start)
+                        count = form_of(name).count(piece.stop - piece.start)
+                        self.write_piece(name, chunk, piece, content, parameters, values[start : start + count])
+
+    def _chunks_of(self, names: Collection[str]) -> Iterator[Chunk]:
+        """The chunks with states of the parameters in ``names``."""
+        for chunk in self.layout.chunks:
+            if chunk.nbytes and any(piece.parameter.name in names for piece in chunk.pieces):
+                yield chunk
 
     def values(
         self, name: str, chunk: Chunk, content: torch.Tensor, parameters: torch.Tensor

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from forebay.errors import OptimizerError, SessionClosed
-from forebay.layout import MASTER, RESIDUAL
+from forebay.layout import MASTER, RESIDUAL, in_order
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import host_copy
 from forebay.runtime.sparse import forget
@@ -71,6 +71,16 @@ class Contents:
         self._stepping.in_backward.expect_whole()
         return self._store.full_precision(self._block_of[name], self.spec_of[name])
 
+    def full_precision_parts(self, name: str) -> Iterator[torch.Tensor]:
+        """``full_precision`` in the order of its elements, part by part (1-D), each to be used before the next one is
+        asked for. All of it is one where the elements do not lie in order."""
+        self._stepping.in_backward.expect_whole()
+        spec = self.spec_of[name]
+        if in_order(spec):
+            yield from self._store.full_precision_parts(self._block_of[name], spec)
+        else:
+            yield self._store.full_precision(self._block_of[name], spec)
+
     def value(self, name: str) -> torch.Tensor:
         """A parameter in its own dtype, as it is at home: the bytes themselves unless they are on disk."""
         return alone(self._store.value(self._block_of[name], self.spec_of[name]))
@@ -81,15 +91,17 @@ class Contents:
         return None if gradient is None else host_copy(gradient)
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Sets parameters (plain names; shape of the parameter) at home, block by block."""
+        """Sets parameters (plain names; shape of the parameter) at home, block by block. Values may be read when they
+        are asked for (``LazyTensors``): each is, once."""
         self._stepping.in_backward.expect_whole()
         self._settle()
+        names = frozenset(values)
         for block in dict.fromkeys(self._block_of[name] for name in values):
             self._pool.invalidate(block)
             self._stepping.speculation.drop(self._store.blocks[block])
-            self._store.fill(block, lambda p: values.get(p.name))
-        self._changed(values)
-        self.unwritten -= set(values)
+            self._store.fill(block, names, lambda p: values[p.name])
+        self._changed(names)
+        self.unwritten -= names
 
     @contextmanager
     def replacing(self) -> Iterator[Mapping[str, BlockState]]:
@@ -139,10 +151,8 @@ class Contents:
         steps = state.steps.get(name, 0)
         if not steps:
             return {}
-        content, upper = state.states.read(), state.upper_halves()
         streams = {}
-        for stream in state.streams_of(spec):
-            values = state.stream(stream, spec, content, upper)
+        for stream, values in state.gathered(state.streams_of(spec), spec).items():
             streams[plain_name(stream)] = shaped(values, spec) if form_of(stream).is_elementwise else values
         if name in state.residuals:
             streams[RESIDUAL] = shaped(state.residuals[name], spec).clone()
@@ -161,10 +171,12 @@ class Contents:
             self._stepping.speculation.drop(state)
             if state.layout.masters is Masters.LOWER:
                 self._pool.invalidate(block)  # of a master that is given the upper half is the parameter
-            with self._store.edit_states(state) as (content, upper):
-                for spec in state.block.parameters:
-                    if spec.trainable and spec.name in states:
-                        self._write_parameter_states(state, spec, content, upper, states[spec.name])
+            self._store.write_apart(state)
+            named = [spec for spec in state.block.parameters if spec.trainable and spec.name in states]
+            with state.upper_halves_edited() as upper:
+                state.write_streams({spec.name: _streams(state, spec, states[spec.name]) for spec in named}, upper)
+            for spec in named:
+                _write_beside(state, spec, states[spec.name])
 
     def _expect_residual(self, name: str, saved: torch.Tensor | None) -> None:
         if saved is None:
@@ -178,28 +190,27 @@ class Contents:
             shapes = tuple(saved.shape), self.spec_of[name].shape
             raise OptimizerError(f"the saved {RESIDUAL} of {name} has shape {shapes[0]}, and the parameter {shapes[1]}")
 
-    def _write_parameter_states(
-        self,
-        state: BlockState,
-        spec: Parameter,
-        content: torch.Tensor,
-        upper: torch.Tensor,
-        saved: Mapping[str, torch.Tensor],
-    ) -> None:
-        for stream in state.streams_of(spec):
-            value, form = saved.get(plain_name(stream)), form_of(stream)
-            if value is not None:
-                typed = value.to(getattr(torch, form.dtype))
-                given = flat(typed, spec) if form.is_elementwise else typed
-                state.write_stream(stream, spec, content, upper, given)
-            elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
-                state.write_stream(stream, spec, content, upper, torch.zeros(form.count(spec.numel)))
-        if spec.name in state.residuals:
-            residual = forget(state.residuals[spec.name])
-            if RESIDUAL in saved:
-                residual.copy_(flat(saved[RESIDUAL], spec))
-        # SGD keeps no count; that it has a momentum at all says that it has taken a step.
-        state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))
+
+def _streams(state: BlockState, spec: Parameter, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The streams of ``spec`` that ``saved`` states mean, 1-D."""
+    made = {}
+    for stream in state.streams_of(spec):
+        value, form = saved.get(plain_name(stream)), form_of(stream)
+        if value is not None:
+            made[stream] = flat(value, spec) if form.is_elementwise else value
+        elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
+            made[stream] = torch.zeros(1).expand(form.count(spec.numel))
+    return made
+
+
+def _write_beside(state: BlockState, spec: Parameter, saved: Mapping[str, torch.Tensor]) -> None:
+    """Sets what of the ``saved`` states of ``spec`` is in no stream."""
+    if spec.name in state.residuals:
+        residual = forget(state.residuals[spec.name])
+        if RESIDUAL in saved:
+            residual.copy_(flat(saved[RESIDUAL], spec))
+    # SGD keeps no count; that it has a momentum at all says that it has taken a step.
+    state.steps[spec.name] = int(saved["step"]) if "step" in saved else int(bool(saved))
 
 
 @final

@@ -76,14 +76,6 @@ class Home(ABC):
         """``nbytes`` from ``offset`` (None: the rest), now: the bytes themselves, or a copy of them on the host."""
 
     @abstractmethod
-    def write(self, content: torch.Tensor) -> None:
-        """Replaces all bytes, now. ``content`` may be what ``staging_for_write`` returned."""
-
-    @abstractmethod
-    def staging_for_write(self) -> torch.Tensor:
-        """A buffer to make the content for ``write`` in: the bytes themselves, or a staging buffer."""
-
-    @abstractmethod
     def look(self, offset: int, nbytes: int) -> torch.Tensor:
         """``nbytes`` from ``offset``, now, to be read before the next call: the bytes themselves, or a staging buffer.
         On disk both are those of something that is checked out, or of the whole home."""
@@ -106,6 +98,10 @@ class Home(ABC):
     def replace(self, offset: int, nbytes: int) -> AbstractContextManager[torch.Tensor]:
         """Gives a buffer, as ``look`` does, for other bytes in the place of ``nbytes`` from ``offset``; they are at
         home at its end. On disk it holds zeros at first."""
+
+    @abstractmethod
+    def edit(self, offset: int, nbytes: int) -> AbstractContextManager[torch.Tensor]:
+        """Gives ``nbytes`` from ``offset``, as ``look`` does, to be changed; they are at home at its end."""
 
     def copy_from(self, other: Home, parts: Iterable[tuple[int, int]]) -> None:
         """Copies ``parts`` (offset and bytes) of ``other``, now; one of them at a time is in memory."""
@@ -165,21 +161,16 @@ class MemoryHome(Home):
         self.settle()
         return self._buffer[offset:] if nbytes is None else self._buffer[offset : offset + nbytes]
 
-    def write(self, content: torch.Tensor) -> None:
-        self.settle()
-        if content.data_ptr() != self._buffer.data_ptr():
-            self._buffer.copy_(content[: self.nbytes])
-
-    def staging_for_write(self) -> torch.Tensor:
-        self.settle()
-        return self._buffer
-
     def look(self, offset: int, nbytes: int) -> torch.Tensor:
         self.settle()
         return self._buffer[offset : offset + nbytes]
 
     @contextmanager
     def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        yield self.look(offset, nbytes)
+
+    @contextmanager
+    def edit(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
         yield self.look(offset, nbytes)
 
 
@@ -249,13 +240,6 @@ class DiskHome(Home):
         self._file.read(self.offset + first, copy)
         return copy[offset - first : offset - first + length]
 
-    def write(self, content: torch.Tensor) -> None:
-        self.settle()
-        self._file.write(self.offset, content[: self.nbytes])
-
-    def staging_for_write(self) -> torch.Tensor:
-        return self._staging(self.nbytes)
-
     def look(self, offset: int, nbytes: int) -> torch.Tensor:
         buffer = self._staging(nbytes)
         self._file.read(self.offset + offset, buffer)
@@ -264,6 +248,12 @@ class DiskHome(Home):
     @contextmanager
     def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
         buffer = self._staging(nbytes).zero_()
+        yield buffer
+        self._file.write(self.offset + offset, buffer)
+
+    @contextmanager
+    def edit(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        buffer = self.look(offset, nbytes)
         yield buffer
         self._file.write(self.offset + offset, buffer)
 
@@ -310,14 +300,6 @@ class StorageHome(Home):
         self.settle()
         return self._file.read(offset, nbytes)
 
-    def write(self, content: torch.Tensor) -> None:
-        self.settle()
-        self._file.write(content)
-
-    def staging_for_write(self) -> torch.Tensor:
-        self.settle()
-        return self._file.staging_for_write()
-
     def look(self, offset: int, nbytes: int) -> torch.Tensor:
         self.settle()
         return self._file.look(offset, nbytes)
@@ -326,4 +308,10 @@ class StorageHome(Home):
     def replace(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
         self.settle()
         with self._file.replace(offset, nbytes) as buffer:
+            yield buffer
+
+    @contextmanager
+    def edit(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
+        self.settle()
+        with self._file.edit(offset, nbytes) as buffer:
             yield buffer

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final, final
 
 import torch
 
 from forebay.arenas import UPDATE_RING, Arenas, arenas_of, home_tier
 from forebay.device.base import Completion, Device
-from forebay.layout import MASTER, PAGE, needs_master
+from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, needs_master
 from forebay.memory import ArenaUsage, Kind, Tier
 from forebay.optim.rules import UpdateRule
+from forebay.phases import PASSING
 from forebay.plans import Plan, Streaming, Update
 from forebay.runtime.block_placer import BlockPlacer, OnHost
 from forebay.runtime.blockstate import BlockState
@@ -25,7 +26,7 @@ from forebay.runtime.landing import Landing
 from forebay.runtime.places import Places
 from forebay.runtime.standing import Standing
 from forebay.runtime.storage_side import StorageSide, Territory
-from forebay.runtime.tensors import alone, elements, shaped
+from forebay.runtime.tensors import alone, dtype_of, elements, flat, shaped
 from forebay.scheduling.gradients import GradientSlots
 from forebay.scheduling.staging import StagingRing
 from forebay.slabs import WINDOW, device_slabs
@@ -38,6 +39,9 @@ from forebay.trace import Model, Parameter
 from forebay.treatments import Fate
 
 __all__ = ["Store"]
+
+_PART: Final = PASSING // STATE_ITEMSIZE
+"""Elements of a parameter that are written at a time."""
 
 
 @final
@@ -233,45 +237,18 @@ class Store:
                 made[Fate.DISK] = [DiskDepot(self._device, whole, file)]
         return made
 
-    def fill(self, block: str, content: Callable[[Parameter], torch.Tensor | None]) -> None:
-        """Writes parameters of ``block`` to their home, and to the fp32 master if there is one.
-
-        ``content`` gives a parameter's value in its shape, or None to leave it as it is. One block's bytes are in
-        memory at a time, whatever the tier.
-        """
+    def fill(self, block: str, names: Collection[str], read: Callable[[Parameter], torch.Tensor]) -> None:
+        """Writes the parameters of ``block`` that are in ``names`` to their home, and to the fp32 masters if there are
+        any. ``read`` gives the value of one of them, in its shape; it is asked for one at a time, and nothing of the
+        length of a parameter is made beside that (but of one whose elements do not lie in order)."""
         state = self.blocks[block]
         self.write_apart(state)
-        values = {p.name: content(p) for p in state.block.parameters}
-        target = state.parameters.staging_for_write()
-        if any(value is None for value in values.values()):
-            target[: state.block.nbytes].copy_(state.parameters.read()[: state.block.nbytes])
-        masters: list[tuple[Parameter, torch.Tensor]] = []
-        for parameter in state.block.parameters:
-            value = values.pop(parameter.name)
-            if value is None:
-                continue
-            shaped(elements(target, parameter, parameter.offset), parameter).copy_(value)
-            if needs_master(parameter):
-                masters.append((parameter, value))
-        state.parameters.write(target)
-        if masters:
-            self._fill_masters(state, masters)
-
-    def _fill_masters(self, state: BlockState, masters: Sequence[tuple[Parameter, torch.Tensor]]) -> None:
-        with self.edit_states(state) as (states, upper):
-            for parameter, value in masters:
-                wide = torch.empty_strided(parameter.shape, parameter.stride, dtype=torch.float32).copy_(value)
-                state.write_stream(MASTER, parameter, states, upper, wide.as_strided((parameter.numel,), (1,)))
-
-    @contextlib.contextmanager
-    def edit_states(self, state: BlockState) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All state bytes of one block, and its ``upper_halves``, to be changed in place; written back at the end."""
-        self.write_apart(state)
-        content, upper = state.states.read(), state.upper_halves()
-        yield content, upper
-        state.states.write(content)
-        if upper.numel():
-            state.parameters.write(upper)
+        given = [parameter for parameter in state.block.parameters if parameter.name in names]
+        home = state.parameters
+        placed = home.replace if len(given) == len(state.block.parameters) else home.edit
+        with placed(0, home.nbytes) as content:
+            for parameter in given:
+                _put(state, content, parameter, read(parameter))
 
     def write_apart(self, state: BlockState) -> None:
         """Before somebody else than an update writes to a block: has its current copy be one that no checkpoint has, or
@@ -287,11 +264,6 @@ class Store:
             target.states.copy_from(source.states, [(c.offset, c.nbytes) for c in state.layout.chunks if c.nbytes])
         state.turn()
 
-    def read(self, block: str) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """The parameters of ``block`` in their own dtype, as they are at home once all updates are done."""
-        for parameter in self.blocks[block].block.parameters:
-            yield parameter, self.value(block, parameter)
-
     def value(self, block: str, parameter: Parameter) -> torch.Tensor:
         """``parameter`` in its own dtype once its updates are done: the home bytes themselves, or a copy from disk."""
         content = self.blocks[block].parameters.read(parameter.offset, parameter.nbytes)
@@ -301,9 +273,22 @@ class Store:
         """A copy of ``parameter`` on the host: its fp32 master if it has one, else its own value."""
         state = self.blocks[block]
         if needs_master(parameter):
-            master = state.stream(MASTER, parameter, state.states.read(), state.upper_halves())
-            return shaped(master.cpu(), parameter)
-        return self.value(block, parameter).clone().cpu()
+            return shaped(state.gathered((MASTER,), parameter)[MASTER], parameter)
+        value = self.value(block, parameter)
+        if home_tier(state.placement) is Tier.DISK:
+            return alone(value)  # read for this
+        return value.clone() if value.device.type == "cpu" else value.cpu()
+
+    def full_precision_parts(self, block: str, parameter: Parameter) -> Iterator[torch.Tensor]:
+        """``full_precision`` in the order of memory, part by part on the host (1-D), each to be read before the next
+        one is asked for: the home bytes themselves, if they are there."""
+        state = self.blocks[block]
+        if needs_master(parameter):
+            yield from (part.cpu() for part in state.parts(MASTER, parameter))
+            return
+        for start in range(0, parameter.nbytes, PASSING):
+            nbytes = min(PASSING, parameter.nbytes - start)
+            yield state.parameters.read(parameter.offset + start, nbytes).view(dtype_of(parameter)).cpu()
 
     def settle(self) -> None:
         """Waits until every update of every block is at home."""
@@ -338,3 +323,13 @@ class Store:
         for buffer in (self._staging, self.workspace):
             buffer.set_(torch.UntypedStorage(0, device=buffer.device))
         self._stack.close()
+
+
+def _put(state: BlockState, content: torch.Tensor, parameter: Parameter, value: torch.Tensor) -> None:
+    """Writes the ``value`` of a parameter into ``content``, the parameters of its block, and to its master."""
+    values, own = flat(value, parameter), elements(content, parameter, parameter.offset)
+    # Part by part: on its way to an accelerator what has another dtype is converted in memory of its own.
+    for target, source in zip(own.split(_PART), values.split(_PART), strict=True):
+        target.copy_(source)
+    if needs_master(parameter):
+        state.write_streams({parameter.name: {MASTER: values}}, content)
