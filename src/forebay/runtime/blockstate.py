@@ -217,10 +217,9 @@ class BlockState:
         for chunk in self._chunks_of({parameter.name}):
             content = self.states.look(chunk.offset, chunk.nbytes)
             for name, form in forms.items():
-                for piece, values in self.values(name, chunk, content, upper):
-                    if piece.parameter.name == parameter.name:
-                        start = form.count(piece.start)
-                        made[name][start : start + values.numel()] = values
+                for piece, values in self.values(name, chunk, content, upper, of=parameter):
+                    start = form.count(piece.start)
+                    made[name][start : start + values.numel()] = values
         return made
 
     def parts(self, name: str, parameter: Parameter) -> Iterator[torch.Tensor]:
@@ -229,9 +228,8 @@ class BlockState:
         upper = self.upper_halves()
         for chunk in self._chunks_of({parameter.name}):
             content = self.states.look(chunk.offset, chunk.nbytes)
-            for piece, values in self.values(name, chunk, content, upper):
-                if piece.parameter.name == parameter.name:
-                    yield values
+            for _, values in self.values(name, chunk, content, upper, of=parameter):
+                yield values
 
     def write_streams(self, given: Mapping[str, Mapping[str, torch.Tensor]], parameters: torch.Tensor) -> None:
         """Writes the state streams that are ``given`` (1-D, of any dtype and device), by their parameters and names,
@@ -252,20 +250,27 @@ class BlockState:
                 yield chunk
 
     def values(
-        self, name: str, chunk: Chunk, content: torch.Tensor, parameters: torch.Tensor
+        self,
+        name: str,
+        chunk: Chunk,
+        content: torch.Tensor,
+        parameters: torch.Tensor,
+        of: Parameter | None = None,
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """What one stream of ``chunk`` says of each piece that has it (1-D); ``content`` are the bytes of the chunk,
-        ``parameters`` those of the block. Where masters are kept as halves these are made of them, and their ties are
-        no part of the state that keeps them: copies, and else what is in ``content``."""
-        halves = self.layout.masters is Masters.LOWER
-        if name == MASTER and halves:
-            for piece, lower in self.views(LOWER, chunk, content):
-                if needs_master(piece.parameter):
-                    yield piece, joined(at_place(parameters, piece), lower, self._view(TIES, chunk, content, piece))
-            return
-        for piece, view in self.views(name, chunk, content):
-            if name != MASTER or needs_master(piece.parameter):
-                yield piece, view.abs() if name == TIES and halves and needs_master(piece.parameter) else view
+        """What one stream of ``chunk`` says of each piece that has it (1-D), or of those ``of`` one parameter;
+        ``content`` are the bytes of the chunk, ``parameters`` those of the block. Where masters are kept as halves
+        these are made of them, and their ties are no part of the state that keeps them: copies, and else what is in
+        ``content``."""
+        for piece in chunk.pieces:
+            if of is not None and piece.parameter.name != of.name:
+                continue
+            halves = self.layout.masters is Masters.LOWER and needs_master(piece.parameter)
+            if name == MASTER and halves:
+                lower, ties = (self._view(stream, chunk, content, piece) for stream in (LOWER, TIES))
+                yield piece, joined(at_place(parameters, piece), lower, ties)
+            elif name != MASTER or needs_master(piece.parameter):
+                view = self._view(name, chunk, content, piece)
+                yield piece, view.abs() if name == TIES and halves else view
 
     def write_piece(
         self,
