@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -36,7 +37,28 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is left out by default, and skips what cannot run here."""
+    _thin(items)
+    _skip_without_cuda(items)
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Marks all but one in n cases of every test that is ``thinned(n)`` as slow: the same ones in every run, drawn from
+    all of them, so that no value of a parameter is left out for its place."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        marker = item.get_closest_marker("thinned")
+        if marker is not None:
+            cases.setdefault((item.nodeid.partition("[")[0], *marker.args), []).append(item)
+    for (_, share), alike in cases.items():
+        drawn = sorted(alike, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in drawn[-(-len(drawn) // share) :]:
+            item.add_marker("slow")
+
+
+def _skip_without_cuda(items: list[pytest.Item]) -> None:
     """Skips the tests marked ``gpu`` where torch finds no CUDA device. Imports torch only if there is one to skip."""
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:

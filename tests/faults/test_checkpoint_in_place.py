@@ -146,6 +146,7 @@ def test_what_is_named_in_place_is_on_the_disk_before_it_is_named(trained: Train
     assert order[renamed + 1] == "sync_folder"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("dtype", "from_whom"), [(torch.float32, "reader"), (torch.bfloat16, "halves_reader")], ids=["fp32", "halves"]
 )

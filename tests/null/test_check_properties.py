@@ -146,6 +146,7 @@ def test_any_corruption_is_refused(data: st.DataObject, case: Case, micro_batche
             refuse(case, wrong, subjects)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize(("lowering", "micro_batches"), [(lower, 2), (treated_program, 1)])
 def test_every_corruption_of_a_rich_program_is_refused(

@@ -90,6 +90,7 @@ def test_auto_keeps_what_there_is_room_for() -> None:
     assert after.step_seconds < before.step_seconds
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("share", [0.5, 0.6, 0.7, 0.8, 0.9])
 def test_more_room_is_never_slower(share: float) -> None:
     trace = chain(8, width=WIDTH, activation=1 << 14)

@@ -204,6 +204,7 @@ def test_a_search_ends_after_so_many_actions(most: int, monkeypatch: pytest.Monk
     assert SIMULATIONS_LEAST <= bench.simulated <= max(SIMULATIONS_LEAST, 1 + most / each * 2)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("on", "lane"),
     [

@@ -61,6 +61,7 @@ def parts(rule: UpdateRule) -> list[Part]:
     return made
 
 
+@pytest.mark.thinned(2)
 @torchs_bits
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("workspace", [True, False])

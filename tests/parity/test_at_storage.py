@@ -44,6 +44,7 @@ def at_storage(case: Case, dtype: torch.dtype, plan: Plan, density: float | None
     return replace(plan, host=sizes.host, disk=sizes.disk)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("density", [None, 1.0])
 def test_whatever_a_loop_does(density: float | None, tmp_path: Path) -> None:
     """Everything that a loop may do, once, between steps: against updates on the host, whose numbers are those of plain

@@ -28,6 +28,7 @@ def traced(name: str, dtype: torch.dtype = torch.float32) -> Trace:
     return capture(case.model(dtype), case.inputs(0, dtype)).trace
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", TRACEABLE)
@@ -39,6 +40,7 @@ def test_the_bytes_of_a_trace_are_those_of_the_real_step(name: str, dtype: torch
     assert traced_peak(traced(name, dtype), keep=keep) == real_peak(model, batch, keep=keep)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", TRACEABLE)
 def test_every_gradient_is_complete_once_and_of_its_parameters_size(name: str) -> None:
     case = TRACEABLE[name]
@@ -187,6 +189,7 @@ def test_what_the_loop_lets_go_of_is_gone_when_backward_begins(name: str) -> Non
     assert footprint_of(brief).peak < footprint_of(named).peak
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("loss_fn", [None, of_output])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_a_cache_that_nothing_reads_is_told_of(name: str, loss_fn: LossFunction | None) -> None:

@@ -74,6 +74,7 @@ MOES: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", MOES)
 def test_experts_are_routed_in_turn(name: str, kind: str) -> None:

@@ -36,6 +36,7 @@ def step(name: str, dtype: torch.dtype = torch.float32) -> Trace:
     return capture(case.model(dtype), case.inputs(0, dtype)).trace
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_every_placement_of_a_real_model_is_accepted(name: str) -> None:
     trace = step(name)
@@ -64,6 +65,7 @@ def exact(trace: Trace, plan: Plan) -> Plan:
     return replace(plan, device=most, budget=replace(plan.budget, device=most))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", moves.MODELS)
 def test_the_promise_is_enough(name: str) -> None:
     """Whatever moves and whatever runs again, the checker finds no way to need more."""
@@ -89,6 +91,7 @@ def test_what_is_passed_over_makes_room(name: str, windows: tuple[int, int]) -> 
     assert usage.peak <= plan.device
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "convnet"])
 def test_the_promise_is_enough_for_codes_and_disk(name: str, again: bool, tmp_path: Path) -> None:

@@ -142,12 +142,14 @@ TURNS = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("dtype", "overlap", "first", "stride"), TURNS)
 def test_each_job_late_in_turn(dtype: torch.dtype, overlap: bool, first: int, stride: int, tmp_path: Path) -> None:
     plan = tiered(NARROW, dtype, overlap=overlap, host_slots=5)
     assert_same_whichever_is_late(dtype, plan, tmp_path, first, stride)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE])
 def test_a_slow_lane(lane: Lane, tmp_path: Path) -> None:
     """Every job of one lane is late, by less than ``LATE`` and each by its own time; the others are not."""
@@ -157,6 +159,7 @@ def test_a_slow_lane(lane: Lane, tmp_path: Path) -> None:
     train(NARROW, torch.float32, delays, plan=plan, disk=disk).assert_equal(expected)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama-tied", "used-twice", "checkpointed"])

@@ -34,6 +34,7 @@ PLANS: dict[tuple[torch.dtype, bool], Plan] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("cells", [1, 50])
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "tiers"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -46,6 +47,7 @@ def test_one_result_wherever_the_update_runs(dtype: torch.dtype, disk: bool, cel
     train(NARROW, dtype, None, plan=plan, disk=folder).assert_equal(resident)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "tiers"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=4)
@@ -63,6 +65,7 @@ def test_whatever_a_loop_does(
     assert_same(run_all(there, flat), expected, flat)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("between", ACTIONS)
 def test_between_one_step_and_the_next(between: str, tmp_path: Path) -> None:
     """Each thing that a loop may do when a step has been asked for and its updates are not queued yet."""
@@ -94,6 +97,7 @@ OPTIMIZERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("kind", "dtype"), [("sgd", torch.float32), *((kind, torch.bfloat16) for kind in OPTIMIZERS)])
 def test_other_optimizers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Without any state, with one, with three."""
@@ -116,6 +120,7 @@ def test_other_optimizers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None
     assert all(torch.equal(first_states[i][n], second_states[i][n]) for i in first_states for n in first_states[i])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["llama-tied", "used-twice", "frozen", "checkpointed"])
 def test_models_of_every_shape(name: str, tmp_path: Path) -> None:
     case, dtype = CASES[name], CASES[name].dtypes[-1]
@@ -145,6 +150,7 @@ def test_each_job_late_in_turn(dtype: torch.dtype, tmp_path: Path) -> None:
 SLOW = [(lane, True) for lane in (Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE, Lane.DISK_READ, Lane.DISK_WRITE)]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("lane", "overlap"), [*SLOW, (Lane.DEVICE_UPDATE, False)])
 def test_a_slow_lane(lane: Lane, overlap: bool, tmp_path: Path) -> None:
     expected = train(NARROW, torch.float32, None)

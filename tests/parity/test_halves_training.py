@@ -79,6 +79,7 @@ def on_disk(folder: Path) -> dict[str, Any]:
     return {"plan": plan, "device_memory": AMPLE, "disk": f"{folder}:1GiB"}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("where", [*HOMES, "on disk"])
 def test_one_result_and_one_checkpoint(where: str, tmp_path: Path) -> None:
     """Masters that are no bf16 numbers come through a checkpoint, a saved optimizer, and steps behind both, wherever

@@ -41,6 +41,7 @@ def assert_same(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 # Numbers.
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["llama-tied", "t5", "mixtral", "experts", "used-twice"])
 def test_every_model_as_with_a_step_after_backward(name: str, tmp_path: Path) -> None:
     """Every kind of home in turn, 16-bit parameters with a master where there are any."""

@@ -85,6 +85,7 @@ def _floats(trace: Trace, op: str) -> bool:
     return all(tensor.dtype == "float32" for tensor in made)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "codes"])
 @pytest.mark.parametrize(
     ("name", "again", "windows", "ring"),

@@ -61,6 +61,7 @@ def lowered(program: Program) -> dict[Lane, list[str]]:
     return {lane: [a.what for a in program.actions if a.lane is lane] for lane in (*LANES, Lane.DEVICE_UPDATE)}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("where", ["host", "disk"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "frozen", "unused"])
 def test_order(name: str, where: str, tmp_path: Path) -> None:

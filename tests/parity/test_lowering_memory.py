@@ -52,6 +52,7 @@ def measured(name: str, plan: Plan, batch: Mapping[str, Any]) -> int:
     return usage.peak
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_bound(name: str, recompute: bool) -> None:

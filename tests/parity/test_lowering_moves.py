@@ -100,6 +100,7 @@ def only(words: list[str], verb: str) -> list[str]:
     return [word for word in words if word.startswith(f"{verb} ")]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("kind", "resident", "windows"), HOW)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_program_is_what_the_runtime_does(name: str, kind: str, resident: bool, windows: tuple[int, int]) -> None:
@@ -118,6 +119,7 @@ def test_the_program_is_what_the_runtime_does(name: str, kind: str, resident: bo
     assert peak(play(program, trace, roomy_machine("cpu"))) == peak(timeline) <= device_bound(trace, plan)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", ["move", "again"])
 @pytest.mark.parametrize("name", MODELS)
 def test_reloads_come_in_the_order_of_the_program(name: str, kind: str) -> None:
@@ -132,6 +134,7 @@ def test_reloads_come_in_the_order_of_the_program(name: str, kind: str) -> None:
     assert list(real) == []
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("kind", "resident", "windows"), HOW)
 def test_two_passes_of_a_step(kind: str, resident: bool, windows: tuple[int, int]) -> None:
     trace, plan = traced("llama", kind), planned("llama", kind, resident, windows)

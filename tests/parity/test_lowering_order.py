@@ -85,6 +85,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "policy", "micro_batches"), WAYS)
 def test_policies(name: str, policy: str, micro_batches: int) -> None:
     trace = traced(name)
@@ -94,6 +95,7 @@ def test_policies(name: str, policy: str, micro_batches: int) -> None:
     )
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "used-twice", "t5"])
 def test_slots_and_distance(name: str, slots: int) -> None:
@@ -116,6 +118,7 @@ def test_recomputed_blocks(name: str) -> None:
     assert lowered(lower(trace, plan)) == by_lane(observed(CASES[name], plan, 1).last)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_states_and_parameters_on_disk(overlap: bool, micro_batches: int, tmp_path: Path) -> None:

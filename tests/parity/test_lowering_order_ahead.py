@@ -87,6 +87,7 @@ def assert_same_jobs(name: str, plan: Plan, micro_batches: int) -> list[Action]:
 MODELS = ("llama", "llama-tied", "used-twice", "frozen", "unused", "t5")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_program_is_what_runs(name: str, seed: int, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def case(name: str) -> Case:
     return Case(lambda: WithLoss(Stack(KINDS[name])), images)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_trace_has_the_bytes_of_a_step(name: str, dtype: torch.dtype) -> None:

@@ -48,6 +48,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["auto", "stream", "disk"])
 def test_load_equals_from_pretrained(folder: Path, way: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def counters(model: nn.Module) -> int:
     return forebay.report(model).timeline.counters["activations_kept"]
 
 
+@pytest.mark.thinned(4)
 @WHERE
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_same_numbers_with_all_that_may_be_moved_moved(name: str, resident: bool) -> None:
@@ -57,6 +58,7 @@ def test_same_numbers_with_all_that_may_be_moved_moved(name: str, resident: bool
     forebay.close(model)
 
 
+@pytest.mark.thinned(4)
 @WHERE
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_same_numbers_with_copies_made_between_ops(name: str, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +119,7 @@ def delayed(name: str, lanes: tuple[Lane, ...], plan: Plan) -> None:
         device.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("windows", [(0, 0), (20_000, 20_000), (2**20, 2**20)], ids=str)
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H])
 def test_late_transfers_change_nothing(lane: Lane, windows: tuple[int, int]) -> None:

@@ -123,6 +123,7 @@ def disk_plan(model: nn.Module, folder: Path, state_names: tuple[str, ...], make
     return replace(made, budget=budget, placements=homes, streaming=cut, host=sizes.host, disk=sizes.disk)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["auto", "stream"])
 @pytest.mark.parametrize("fused", [True, None], ids=["fused", "default"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

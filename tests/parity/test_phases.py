@@ -142,6 +142,7 @@ def seen() -> Iterator[Ledger]:
         watch.uninstall()
 
 
+@pytest.mark.thinned(3)
 @each
 def test_loading(home: str, dtype: torch.dtype, masters: Masters, folder: Path) -> None:
     run = Run(CASES["llama"], dtype, home, masters, folder)
@@ -161,6 +162,7 @@ def test_loading(home: str, dtype: torch.dtype, masters: Masters, folder: Path) 
     run.device.close()
 
 
+@pytest.mark.thinned(3)
 @each
 def test_initializing(home: str, dtype: torch.dtype, masters: Masters, folder: Path) -> None:
     run = Run(CASES["llama"], dtype, home, masters, folder)
@@ -180,6 +182,7 @@ def test_initializing(home: str, dtype: torch.dtype, masters: Masters, folder: P
     run.device.close()
 
 
+@pytest.mark.thinned(3)
 @each
 def test_evaluating(home: str, dtype: torch.dtype, masters: Masters, folder: Path) -> None:
     run = Run(CASES["llama"], dtype, home, masters, folder)
@@ -197,6 +200,7 @@ def test_evaluating(home: str, dtype: torch.dtype, masters: Masters, folder: Pat
     run.device.close()
 
 
+@pytest.mark.thinned(3)
 @each
 def test_saving(home: str, dtype: torch.dtype, masters: Masters, folder: Path) -> None:
     run = Run(CASES["llama"], dtype, home, masters, folder)
@@ -212,6 +216,7 @@ def test_saving(home: str, dtype: torch.dtype, masters: Masters, folder: Path) -
     run.device.close()
 
 
+@pytest.mark.thinned(3)
 @each
 def test_saving_a_checkpoint_and_resuming(home: str, dtype: torch.dtype, masters: Masters, folder: Path) -> None:
     run = Run(CASES["llama"], dtype, home, masters, folder)

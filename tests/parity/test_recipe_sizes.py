@@ -91,6 +91,7 @@ def test_every_recipe_has_a_published_count() -> None:
     assert set(recipe_names()) == set(PUBLISHED)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_has_the_parameters_of_its_model_card(name: str) -> None:
     found = sample(name, batch=2, seq=16, dtype="bfloat16")

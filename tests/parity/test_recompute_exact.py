@@ -145,6 +145,7 @@ def _overload(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
 
 
+@pytest.mark.thinned(3)
 @WHICH
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_ops_and_peak(name: str, every: int) -> None:

@@ -99,6 +99,7 @@ CASES_AND_WAYS = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "before", "after"), CASES_AND_WAYS, ids=[f"{c[0]}-{str(c[1])[6:]}-{c[3]}" for c in CASES_AND_WAYS]
 )

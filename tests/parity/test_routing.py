@@ -95,6 +95,7 @@ def planned(name: str, trace: Trace, *, recompute: bool) -> Plan:
     return replace(plan, recompute=layers if recompute else ())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
 def test_a_promise_holds_for_every_routing_and_is_near_the_worst(name: str, recompute: bool) -> None:
@@ -124,6 +125,7 @@ def forwards(model: nn.Module) -> list[None]:
     return seen
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("kind", "extremes"), [("eager", len(EXTREMES)), ("grouped_mm", 0)])
 @pytest.mark.parametrize("name", MOES)
 def test_only_sizes_that_follow_from_routes_are_captured_again(name: str, kind: str, extremes: int) -> None:

@@ -56,6 +56,7 @@ def ops_of_a_pass(case: Case, plan: Plan) -> Counter[str]:
     return ops.ran
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2-dropout", "t5", "vit", "convnet"])
 def test_what_is_named_does_not_run_again_and_all_else_does(name: str) -> None:
     """Beside a pass that recomputes nothing, a pass runs the ops of its blocks' forwards again up to the last tensor

@@ -126,6 +126,7 @@ PLANS: dict[tuple[torch.dtype, bool], Plan] = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "tiers"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=6)
@@ -144,6 +145,7 @@ def test_whatever_a_loop_does(
     assert_same(run_all(ahead, flat), expected, flat)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("between", ACTIONS)
 def test_between_backward_and_step(between: str, tmp_path: Path) -> None:
     """Each thing that a loop may do when the updates have run ahead, and the steps after it."""
@@ -351,6 +353,7 @@ def test_other_optimizers(kind: str, tmp_path: Path) -> None:
     forebay.close(made)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["llama-tied", "used-twice", "frozen", "experts", "checkpointed"])
 def test_models_of_every_shape(name: str, tmp_path: Path) -> None:
     case, dtype = CASES[name], CASES[name].dtypes[-1]
@@ -369,6 +372,7 @@ def test_each_job_late_in_turn(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_same_whichever_is_late(dtype, plan, tmp_path, 0 if dtype is torch.float32 else 6, 12)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.UPDATE, Lane.DISK_READ, Lane.DISK_WRITE])
 def test_a_slow_lane(lane: Lane, tmp_path: Path) -> None:
     expected = train(NARROW, torch.float32, None)

@@ -86,6 +86,7 @@ def assert_same_state(left: dict[str, torch.Tensor], right: dict[str, torch.Tens
         assert torch.equal(left[name], tensor), name
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [CASE, TIED], ids=["used-twice", "tied"])
 def test_model_state_has_plain_names_and_values(prepare: Prepare, case: Case, dtype: torch.dtype) -> None:
@@ -188,6 +189,7 @@ def test_loading_with_assign_is_refused(prepare: Prepare) -> None:
     train(CASE, model, optimizer, range(1))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_save_pretrained(prepare: Prepare, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
@@ -327,6 +329,7 @@ def test_an_optimizer_without_steps(prepare: Prepare) -> None:
     assert train(CASE, model, optimizer, range(2)) == first
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [CASE, TIED], ids=["used-twice", "tied"])
 def test_close_gives_back_a_plain_model(prepare: Prepare, case: Case, dtype: torch.dtype) -> None:

@@ -52,6 +52,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "dtype"), WAYS, ids=[f"{name}-{str(dtype)[6:]}" for name, dtype in WAYS])
 def test_same_numbers(name: str, dtype: torch.dtype) -> None:
     case, sizes = CASES[name]

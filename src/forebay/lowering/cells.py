@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from forebay.arenas import Arenas
 from forebay.device.base import Completion
-from forebay.layout import Chunk, cell_of, gradient_offsets, spans_of, state_layout
+from forebay.lowering.jobs import Jobs
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Kind
 from forebay.plans import Plan, Update
@@ -16,7 +16,7 @@ from forebay.program import Verb
 from forebay.scheduling.routes import TO_DEVICE, TO_STORAGE, Route
 from forebay.scheduling.staging import StagingRing
 from forebay.timeline import Lane
-from forebay.trace import Block, Trace
+from forebay.trace import Block
 
 __all__ = ["PaperCells", "paper_cells"]
 
@@ -24,33 +24,27 @@ Waits = tuple[Completion, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Moves:
-    """What moves for one chunk of a block: bytes of its cell, of its states, and of each piece of parameters that is
-    loaded, of gradients, of parameters that are stored. Of gradients that do not move as they are the largest elements
-    move, ``chosen_from`` so many."""
+class _Part:
+    """What of a chunk moves together: the bytes of each transfer, of which the first comes ``after`` something."""
 
-    cell: int
-    states: int
-    loaded: tuple[int, ...]
-    gradients: tuple[int, ...]
-    stored: tuple[int, ...]
-    chosen_from: int
+    kind: Kind
+    what: str
+    sizes: tuple[int, ...]
+    after: Waits
+    chosen_from: int = 0
 
 
 @final
 class PaperCells:
     """As many cells of ``cell`` bytes as ``window`` bytes hold, at the end of ``route``."""
 
-    def __init__(self, trace: Trace, plan: Plan, window: int, cell: int, recorder: Recorder, route: Route) -> None:
+    def __init__(self, plan: Plan, window: int, cell: int, recorder: Recorder, route: Route, jobs: Jobs) -> None:
         self._recorder = recorder
         self._route = route
+        self._streaming = plan.streaming
         self._density = plan.streaming.gradient_density if route.sparse else None
         self._ring = StagingRing([Paper(cell)] * (window // cell if cell else 0))
-        self._chunks: Callable[[Block], tuple[Chunk, ...]] = lambda block: (
-            state_layout(block, trace.state_names, plan.streaming.update_chunk, plan.streaming.masters).chunks
-        )
-        self._masters = plan.streaming.masters
-        self._moves: dict[tuple[str, frozenset[int]], tuple[_Moves, ...]] = {}
+        self._jobs = jobs
 
     def update(
         self, block: Block, tasks: frozenset[int], number: int, touched: int, landed: Waits, ready: Waits, states: Waits
@@ -58,74 +52,67 @@ class PaperCells:
         """The update of chunk ``number`` of ``block``, of the parameters in ``tasks`` (places in the block), after all
         of ``landed`` (its gradients), ``ready`` (its parameters) and ``states``. Returns the actions by which the
         gradients have been read and all is at home."""
-        moves, route = self._moves_of(block, tasks)[number], self._route
+        moves = self._jobs.moves(block, tasks, self._streaming, self._density)[number]
+        route = self._route
         staging, free = self._ring.take(moves.cell)
-        arrived: list[Recorded] = []
-
-        def move(
-            lane: Lane, verb: Verb, part: Kind, what: str, sizes: Iterable[int], after: Iterable[Completion]
-        ) -> None:
-            for nbytes in filter(None, sizes):
-                arrived.append(
-                    self._recorder.add(
-                        lane,
-                        verb,
-                        f"{verb.value} {what}{block.name}",
-                        after=after,
-                        nbytes=nbytes,
-                        block=block.name,
-                        chunk=number,
-                        part=part,
-                        chosen_from=moves.chosen_from if part is Kind.GRADIENT else 0,
-                    )
-                )
-
-        with_states = (moves.states,) if route.states else ()
-        move(route.bring, Verb.LOAD, Kind.STATE, "states of ", with_states, (*free, *states))
-        move(route.bring, Verb.LOAD, Kind.PARAMETER, "parameters of ", moves.loaded, (*free, *ready))
-        move(route.bring, Verb.LOAD, Kind.GRADIENT, "gradients of ", moves.gradients, (*free, *landed))
-        read = arrived[-1]
+        states_moved = (moves.states,) if route.states else ()
+        read = self._move(
+            *(route.bring, Verb.LOAD, block, number),
+            [
+                _Part(Kind.STATE, "states of ", states_moved, (*free, *states)),
+                _Part(Kind.PARAMETER, "parameters of ", moves.loaded, (*free, *ready)),
+                _Part(Kind.GRADIENT, "gradients of ", moves.gradients, (*free, *landed), moves.chosen_from),
+            ],
+        )
         updated = self._recorder.add(
             route.update,
             Verb.UPDATE,
             f"update {block.name}",
-            after=arrived,
+            after=read,
             nbytes=touched,
             block=block.name,
             chunk=number,
         )
         after = (updated, *ready, *states)
-        move(route.take, Verb.STORE, Kind.STATE, "states of ", with_states, after)
-        move(route.take, Verb.STORE, Kind.PARAMETER, "", moves.stored, after)
-        staging.busy = arrived[-1]
-        return read, arrived[-1]
+        home = self._move(
+            *(route.take, Verb.STORE, block, number),
+            [_Part(Kind.STATE, "states of ", states_moved, after), _Part(Kind.PARAMETER, "", moves.stored, after)],
+        )
+        staging.busy = home[-1]
+        return read[-1], home[-1]
 
-    def _moves_of(self, block: Block, tasks: frozenset[int]) -> tuple[_Moves, ...]:
-        key = block.name, tasks
-        known = self._moves.get(key)
-        if known is None:
-            names = {block.parameters[place].name for place in tasks}
-            offsets, _ = gradient_offsets(block)
-            made = []
-            for chunk in self._chunks(block):
-                spans = spans_of(chunk, offsets, names, self._masters)
-                every = tuple(span.nbytes for span in spans)
-                loaded = tuple(span.nbytes for span in spans if not span.written)
-                cell = cell_of(chunk, self._density)
-                own = [n for n, piece in enumerate(chunk.pieces) if piece.parameter.name in names]
-                # The pieces of a chunk go there together: they are chosen by one job.
-                gradients = (sum(cell.sent[n].nbytes for n in own),) if cell.sent else every
-                from_all = sum(chunk.pieces[n].stop - chunk.pieces[n].start for n in own) if cell.sent else 0
-                made.append(_Moves(cell.nbytes, chunk.nbytes, loaded, gradients, every, from_all))
-            known = self._moves[key] = tuple(made)
-        return known
+    def _move(self, lane: Lane, verb: Verb, block: Block, number: int, parts: Sequence[_Part]) -> list[Recorded]:
+        """Writes down the transfers of ``parts`` of chunk ``number`` of ``block``, one after the other on ``lane``: in
+        a sketch as one, which begins when all of them may."""
+        if self._recorder.sketching and not any(part.chosen_from for part in parts):
+            after = [completion for part in parts if part.sizes for completion in part.after]
+            sizes = tuple([nbytes for part in parts for nbytes in part.sizes if nbytes])
+            what = f"{verb.value} {block.name}"
+            return [
+                self._recorder.add(lane, verb, what, after=after, nbytes=sum(sizes), block=block.name, pieces=sizes)
+            ]
+        return [
+            self._recorder.add(
+                lane,
+                verb,
+                f"{verb.value} {part.what}{block.name}",
+                after=part.after,
+                nbytes=nbytes,
+                block=block.name,
+                chunk=number,
+                part=part.kind,
+                chosen_from=part.chosen_from,
+            )
+            for part in parts
+            for nbytes in filter(None, part.sizes)
+        ]
 
 
-def paper_cells(trace: Trace, plan: Plan, sizes: Arenas, recorder: Recorder) -> Mapping[str, PaperCells]:
+def paper_cells(plan: Plan, sizes: Arenas, recorder: Recorder, jobs: Jobs) -> Mapping[str, PaperCells]:
     """The cells in which a block is updated, of every block that is updated in one."""
     window = sizes.device_updates - sizes.update_widening
-    there = PaperCells(trace, plan, window, sizes.update_cell, recorder, TO_DEVICE)
+    there = PaperCells(plan, window, sizes.update_cell, recorder, TO_DEVICE, jobs)
     window = sizes.storage_window - sizes.storage_widening
-    beside = PaperCells(trace, plan, window, sizes.storage_cell, recorder, TO_STORAGE)
+    beside = PaperCells(plan, window, sizes.storage_cell, recorder, TO_STORAGE, jobs)
     on_device, at_storage = plan.updated(Update.DEVICE), plan.updated(Update.STORAGE)
     return dict.fromkeys(on_device, there) | dict.fromkeys(at_storage, beside)

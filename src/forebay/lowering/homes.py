@@ -9,11 +9,12 @@ from typing import final
 
 from forebay.arenas import UPDATE_RING, Arenas, home_nbytes, home_tier
 from forebay.device.base import Completion
-from forebay.layout import needs_master, state_layout, untrained_nbytes, widened_nbytes
+from forebay.layout import untrained_nbytes
 from forebay.lowering.cells import paper_cells
+from forebay.lowering.jobs import Job, Jobs
 from forebay.lowering.recorder import Paper, Recorded, Recorder
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan, Streaming, Update
+from forebay.plans import Placement, Plan, Update
 from forebay.program import Change, Verb
 from forebay.scheduling.slots import SlotPool
 from forebay.scheduling.staging import StagingRing
@@ -21,18 +22,6 @@ from forebay.timeline import Lane
 from forebay.trace import Block, Trace
 
 __all__ = ["BlockHome", "Homes"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """One update job: its place in the block's states, its bytes there, the bytes that it touches, the bytes of its
-    widened gradients, and the places of its parameters in the block."""
-
-    offset: int
-    nbytes: int
-    touched: int
-    widened: int
-    parameters: frozenset[int]
 
 
 @final
@@ -69,14 +58,14 @@ class BlockHome:
     with ``ahead`` the outcome of the step is in it already. ``deferred`` are the tasks of an update on the device that
     is not written down yet, and the step that has asked for it."""
 
-    def __init__(self, block: Block, placement: Placement, chunks: tuple[_Chunk, ...]) -> None:
+    def __init__(self, block: Block, placement: Placement, jobs: tuple[Job, ...]) -> None:
         self.block = block
         self.placement = placement
-        self.chunks = chunks
+        self.jobs = jobs
         self.untrained = untrained_nbytes(block)
         self.trained = sum(parameter.trainable for parameter in block.parameters)
         self.on_disk = home_tier(placement) is Tier.DISK
-        self.stateless = not any(chunk.nbytes for chunk in chunks)
+        self.stateless = not any(job.nbytes for job in jobs)
         self.states_move = placement.update is not Update.STORAGE
         # Those that are updated where they lie do not come from there.
         self.states_on_disk = placement.states is Tier.DISK and not self.stateless and self.states_move
@@ -99,21 +88,17 @@ class BlockHome:
 class Homes:
     """All blocks of a plan at home; a ``slots.BlockSource``."""
 
-    def __init__(self, trace: Trace, plan: Plan, sizes: Arenas, recorder: Recorder) -> None:
+    def __init__(self, trace: Trace, plan: Plan, sizes: Arenas, recorder: Recorder, jobs: Jobs) -> None:
         self._recorder = recorder
-        chunks: dict[object, tuple[_Chunk, ...]] = {}
         self.blocks: dict[str, BlockHome] = {}
         for placement in plan.placements:
             block = trace.model.block(placement.block)
-            alike = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
-            if alike not in chunks:  # layers are alike: their states are cut once
-                chunks[alike] = _chunks(block, trace.state_names, plan.streaming)
-            self.blocks[block.name] = BlockHome(block, placement, chunks[alike])
+            self.blocks[block.name] = BlockHome(block, placement, jobs.of(block, plan.streaming))
         largest = sizes.update_ring // UPDATE_RING
         self._chunk_ring = StagingRing([Paper(largest)] * UPDATE_RING if largest else [])
         self._slot_ring = StagingRing([Paper(n) for n in plan.streaming.host_slots] if sizes.host_slots else [])
         self._slot_numbers: Mapping[int, int] = {}
-        self._cells = paper_cells(trace, plan, sizes, recorder)
+        self._cells = paper_cells(plan, sizes, recorder, jobs)
 
     def number_slots(self, pool: SlotPool) -> None:
         """Learns the slots of the pool, whose buffers ``fetch`` is given."""
@@ -187,10 +172,10 @@ class Homes:
             staging.busy = ready[0]
         before = self._recorder.latest((*landed, *ready))
         waits = _Waits(tasks, self._recorder.latest(landed), self._recorder.latest(ready), before)
-        chunks = [n for n, c in enumerate(home.chunks) if into is not None or not c.parameters.isdisjoint(tasks)]
+        chunks = [n for n, c in enumerate(home.jobs) if into is not None or not c.parameters.isdisjoint(tasks)]
         if not chunks:
             return
-        sizes = [home.chunks[number].touched for number in chunks]
+        sizes = [home.jobs[number].touched for number in chunks]
         # What of the block is in no chunk goes along with the first, into a copy that is in memory.
         sizes[0] += 0 if into is None or home.on_disk else 2 * home.untrained
         if home.states_on_disk or name in self._cells:
@@ -212,7 +197,7 @@ class Homes:
         self, home: BlockHome, number: int, touched: int, target: _Copy, waits: _Waits
     ) -> tuple[Recorded, Recorded]:
         """Returns what has read the gradients, and what has made the chunk."""
-        name, chunk, written = home.block.name, home.chunks[number], home.current.states_written
+        name, chunk, written = home.block.name, home.jobs[number], home.current.states_written
         what = f"states of {name} at {chunk.offset}"
         # Only of the same chunk: the next one is read while this one is written.
         states = () if number not in written or not home.states_move else (written[number],)
@@ -243,7 +228,7 @@ class Homes:
 
     def update_resident(self, home: BlockHome, tasks: frozenset[int], changes: tuple[Change, ...] = ()) -> None:
         """The update of a block that stays on the device, in the compute order; ``changes`` come with its end."""
-        chunks = [chunk for chunk in home.chunks if not chunk.parameters.isdisjoint(tasks)]
+        chunks = [chunk for chunk in home.jobs if not chunk.parameters.isdisjoint(tasks)]
         if chunks:
             self._recorder.add(
                 Lane.COMPUTE,
@@ -271,15 +256,3 @@ class Homes:
         return self._recorder.add(
             Lane.DISK_WRITE, Verb.WRITE, what, after=(after,), nbytes=nbytes, block=home.block.name, chunk=chunk
         )
-
-
-def _chunks(block: Block, state_names: tuple[str, ...], streaming: Streaming) -> tuple[_Chunk, ...]:
-    layout = state_layout(block, state_names, streaming.update_chunk, streaming.masters)
-    places = {p.name: i for i, p in enumerate(block.parameters)}
-    made = []
-    for chunk in layout.chunks:
-        narrow = sum(p.stop - p.start for p in chunk.pieces if needs_master(p.parameter))
-        widened = widened_nbytes(narrow, streaming.masters)
-        parameters = frozenset(places[p.parameter.name] for p in chunk.pieces)
-        made.append(_Chunk(chunk.offset, chunk.nbytes, layout.touched(chunk), widened, parameters))
-    return tuple(made)

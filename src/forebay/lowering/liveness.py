@@ -16,6 +16,7 @@ from forebay.layout import chunk_elements, needs_master, widened_nbytes
 from forebay.lowering.arrangement import Arrangement
 from forebay.lowering.columns import Columns
 from forebay.lowering.index import NEVER, TraceIndex
+from forebay.lowering.jobs import Jobs
 from forebay.lowering.lives import Layout, Profile
 from forebay.lowering.stages import Grain, Stage, Stages
 from forebay.lowering.transit import Landings, Transit
@@ -65,6 +66,7 @@ class Liveness:
         self.trace = trace
         self.extremes = tuple(Liveness(extreme) for extreme in trace.extremes)
         self.index = TraceIndex(trace)
+        self.jobs = Jobs(trace)
         self._columns = Columns(self.index)
         self._landings = Landings(self.index)
         self._arrangements = _Latest[Arrangement](PROFILES)

@@ -200,17 +200,19 @@ class Recorder:
         self, what: str, block: str, after: Sequence[Completion], chunks: Iterable[tuple[int, int]], *, apart: bool
     ) -> Recorded:
         """Writes down the updates on the host of ``chunks`` (number, bytes) of ``block``, one or more, which all come
-        after the same. Returns the last one."""
+        after the same: in a sketch as one. Returns the last one."""
         self.before()
         lane, verb, step = Lane.UPDATE, Verb.UPDATE, self.step
-        known: tuple[int, ...] = ()
+        known = self._known(lane, after)
+        if self.sketching:
+            total = sum(nbytes for _, nbytes in chunks)
+            self.outlines.append(Outline(lane, verb, what, step, known, total, apart=apart, block=block))
+            self._lanes.append(lane)
+            return Recorded(self, len(self._lanes) - 1)
         for place, (number, nbytes) in enumerate(chunks):
-            if place < 2:  # the first one also comes after what the issuer has waited for; all others are behind that
+            if place == 1:  # the first one also comes after what the issuer has waited for; all others are behind that
                 known = self._known(lane, after)
-            if self.sketching:
-                self.outlines.append(Outline(lane, verb, what, step, known, nbytes, apart=apart, block=block))
-            else:
-                self.actions.append(Action(lane, verb, what, step, block, known, nbytes, chunk=number, apart=apart))
+            self.actions.append(Action(lane, verb, what, step, block, known, nbytes, chunk=number, apart=apart))
             self._lanes.append(lane)
         return Recorded(self, len(self._lanes) - 1)
 

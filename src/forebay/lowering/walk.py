@@ -57,7 +57,7 @@ class Walker:
         self._plan = plan
         self._recorder = recorder
         self._profile = liveness.profile(plan.recompute, plan.activations)
-        self.homes = Homes(trace, plan, sizes, recorder)
+        self.homes = Homes(trace, plan, sizes, recorder, liveness.jobs)
         self._by_op = seen_by_op(plan.activations, plan.recompute)
         self._hosted = {p.block for p in plan.placements if not p.resident}
         self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted), grain)

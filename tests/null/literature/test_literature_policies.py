@@ -87,6 +87,7 @@ def test_they_are_selected_by_name() -> None:
     assert all(PLANNERS[name] is LITERATURE[name] for name in LITERATURE) and set(LITERATURE) > WITH_ATTENTION
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", OTHERS)
 @pytest.mark.parametrize("name", TRACES)
 @pytest.mark.parametrize("share", [0.15, 0.5, 0.8])

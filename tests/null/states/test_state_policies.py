@@ -84,6 +84,7 @@ def test_they_are_selected_by_name() -> None:
     assert all(PLANNERS[name] is STATES[name] for name in STATES)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", STATES)
 @pytest.mark.parametrize("trace", [TRACE, ends_trace()], ids=["chain", "ends"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
@@ -249,6 +250,7 @@ CASES: Sequence[tuple[str, Trace, Machine]] = (
 )
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.9])
 @pytest.mark.parametrize(("trace", "on"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_auto_is_never_behind_one_of_them_by_more_than_one_percent(trace: Trace, on: Machine, share: float) -> None:
