@@ -172,17 +172,17 @@ def _saving(homed: _Homed, parameter: Parameter, *, accelerated: bool) -> int:
     written as it is there, what is on an accelerator or on disk (in whole pages) is copied. A tensor whose elements do
     not lie in order is gathered, and copied once more to be written.
     """
-    master = needs_master(parameter) and homed.has_masters
-    if not in_order(parameter):
-        whole = STATE_ITEMSIZE * parameter.numel if master else _read(parameter, parameter.nbytes)
-        return whole + max(homed.halving, STATE_ITEMSIZE * parameter.numel if master else parameter.nbytes)
     there = homed.placement.resident and accelerated
-    if master:
-        return max(homed.halving, 2 * homed.piece if there else 0)
-    part = min(PASSING, parameter.nbytes)
-    if home_tier(homed.placement) is Tier.DISK:
-        return (1 + (part < parameter.nbytes)) * _read(parameter, part)
-    return 2 * part if there else 0
+    on_disk = home_tier(homed.placement) is Tier.DISK
+    if needs_master(parameter) and homed.has_masters:
+        whole = STATE_ITEMSIZE * parameter.numel
+        passing = max(homed.halving, 2 * homed.piece if there else 0)
+        return passing if in_order(parameter) else whole + max(homed.halving, whole)
+    part = min(PASSING, parameter.nbytes) if in_order(parameter) else parameter.nbytes
+    copied = _read(parameter, part) if on_disk else part
+    if not in_order(parameter):
+        return copied + parameter.nbytes
+    return (1 + (part < parameter.nbytes)) * copied if on_disk or there else 0
 
 
 def _read(parameter: Parameter, nbytes: int) -> int:

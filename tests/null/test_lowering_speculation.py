@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,9 +19,10 @@ from forebay.memory import Kind, Tier
 from forebay.phases import phases
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.simulation import simulate
+from forebay.simulation import Costs, simulate
 from forebay.timeline import Lane
 from forebay.trace import Trace
+from tests.null.on_device import on_device
 from tests.null.strategies import plans, roomy, roomy_machine, traces
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
@@ -218,26 +220,56 @@ def test_an_update_is_apart_where_it_reads_one_copy_in_memory_and_writes_another
     assert {a.apart for a in updates} == {HOMES[home][0] is not Tier.DISK}
 
 
-def test_a_sketch_has_the_actions_of_the_program() -> None:
-    """In outline: whatever its seconds follow from, and of transfers and updates the block."""
-    trace = network()
-    plan = speculating(trace, roomy(trace, slots=2), frozenset({"b0", "b2"}))
-    plan = replace(plan, streaming=replace(plan.streaming, update_chunk=1024))
-    program, outline = lower(trace, plan), sketch(trace, plan)
-    assert len(program.actions) == len(outline.actions) and program.steps == outline.steps
-    for action, short in zip(program.actions, outline.actions, strict=True):
-        named = (short.lane, short.verb, short.what, short.step, short.after, short.nbytes, short.ops, short.apart)
-        assert named == (
-            action.lane,
-            action.verb,
-            action.what,
-            action.step,
-            action.after,
-            action.nbytes,
-            action.ops,
-            action.apart,
+TOGETHER = (Verb.UPDATE, Verb.LOAD, Verb.STORE)
+
+
+def taken_together(actions: Sequence[Action]) -> list[list[int]]:
+    """The numbers of actions that a sketch takes for one: updates of a block on the host, one behind the other, what
+    goes to a cell for one job, and what comes back."""
+    found: list[list[int]] = []
+    for number, action in enumerate(actions):
+        before = actions[found[-1][-1]] if found else None
+        alike = before is not None and all(
+            getattr(before, name) == getattr(action, name) for name in ("lane", "verb", "block", "step")
         )
-        assert short.block == (action.block if action.verb is not Verb.COMPUTE else "")
+        whole = action.lane is Lane.UPDATE or (before is not None and before.chunk == action.chunk)
+        if alike and whole and action.verb in TOGETHER and action.lane is not Lane.DEVICE_UPDATE:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+@pytest.mark.parametrize("way", [Update.AHEAD, Update.DEVICE])
+def test_a_sketch_has_the_actions_of_the_program(way: Update) -> None:
+    """In outline: whatever its seconds follow from, and of transfers and updates the block. What is one behind the
+    other, for one job, is one action that begins when all of it may, and takes as long."""
+    trace = network()
+    plan = roomy(trace, slots=2)
+    plan = replace(plan, streaming=replace(plan.streaming, update_chunk=1024))
+    blocks = frozenset({"b0", "b2"})
+    plan = speculating(trace, plan, blocks) if way is Update.AHEAD else on_device(trace, plan, blocks)
+    program, outline = lower(trace, plan), sketch(trace, plan)
+    groups = taken_together(program.actions)
+    assert max(map(len, groups)) > 1
+    assert len(groups) == len(outline.actions) and program.steps == outline.steps
+    place = {number: index for index, group in enumerate(groups) for number in group}
+    costs = Costs(trace, roomy_machine())
+    for group, short in zip(groups, outline.actions, strict=True):
+        actions = [program.actions[number] for number in group]
+        first, last = actions[0], actions[-1]
+        assert (short.lane, short.verb, short.step, short.ops, short.apart) == (
+            *(first.lane, first.verb, first.step, first.ops, first.apart),
+        )
+        assert short.nbytes == sum(action.nbytes for action in actions)
+        assert short.block == (last.block if last.verb is not Verb.COMPUTE else "")
+        waited = {place[earlier] for action in actions for earlier in action.after}
+        latest: dict[Lane, int] = {}
+        for index in sorted(waited):
+            latest[outline.actions[index].lane] = index
+        assert short.after == tuple(sorted(latest.values()))
+        seconds = [costs.action(action) for action in actions]
+        assert costs.action(short) == pytest.approx(sum(seconds), rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("home", HOMES)
