@@ -154,7 +154,8 @@ def _loading(homed: _Homed, *, accelerated: bool) -> int:
     way to an accelerator, ``PASSING`` bytes of parameters and a piece of a master at a time.
     """
     ordered = max((p.nbytes for p in homed.block.parameters if not in_order(p)), default=0)
-    converted = max(PASSING, homed.piece) if homed.placement.resident and accelerated else 0
+    part = min(PASSING, max((p.nbytes for p in homed.block.parameters), default=0))
+    converted = max(part, homed.piece) if homed.placement.resident and accelerated else 0
     return ordered + max(converted, homed.halving)
 
 

@@ -318,6 +318,6 @@ def test_the_phases_are_those_of_the_interface() -> None:
     assert inputs > 0 and trace.workspace_nbytes > 0
     beside = inputs + trace.workspace_nbytes
     assert found["eval"].device == found["load"].device + beside + forward_peak(trace) + trace.held_nbytes
-    # Of what is resident a part is converted on its way to an accelerator, or a piece of a master is widened.
-    assert found["load"].beside == PASSING
+    # Of what is resident a part is converted on its way to an accelerator: here no parameter has as much.
+    assert found["load"].beside == max(p.nbytes for b in trace.model.blocks for p in b.parameters) < PASSING
     assert found["save"].device == found["load"].device
