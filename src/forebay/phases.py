@@ -75,7 +75,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
     pairs = [_Homed(trace.model.block(p.block), p, trace.state_names, plan) for p in plan.placements]
     accelerated = trace.device != "cpu"
     loading = max((_loading(b, accelerated=accelerated) for b in pairs), default=0)
-    drawn = max((sum(p.nbytes for p in b.block.parameters) for b in pairs), default=0)
+    drawn = max((_initializing(b, accelerated=accelerated) for b in pairs), default=0)
     passing = PASSING if accelerated and _is_any_there(pairs, trace) else 0
     there = [b.halving for b in pairs if b.placement.resident and accelerated]
     halving = max(there, default=0)
@@ -87,7 +87,7 @@ def phases(trace: Trace, plan: Plan, step: Mapping[Tier, int]) -> dict[str, Phas
         return PhasePeaks(device, step[Tier.HOST], step[Tier.PINNED], step[Tier.DISK], beside)
 
     return {
-        "initialize": peaks(standing + halving, drawn + loading),
+        "initialize": peaks(standing + halving, drawn),
         "load": peaks(standing + halving, loading),
         "step": peaks(step[Tier.DEVICE]),
         "eval": peaks(standing + beside_model + forward_peak(trace) + trace.held_nbytes),
@@ -157,6 +157,14 @@ def _loading(homed: _Homed, *, accelerated: bool) -> int:
     part = min(PASSING, max((p.nbytes for p in homed.block.parameters), default=0))
     converted = max(part, homed.piece) if homed.placement.resident and accelerated else 0
     return ordered + max(converted, homed.halving)
+
+
+def _initializing(homed: _Homed, *, accelerated: bool) -> int:
+    """Bytes beside the arenas while one block is initialised: its values, and a byte for each of ``PASSING`` elements
+    at most of which it is asked whether one is no number, and for the answer, or what writing the values takes."""
+    parameters = homed.block.parameters
+    asked = 1 + min(PASSING, max((p.numel for p in parameters), default=0))
+    return sum(p.nbytes for p in parameters) + max(asked, _loading(homed, accelerated=accelerated))
 
 
 def _resuming(homed: _Homed, joining: int) -> int:

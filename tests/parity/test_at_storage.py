@@ -19,6 +19,7 @@ from forebay.memory import Kind, Tier
 from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
+from forebay.runtime.hooks import session_of
 from forebay.states import Masters
 from forebay.timeline import Lane
 from tests.null.updating import at_home, updating
@@ -64,6 +65,30 @@ def test_whatever_a_loop_does(density: float | None, tmp_path: Path) -> None:
     folders = f"{tmp_path}/b:{plan.disk - 8192},{tmp_path}/c:64MiB"
     there = Run(MIXED, dtype, plan, folders, RandomDelays(1, max_seconds=0.001))
     assert_same([_without_residuals(seen) for seen in run_all(there, actions)], expected, actions)
+
+
+def test_what_is_looked_at_waits_until_no_other_is_updated(tmp_path: Path) -> None:
+    """States are looked at in memory through which updates of other blocks pass: who reads a master, or states, right
+    behind a step waits for all of these, however late they are."""
+    case, dtype = CASES["llama"], torch.float32
+    plan = at_storage(case, dtype, at_home(plan_for("llama", "disk")))
+    run = Run(case, dtype, plan, f"{tmp_path}:64MiB", RandomDelays(1, max_seconds=0.01))
+    attachment = session_of(run.model)
+    assert attachment is not None
+    session = attachment.session
+    there = [session.store.blocks[name] for name in plan.updated(Update.STORAGE)]
+    name = next(iter(there[0].steps))
+    looks = (lambda: forebay.parameters(run.model)[name], lambda: session.read_states(name))
+    for step, look in enumerate(looks):
+        run.backward(step)
+        run.optimizer.step()
+        for state in there:
+            state.queue_deferred()
+        assert sum(state.current.states.written is not None for state in there) > 1  # they are under way
+        look()
+        assert all(state.current.states.written is None for state in there)
+        run.optimizer.zero_grad()
+    run.close()
 
 
 def _without_residuals(seen: Any) -> Any:

@@ -13,8 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import forebay
-from forebay.errors import ConfigError, ModelError, SessionClosed
+from forebay.errors import ConfigError, ModelError, SessionClosed, StorageError
 from forebay.memory import Tier
+from forebay.runtime.contents import LazyTensors
+from forebay.runtime.hooks import session_of
 from tests.parity.models import CASES, convnet, tokens
 from tests.parity.test_streaming import everything_on_disk
 
@@ -297,3 +299,29 @@ def test_buffers_without_values_are_refused_before_anything_moves() -> None:
     with pytest.raises(ModelError, match=r"buffer body\.1\.1\.running_mean is on the meta device.*init_empty_weights"):
         prepared(model)
     assert all(p is q and p.is_meta for p, q in zip(parameters, model.parameters(), strict=True))
+
+
+def test_values_that_cannot_all_be_read_leave_a_model_that_says_so() -> None:
+    """What was written of them is there already: no pass runs on some of each."""
+    case = CASES["llama"]
+    model = case.model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, _ = forebay.prepare(model, optimizer, case.inputs(0, torch.float32), device_memory="64MiB", device="cpu")
+    attachment = session_of(model)
+    assert attachment is not None
+    contents = attachment.session.contents
+    block = next(b for b in attachment.session.model.blocks if len(b.parameters) > 1)
+    first, last = block.parameters[0], block.parameters[-1]
+
+    def read(name: str) -> torch.Tensor:
+        if name == last.name:
+            raise StorageError("the disk went away")
+        return torch.zeros(first.shape)
+
+    with pytest.raises(StorageError, match="went away"):
+        contents.write(LazyTensors([first.name, last.name], read))
+    with pytest.raises(SessionClosed, match="no values yet"):
+        model(**case.inputs(0, torch.float32))
+    contents.write({first.name: torch.zeros(first.shape), last.name: torch.zeros(last.shape)})
+    model(**case.inputs(0, torch.float32))
+    forebay.close(model)

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from forebay.errors import OptimizerError, SessionClosed
 from forebay.layout import MASTER, RESIDUAL, in_order
+from forebay.plans import Update
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.gradients import host_copy
 from forebay.runtime.sparse import forget
@@ -68,18 +69,25 @@ class Contents:
 
     def full_precision(self, name: str) -> torch.Tensor:
         """A copy of a parameter on the host, its fp32 master if it has one."""
-        self._stepping.in_backward.expect_whole()
+        self._expect_readable(name)
         return self._store.full_precision(self._block_of[name], self.spec_of[name])
 
     def full_precision_parts(self, name: str) -> Iterator[torch.Tensor]:
         """``full_precision`` in the order of its elements, part by part (1-D), each to be used before the next one is
         asked for. All of it is one where the elements do not lie in order."""
-        self._stepping.in_backward.expect_whole()
+        self._expect_readable(name)
         spec = self.spec_of[name]
         if in_order(spec):
             yield from self._store.full_precision_parts(self._block_of[name], spec)
         else:
             yield self._store.full_precision(self._block_of[name], spec)
+
+    def _expect_readable(self, name: str) -> None:
+        """Before states are looked at. Raises where the block is between two steps."""
+        self._stepping.in_backward.expect_whole()
+        if self.state(name).placement.update is Update.STORAGE:
+            # They are looked at in the memory through which updates of other blocks pass: none may be under way.
+            self._settle()
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter in its own dtype, as it is at home: the bytes themselves unless they are on disk."""
@@ -96,11 +104,12 @@ class Contents:
         self._stepping.in_backward.expect_whole()
         self._settle()
         names = frozenset(values)
+        self._changed(names)
+        self.unwritten |= names  # until all are there: where one cannot be read, its block has some of each
         for block in dict.fromkeys(self._block_of[name] for name in values):
             self._pool.invalidate(block)
             self._stepping.speculation.drop(self._store.blocks[block])
             self._store.fill(block, names, lambda p: values[p.name])
-        self._changed(names)
         self.unwritten -= names
 
     @contextmanager
@@ -145,7 +154,7 @@ class Contents:
         """Copies of the states of one parameter, with ``step``; empty before its first step. Those with a value for
         every element are in the parameter's shape, codes and scales in one dimension. What no update has had of its
         gradient, where that does not go whole, is among them."""
-        self._stepping.in_backward.expect_whole()
+        self._expect_readable(name)
         self._stepping.show()
         state, spec = self.state(name), self.spec_of[name]
         steps = state.steps.get(name, 0)
