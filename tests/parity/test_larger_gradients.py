@@ -10,6 +10,9 @@ from torch import nn
 
 import forebay
 from forebay.memory import Tier
+from forebay.planners import Bench
+from forebay.planners.shapes import options, streamed_through, usual_window
+from tests.null.planning import asked, machine
 from tests.parity.compare import adamw
 
 AMPLE = 64 * 2**20
@@ -62,3 +65,34 @@ def test_all_of_it_is_promised(prepared: tuple[nn.Module, torch.optim.Optimizer]
         optimizer.zero_grad()
     peak = next(usage for usage in forebay.report(model).timeline.tiers if usage.tier is Tier.DEVICE).peak
     assert peak == plan.device
+
+
+class LateTurn(Classifier):
+    """Takes the most where the gradients of its last layers are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (WIDTH, 8 * WIDTH), (8 * WIDTH, WIDTH), (WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+
+
+def test_a_window_is_no_wider_than_there_is_room_for() -> None:
+    """What is beside the class token's own in its gradient counts as soon as there is a window for gradients on their
+    way, however narrow: where there is no room for that there is none for a window, and all else fits as it is."""
+    trace = forebay.profile(LateTurn(), batch(0))
+
+    def streamed(limit: int) -> tuple[int, int]:
+        bench = Bench(asked(trace, machine(), device=limit))
+        draft = streamed_through(bench, options(bench)[-1], usual_window(bench))
+        return draft.streaming.gradient_window, bench.device(draft)
+
+    beside, row = WHOLE - WIDTH * 4, WIDTH * 4
+    none, least = streamed(1)
+    assert none == 0
+    for room in (0, row, beside):
+        assert streamed(least + room) == (0, least)
+    for room in (row, 8 * row):
+        assert streamed(least + beside + room) == (room, least + beside + room)
+    widest, most = streamed(least + 2 * WHOLE)
+    assert widest == max(block.gradient_nbytes for block in trace.model.blocks)
+    assert most == least + beside + widest

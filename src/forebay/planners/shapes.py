@@ -98,13 +98,18 @@ def around(bench: Bench, staying: Sequence[Block], home: Home, slots: int, level
 
 def wide(bench: Bench, draft: Draft, window: int) -> Draft:
     """``draft`` with a window of ``window`` bytes for gradients, or of what there is room for, if that is less."""
-    asked = replace(draft, streaming=replace(draft.streaming, gradient_window=window))
-    if bench.fits_device(asked):
-        return asked
-    none = replace(draft, streaming=replace(draft.streaming, gradient_window=0))
-    # A byte of window takes at most a byte of the device: what is left without a window may all be window.
-    spare = max(0, bench.problem.limit(Tier.DEVICE) - bench.device(none))
-    return replace(draft, streaming=replace(draft.streaming, gradient_window=min(window, spare)))
+
+    def through(nbytes: int) -> Draft:
+        return replace(draft, streaming=replace(draft.streaming, gradient_window=max(0, nbytes)))
+
+    # A byte of window takes at most a byte of the device: what is left without a window may all be window. But for
+    # gradients in roots that are larger: what is beside them there counts as soon as there is any window.
+    narrower, limit = window, bench.problem.limit(Tier.DEVICE)
+    if not bench.fits_device(through(narrower)):
+        narrower = min(window, limit - bench.device(through(0)))
+    if narrower > 0 and not bench.fits_device(through(narrower)):
+        narrower -= bench.device(through(narrower)) - limit
+    return through(narrower if bench.fits_device(through(narrower)) else 0)
 
 
 def least_device(bench: Bench, among: Sequence[Level]) -> Draft:
