@@ -108,6 +108,15 @@ def test_at_any_prices_a_threshold_is_the_best(items: Items, device: float, link
     assert min(price(o.axes) for o in thresholds(movable)) <= best + 1e-12
 
 
+def test_of_items_that_are_worth_the_same_all_or_none_are_at_a_vertex() -> None:
+    """As the experts of a mixture that runs them one after the other: what lies between is on an edge of the hull."""
+    alike = tuple(item(f"expert{i}", 1e-5 * size, 4096 * size) for i, size in enumerate((3, 1, 2) * 100))
+    router = item("router", 2e-5, 4096)
+    found = thresholds(Items((), 0, (*alike, router), 0.0))
+    held = sorted({option.held for option in found if option.recompute and not option.moved})
+    assert held == [0, 4096, 4096 * 601]
+
+
 def test_a_block_of_many_ops_keeps_a_point_a_cell() -> None:
     """Forty ops, of no two equal sizes: 3 ** 40 choices. What is left is undominated and near everything."""
     family = tuple(item(f"op{i}", 1e-5 * (1 + i % 7), 4096 * (i + 3)) for i in range(40))
