@@ -12,6 +12,7 @@ scripts/bench papers
 scripts/bench layout hard large
 scripts/bench traces
 scripts/bench fits
+scripts/bench families
 scripts/bench activations gpt2-14m
 scripts/bench update
 scripts/bench instructions
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "papers": _papers,
             "layout": _layout,
             "fits": _fits,
+            "families": _families,
             "traces": _traces,
             "activations": _activations,
             "update": _update,
@@ -127,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     fits.add_argument("files", nargs="*", type=Path, metavar="FILE", help="as A.1048576.csv; default: sets made here")
     fits.add_argument("--styles", nargs="+", default=(), metavar="STYLE", help="default: all of those made here")
     fits.add_argument("--without-ortools", action="store_true", help="only as where OR-Tools is not installed")
+    families = commands.add_parser("families", help="train every architecture of transformers, tiny, beside PyTorch")
+    families.add_argument("--tasks", nargs="+", default=(), metavar="TASK", help="default: all four")
+    families.add_argument("--names", nargs="+", default=(), metavar="NAME", help="of transformers; default: all")
     activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
     activations.add_argument(
         "models", nargs="*", metavar="MODEL", help="default: all of benchmarks/activations/models.py"
@@ -290,6 +295,21 @@ def _fits(options: argparse.Namespace) -> None:
         print(f"kept as {ARCHIVE.save(found).name}", flush=True)
 
 
+def _families(options: argparse.Namespace) -> None:
+    from shlex import join
+
+    from benchmarks.families.record import ARCHIVE
+    from benchmarks.families.run import compare
+    from benchmarks.families.tiny import TASKS
+
+    # Each task is kept when it is done: a later one may have to be stopped.
+    for task in among("task", options.tasks, tuple(TASKS)):
+        named = ["--names", *options.names] if options.names else []
+        command = f"scripts/bench {join(['families', '--tasks', task, *named])}"
+        found = compare([task], options.names, command, lambda line: print(line, flush=True))
+        print(f"kept as {ARCHIVE.save(found).name}", flush=True)
+
+
 def _activations(options: argparse.Namespace) -> None:
     from benchmarks.activations.models import chosen
     from benchmarks.activations.race import Pace
@@ -365,6 +385,7 @@ def _host(options: argparse.Namespace) -> None:
 def _table(options: argparse.Namespace) -> None:
     from benchmarks import front
     from benchmarks.activations import table as activations
+    from benchmarks.families import table as families
     from benchmarks.fasthost import table as host
     from benchmarks.fits import table as fits
     from benchmarks.losses import table as losses
@@ -386,6 +407,7 @@ def _table(options: argparse.Namespace) -> None:
     papers.write()
     solving.write()
     fits.write()
+    families.write()
     traces.write()
     activations.write()
     updates.write()
