@@ -1,8 +1,10 @@
-"""Ops whose fake results have fewer bytes than those that they make.
+"""Ops whose fake results have other bytes than those that they make, or lie otherwise.
 
 oneDNN's LSTM leaves a workspace to its backward, some 16 times its output, of which a fake result has no byte, and its
 backward makes a gradient for each of two biases, which are one tensor under fake tensors. The statistics that a batch
-norm keeps of 16-bit activations (autocast) have the dtype of its weight.
+norm keeps of 16-bit activations (autocast) have the dtype of its weight. What a batch norm makes on the host lies as
+its input's memory format says, channels last or in order; a fake result lies as the input does, transposed as it may
+be, and what reads it next may be taken to copy, or not to.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -26,6 +29,9 @@ _APART: Final = frozenset({aten.mkldnn_rnn_layer_backward.default})
 _NORMS: Final = frozenset({aten.native_batch_norm.default})
 """Ops whose results are those of an input, and statistics of it in the dtype of the weight, the second argument."""
 
+_IN_FORMAT: Final = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
+"""By op, which argument is the input whose memory format its first result has on the host."""
+
 
 @final
 class TrueResults:
@@ -40,6 +46,8 @@ class TrueResults:
         if func in _APART:
             first = {id(one): place for place, one in reversed(list(enumerate(result)))}
             return tuple(one if first[id(one)] == at else torch.empty_like(one) for at, one in enumerate(result))
+        if func in _IN_FORMAT and isinstance(result[0], torch.Tensor):
+            result = (_in_format(result[0], args[_IN_FORMAT[func]]), *result[1:])
         if func in _NORMS and args[1] is not None:
             output, *statistics = result
             return (output, *(one.to(args[1].dtype) for one in statistics))
@@ -57,6 +65,13 @@ class TrueResults:
                 given, named = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
                 self._found[key] = func(*given, **named)[place].nbytes
         return self._found[key]
+
+
+def _in_format(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """``made`` as it lies on the host, where it lies as ``given``'s memory format says."""
+    if made.device.type != "cpu":
+        return made
+    return torch.empty_like(made, memory_format=suggest_memory_format(given))
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
