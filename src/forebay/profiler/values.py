@@ -134,12 +134,14 @@ class Values:
             return real
 
     def _answer(self, func: Any, args: Any) -> Any:
-        """The result of an op whose size depends on a mask, and only on it, that is known."""
+        """The result of an op whose size depends on a mask, or on lengths, and only on these, that are known."""
         if func is aten.masked_select.default and self._is_known(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             with _disable_current_modes():
                 count = int(args[1].expand(shape).sum())
             return args[0].new_empty((count,))
+        if func is aten._ctc_loss.Tensor:
+            return self._ctc_loss(args[0], args[3])
         if func is not aten.index.Tensor:
             raise Unknown
         places: list[torch.Tensor | None] = []
@@ -153,6 +155,17 @@ class Values:
                 places.extend(index.nonzero(as_tuple=True))
         result: torch.Tensor = func(args[0], places)
         return result
+
+    def _ctc_loss(self, log_probs: torch.Tensor, target_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses of a batch, and the log-probabilities of the prefixes of each target, with a blank around every
+        label, up to each time (Graves et al., "Connectionist temporal classification", ICML 2006, section 4.1):
+        ``log_probs`` are (times, batch, labels)."""
+        if not self._is_known(target_lengths):
+            raise Unknown
+        with _disable_current_modes():
+            most = int(target_lengths.max()) if target_lengths.numel() else 0
+        times, batch = log_probs.shape[:2]
+        return log_probs.new_empty((batch,)), log_probs.new_empty((batch, times, 2 * most + 1))
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op in place that is given unknown values: real tensors that it writes to are worth nothing any more."""
