@@ -11,6 +11,7 @@ from torch import nn
 import forebay
 from forebay.memory import Tier
 from forebay.planners import Bench
+from forebay.planners.parts import RESIDENT
 from forebay.planners.shapes import options, streamed_through, usual_window
 from tests.null.planning import asked, machine
 from tests.parity.compare import adamw
@@ -96,3 +97,30 @@ def test_a_window_is_no_wider_than_there_is_room_for() -> None:
     widest, most = streamed(least + 2 * WHOLE)
     assert widest == max(block.gradient_nbytes for block in trace.model.blocks)
     assert most == least + beside + widest
+
+
+class Positions(nn.Module):
+    """Relative positions, normalised as a whole: the gradients of the table and of its norm are made by one op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        hidden = patches
+        # Before the norm's backward runs, so that what comes after it takes the most.
+        near = self.norm(self.table.weight)
+        hidden = (patches.repeat(1, 1, 4).tanh().view(1, -1, WIDTH)[:, :TOKENS] + near).sigmoid()
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return hidden.square().sum()
+
+
+def test_an_op_may_complete_gradients_that_stay_and_gradients_that_leave() -> None:
+    trace = forebay.profile(Positions(), batch(0))
+    bench = Bench(asked(trace, machine(), device=AMPLE))
+    draft = streamed_through(bench, options(bench)[-1], 0).placed("norm", RESIDENT)
+    plan = bench.plan("stream", draft)
+    assert bench.fault_of(plan) is None

@@ -164,12 +164,13 @@ class Walker:
             if self._accounts:
                 for landing in stop.landings:
                     self._leaving.extend(Change(c.kind, -c.nbytes) for c in landing.frees)
-            for landing in stop.landings:
-                self._land(landing)
+            # First: an op may complete gradients that stay and gradients that leave, and the way of those cuts compute.
             if stop.kept and self._first_pass:
                 self._leaving.append(Change(Kind.GRADIENT, stop.kept))
                 self._kept += stop.kept
                 self._write_compute()  # what comes after has them beside it
+            for landing in stop.landings:
+                self._land(landing)
         end = stage.run.position + stage.run.length
         self._cut(stage, end, {})
         self._end = end
