@@ -299,14 +299,14 @@ def _families(options: argparse.Namespace) -> None:
     from shlex import join
 
     from benchmarks.families.record import ARCHIVE
-    from benchmarks.families.run import compare
+    from benchmarks.families.run import chosen, compare
     from benchmarks.families.tiny import TASKS
 
     # Each task is kept when it is done: a later one may have to be stopped.
-    for task in among("task", options.tasks, tuple(TASKS)):
-        named = ["--names", *options.names] if options.names else []
+    for task, given in chosen(among("task", options.tasks, tuple(TASKS)), options.names).items():
+        named = ["--names", *(family.name for family in given)] if options.names else []
         command = f"scripts/bench {join(['families', '--tasks', task, *named])}"
-        found = compare([task], options.names, command, lambda line: print(line, flush=True))
+        found = compare(given, command, lambda line: print(line, flush=True))
         print(f"kept as {ARCHIVE.save(found).name}", flush=True)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -29,7 +30,7 @@ from forebay.errors import DoesNotFit
 from forebay.memory import Tier
 from forebay.units import format_bytes
 
-__all__ = ["compare", "in_words", "trained"]
+__all__ = ["chosen", "compare", "in_words", "trained"]
 
 STEPS: Final = 3
 
@@ -44,22 +45,37 @@ HOST: Final = "8GiB"
 CLIPPED_TO: Final = 0.5
 
 
-def compare(tasks: Sequence[str], names: Sequence[str], command: str, say: Callable[[str], None]) -> Comparison:
-    """The architectures of ``tasks`` that are called ``names`` (none: all). ``say`` gets a line about each. Raises
-    ``BenchmarkError`` for names that there are none of."""
-    every = [family for task in tasks for family in families(task)]
-    unknown = set(names) - {family.name for family in every}
+def chosen(tasks: Sequence[str], names: Sequence[str]) -> Mapping[str, Sequence[Family]]:
+    """By task the architectures that are called ``names`` (none: all). Raises ``BenchmarkError`` for names that none of
+    the tasks has."""
+    found = {task: [family for family in families(task) if not names or family.name in names] for task in tasks}
+    unknown = set(names) - {family.name for of in found.values() for family in of}
     if unknown:
         raise BenchmarkError(f"no architecture of transformers for these tasks is called {', '.join(sorted(unknown))}")
+    return {task: of for task, of in found.items() if of}
+
+
+def compare(given: Sequence[Family], command: str, say: Callable[[str], None]) -> Comparison:
+    """How all of ``given`` are trained. ``say`` gets a line about each."""
     origin, found = provenance(command), []
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for family in every:
-            if not names or family.name in names:
-                found.append(trained(family))
-                say(in_words(found[-1]))
+    with _quiet():
+        for family in given:
+            found.append(trained(family))
+            say(in_words(found[-1]))
     return Comparison(**origin, trained=tuple(found))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What architectures have to say about tiny configurations is of no account here."""
+    before = transformers.logging.get_verbosity()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def trained(family: Family) -> Trained:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from benchmarks.case import BenchmarkError
 from benchmarks.families import run
 from benchmarks.families.record import Trained, Verdict
-from benchmarks.families.run import compare
+from benchmarks.families.run import chosen, compare
 from benchmarks.families.tiny import IMAGES
 
 CAUSAL = "causal language modelling"
@@ -17,7 +18,7 @@ CAUSAL = "causal language modelling"
 
 def asked(task: str, name: str) -> Trained:
     said: list[str] = []
-    (one,) = compare([task], [name], "scripts/bench families", said.append).trained
+    (one,) = compare(chosen([task], [name])[task], "scripts/bench families", said.append).trained
     assert said == [run.in_words(one)]
     return one
 
@@ -53,4 +54,17 @@ def test_what_plain_pytorch_does_not_train_is_not_tried() -> None:
 
 def test_names_that_there_are_none_of() -> None:
     with pytest.raises(BenchmarkError, match="called lama"):
-        compare([CAUSAL], ["lama"], "", print)
+        chosen([CAUSAL], ["lama"])
+
+
+def test_a_name_need_not_be_in_all_tasks() -> None:
+    found = chosen([CAUSAL, IMAGES], ["llama", "gpt2"])
+    assert {task: [family.name for family in of] for task, of in found.items()} == {CAUSAL: ["gpt2", "llama"]}
+
+
+def test_the_loudness_of_transformers_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "trained", lambda family: 1 / 0)
+    before = transformers.logging.get_verbosity()
+    with pytest.raises(ZeroDivisionError):
+        compare(chosen([CAUSAL], ["gpt2"])[CAUSAL], "", print)
+    assert transformers.logging.get_verbosity() == before

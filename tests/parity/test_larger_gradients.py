@@ -109,8 +109,7 @@ class Positions(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        hidden = patches
-        # Before the norm's backward runs, so that what comes after it takes the most.
+        # The norm runs before what its positions are added to, so that the most is taken behind its backward.
         near = self.norm(self.table.weight)
         hidden = (patches.repeat(1, 1, 4).tanh().view(1, -1, WIDTH)[:, :TOKENS] + near).sigmoid()
         for layer in self.layers:

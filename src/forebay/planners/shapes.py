@@ -102,13 +102,13 @@ def wide(bench: Bench, draft: Draft, window: int) -> Draft:
     def through(nbytes: int) -> Draft:
         return replace(draft, streaming=replace(draft.streaming, gradient_window=max(0, nbytes)))
 
+    if bench.fits_device(through(window)):
+        return through(window)
     # A byte of window takes at most a byte of the device: what is left without a window may all be window. But for
     # gradients in roots that are larger: what is beside them there counts as soon as there is any window.
-    narrower, limit = window, bench.problem.limit(Tier.DEVICE)
-    if not bench.fits_device(through(narrower)):
-        narrower = min(window, limit - bench.device(through(0)))
-    if narrower > 0 and not bench.fits_device(through(narrower)):
-        narrower -= bench.device(through(narrower)) - limit
+    limit = bench.problem.limit(Tier.DEVICE)
+    narrower = min(window, limit - bench.device(through(0)))
+    narrower -= max(0, bench.device(through(narrower)) - limit)
     return through(narrower if bench.fits_device(through(narrower)) else 0)
 
 

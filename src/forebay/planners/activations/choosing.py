@@ -259,16 +259,13 @@ def narrow(level: Level) -> Level:
 
 def drafted(bench: Bench, levels: Sequence[Level]) -> Iterator[Draft]:
     """Everything streams at each of ``levels``, with no window where there is no room for one, and what there is room
-    for stays; or all stays, where there is room for that alone (``shapes.anything_fits``)."""
+    for stays."""
     for level in levels:
-        widths = dict.fromkeys((level, narrow(level)))
-        through = ((one, slots) for one, slots in product(widths, options(bench)))
-        streamed = (streamed_through(bench, slots, usual_window(bench), one) for one, slots in through)
-        first = next(filter(bench.fits_device, streamed), None)
-        if first is not None:
-            yield filled(bench, first, Filling())
-        else:
-            yield from filter(bench.fits_device, (all_resident(bench.model, one) for one in widths))
+        for one, slots in product(dict.fromkeys((level, narrow(level))), options(bench)):
+            draft = streamed_through(bench, slots, usual_window(bench), one)
+            if bench.fits_device(draft):
+                yield filled(bench, draft, Filling())
+                break
 
 
 def level_of(liveness: Liveness, chain: Chain, chosen: Sequence[Sequence[Option]]) -> Level:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -109,24 +110,16 @@ def thresholds(items: Items) -> tuple[Option, ...]:
         return tuple(found)
     order = sorted(range(len(again)), key=lambda i: -again[i].worth)
     # Of items that are worth the same, as those of experts that are alike, some alone are on an edge of the hull.
-    vertices = [p for p in range(len(order) + 1) if _turns(again, order, p)]
+    alike = [tuple(places) for _, places in groupby(order, key=lambda i: again[i].worth)]
     for code in _codes(again):
-        codes, done = [_done(item, AGAIN) for item in again], 0
-        for place in vertices:
-            for index in order[done:place]:
-                codes[index] = _done(again[index], code)
-            done = place
+        codes = [_done(item, AGAIN) for item in again]
+        if not order or again[order[0]].reruns:
+            found.append(_option(items, True, codes))
+        for places in alike:
+            for place in places:
+                codes[place] = _done(again[place], code)
             found.append(_option(items, True, codes))
     return tuple(found)
-
-
-def _turns(items: Sequence[Item], order: Sequence[int], place: int) -> bool:
-    """Whether the first ``place`` of ``items`` in ``order``, the worthiest first, are all that are worth as much as the
-    last of them; what cannot run again is always among them."""
-    if place == len(order):
-        return True
-    after = items[order[place]]
-    return after.reruns and (place == 0 or items[order[place - 1]].worth != after.worth)
 
 
 def option(items: Items, recompute: bool, codes: Sequence[int]) -> Option:
