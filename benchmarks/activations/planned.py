@@ -183,7 +183,7 @@ def _foretold(
     except DoesNotFit as refusal:
         return Candidate(series, label, nbytes, refusal=str(refusal).partition(". What would fit: ")[0])
     timeline, forecast = predict(trace, machine, plan, bench)
-    peaks = {usage.tier: usage.peak for usage in timeline.tiers}
+    peaks = timeline.peaks
     figures = Figures(peaks.get(Tier.DEVICE, 0), peaks.get(Tier.HOST, 0), forecast.step_seconds)
     return Candidate(series, label, nbytes, plan, figures)
 

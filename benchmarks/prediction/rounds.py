@@ -92,7 +92,7 @@ def foretell(trace: Trace, machine: Machine, plan: Plan) -> Foretold:
     from forebay.planning import predict
 
     foretold, forecast = predict(trace, machine, plan)
-    peaks = {usage.tier: usage.peak for usage in foretold.tiers}
+    peaks = foretold.peaks
     figures = Figures(peaks.get(Tier.DEVICE, 0), peaks.get(Tier.HOST, 0), forecast.step_seconds)
     return Foretold(figures, forecast.measured_share)
 

@@ -301,7 +301,7 @@ def _beside(
     plan, count = asked.plan, asked.micro_batches
     reports = [ran.report for ran in rounds]
     peaks = plan.peaks(count)
-    foretold = {usage.tier: usage.peak for usage in first.tiers} if count == 1 else peaks
+    foretold = first.peaks if count == 1 else peaks
     measured = {tier: max(report.measured_peaks().get(tier, 0) for report in reports) for tier in Tier}
     seconds = [ran.typical_seconds for ran in rounds]
     return Run(

@@ -130,7 +130,7 @@ def _filled(
     bench, notes, allowed = room.bench, report.notes, report.budgets
     plan = replace(room.plan, fingerprint=trace.fingerprint)
     timeline, forecast = _own(plan.planner, lambda: predict(trace, machine, plan, bench))
-    peaks = {usage.tier: usage.peak for usage in timeline.tiers}
+    peaks = timeline.peaks
     found = phases(trace, plan, {tier: peaks.get(tier, 0) for tier in Tier})
     plan = replace(plan, step_seconds=forecast.step_seconds)
     settled = with_figures(trace, machine, plan, liveness=bench.liveness, micro_batches=micro_batches)

@@ -95,6 +95,15 @@ class Timeline:
         starts = self.step_starts or accumulate(self.step_seconds, initial=0.0)
         return tuple((start, start + seconds) for start, seconds in zip(starts, self.step_seconds, strict=False))
 
+    def usage(self, tier: Tier) -> TierUsage | None:
+        """The account of ``tier``, or None if there is none."""
+        return next((usage for usage in self.tiers if usage.tier is tier), None)
+
+    @property
+    def peaks(self) -> dict[Tier, int]:
+        """Bytes of every tier of which there is an account, at its peak."""
+        return {usage.tier: usage.peak for usage in self.tiers}
+
     def busy(self) -> dict[Lane, float]:
         """Seconds during which each lane had something to do (overlapping events counted once)."""
         return busy_of(self.events)

@@ -103,5 +103,5 @@ def live(model: nn.Module) -> tuple[int, int]:
     attachment = session_of(model)
     assert attachment is not None
     gc.collect()
-    tier = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.DEVICE)
+    tier = forebay.report(model).timeline.usage(Tier.DEVICE)
     return tier.live, attachment.session.stash.taken

@@ -81,7 +81,7 @@ def test_all_that_may_be_moved_is_moved(name: str, resident: bool) -> None:
     assert expected, "nothing in this model is large enough to be moved"
     assert sorted(n for _, n in moved(model, "offload")) == sorted(expected * 6)
     assert sorted(moved(model, "reload")) == sorted(moved(model, "offload"))
-    host = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.HOST)
+    host = forebay.report(model).timeline.usage(Tier.HOST)
     assert host.at_peak[Kind.ACTIVATION] == host_formula(named)
     forebay.close(model)
 

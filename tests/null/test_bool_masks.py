@@ -89,7 +89,7 @@ def test_only_what_is_true_or_false_becomes_a_mask(fate: Fate, recompute: tuple[
     profile = Liveness(trace).profile(recompute, plan.activations)
     between = sum(level[profile.forward] for level in profile.levels.values())
     assert between == 4 * NUMEL + (NUMEL // 8 if fate is Fate.KEEP else 0) + 4
-    usage = next(u for u in play(program, trace, MACHINE).tiers if u.tier is Tier.DEVICE)
+    usage = play(program, trace, MACHINE).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(trace, plan)
 
 

@@ -89,7 +89,7 @@ def test_the_peak_is_that_of_decoding(fate: Fate) -> None:
     plan = planned(trace, way(0, fate, 4))
     most = OUT + FIRST + coded(FIRST, 4) + workspace(FIRST)
     assert device_bound(trace, plan) - device_standing(trace, plan, gradients=True) == most
-    usage = next(u for u in play(lower(trace, plan), trace, MACHINE).tiers if u.tier is Tier.DEVICE)
+    usage = play(lower(trace, plan), trace, MACHINE).usage(Tier.DEVICE)
     assert usage.peak - device_standing(trace, plan) == most
     short = replace(plan, device=device_standing(trace, plan) + most - 1)
     with pytest.raises(DoesNotFit, match=r"op \d+ .* in action \d+ \(decode layers\.0 linear#0") as caught:

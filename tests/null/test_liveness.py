@@ -126,7 +126,7 @@ def test_resident_updates_widen_gradients() -> None:
 @given(cases(), st.integers(1, 2))
 def test_no_timing_goes_over_the_bound(case: Case, micro_batches: int) -> None:
     program = lower(case.trace, case.plan, micro_batches=micro_batches)
-    usage = next(u for u in play(program, case.trace, case.machine).tiers if u.tier is Tier.DEVICE)
+    usage = play(program, case.trace, case.machine).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(case.trace, case.plan)
 
 

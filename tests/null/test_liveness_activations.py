@@ -215,7 +215,7 @@ def test_nothing_comes_back_while_something_leaves(reload_window: int, again: tu
     plan = plan_for(trace, homes, streaming, again, chosen(Fate.OFFLOAD, "first", "second"), roomy=True)
     for back in (1e3, 1e9):
         machine = replace(roomy_machine(device), d2h=Link(Curve(((1, 1e3),))), h2d=Link(Curve(((1, back),))))
-        usage = next(u for u in play(lower(trace, plan), trace, machine).tiers if u.tier is Tier.DEVICE)
+        usage = play(lower(trace, plan), trace, machine).usage(Tier.DEVICE)
         assert usage.peak <= device_bound(trace, plan)
 
 
@@ -223,7 +223,7 @@ def test_nothing_comes_back_while_something_leaves(reload_window: int, again: tu
 @given(cases(activations=True), st.integers(1, 2))
 def test_no_timing_goes_over_the_bound(case: Case, micro_batches: int) -> None:
     program = lower(case.trace, case.plan, micro_batches=micro_batches)
-    usage = next(u for u in play(program, case.trace, case.machine).tiers if u.tier is Tier.DEVICE)
+    usage = play(program, case.trace, case.machine).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(case.trace, case.plan)
 
 

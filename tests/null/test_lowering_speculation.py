@@ -290,7 +290,7 @@ def test_second_copies_stand_all_the_time(home: str) -> None:
     once, twice = (lower(trace, one, steps=1).standing for one in (plan, ahead))
     for (tier, kind), nbytes in second.items():
         assert twice.get(tier, {}).get(kind, 0) - once.get(tier, {}).get(kind, 0) == nbytes
-    peaks = {usage.tier: usage.peak for usage in simulate(trace, roomy_machine(), ahead).tiers}
+    peaks = simulate(trace, roomy_machine(), ahead).peaks
     assert (peaks[Tier.HOST], peaks.get(Tier.DISK, 0)) == (ahead.host, ahead.disk)
     assert all((p.host, p.disk) == (ahead.host, ahead.disk) for p in phases(trace, ahead, NOTHING | peaks).values())
 

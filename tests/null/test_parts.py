@@ -92,7 +92,7 @@ def test_what_each_action_takes_and_leaves(split: Split) -> None:
         assert [c.nbytes for c in action.changes if c.kind is Kind.ACTIVATION] == [n]
     assert Liveness(trace).profile((), plan.activations).with_outputs[1] == FIRST + rest + OUT
     assert device_bound(trace, plan) - device_standing(trace, plan, gradients=True) == 2 * FIRST + OUT
-    usage = next(u for u in play(program, trace, MACHINE).tiers if u.tier is Tier.DEVICE)
+    usage = play(program, trace, MACHINE).usage(Tier.DEVICE)
     assert usage.peak - device_standing(trace, plan) == 2 * FIRST + OUT
 
 

@@ -52,7 +52,7 @@ def test_twice_the_bytes_on_disk_and_no_other(policy: str) -> None:
         assert plan.disk == 2 * once.disk > 0
         assert SAID in plan.reasons and SAID not in once.reasons
     check(TRACE, ON, plan)
-    peaks = {usage.tier: usage.peak for usage in simulate(TRACE, ON, plan).tiers}
+    peaks = simulate(TRACE, ON, plan).peaks
     assert peaks[Tier.DISK] == plan.disk
 
 
@@ -139,7 +139,7 @@ def test_checksums_take_eight_bytes_a_page_of_the_host(policy: str) -> None:
     assert on_disk(plan) and plan.streaming.checksums
     assert any(said in reason for reason in plan.reasons)
     check(TRACE, ON, plan)
-    peaks = {usage.tier: usage.peak for usage in simulate(TRACE, ON, plan).tiers}
+    peaks = simulate(TRACE, ON, plan).peaks
     assert peaks[Tier.HOST] == plan.host <= host
     without = make_plan(asked, policy)
     assert not without.streaming.checksums and not any(said in reason for reason in without.reasons)

@@ -63,7 +63,7 @@ def test_the_first_blocks_go_to_disk_as_many_as_it_takes(blocks: int) -> None:
     assert plan.host == host and plan.disk == plan.streaming.disk_activations == blocks * EACH
     check(TRACE, ON, plan)
     assert plan.device == device_bound(TRACE, plan)
-    peaks = {usage.tier: usage.peak for usage in simulate(TRACE, ON, plan).tiers}
+    peaks = simulate(TRACE, ON, plan).peaks
     assert peaks[Tier.HOST] <= host and peaks[Tier.DISK] == plan.disk and peaks[Tier.DEVICE] <= plan.device
 
 

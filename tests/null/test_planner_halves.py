@@ -86,7 +86,7 @@ def test_two_bytes_an_element_less_at_home() -> None:
     assert hosted == BLOCKS and whole.host - half.host == 2 * hosted * ELEMENTS - 4 * ELEMENTS
     for plan in (whole, half):
         check(trace, ON, plan)
-        peaks = {usage.tier: usage.peak for usage in simulate(trace, ON, plan).tiers}
+        peaks = simulate(trace, ON, plan).peaks
         assert peaks[Tier.HOST] == plan.host and peaks[Tier.DEVICE] <= plan.device
 
 
@@ -168,7 +168,7 @@ def test_on_disk_in_as_many_copies_as_a_checkpoint_asks_for(copies: int) -> None
     assert plan.streaming.masters is Masters.LOWER
     assert plan.disk == copies * placed * 10 * EACH * 256**2
     check(trace, on, plan)
-    assert {u.tier: u.peak for u in simulate(trace, on, plan).tiers}[Tier.DISK] == plan.disk
+    assert simulate(trace, on, plan).peaks[Tier.DISK] == plan.disk
 
 
 def test_plans_that_could_not_be_run_are_refused() -> None:

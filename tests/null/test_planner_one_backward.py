@@ -34,7 +34,7 @@ def once(plan: Plan) -> Plan:
 
 def played(trace: Trace, plan: Plan) -> int:
     program = lower(trace, plan)
-    return next(u for u in play(program, trace, machine()).tiers if u.tier is Tier.DEVICE).peak
+    return play(program, trace, machine()).peaks[Tier.DEVICE]
 
 
 def test_activations_have_the_room_of_gradients_until_these_are_made() -> None:
@@ -63,7 +63,7 @@ def test_gradients_count_from_when_they_are_made() -> None:
 @given(cases(activations=True))
 def test_no_timing_goes_over_the_bound(case: Case) -> None:
     plan = once(case.plan)
-    usage = next(u for u in play(lower(case.trace, plan), case.trace, case.machine).tiers if u.tier is Tier.DEVICE)
+    usage = play(lower(case.trace, plan), case.trace, case.machine).usage(Tier.DEVICE)
     assert usage.peak <= device_bound(case.trace, plan) <= device_bound(case.trace, case.plan)
 
 

@@ -111,7 +111,7 @@ def test_every_plan_says_what_was_simulated(policy: str) -> None:
     timeline = simulate(TRACE, machine(), plan)
     assert plan.step_seconds == timeline.step_seconds[-1]
     assert plan.device == device_bound(TRACE, plan)
-    peaks = {usage.tier: usage.peak for usage in timeline.tiers}
+    peaks = timeline.peaks
     assert peaks[Tier.DEVICE] <= plan.device
     assert peaks.get(Tier.HOST, 0) <= plan.host
 

@@ -83,7 +83,7 @@ def test_what_a_planner_returns_is_accepted_and_kept(asked: Problem, policy: str
     assert bool(plan.changes_numbers) == (policy in INEXACT or codes) and (asked.compress or not codes)
     if any(placed.on_disk for placed in plan.placements):
         assert (plan.streaming.disk_copies, plan.streaming.checksums) == (asked.disk_copies, asked.checksums)
-    peaks = {usage.tier: usage.peak for usage in simulate(asked.trace, asked.machine, plan).tiers}
+    peaks = simulate(asked.trace, asked.machine, plan).peaks
     assert peaks[Tier.DEVICE] <= plan.device <= asked.budget.device
     assert peaks.get(Tier.HOST, 0) <= plan.host <= asked.host_limit
     assert peaks.get(Tier.PINNED, 0) <= plan.pinned

@@ -30,7 +30,7 @@ TWO_SECONDS = N / RATE
 
 
 def peak(timeline: Timeline) -> int:
-    return next(usage for usage in timeline.tiers if usage.tier is Tier.DEVICE).peak
+    return timeline.peaks[Tier.DEVICE]
 
 
 def making(op: int, nbytes: int, *after: int) -> Action:
@@ -80,7 +80,7 @@ def test_and_not_before_compute_has_let_go(held: int, most: int) -> None:
         seconds=[1.0, 9.0, 1.0],
     )
     assert peak(done) == max(N, most)
-    assert next(u for u in done.tiers if u.tier is Tier.DEVICE).live == 50
+    assert done.usage(Tier.DEVICE).live == 50
 
 
 def test_a_reload_takes_its_bytes_when_it_is_issued() -> None:
@@ -106,7 +106,7 @@ def test_what_goes_between_two_reloads_is_gone_before_the_second(order: Sequence
     standing = {Tier.DEVICE: {Kind.ACTIVATION: N}}
     done = run(making(0, N), offload(N, 0, ops=(0, 1)), compute(1), *freeing, seconds=[1.0, 5.0], standing=standing)
     assert peak(done) == 2 * N
-    assert next(u for u in done.tiers if u.tier is Tier.DEVICE).live == 2 * N
+    assert done.usage(Tier.DEVICE).live == 2 * N
 
 
 @pytest.mark.parametrize(("kind", "seconds"), [("cpu", 1.5), ("cuda", 1.0)])

@@ -114,7 +114,7 @@ def test_a_plan_can_leave_room() -> None:
     assert report.plan.accumulation.most(Tier.DEVICE, budget) >= count
     assert report.plan.budget.device == budget
     assert any(f"room for {count} micro-batches" in reason for reason in report.plan.reasons)
-    assert next(usage.peak for usage in report.timeline.tiers if usage.tier is Tier.DEVICE) <= budget
+    assert report.timeline.peaks[Tier.DEVICE] <= budget
 
 
 def test_no_plan_leaves_room() -> None:

@@ -109,7 +109,7 @@ def test_the_program_is_what_the_runtime_does(density: float | None, tmp_path: P
     found = observed(case, plan, 2, f"{tmp_path}:64MiB", steps=steps, between=False)
     assert made == by_lane(found.timeline.events, lanes)
     assert made[Lane.STORAGE_UPDATE] and not made[Lane.UPDATE]
-    peak = {usage.tier: usage.peak for usage in found.timeline.tiers}
+    peak = found.timeline.peaks
     assert peak[Tier.HOST] <= plan.host and peak[Tier.DISK] == plan.disk
     assert (Kind.STATE in program.standing[Tier.HOST]) == (density is not None)
     there = (Lane.DISK_WRITE, Lane.DISK_READ)

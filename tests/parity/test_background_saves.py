@@ -92,7 +92,7 @@ def test_a_checkpoint_is_what_was_there_although_steps_go_on(name: str, make: An
         forebay.save(model, optimizer, tmp_path / str(number), step=number, background=True)
         if number % 2:
             forebay.synchronize(model)  # else the next step begins while it is on its way
-    peaks = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
+    peaks = forebay.report(model).timeline.peaks
     assert peaks[Tier.HOST] <= plan.host and not peaks[Tier.DISK]
     forebay.close(model)
     device.close()

@@ -253,7 +253,7 @@ def test_what_forward_found_in_buffers_is_part_of_the_promise() -> None:
         optimizer.step()
         optimizer.zero_grad()
     report = forebay.report(model)
-    peak = next(u.peak for u in report.timeline.tiers if u.tier is Tier.DEVICE)
+    peak = report.timeline.peaks[Tier.DEVICE]
     assert report.plan.recompute
     copies = (len(report.plan.recompute) + 2) * 4 * ENTRIES
     assert 2 * DEPTH * 4 * ENTRIES + copies < peak <= report.plan.device <= 1.05 * peak

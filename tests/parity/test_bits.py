@@ -180,7 +180,7 @@ def live_and_peak(plan: Plan) -> tuple[int, int, int]:
         peak = device.usage().peak
         optimizer.step()
         optimizer.zero_grad()
-    host = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.HOST)
+    host = forebay.report(model).timeline.usage(Tier.HOST)
     assert counters(model) == 0
     forebay.close(model)
     del loss

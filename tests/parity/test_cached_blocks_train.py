@@ -35,7 +35,7 @@ def test_blocks_that_stay_give_the_same_numbers(policy: str) -> None:
         WIDE, torch.float32, steps=2, policy=policy, device_memory=DEVICE, host_memory=AMPLE, device="cpu"
     )
     report = forebay.report(model)
-    peaks = {usage.tier: usage.peak for usage in report.timeline.tiers}
+    peaks = report.timeline.peaks
     assert 3 < len(report.plan.streaming.slots) < BLOCKS - 1
     assert peaks[Tier.DEVICE] <= report.plan.device <= DEVICE and peaks[Tier.HOST] == report.plan.host
     forebay.close(model)

@@ -85,7 +85,7 @@ def test_what_is_passed_over_makes_room(name: str, windows: tuple[int, int]) -> 
     plan = replace(plan, streaming=replace(plan.streaming, offload_window=windows[0], reload_window=windows[1]))
     program = lower(trace, plan)
     assert any(a.verb is Verb.RELOAD and a.ops[0] for a in program.actions)
-    usage = next(u for u in play(program, trace, MACHINE).tiers if u.tier is Tier.DEVICE)
+    usage = play(program, trace, MACHINE).usage(Tier.DEVICE)
     plan = exact(trace, plan)
     check(trace, MACHINE, plan, program)
     assert usage.peak <= plan.device

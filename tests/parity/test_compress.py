@@ -120,7 +120,7 @@ def test_trains_within_what_it_promised_and_says_what_changed(bits: int) -> None
     printed = Console(file=io.StringIO(), width=400, record=True)
     printed.print(closing_table(report))
     assert said in printed.export_text()
-    device = next(u for u in report.timeline.tiers if u.tier is Tier.DEVICE)
+    device = report.timeline.usage(Tier.DEVICE)
     assert device.peak <= report.plan.device <= BUDGET
 
 

@@ -72,7 +72,7 @@ def test_it_trains_in_the_least_that_is_not_refused() -> None:
         assert_same_training(CASE, torch.float32, device_memory="4KiB", device="cpu")
     needed = refused.value.needed
     model = assert_same_training(CASE, torch.float32, device_memory=needed, device="cpu")
-    peak = next(usage for usage in forebay.report(model).timeline.tiers if usage.tier is Tier.DEVICE).peak
+    peak = forebay.report(model).timeline.peaks[Tier.DEVICE]
     assert 0.9 * needed < peak <= needed
     forebay.close(model)
 

@@ -146,7 +146,7 @@ def test_fourteen_bytes_of_the_host_for_each_element() -> None:
     run = Run(policy="stream", device_memory=AMPLE)
     plan, sizes = run.plan, prepared_session(run.model).store.sizes
     run.train(0, 1)
-    peak = {usage.tier: usage.peak for usage in forebay.report(run.model).timeline.tiers}[Tier.HOST]
+    peak = forebay.report(run.model).timeline.peaks[Tier.HOST]
     blocks = prepared_session(run.model).model.blocks
     forebay.close(run.model)
     elements, largest = (pick(sum(p.numel for p in b.parameters) for b in blocks) for pick in (sum, max))

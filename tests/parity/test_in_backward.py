@@ -137,7 +137,7 @@ def test_the_host_holds_the_gradients_of_the_slots(dtype: torch.dtype, home: Tie
         optimizer.step()
         optimizer.zero_grad()
     forebay.synchronize(model)
-    host = next(usage for usage in forebay.report(model).timeline.tiers if usage.tier is Tier.HOST)
+    host = forebay.report(model).timeline.usage(Tier.HOST)
     forebay.close(model)
     assert host.at_peak[Kind.GRADIENT] == slots * width
     assert host.peak == less.host
@@ -308,7 +308,7 @@ def test_prepare_fits_by_it_and_trains_the_same(tmp_path: Path) -> None:
     values = forebay.parameters(model)
     assert all(torch.equal(values[n], p) for n, p in reference.named_parameters())
     report = forebay.report(model)
-    host = next(usage.peak for usage in report.timeline.tiers if usage.tier is Tier.HOST)
+    host = report.timeline.peaks[Tier.HOST]
     forebay.close(model)
     assert host == report.plan.host <= allowed["host_memory"]
     assert set(report.plan.updated(Update.BACKWARD)) == set(used_up(case, dtype))

@@ -64,7 +64,7 @@ def test_all_of_it_is_promised(prepared: tuple[nn.Module, torch.optim.Optimizer]
         assert token.grad is not None and token.grad.untyped_storage().nbytes() == WHOLE
         optimizer.step()
         optimizer.zero_grad()
-    peak = next(usage for usage in forebay.report(model).timeline.tiers if usage.tier is Tier.DEVICE).peak
+    peak = forebay.report(model).timeline.peaks[Tier.DEVICE]
     assert peak == plan.device
 
 

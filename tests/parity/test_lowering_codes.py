@@ -117,5 +117,5 @@ def test_the_program_is_what_the_runtime_does(
     workspace = max((move.codes.workspace for move in moves if move.codes is not None), default=0)
     simulated = peak(play(program, trace, roomy_machine("cpu")))
     assert simulated - workspace <= peak(timeline) <= simulated <= device_bound(trace, plan)
-    disk = next(usage for usage in timeline.tiers if usage.tier is Tier.DISK)
+    disk = timeline.usage(Tier.DISK)
     assert disk.peak == plan.disk

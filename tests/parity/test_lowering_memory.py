@@ -47,7 +47,7 @@ def measured(name: str, plan: Plan, batch: Mapping[str, Any]) -> int:
         optimizer.step()
         optimizer.zero_grad()
     forebay.synchronize(model)
-    usage = next(u for u in forebay.report(model).timeline.tiers if u.tier is Tier.DEVICE)
+    usage = forebay.report(model).timeline.usage(Tier.DEVICE)
     forebay.close(model)
     return usage.peak
 

@@ -93,7 +93,7 @@ def ran(
 
 
 def peak(timeline: Timeline) -> int:
-    return next(usage for usage in timeline.tiers if usage.tier is Tier.DEVICE).peak
+    return timeline.peaks[Tier.DEVICE]
 
 
 def only(words: list[str], verb: str) -> list[str]:

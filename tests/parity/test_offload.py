@@ -52,7 +52,7 @@ def test_same_numbers_with_all_that_may_be_moved_moved(name: str, resident: bool
     assert expected, "nothing in this model is large enough to be moved"
     assert sorted(n for _, n in moved(model, "offload")) == sorted(expected * passes)
     assert sorted(moved(model, "reload")) == sorted(moved(model, "offload"))
-    host = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.HOST)
+    host = forebay.report(model).timeline.usage(Tier.HOST)
     assert host.at_peak[Kind.ACTIVATION] == host_formula(named)
     assert host.peak == plan.host
     forebay.close(model)

@@ -53,7 +53,7 @@ def peak(plan: Plan, budget: int = AMPLE) -> int:
     report = forebay.report(model).timeline
     assert report.counters["activations_kept"] == 0
     forebay.close(model)
-    return next(t for t in report.tiers if t.tier is Tier.DEVICE).peak
+    return report.peaks[Tier.DEVICE]
 
 
 @WHERE

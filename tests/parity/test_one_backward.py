@@ -66,7 +66,7 @@ def test_the_peak_is_the_promise(within: tuple[nn.Module, torch.optim.Optimizer]
         optimizer.zero_grad()
         reference.zero_grad()
     report = forebay.report(model)
-    peak = next(usage for usage in report.timeline.tiers if usage.tier is Tier.DEVICE).peak
+    peak = report.timeline.peaks[Tier.DEVICE]
     assert peak == report.plan.device == needed(accumulates=False)
     assert 0 < needed(accumulates=True) - peak <= sum(p.nbytes for p in reference.parameters())
 

@@ -80,7 +80,7 @@ def test_the_disk_has_whole_pages_of_parts(tmp_path: Path) -> None:
     assert attachment is not None
     assert attachment.session.stash.taken == sum(align(part(n, split), PAGE) for n in SIZES)
     loss.backward()
-    disk = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.DISK)
+    disk = forebay.report(model).timeline.usage(Tier.DISK)
     assert disk.at_peak[Kind.ACTIVATION] == plan.streaming.disk_activations
     assert counters(model) == 0
     forebay.close(model)

@@ -107,7 +107,7 @@ class Run:
 
     def peaks(self, model: nn.Module) -> PhasePeaks:
         """What the ledgers have measured since they were reset."""
-        found = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
+        found = forebay.report(model).timeline.peaks
         return PhasePeaks(found[Tier.DEVICE], found[Tier.HOST], found.get(Tier.PINNED, 0), found[Tier.DISK])
 
     def reset(self, model: nn.Module) -> None:

@@ -151,7 +151,7 @@ def test_the_plan_that_is_written_can_be_run(machine: Path, tmp_path: Path) -> N
         output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peaks = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
+    peaks = forebay.report(model).timeline.peaks
     forebay.close(model)
     assert peaks[Tier.HOST] == found["peaks"]["host"]
     # How many gradients are on their way at once is a matter of timing; the prediction is not under by more than 1 %.

@@ -66,7 +66,7 @@ def test_auto_makes_a_plan_that_speculates_and_it_trains(tmp_path: Path) -> None
     _, committed, redone = counters(model)
     # Two micro-batches: the first step does not know that yet.
     assert (committed, redone) == ((STEPS - 1) * len(ahead), len(ahead))
-    peaks = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
+    peaks = forebay.report(model).timeline.peaks
     assert (peaks[Tier.HOST], peaks[Tier.DISK]) == (plan.host, plan.disk)
     forebay.close(model)
 
@@ -84,7 +84,7 @@ def test_a_plan_for_a_gpu_speculates_in_memory_and_runs_here() -> None:
         case, dtype, clip=None, steps=STEPS, plan=plan, device_memory=AMPLE, host_memory=AMPLE, device="cpu"
     )
     assert counters(model)[1] == (STEPS - 1) * len(plan.updated(Update.AHEAD))
-    peaks = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
+    peaks = forebay.report(model).timeline.peaks
     assert peaks[Tier.HOST] == plan.host
     forebay.close(model)
 

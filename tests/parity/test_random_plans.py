@@ -101,7 +101,7 @@ def test_any_plan_gives_the_numbers_of_plain_pytorch(data: st.DataObject, name: 
         if plan.disk:
             budgets["disk"] = f"{folder}:{plan.disk}B"
         model = assert_same_training(drawn_for.case, dtype, steps=2, plan=plan, device="cpu", **budgets)
-        peaks = {usage.tier: usage.peak for usage in forebay.report(model).timeline.tiers}
+        peaks = forebay.report(model).timeline.peaks
         forebay.close(model)
     assert peaks[Tier.DEVICE] <= plan.device
     assert (peaks[Tier.HOST], peaks[Tier.DISK]) == (plan.host, plan.disk)
@@ -168,7 +168,7 @@ def test_any_budget_is_kept_or_refused(
     allowed = budgets_in_bytes(device, host, disk)
     for usage in report.timeline.tiers:
         assert usage.peak <= allowed[usage.tier]
-    peaks = {usage.tier: usage.peak for usage in report.timeline.tiers}
+    peaks = report.timeline.peaks
     assert peaks[Tier.DEVICE] <= report.plan.device
     assert (peaks[Tier.HOST], peaks[Tier.DISK]) == (report.plan.host, report.plan.disk)
 

@@ -66,7 +66,7 @@ def peak(recompute: list[str], resident: bool) -> int:
         model(**TOWER.inputs(step, torch.float32))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    usage = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.DEVICE)
+    usage = forebay.report(model).timeline.usage(Tier.DEVICE)
     forebay.close(model)
     return usage.peak
 

@@ -127,7 +127,7 @@ def trained(name: str, plan: Plan) -> tuple[Counter[str], int]:
         optimizer.step()
         optimizer.zero_grad()
         forebay.synchronize(model)  # so that the next pass runs no update
-    usage = next(u for u in forebay.report(model).timeline.tiers if u.tier is Tier.DEVICE)
+    usage = forebay.report(model).timeline.usage(Tier.DEVICE)
     forebay.close(model)
     return ops.ran, usage.peak
 
@@ -151,7 +151,7 @@ def _overload(name: str) -> Any:
 def test_ops_and_peak(name: str, every: int) -> None:
     trace, plan, program = foretold(name, every)
     ran, peak = trained(name, plan)
-    usage = next(u for u in play(program, trace, roomy_machine(trace.device)).tiers if u.tier is Tier.DEVICE)
+    usage = play(program, trace, roomy_machine(trace.device)).usage(Tier.DEVICE)
     assert usage.peak == peak
     expected = in_program(trace, program)
     # A recomputation works on copies of the block's buffers: three of a batch norm. Of the one that its forward changes

@@ -155,7 +155,7 @@ def test_a_save_writes_no_byte_of_what_is_on_disk(masters: Masters, stays: int, 
                 headers = 0 if background or not stays else 1024 * len(list(case.model(dtype).parameters()))
                 assert stays * elements <= kept <= stays * elements + headers
         taken.append(run.written() - before)
-        peaks.append({usage.tier: usage.peak for usage in forebay.report(run.model).timeline.tiers})
+        peaks.append(forebay.report(run.model).timeline.peaks)
         run.close()
     states = (12 - stays) * elements
     assert taken[0] == taken[1] >= steps * states

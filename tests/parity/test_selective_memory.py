@@ -102,7 +102,7 @@ def usage(plan: Plan) -> TierUsage:
         model(**TOWER.inputs(step, torch.float32))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = next(t for t in forebay.report(model).timeline.tiers if t.tier is Tier.DEVICE)
+    found = forebay.report(model).timeline.usage(Tier.DEVICE)
     forebay.close(model)
     return found
 
@@ -147,7 +147,7 @@ class Lates(nn.Module):
 
 def live(model: nn.Module, tier: Tier = Tier.DEVICE) -> int:
     gc.collect()
-    return next(t.live for t in forebay.report(model).timeline.tiers if t.tier is tier)
+    return forebay.report(model).timeline.usage(tier).live
 
 
 def with_plan(model: nn.Module, ops: Iterable[str], fate: Fate, resident: bool = True) -> nn.Module:

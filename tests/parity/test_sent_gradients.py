@@ -129,7 +129,7 @@ def test_a_run_goes_on_as_it_would_have(dtype: torch.dtype, tmp_path: Path) -> N
         found = forebay.parameters(first.model)
         assert all(torch.equal(found[name], value) for name, value in plain.named_parameters())
     # Of the states the host has 4 bytes of residual an element: the others are on disk.
-    host = next(usage for usage in forebay.report(first.model).timeline.tiers if usage.tier is Tier.HOST)
+    host = forebay.report(first.model).timeline.usage(Tier.HOST)
     assert host.at_peak[Kind.STATE] == 4 * sum(p.numel() for p in plain.parameters()) + 3 * 4 * (-WIDTH % 16)
     saved = first.optimizer.state_dict()
     weights = {n: p.clone() for n, p in forebay.parameters(first.model).items()}

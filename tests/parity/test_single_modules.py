@@ -42,6 +42,6 @@ def test_what_a_refusal_names_trains() -> None:
     assert all(torch.equal(gradients[n], p.grad) for n, p in reference.named_parameters() if p.grad is not None)
     optimizer.step()
     report = forebay.report(model)
-    device = next(usage.peak for usage in report.timeline.tiers if usage.tier is Tier.DEVICE)
+    device = report.timeline.peaks[Tier.DEVICE]
     forebay.close(model)
     assert device <= report.plan.device < LAYER

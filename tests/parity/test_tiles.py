@@ -96,7 +96,7 @@ def test_a_device_smaller_than_the_largest_parameter() -> None:
         optimizer.zero_grad()
     report = forebay.report(model)
     forebay.close(model)
-    device = next(usage for usage in report.timeline.tiers if usage.tier is Tier.DEVICE)
+    device = report.timeline.usage(Tier.DEVICE)
     tile, panel, logits = WEIGHT // PARTS**2, WEIGHT // PARTS, 4 * TOKENS * WORDS
     slots = report.plan.streaming.slots
     assert set(slots) <= {tile, panel // 2}  # of the head, and of the embedding

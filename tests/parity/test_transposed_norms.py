@@ -60,7 +60,7 @@ def test_what_is_promised_holds(policy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         report = forebay.report(model)
-        peak = next(usage for usage in report.timeline.tiers if usage.tier is Tier.DEVICE).peak
+        peak = report.timeline.peaks[Tier.DEVICE]
         assert peak <= report.plan.device
     finally:
         forebay.close(model)

@@ -252,7 +252,7 @@ def _candidate(
     plan, bench = room.plan, room.bench
     timeline, forecast = predict(trace, machine, plan, bench)
     seconds, moved = forecast.step_seconds, forecast.moved
-    peaks = {usage.tier: usage.peak for usage in timeline.tiers}
+    peaks = timeline.peaks
     if micro_batches > 1:
         plan = with_figures(trace, machine, plan, liveness=bench.liveness, micro_batches=micro_batches)
         passing = by_turns if plan.accumulation is None else together

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -28,16 +28,18 @@ from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
 from forebay.memory import Kind
 from forebay.optim.rules import read_optimizer
+from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
 from forebay.profiler.finish import finish
+from forebay.profiler.guesses import OTHER_DRAWS, OTHER_ROUTES, Guess
 from forebay.profiler.recorder import Recorder
-from forebay.profiler.routing import EXTREMES, Routing
 from forebay.profiler.values import Values
 from forebay.profiler.work import Call
 from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
 from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
+from forebay.runtime.generators import drawn_alike
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.states import moment_states
@@ -65,6 +67,16 @@ KEEPS_CACHE = (
     "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
     "reads them: give use_cache=False with the batch"
 )
+
+
+DRAWN = (
+    "single numbers that the model draws at random (LayerDrop) are taken for the highest that they can be, by which "
+    "all layers run; memory holds for the lowest, too"
+)
+
+MADE_UP = "floats that the model asks for as NumPy arrays are made up; memory holds where no size follows from them"
+
+CHECKED = "what the model checks of all elements of a tensor (isfinite().all(), isnan().any()) is taken to be in order"
 
 
 @final
@@ -118,8 +130,8 @@ def capture(
         fakes, workspaces = torch.device("cpu"), ELSEWHERE
         notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
 
-    def run(routing: Routing) -> tuple[_Step, Trace]:
-        step = _Step(model, bound, fakes, routing, lambda: None if head is None else ChunkedHead(head, loss_piece))
+    def run(guess: Guess) -> tuple[_Step, Trace]:
+        step = _Step(model, bound, fakes, guess, lambda: None if head is None else ChunkedHead(head, loss_piece))
         with attributes_put_back(model):
             step.run(_losing(batch, loss_fn), args, kwargs)
         return step, finish(
@@ -135,23 +147,21 @@ def capture(
         )
 
     with collector_paused(), _one_thread():
-        step, trace = run(Routing.BALANCED)
+        step, trace = run(Guess())
         if step.recorder.read_outside:
             # What such parameters are there for shows only when the step runs: now the root asks for them.
             bound = find_blocks(model, blocks, step.recorder.read_outside)
-            step, trace = run(Routing.BALANCED)
-        extremes: list[Trace] = []
-        for routing in EXTREMES if step.recorder.values.asked else ():
-            _, extreme = run(routing)
-            # What was asked for need not decide a size; then one routing is as good as any.
-            if _is_same(extreme, trace):
-                break
-            if not any(_is_same(extreme, other) for other in extremes):
-                extremes.append(extreme)
-    notes += _routing_notes(step.recorder.values, bool(extremes))
+            step, trace = run(Guess())
+        values = step.recorder.values
+        by_routes = _others(trace, OTHER_ROUTES if values.asked else (), run)
+        by_draws = _others(trace, OTHER_DRAWS if values.drawn else (), run)
+    notes += _routing_notes(values, bool(by_routes))
+    if by_draws:
+        notes.append(DRAWN)
+    notes += [note for note, said in ((CHECKED, values.checked), (MADE_UP, step.arrays.made)) if said]
     if step.keeps_cache:
         notes.append(KEEPS_CACHE)
-    return Captured(replace(trace, notes=tuple(notes), extremes=tuple(extremes)), step.recorder.works.calls)
+    return Captured(replace(trace, notes=tuple(notes), extremes=(*by_routes, *by_draws)), step.recorder.works.calls)
 
 
 @final
@@ -193,6 +203,19 @@ def _head(model: nn.Module) -> Recognised:
 
 def _is_same(one: Trace, other: Trace) -> bool:
     return (one.segments, one.visits) == (other.segments, other.visits)
+
+
+def _others(trace: Trace, guesses: Iterable[Guess], run: Callable[[Guess], tuple[_Step, Trace]]) -> list[Trace]:
+    """The traces by ``guesses`` that are not like ``trace``. What is guessed need not decide a size; then one guess is
+    as good as any."""
+    found: list[Trace] = []
+    for guess in guesses:
+        _, other = run(guess)
+        if _is_same(other, trace):
+            break
+        if not any(_is_same(other, one) for one in found):
+            found.append(other)
+    return found
 
 
 def _routing_notes(values: Values, has_extremes: bool) -> list[str]:
@@ -239,14 +262,15 @@ class _Step:
         model: nn.Module,
         bound: BoundModel,
         device: torch.device,
-        routing: Routing,
+        guess: Guess,
         cut_loss: Callable[[], ChunkedHead | None],
     ) -> None:
         self._model = model
         self._cut_loss = cut_loss
         self._bound = bound
         self._device = device
-        self.recorder = Recorder(device, routing)
+        self.recorder = Recorder(device, guess)
+        self.arrays = Arrays()
         self.held_nbytes = 0
         self.unseen_nbytes = 0
         self.keeps_cache = False
@@ -255,8 +279,7 @@ class _Step:
         """Forward, the loss that ``losing`` makes, and backward. Raises ``CaptureFailed`` when the model cannot run
         so."""
         recorder = self.recorder
-        with as_written(), torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-            torch.default_generator.manual_seed(0)  # made-up values are the same every time
+        with as_written(), drawn_alike(), FakeTensorMode(allow_non_fake_inputs=True):
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
             recorder.follow_modules(self._modules())
@@ -265,7 +288,7 @@ class _Step:
             chunked = self._cut_loss()
             seen = self._model.register_forward_hook(self._see)
             try:
-                with recorder, _quiet_torch():
+                with recorder, self.arrays, _quiet_torch():
                     whole = _Whole(self._model, lambda: self._forward_and_backward(losing, inputs, keywords))
                     fakes = {f"model.{name}": tensor for name, tensor in at_every_place(self._model, state).items()}
                     # Each place once. With tie_weights a module that occurs twice would be given its fakes by both of

@@ -18,6 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from forebay.runtime.generators import drawn_alike
+
 __all__ = ["Made", "Measured", "Measuring", "allocations", "inputs_of", "peak_of"]
 
 _MEMORY = "[memory]"
@@ -90,8 +92,7 @@ class Measuring:
         """
         leaves, spec = tree_flatten((args, kwargs))
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with drawn_alike():
             given = [_real(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             try:
                 measured = _Runs(module, given, spec).measured(self._bytes)

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.errors import CaptureFailed
 from forebay.memory import Kind
+from forebay.profiler.guesses import Guess
 from forebay.profiler.roots import Handle, Roots
-from forebay.profiler.routing import Routing
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
@@ -53,12 +53,12 @@ class RawOp:
 class Recorder(TorchDispatchMode):
     """The dispatch mode, on top of the ``FakeTensorMode``, and the hooks that tell it where in the model it is."""
 
-    def __init__(self, device: torch.device, routing: Routing) -> None:
+    def __init__(self, device: torch.device, guess: Guess) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.roots = Roots()
         self.works = Works()
-        self.values = Values(self.roots, routing)
+        self.values = Values(self.roots, guess)
         self._true = TrueResults()
         self.ops: list[RawOp] = []
         self.phase = Phase.FORWARD

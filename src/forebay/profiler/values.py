@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from forebay.profiler.guesses import PASSED, Guess, draw_single
 from forebay.profiler.roots import Roots
-from forebay.profiler.routing import Routing, route
+from forebay.profiler.routing import route
 from forebay.profiler.work import is_view, tensors_in
 
 __all__ = ["LIFTS", "Unknown", "Values", "is_fake"]
@@ -71,15 +72,16 @@ class Values:
     """Runs ops under a ``FakeTensorMode``, for real where all values are known and may be asked for.
 
     ``picked`` says whether picks had to be made up, ``asked`` whether a size or a Python value was then asked for that
-    follows from them, and ``routed`` whether all of them are picks of a router's kind, which follow ``routing``:
-    distinct ones among more, along the last dimension. Others are always balanced.
+    follows from them, and ``routed`` whether all of them are picks of a router's kind, which follow ``guess``: distinct
+    ones among more, along the last dimension. Others are always balanced. ``drawn`` says whether a single number was
+    drawn at random, by ``guess``, and ``checked`` whether all elements of a tensor were asked about (``PASSED``).
     """
 
-    def __init__(self, roots: Roots, routing: Routing) -> None:
+    def __init__(self, roots: Roots, guess: Guess) -> None:
         self._roots = roots
-        self._routing = routing
+        self._guess = guess
         self._made_up = False
-        self.picked = self.asked = False
+        self.picked = self.asked = self.drawn = self.checked = False
         self.routed = True
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
@@ -93,6 +95,10 @@ class Values:
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         name = func.overloadpacket.__name__
+        if func in PASSED:
+            self.checked = True
+            with _disable_current_modes():
+                return torch.full((), PASSED[func], device=inputs[0].device)
         result = _grouped_mm(args, kwargs) if _is_unknown_to_torch(func, args) else func(*args, **kwargs)
         if name in _FILLS and not result.is_floating_point() and _is_wanted(result):
             with _disable_current_modes():
@@ -131,6 +137,9 @@ class Values:
             real = func(*args, **kwargs)
             if "empty" in func.overloadpacket.__name__ and isinstance(real, torch.Tensor):
                 real.zero_()  # the same in every run
+            elif torch.Tag.nondeterministic_seeded in func.tags and isinstance(real, torch.Tensor):
+                given = {argument.name: value for argument, value in _bound(func, args, kwargs)}
+                self.drawn |= draw_single(self._guess.draw, func, given, real)
             return real
 
     def _answer(self, func: Any, args: Any) -> Any:
@@ -186,7 +195,7 @@ class Values:
 
     def _with_picks(self, name: str, args: Any, result: Any) -> Any:
         """``result`` with indices that are made up: balanced, row i takes (i * k + j) mod n for its j-th pick among n,
-        or by ``routing``."""
+        or by the guess."""
         indices = tensors_in(result)[-1]
         place, default = _PICKS[name]
         source = args[0]
@@ -203,7 +212,7 @@ class Values:
             picks = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype, device=indices.device)
             # A whole row (k = n) comes out as 0, 1, 2 ...
             rows = picks.movedim(dim, -1) if indices.dim() == source.dim() else picks
-            made = route(self._routing, tokens, k, n) if routed else torch.arange(picks.numel()) % n
+            made = route(self._guess.routing, tokens, k, n) if routed else torch.arange(picks.numel()) % n
             rows.copy_(made.reshape(rows.shape))
         if isinstance(result, torch.Tensor):
             return picks

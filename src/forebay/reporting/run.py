@@ -75,7 +75,7 @@ class RunReport:
 
     def usage(self, tier: Tier) -> TierUsage | None:
         """The account of ``tier``, or None if the run has none."""
-        return next((usage for usage in self.timeline.tiers if usage.tier is tier), None)
+        return self.timeline.usage(tier)
 
     @property
     def disk_written(self) -> int:
@@ -84,8 +84,7 @@ class RunReport:
 
     def measured_peaks(self) -> dict[Tier, int]:
         """Peak of every tier in bytes; 0 for a tier that the run did not use."""
-        usages = {tier: self.usage(tier) for tier in Tier}
-        return {tier: usage.peak if usage is not None else 0 for tier, usage in usages.items()}
+        return dict.fromkeys(Tier, 0) | self.timeline.peaks
 
     def reserved(self) -> dict[Tier, int]:
         """Bytes of every tier that were taken from the machine at its peak: what its ledger counted, and what the

@@ -123,7 +123,7 @@ def summarise(timeline: Timeline, program: Program, costs: Costs) -> Forecast:
         busy=busy,
         moved=_moved(program),
         disk_written=_written(program, costs),
-        peaks={usage.tier: usage.peak for usage in timeline.tiers},
+        peaks=timeline.peaks,
         measured_share=costs.measured_share,
         notes=costs.notes,
     )

@@ -179,5 +179,5 @@ def test_on_random_graphs_all_of_them_are_right_and_within_their_budgets(seed: i
     assert len(plans) > len(policies) // 2
     for plan in plans.values():
         check(trace, ON, plan)
-        peaks = {usage.tier: usage.peak for usage in simulate(trace, ON, plan).tiers}
+        peaks = simulate(trace, ON, plan).peaks
         assert peaks[Tier.DEVICE] <= plan.device <= plan.budget.device

@@ -101,7 +101,7 @@ def test_its_plan_is_right_and_within_its_budgets(policy: str, name: str, share:
         return
     assert plan.planner == policy and not plan.changes_numbers
     check(trace, ON, plan)
-    peaks = {usage.tier: usage.peak for usage in simulate(trace, ON, plan).tiers}
+    peaks = simulate(trace, ON, plan).peaks
     assert peaks[Tier.DEVICE] <= plan.device == device_bound(trace, plan) <= device
     assert peaks.get(Tier.HOST, 0) <= plan.host and peaks.get(Tier.DISK, 0) <= plan.disk
     if policy in RERUN_ONLY:

@@ -51,7 +51,7 @@ def test_its_program_is_right_and_within_its_budgets(on: Machine) -> None:
     device = made("zero-offload", on).device
     plan = made("zero-offload-delayed", on, device)
     check(TRACE, on, plan)
-    peaks = {usage.tier: usage.peak for usage in simulate(TRACE, on, plan).tiers}
+    peaks = simulate(TRACE, on, plan).peaks
     assert peaks[Tier.DEVICE] <= plan.device == device_bound(TRACE, plan) <= device
     assert peaks[Tier.HOST] <= plan.host
 

@@ -85,7 +85,7 @@ def test_its_plan_is_right_and_has_room_for_all_micro_batches(policy: str, share
     needs = accumulation_of(trace, plan)
     assert needs is not None and plan.planner == policy and not plan.changes_numbers
     assert needs.needed(Tier.DEVICE, COUNT) <= device and needs.needed(Tier.HOST, COUNT) <= host
-    peaks = {usage.tier: usage.peak for usage in simulate(trace, ON, plan).tiers}
+    peaks = simulate(trace, ON, plan).peaks
     assert peaks[Tier.DEVICE] <= plan.device <= device and peaks.get(Tier.HOST, 0) <= plan.host <= host
     assert (plan.disk > 0) == disk and plan.recompute == NAMES
 

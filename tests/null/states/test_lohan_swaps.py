@@ -69,7 +69,7 @@ def test_what_the_host_has_no_room_for_goes_to_disk() -> None:
     assert made(on).host > host
     plan = made(on, host=host, disk=ENOUGH)
     check(TRACE, on, plan)
-    peaks = {usage.tier: usage.peak for usage in simulate(TRACE, on, plan).tiers}
+    peaks = simulate(TRACE, on, plan).peaks
     assert plan.disk > 0 and peaks[Tier.HOST] <= plan.host <= host
 
 

@@ -69,7 +69,7 @@ def test_a_block_is_updated_once_in_a_round_and_its_gradients_are_added_up_in_be
 def test_its_program_is_right_within_its_budgets_and_a_step_takes_the_mean_of_a_round() -> None:
     check(TRACE, SLOW, TURNS)
     timeline = simulate(TRACE, SLOW, TURNS)
-    peaks = {usage.tier: usage.peak for usage in timeline.tiers}
+    peaks = timeline.peaks
     assert peaks[Tier.DEVICE] <= TURNS.device <= DEVICE and peaks[Tier.HOST] <= TURNS.host
     assert TURNS.step_seconds == pytest.approx(mean(timeline.step_seconds[-EVERY:]))
     assert len(set(timeline.step_seconds[-EVERY:])) > 1  # the last step alone would be another figure

@@ -1,0 +1,76 @@
+"""What a capture takes for granted where nobody has the values that decide: the experts that a router picks, single
+numbers that are drawn at random, and whether a tensor passes a check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Final, final
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from forebay.profiler.routing import EXTREMES, Routing
+
+__all__ = ["OTHER_DRAWS", "OTHER_ROUTES", "PASSED", "Draw", "Guess", "draw_single"]
+
+
+class Draw(StrEnum):
+    """Which of all numbers that can come is drawn.
+
+    A model that draws a single number mostly asks whether it is below some share: below it a layer is left out
+    (LayerDrop, Fan et al., "Reducing Transformer Depth on Demand with Structured Dropout", ICLR 2020), or something is
+    done that is not done every time. Drawn highest all layers run; which of both takes more memory is the model's own.
+    Of whole numbers, times that something is done, the highest takes the most.
+    """
+
+    HIGHEST = "highest"
+    LOWEST = "lowest"
+
+
+@final
+@dataclass(frozen=True)
+class Guess:
+    """What one run of a capture takes for granted."""
+
+    routing: Routing = Routing.BALANCED
+    draw: Draw = Draw.HIGHEST
+
+
+OTHER_ROUTES: Final = tuple(Guess(routing=routing) for routing in EXTREMES)
+OTHER_DRAWS: Final = (Guess(draw=Draw.LOWEST),)
+"""What a step may take more memory by than by a ``Guess()``."""
+
+_BELOW: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
+    {"rand": (0.0, 1.0), "rand_like": (0.0, 1.0), "uniform_": (0.0, 1.0), "randint": (0, 1), "randint_like": (0, 1)}
+)
+"""Ops that draw evenly, with the bounds that they have by themselves: from the first, and below the second."""
+
+PASSED: Final[Mapping[Any, bool]] = MappingProxyType(
+    {torch.ops.aten.all.default: True, torch.ops.aten.any.default: False}
+)
+"""What comes of ops that say of all elements whether something holds: values are in their range, boxes in order, and
+nothing has overflown."""
+
+_FIRST: Final = ("from", "low")
+_BOUND: Final = ("to", "high")
+
+
+def draw_single(draw: Draw, func: Any, given: Mapping[str, Any], made: torch.Tensor) -> bool:
+    """Whether ``func`` has drawn a single number; if so, ``made`` has it, which becomes that of ``draw``. ``given`` are
+    the arguments of ``func`` by their names."""
+    bounds = _BELOW.get(func.overloadpacket.__name__)
+    if bounds is None or made.numel() != 1:
+        return False
+    low = next((given[name] for name in _FIRST if name in given), bounds[0])
+    high = next((given[name] for name in _BOUND if name in given), bounds[1])
+    with _disable_current_modes():
+        if draw is Draw.LOWEST:
+            made.fill_(low)
+        elif made.is_floating_point():
+            made.copy_(torch.nextafter(made.new_tensor(high), made.new_tensor(low)))
+        else:
+            made.fill_(high - 1)
+    return True
