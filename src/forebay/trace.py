@@ -17,6 +17,7 @@ from forebay.memory import Kind
 
 __all__ = [
     "COMPILED",
+    "CONSTANT",
     "NO_SAVES",
     "TRACE_SCHEMA",
     "Block",
@@ -38,6 +39,9 @@ TRACE_SCHEMA = 4
 
 COMPILED = "forebay.compiled_"
 """Begins the names of the ops that stand for compiled blocks (``profiler.stand_ins``)."""
+
+CONSTANT = "constant "
+"""Begins the names of tensors that some module keeps to itself: no parameter, no buffer, no input."""
 
 _DRAWING = (
     *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "multinomial", "normal", "poisson", "rand"),
@@ -309,9 +313,10 @@ class Trace:
     own as forward found them.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
-    balanced routes, and ``extremes`` are the same step with the routes that take the most memory. Seconds and simulated
-    bytes are those of the trace itself. The extremes say only what is promised: the most bytes of a plan are the most
-    of any of these traces, each with its own numbers of ops and tensors. Empty where all routings take the same bytes.
+    balanced routes, and ``extremes`` are the same step with the routes that take the most memory; of a step that a
+    number decides that is drawn at random (whether a layer is left out), the one with the lowest number. Seconds and
+    simulated bytes are those of the trace itself. The extremes say only what is promised: the most bytes of a plan are
+    the most of any of these traces, each with its own numbers of ops and tensors. Empty where all take the same bytes.
 
     Raises ``ConfigError`` for another schema, and for extremes of another model or batch, or with extremes of their
     own.
@@ -344,13 +349,18 @@ class Trace:
         for extreme in self.extremes:
             if extreme.extremes:
                 raise ConfigError("an extreme of a trace has extremes of its own; capture the trace again")
-            own = (self.model, self.sources, self.state_names, self.device)
-            if (extreme.model, extreme.sources, extreme.state_names, extreme.device) != own:
+            if extreme._origin != self._origin:
                 raise ConfigError("an extreme of a trace is of another model or batch; capture the trace again")
 
     @property
+    def _origin(self) -> tuple[Model, list[Tensor], tuple[str, ...], str]:
+        """Of what this is a step. What a module keeps to itself is known when it runs, which it may not."""
+        given = [tensor for tensor in self.sources if not tensor.name.startswith(CONSTANT)]
+        return self.model, given, self.state_names, self.device
+
+    @property
     def routings(self) -> tuple[Trace, ...]:
-        """The trace and its extremes: what holds whatever the routes are, holds in each of them."""
+        """The trace and its extremes: what holds whatever the routes and draws are, holds in each of them."""
         return (self, *self.extremes)
 
     @property

@@ -24,7 +24,7 @@ from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
 from forebay.runtime.recompute import CACHES
 from forebay.runtime.uncounted import updated_uncounted
-from forebay.trace import Block, Phase
+from forebay.trace import CONSTANT, Block, Phase
 
 __all__ = ["RawOp", "Recorder"]
 
@@ -341,7 +341,7 @@ class Recorder(TorchDispatchMode):
         """The number of an op's argument."""
         if self.roots.find(tensor) is None:
             # Neither parameter, buffer nor input, and no op made it: a tensor that some module keeps to itself.
-            return self.roots.add(tensor, source=Kind.BUFFER, name=f"constant {len(self.roots.roots)}").base
+            return self.roots.add(tensor, source=Kind.BUFFER, name=f"{CONSTANT}{len(self.roots.roots)}").base
         return self.roots.number(tensor)
 
     def _output(self, tensor: torch.Tensor, takes_nothing: bool) -> int:

@@ -1,0 +1,165 @@
+"""What decides and is not known beforehand: numbers that are drawn, checks, and answers that a loss matches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import nn
+
+import forebay
+from forebay.errors import CaptureFailed, DoesNotFit
+from forebay.memory import Tier
+from forebay.profiler.capture import CHECKED, DRAWN, MADE_UP, capture
+from forebay.trace import Trace
+from tests.parity.capture_rig import real_peak, traced_peak
+from tests.parity.compare import assert_same_training
+from tests.parity.models import Case
+
+WIDTH, LAYERS, ROWS, TARGETS = 32, 4, 24, 5
+
+Forward = Callable[["Deciding", torch.Tensor, torch.Generator], torch.Tensor]
+
+
+class Deciding(nn.Module):
+    """Layers, of which ``forward_by`` runs as many as it likes; what it draws is the same for the same ``seed``."""
+
+    def __init__(self, forward_by: Forward) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.halves = [torch.full((WIDTH,), 0.5) for _ in range(LAYERS)]  # neither parameters nor buffers
+        self.forward_by = forward_by
+
+    def forward(self, x: torch.Tensor, seed: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.forward_by(self, x, torch.Generator().manual_seed(int(seed)))}
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` behind all layers."""
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    return {"x": torch.randn(ROWS, WIDTH, generator=draw), "seed": torch.tensor(number)}
+
+
+def some_left_out(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    for layer, half in zip(model.layers, model.halves, strict=True):
+        if torch.rand([], generator=draw) < 0.5:
+            continue
+        x = x + half * layer(x).tanh()
+    return (x * model.layers[0].weight.sum()).square().mean()
+
+
+def sometimes_twice(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    x = model.through(x)
+    if torch.empty(1).uniform_(-1, 1, generator=draw) < 0:
+        x = model.through(x)
+    return x.square().mean()
+
+
+def up_to_three_times(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    for _ in range(int(torch.randint(1, 4, (1,), generator=draw))):
+        x = model.through(x)
+    return x.square().mean()
+
+
+def checked(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    x = model.through(x)
+    if x.isinf().any() or x.isnan().any():
+        x = torch.clamp(x, -1, 1)
+    if not (x.abs() < 1e4).all():
+        raise ValueError("values are out of their range")
+    return x.square().mean()
+
+
+def matched(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    targets = torch.randn(TARGETS, WIDTH, generator=draw)
+    answers = model.through(x)
+    with torch.no_grad():
+        cost = torch.cdist(answers, targets).cpu()
+    rows, columns = (torch.as_tensor(places) for places in linear_sum_assignment(cost))
+    return (answers[rows] - targets[columns]).square().mean()
+
+
+DECISIONS = (some_left_out, sometimes_twice, up_to_three_times, checked, matched)
+
+
+def traced(forward: Forward) -> Trace:
+    return capture(Deciding(forward), batch(0)).trace
+
+
+@pytest.mark.parametrize("forward", DECISIONS)
+def test_it_trains_within_what_is_asked_for(forward: Forward) -> None:
+    case = Case(lambda: Deciding(forward), batch, (torch.float32,))
+    with pytest.raises(DoesNotFit) as refused:
+        assert_same_training(case, torch.float32, device_memory="4KiB", device="cpu")
+    needed = refused.value.needed
+    model = assert_same_training(case, torch.float32, device_memory=needed, device="cpu", steps=8)
+    assert forebay.report(model).timeline.peaks[Tier.DEVICE] <= needed
+    forebay.close(model)
+
+
+@pytest.mark.parametrize("forward", DECISIONS)
+def test_no_step_takes_more_than_the_traces(forward: Forward) -> None:
+    trace, model = traced(forward), Deciding(forward)
+    most = max(traced_peak(one) for one in trace.routings)
+    taken = {real_peak(model, batch(number)) for number in range(24)}
+    assert max(taken) == most
+    # Which of them it is, is drawn.
+    assert (len(taken) > 1) == (forward in DECISIONS[:3])
+
+
+@pytest.mark.parametrize(
+    ("forward", "notes"),
+    [
+        (some_left_out, [DRAWN]),
+        (sometimes_twice, [DRAWN]),
+        (up_to_three_times, [DRAWN]),
+        (checked, [CHECKED]),
+        (matched, [MADE_UP]),
+        (lambda model, x, draw: model.through(x).sum() * torch.rand((), generator=draw), []),
+    ],
+)
+def test_what_is_taken_for_granted_is_said(forward: Forward, notes: list[str]) -> None:
+    assert list(traced(forward).notes) == notes
+
+
+def test_what_floats_decide_otherwise_is_not_guessed() -> None:
+    def until_small(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+        while x.abs().max() > 1:
+            x = model.through(x)
+        return x.square().mean()
+
+    with pytest.raises(CaptureFailed, match="depends on the values of a tensor"):
+        traced(until_small)
+
+
+def drawn() -> tuple[Any, ...]:
+    return random.random(), np.random.random(), float(torch.rand(()))
+
+
+def test_nobody_draws_other_numbers_for_it() -> None:
+    def everywhere(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+        return model.through(x).mean() * sum(drawn())
+
+    def seeded() -> None:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    model = Deciding(everywhere)
+    seeded()
+    expected = drawn()
+    seeded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared, _ = forebay.prepare(model, optimizer, batch(0), device_memory="1MiB", device="cpu")
+    assert drawn() == expected
+    forebay.close(prepared)
