@@ -28,7 +28,7 @@ from forebay.trace import CONSTANT, Block, Phase
 
 __all__ = ["RawOp", "Recorder"]
 
-aten = torch.ops.aten
+aten, prim = torch.ops.aten, torch.ops.prim
 
 
 OUTSIDE = ("", 0)
@@ -282,6 +282,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
+        if func is prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         inputs = [*tensors_in(args), *tensors_in(list(kwargs.values()))] if kwargs else tensors_in(args)
         # Deaths up to here came after the op before; what follows belongs to this one.
         self.roots.now = len(self.ops)
