@@ -19,7 +19,7 @@ Residuals
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -48,6 +48,7 @@ __all__ = [
     "gradient_offsets",
     "has_residual",
     "in_order",
+    "is_same_order",
     "needs_master",
     "residual_offsets",
     "sent_elements",
@@ -100,6 +101,11 @@ def widened_nbytes(elements: int, masters: Masters) -> int:
     """Bytes in which torch's fused ops update so many ``elements`` that have a master: their gradients in fp32 and, of
     masters of which the lower half is kept, these."""
     return elements * STATE_ITEMSIZE * (2 if masters is Masters.LOWER else 1)
+
+
+def is_same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether elements of ``shape`` lie alike by both strides. Of one element in a dimension they say nothing."""
+    return all(size == 1 or one == two for size, one, two in zip(shape, stride, other, strict=True))
 
 
 def in_order(parameter: Parameter) -> bool:

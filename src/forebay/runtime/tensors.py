@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from forebay.layout import Piece
+from forebay.layout import Piece, is_same_order
 from forebay.states import form_of
 from forebay.trace import Parameter
 
@@ -51,9 +51,9 @@ def shaped(flat_elements: torch.Tensor, parameter: Parameter) -> torch.Tensor:
 def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     """``tensor`` (the shape of ``parameter``) as a 1-D tensor in the parameter's order of memory.
 
-    A view where the strides agree; a copy where they do not.
+    A view where it lies like the parameter; a copy where it does not.
     """
-    if tensor.stride() != parameter.stride:
+    if not is_same_order(parameter.shape, tensor.stride(), parameter.stride):
         ordered = torch.empty_strided(parameter.shape, parameter.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
