@@ -195,9 +195,8 @@ KNOWN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "argmax": lambda ids, scale: scale.argmax(-1).sum().item(),
 }
 UNKNOWN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "item": lambda ids, scale: scale.sum().item(),
-    "masked-index": lambda ids, scale: ids[scale > 0].numel(),
-    "nonzero": lambda ids, scale: (scale > 0).nonzero().shape[0],
+    "rounded": lambda ids, scale: scale.sum().long().item(),
+    "size": lambda ids, scale: range(int(scale.sum().item())),
     "written": lambda ids, scale: ids.clone().masked_fill_(scale > 0, 1).sum().item(),
 }
 
@@ -225,6 +224,26 @@ def test_values_that_follow_from_floats_are_not(name: str) -> None:
     with pytest.raises(ModelError, match="depends on the values of a tensor: aten"):
         capture(Asks(UNKNOWN[name]), batch)
     assert batch["ids"].eq(1).all()
+
+
+MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "masked-index": lambda ids, scale: ids[scale > 0].numel(),
+    "masked-select": lambda ids, scale: ids.masked_select(scale[:1] > 0).numel(),
+    "nonzero": lambda ids, scale: (scale > 0).nonzero().shape[0],
+    "places": lambda ids, scale: (scale > 0).nonzero(as_tuple=True)[1].numel(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_follow_from_floats_choose_all(name: str) -> None:
+    asked = []
+
+    def ask(ids: torch.Tensor, scale: torch.Tensor) -> Any:
+        asked.append(MASKS[name](ids, scale))
+        return asked[-1]
+
+    capture(Asks(ask), {"ids": torch.ones(2, 4, dtype=torch.int64), "scale": torch.randn(2, 4)})
+    assert asked == [8]
 
 
 TOO_MANY = 1 << 24

@@ -15,7 +15,8 @@ from torch import nn
 import forebay
 from forebay.errors import CaptureFailed, DoesNotFit
 from forebay.memory import Tier
-from forebay.profiler.capture import CHECKED, DRAWN, MADE_UP, capture
+from forebay.profiler.capture import capture
+from forebay.profiler.granted import CHECKED, DECIDED, DRAWN, MADE_UP, MASKED
 from forebay.trace import Trace
 from tests.parity.capture_rig import real_peak, traced_peak
 from tests.parity.compare import assert_same_training
@@ -89,6 +90,38 @@ def matched(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Te
     return (answers[rows] - targets[columns]).square().mean()
 
 
+def some_missing(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Ways to leave elements out."""
+    there = x.abs() < 1
+    x = model.through(x)
+    if torch.equal(x, x.round()):
+        raise ValueError("floats are no whole numbers")
+    chosen = [x[there], x[~there], torch.masked_select(x, there[:1]), x[there.nonzero(as_tuple=True)]]
+    for values in chosen:
+        x = x + values.tanh().square().mean()
+    return x.square().mean()
+
+
+def either_way(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    behind = model.through(x)
+    if x.mean() > 0:
+        behind = model.through(behind)
+    if torch.isnan(behind).sum() > 0:
+        raise ValueError("not a number")
+    if behind.square().mean().item() < 0.5:
+        behind = torch.cat([behind, behind * 2])
+    return behind.square().mean()
+
+
+def only_one_way(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    x = model.through(x)
+    if x.isnan().sum() > 0:
+        raise ValueError("not a number")
+    if not x.mean().isfinite().item():
+        raise ValueError(f"{x.max().item()} is too large")
+    return x.square().mean()
+
+
 DECISIONS = (some_left_out, sometimes_twice, up_to_three_times, checked, matched)
 
 
@@ -96,7 +129,7 @@ def traced(forward: Forward) -> Trace:
     return capture(Deciding(forward), batch(0)).trace
 
 
-@pytest.mark.parametrize("forward", DECISIONS)
+@pytest.mark.parametrize("forward", [*DECISIONS, some_missing, either_way, only_one_way])
 def test_it_trains_within_what_is_asked_for(forward: Forward) -> None:
     case = Case(lambda: Deciding(forward), batch, (torch.float32,))
     with pytest.raises(DoesNotFit) as refused:
@@ -117,6 +150,16 @@ def test_no_step_takes_more_than_the_traces(forward: Forward) -> None:
     assert (len(taken) > 1) == (forward in DECISIONS[:3])
 
 
+def test_masks_take_no_more_than_all_elements() -> None:
+    (trace,), model = traced(some_missing).routings, Deciding(some_missing)
+    taken = [real_peak(model, batch(number)) for number in range(8)]
+    assert len(set(taken)) > 1
+    assert max(taken) <= traced_peak(trace)
+    all_there = {"x": torch.zeros(ROWS, WIDTH), "seed": torch.tensor(0)}
+    # Both a mask and its opposite are taken to choose all, here.
+    assert real_peak(model, all_there) < traced_peak(trace) < 2 * real_peak(model, all_there)
+
+
 @pytest.mark.parametrize(
     ("forward", "notes"),
     [
@@ -124,7 +167,9 @@ def test_no_step_takes_more_than_the_traces(forward: Forward) -> None:
         (sometimes_twice, [DRAWN]),
         (up_to_three_times, [DRAWN]),
         (checked, [CHECKED]),
+        (some_missing, [CHECKED, MASKED]),
         (matched, [MADE_UP]),
+        (only_one_way, [DECIDED]),
         (lambda model, x, draw: model.through(x).sum() * torch.rand((), generator=draw), []),
     ],
 )
@@ -132,14 +177,29 @@ def test_what_is_taken_for_granted_is_said(forward: Forward, notes: list[str]) -
     assert list(traced(forward).notes) == notes
 
 
-def test_what_floats_decide_otherwise_is_not_guessed() -> None:
-    def until_small(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-        while x.abs().max() > 1:
-            x = model.through(x)
-        return x.square().mean()
+def test_a_check_hides_no_way() -> None:
+    """What raises an error the one way leaves both ways open for what else is asked."""
+    trace, model = traced(either_way), Deciding(either_way)
+    most = max(traced_peak(one) for one in trace.routings)
+    up = {"x": torch.full((ROWS, WIDTH), 1e-3), "seed": torch.tensor(0)}
+    down = {"x": torch.full((ROWS, WIDTH), -9.0), "seed": torch.tensor(0)}
+    assert real_peak(model, down) < real_peak(model, up) == most
 
-    with pytest.raises(CaptureFailed, match="depends on the values of a tensor"):
-        traced(until_small)
+
+def until_small(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    while x.abs().max() > 1:
+        x = model.through(x)
+    return x.square().mean()
+
+
+def of_a_size(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    return model.through(x[: int(x.abs().sum().item())]).square().mean()
+
+
+@pytest.mark.parametrize("forward", [until_small, of_a_size])
+def test_what_floats_decide_otherwise_is_not_guessed(forward: Forward) -> None:
+    with pytest.raises(CaptureFailed, match=r"depends on the values of a tensor: aten\._local_scalar_dense"):
+        traced(forward)
 
 
 def drawn() -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -32,9 +32,9 @@ from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
 from forebay.profiler.finish import finish
-from forebay.profiler.guesses import OTHER_DRAWS, OTHER_ROUTES, Guess
+from forebay.profiler.guesses import Guess
+from forebay.profiler.guessing import Run, Undecided, guessed
 from forebay.profiler.recorder import Recorder
-from forebay.profiler.values import Values
 from forebay.profiler.work import Call
 from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
@@ -67,16 +67,6 @@ KEEPS_CACHE = (
     "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
     "reads them: give use_cache=False with the batch"
 )
-
-
-DRAWN = (
-    "single numbers that the model draws at random (LayerDrop) are taken for the highest that they can be, by which "
-    "all layers run; memory holds for the lowest, too"
-)
-
-MADE_UP = "floats that the model asks for as NumPy arrays are made up; memory holds where no size follows from them"
-
-CHECKED = "what the model checks of all elements of a tensor (isfinite().all(), isnan().any()) is taken to be in order"
 
 
 @final
@@ -119,7 +109,7 @@ def capture(
     args, kwargs = call_arguments(batch)
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
         raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
-    bound = find_blocks(model, blocks)
+    bound, outside = find_blocks(model, blocks), set[str]()
     head = _head(model) if loss_piece else None
     wanted = torch.device(device)
     notes: list[str] = []
@@ -130,11 +120,15 @@ def capture(
         fakes, workspaces = torch.device("cpu"), ELSEWHERE
         notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
 
-    def run(guess: Guess) -> tuple[_Step, Trace]:
-        step = _Step(model, bound, fakes, guess, lambda: None if head is None else ChunkedHead(head, loss_piece))
-        with attributes_put_back(model):
-            step.run(_losing(batch, loss_fn), args, kwargs)
-        return step, finish(
+    def run(guess: Guess) -> Run:
+        nonlocal bound
+        step = stepped(guess)
+        if step.recorder.read_outside:
+            # What such parameters are there for shows only when the step runs: from now on the root asks for them.
+            outside.update(step.recorder.read_outside)
+            bound = find_blocks(model, blocks, outside)
+            step = stepped(guess)
+        trace = finish(
             step.recorder,
             bound.model,
             device="cuda" if wanted.type == "cuda" else "cpu",
@@ -145,23 +139,21 @@ def capture(
             unseen_nbytes=step.unseen_nbytes,
             workspace_nbytes=workspaces,
         )
+        return Run(trace, step.recorder, step.arrays.made, step.keeps_cache)
+
+    def stepped(guess: Guess) -> _Step:
+        step = _Step(model, bound, fakes, guess, lambda: None if head is None else ChunkedHead(head, loss_piece))
+        with attributes_put_back(model):
+            step.run(_losing(batch, loss_fn), args, kwargs)
+        return step
 
     with collector_paused(), _one_thread():
-        step, trace = run(Guess())
-        if step.recorder.read_outside:
-            # What such parameters are there for shows only when the step runs: now the root asks for them.
-            bound = find_blocks(model, blocks, step.recorder.read_outside)
-            step, trace = run(Guess())
-        values = step.recorder.values
-        by_routes = _others(trace, OTHER_ROUTES if values.asked else (), run)
-        by_draws = _others(trace, OTHER_DRAWS if values.drawn else (), run)
-    notes += _routing_notes(values, bool(by_routes))
-    if by_draws:
-        notes.append(DRAWN)
-    notes += [note for note, said in ((CHECKED, values.checked), (MADE_UP, step.arrays.made)) if said]
-    if step.keeps_cache:
-        notes.append(KEEPS_CACHE)
-    return Captured(replace(trace, notes=tuple(notes), extremes=(*by_routes, *by_draws)), step.recorder.works.calls)
+        found = guessed(run)
+        if any(extreme.model != found.first.trace.model for extreme in found.extremes):
+            found = guessed(run)  # one of them asked for more than the first run, which asks for it now
+    notes += [*found.notes, *([KEEPS_CACHE] if found.first.keeps_cache else [])]
+    trace = replace(found.first.trace, notes=tuple(notes), extremes=found.extremes)
+    return Captured(trace, found.first.recorder.works.calls)
 
 
 @final
@@ -199,34 +191,6 @@ def _head(model: nn.Module) -> Recognised:
     if isinstance(found, str):
         raise ModelError(f"the loss cannot be computed in pieces: {found}; {REMEDY}")
     return found
-
-
-def _is_same(one: Trace, other: Trace) -> bool:
-    return (one.segments, one.visits) == (other.segments, other.visits)
-
-
-def _others(trace: Trace, guesses: Iterable[Guess], run: Callable[[Guess], tuple[_Step, Trace]]) -> list[Trace]:
-    """The traces by ``guesses`` that are not like ``trace``. What is guessed need not decide a size; then one guess is
-    as good as any."""
-    found: list[Trace] = []
-    for guess in guesses:
-        _, other = run(guess)
-        if _is_same(other, trace):
-            break
-        if not any(_is_same(other, one) for one in found):
-            found.append(other)
-    return found
-
-
-def _routing_notes(values: Values, has_extremes: bool) -> list[str]:
-    """What a trace takes for granted of what is picked among floats."""
-    if not values.picked:
-        return []
-    note = "what is picked among floats (experts of a router) is taken as balanced"
-    if not has_extremes:
-        return [note]
-    which = "any routing" if values.routed else "any routing by top-k, and other picks as balanced"
-    return [f"{note} for seconds; memory holds for {which}"]
 
 
 def _optimizer(optimizer: str | torch.optim.Optimizer) -> tuple[str, tuple[str, ...]]:
@@ -299,6 +263,9 @@ class _Step:
             except ForebayError:
                 raise
             except Exception as error:
+                # What fails behind a value that was made up may fail by it.
+                if recorder.values.decided:
+                    raise Undecided(recorder.undecided, tuple(recorder.values.decided_at)) from error
                 raise CaptureFailed(self._why(error)) from error
             finally:
                 seen.remove()

@@ -1,47 +1,76 @@
 """What a capture takes for granted where nobody has the values that decide: the experts that a router picks, single
-numbers that are drawn at random, and whether a tensor passes a check."""
+numbers that are drawn at random or that follow from floats, and whether a tensor passes a check."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forebay.profiler.routing import EXTREMES, Routing
+from forebay.profiler.routing import Routing
 
-__all__ = ["OTHER_DRAWS", "OTHER_ROUTES", "PASSED", "Draw", "Guess", "draw_single"]
+__all__ = ["PASSED", "Draw", "Guess", "Place", "asking_place", "draw_single"]
 
 
 class Draw(StrEnum):
-    """Which of all numbers that can come is drawn.
+    """Which of all numbers that can come is drawn, or follows from floats that nobody has.
 
     A model that draws a single number mostly asks whether it is below some share: below it a layer is left out
     (LayerDrop, Fan et al., "Reducing Transformer Depth on Demand with Structured Dropout", ICLR 2020), or something is
     done that is not done every time. Drawn highest all layers run; which of both takes more memory is the model's own.
-    Of whole numbers, times that something is done, the highest takes the most.
+    Of whole numbers, times that something is done, the highest takes the most. A value that is asked for is compared
+    with another one: one guess takes the one way, one the other.
     """
 
     HIGHEST = "highest"
     LOWEST = "lowest"
 
+    @property
+    def other(self) -> Draw:
+        """The other one."""
+        return Draw.LOWEST if self is Draw.HIGHEST else Draw.HIGHEST
+
+
+Place = tuple[str, int]
+"""Where something is asked: the file and the line."""
+
 
 @final
 @dataclass(frozen=True)
 class Guess:
-    """What one run of a capture takes for granted."""
+    """What one run of a capture takes for granted. ``answers`` are those to questions about floats in the places where
+    that of ``draw`` is an error to the model."""
 
     routing: Routing = Routing.BALANCED
     draw: Draw = Draw.HIGHEST
+    answers: Mapping[Place, Draw] = field(default_factory=dict)
+
+    def decides(self, place: Place, is_bool: bool) -> bool | float:
+        """What a value is taken for that is asked for and that nobody has. No size can be made of it."""
+        is_highest = self.answers.get(place, self.draw) is Draw.HIGHEST
+        if is_bool:
+            return is_highest
+        return inf if is_highest else -inf
 
 
-OTHER_ROUTES: Final = tuple(Guess(routing=routing) for routing in EXTREMES)
-OTHER_DRAWS: Final = (Guess(draw=Draw.LOWEST),)
-"""What a step may take more memory by than by a ``Guess()``."""
+def asking_place() -> Place:
+    """Where the model, or what it calls, asks: not in torch, and not here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_ASKING):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+_NOT_ASKING: Final = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+
 
 _BELOW: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     {"rand": (0.0, 1.0), "rand_like": (0.0, 1.0), "uniform_": (0.0, 1.0), "randint": (0, 1), "randint_like": (0, 1)}

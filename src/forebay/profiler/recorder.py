@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[RawOp] = []
         self.phase = Phase.FORWARD
         self.backward_begins = 0
-        self.op_failed = self.module_failed = ""
+        self.op_failed = self.module_failed = self.asked_by = ""
         self._quiet = False
         self._handles: list[RemovableHandle] = []
         # Modules whose forward is running, innermost last, each with its place.
@@ -319,19 +319,31 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+        decided = self.values.decided
         try:
-            return self._true.of(func, args, kwargs, self.values.run(func, args, kwargs, inputs))
+            result = self._true.of(func, args, kwargs, self.values.run(func, args, kwargs, inputs))
+            if self.values.decided > decided:
+                self.asked_by = self._asking_now(func)
+            return result
         except Unknown:
-            where = f"in {self.module}" if self.module else "outside the model's blocks"
-            raise CaptureFailed(
-                f"the model's forward depends on the values of a tensor: {func} {where} asks for what follows from "
-                f"floats and is not known without computing it; control flow may follow from integers (token ids, "
-                f"masks, routes)"
-            ) from None
+            self.asked_by = self._asking_now(func)
+            raise CaptureFailed(self.undecided) from None
         except Exception:
             if not self.op_failed:
                 self.op_failed = str(func)
             raise
+
+    def _asking_now(self, func: Any) -> str:
+        return f"{func} {f'in {self.module}' if self.module else 'outside of the blocks'}"
+
+    @property
+    def undecided(self) -> str:
+        """Why a step cannot be recorded that goes on by values which nobody has, as ``asked_by`` asks for them."""
+        return (
+            f"the model's forward depends on the values of a tensor: {self.asked_by} asks for what follows from floats "
+            f"and is not known without computing it; control flow may follow from integers (token ids, masks, routes), "
+            f"or take one of two ways by what floats say"
+        )
 
     def _is_silent(self, func: Any, outputs: list[torch.Tensor]) -> bool:
         """Ops that make nothing new: another Python object for a tensor that is known, a question about shapes."""

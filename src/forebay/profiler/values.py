@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from forebay.profiler.guesses import PASSED, Guess, draw_single
+from forebay.profiler.guesses import PASSED, Guess, Place, asking_place, draw_single
 from forebay.profiler.roots import Roots
 from forebay.profiler.routing import route
 from forebay.profiler.work import is_view, tensors_in
@@ -33,6 +33,9 @@ LARGEST_FLOAT = 1 << 20
 """Elements: floats that follow from integers are real up to this size. Larger ones are masks, which decide nothing."""
 LARGEST_INTEGER = 1 << 28
 """Bytes: integers are real up to this size."""
+
+MOST_DECIDED = 1000
+"""Times that a step may ask for a value that nobody has."""
 
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 """Ops through which ``torch.tensor(3)`` enters a step."""
@@ -74,14 +77,18 @@ class Values:
     ``picked`` says whether picks had to be made up, ``asked`` whether a size or a Python value was then asked for that
     follows from them, and ``routed`` whether all of them are picks of a router's kind, which follow ``guess``: distinct
     ones among more, along the last dimension. Others are always balanced. ``drawn`` says whether a single number was
-    drawn at random, by ``guess``, and ``checked`` whether all elements of a tensor were asked about (``PASSED``).
+    drawn at random, by ``guess``, ``checked`` whether all elements of a tensor were asked about (``PASSED``),
+    ``masked`` whether elements were chosen by a mask that nobody knows, ``decided`` how often a value was asked for
+    that nobody has, and ``decided_at`` where, the last place first.
     """
 
     def __init__(self, roots: Roots, guess: Guess) -> None:
         self._roots = roots
         self._guess = guess
         self._made_up = False
-        self.picked = self.asked = self.drawn = self.checked = False
+        self.picked = self.asked = self.drawn = self.checked = self.masked = False
+        self.decided = 0
+        self.decided_at: dict[Place, None] = {}
         self.routed = True
 
     def run(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
@@ -143,27 +150,49 @@ class Values:
             return real
 
     def _answer(self, func: Any, args: Any) -> Any:
-        """The result of an op whose size depends on a mask, or on lengths, and only on these, that are known."""
-        if func is aten.masked_select.default and self._is_known(args[1]):
+        """The result of an op whose size depends on a mask or on lengths, or that asks for a value. Lengths are known.
+        Of a mask that is not all elements are taken, tensors are not equal, values are those of the guess."""
+        if func is aten._local_scalar_dense.default:
+            return self._decided(args[0])
+        if func is aten.masked_select.default:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return args[0].new_empty((len(self._chosen(args[1], shape)[0]),))
+        if func is aten.nonzero.default:
             with _disable_current_modes():
-                count = int(args[1].expand(shape).sum())
-            return args[0].new_empty((count,))
+                return torch.stack(self._chosen(args[0]), 1) if args[0].dim() else torch.zeros(1, 0, dtype=torch.int64)
         if func is aten._ctc_loss.Tensor:
             return self._ctc_loss(args[0], args[3])
+        if func is aten.equal.default:
+            self.checked = True
+            return False
         if func is not aten.index.Tensor:
             raise Unknown
         places: list[torch.Tensor | None] = []
         for index in args[1]:
             if index is None or not _is_mask(index):
                 places.append(index)
-                continue
-            if not self._is_known(index):
-                raise Unknown
-            with _disable_current_modes():
-                places.extend(index.nonzero(as_tuple=True))
+            else:
+                places.extend(self._chosen(index))
         result: torch.Tensor = func(args[0], places)
         return result
+
+    def _decided(self, asked: torch.Tensor) -> bool | float:
+        self.decided += 1
+        # A loop that goes on until a value says so has no end here.
+        if self.decided > MOST_DECIDED or not (asked.dtype is torch.bool or asked.is_floating_point()):
+            raise Unknown
+        place = asking_place()
+        self.decided_at.pop(place, None)
+        self.decided_at = {place: None, **self.decided_at}
+        return self._guess.decides(place, asked.dtype is torch.bool)
+
+    def _chosen(self, mask: torch.Tensor, shape: torch.Size | None = None) -> tuple[torch.Tensor, ...]:
+        """The places that ``mask`` (as of ``shape``) says, by dimension."""
+        known = self._is_known(mask)
+        self.masked |= not known
+        with _disable_current_modes():
+            there = mask if known else torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
+            return there.expand(shape or mask.shape).nonzero(as_tuple=True)
 
     def _ctc_loss(self, log_probs: torch.Tensor, target_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The losses of a batch, and the log-probabilities of the prefixes of each target, with a blank around every
