@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     fits.add_argument("--styles", nargs="+", default=(), metavar="STYLE", help="default: all of those made here")
     fits.add_argument("--without-ortools", action="store_true", help="only as where OR-Tools is not installed")
     families = commands.add_parser("families", help="train every architecture of transformers, tiny, beside PyTorch")
-    families.add_argument("--tasks", nargs="+", default=(), metavar="TASK", help="default: all four")
+    families.add_argument("--tasks", nargs="+", default=(), metavar="TASK", help="default: all")
     families.add_argument("--names", nargs="+", default=(), metavar="NAME", help="of transformers; default: all")
     activations = commands.add_parser("activations", help="hold forebay against what PyTorch offers for activations")
     activations.add_argument(

@@ -11,12 +11,14 @@ again. All losses and all parameters are compared to the last bit.
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -150,7 +152,10 @@ def _steps(family: Family, model: nn.Module, optimizer: torch.optim.Optimizer) -
     """The losses of all steps."""
     losses = []
     for step in range(STEPS):
-        torch.manual_seed(step)  # dropout
+        # Dropout; and by NumPy and Python, what is masked of sound and which layers are left out.
+        torch.manual_seed(step)
+        np.random.seed(step)
+        random.seed(step)
         loss = model(**family.batch(model, step)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_TO)

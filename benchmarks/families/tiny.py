@@ -17,6 +17,8 @@ import transformers
 from torch import nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
+from benchmarks.families.batches import AUDIO, BATCHES, CLIPS, DETECTION, IMAGES, SEGMENTATION, SPEECH, words
+
 __all__ = ["OTHERWISE", "TASKS", "Family", "TooLarge", "families", "tiny"]
 
 Numbers = Mapping[str, Any]
@@ -44,7 +46,7 @@ SMALL: Final[Numbers] = MappingProxyType(
         **dict.fromkeys(("mamba_chunk_size", "chunk_size", "sliding_window", "patch_size"), 8),
         **dict.fromkeys(("rotary_dim", "time_step_rank"), 4),
         **{"num_kv_shared_layers": 0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-        **{"image_size": 32, "num_channels": 3, "use_cache": False},
+        **{"image_size": 32, "num_channels": 3, "use_cache": False, "num_queries": 12, "num_detection_tokens": 10},
     }
 )
 """What is set where a configuration has it."""
@@ -61,8 +63,14 @@ OTHERWISE: Final[tuple[Numbers, ...]] = (
 LARGEST: Final = 30_000_000
 """Parameters of a model that is small enough."""
 
-WORDS: Final = 96
-"""Of the vocabulary that batches have."""
+BACKBONE: Final[Numbers] = MappingProxyType(
+    {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+)
+"""Of a ResNet that makes the features of another model, and what goes with it where that has it (``AROUND``)."""
+
+AROUND: Final[Numbers] = MappingProxyType(
+    {"encoder_in_channels": [16, 16, 32], "decoder_in_channels": [32, 32, 32], "encoder_hidden_dim": 32}
+)
 
 
 @final
@@ -79,20 +87,10 @@ class Family:
     name: str
     head: str
 
-    def batch(self, model: nn.Module, number: int) -> dict[str, torch.Tensor]:
+    def batch(self, model: nn.Module, number: int) -> dict[str, Any]:
         """What the model is called with, the same for the same ``number``."""
-        draw, config = torch.Generator().manual_seed(number), getattr(model, "config")  # noqa: B009
-        if self.task == IMAGES:
-            sizes = config.image_size
-            height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
-            images = torch.randn(2, config.num_channels, height, width, generator=draw)
-            return {"pixel_values": images, "labels": torch.tensor([0, 1])}
-        words = min(config.get_text_config().vocab_size, WORDS)
-        ids = torch.randint(3, words, (2, 16), generator=draw)
-        return {"input_ids": ids, "labels": ids}
+        return BATCHES.get(self.task, words)(model, torch.Generator().manual_seed(number))
 
-
-IMAGES: Final = "image classification"
 
 TASKS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -100,6 +98,11 @@ TASKS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "masked language modelling": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "sequence to sequence": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         IMAGES: modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        DETECTION: modeling_auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES,
+        SEGMENTATION: modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
+        CLIPS: modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
+        SPEECH: modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
+        AUDIO: modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
     }
 )
 """Heads by task: of each kind of model its class, or several, of which the first is taken."""
@@ -116,9 +119,10 @@ def tiny(family: Family, otherwise: Numbers) -> nn.Module:
     the numbers do not go together."""
     kind = configuration_auto.CONFIG_MAPPING[family.name]
     usual = kind().to_dict()
-    # Lists and parts with a configuration of their own are left as they are.
+    # Other lists, and other parts with a configuration of their own, are left as they are.
     plain = {name for name, value in usual.items() if not isinstance(value, list | dict)}
     numbers = {name: value for name, value in {**SMALL, **otherwise}.items() if name in plain and value is not None}
+    numbers |= _backbone(usual)
     layers = usual.get("layer_types")
     if isinstance(layers, list) and layers:
         first, last = layers[0], layers[-1]
@@ -131,3 +135,16 @@ def tiny(family: Family, otherwise: Numbers) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = head(config)
     return model.train()
+
+
+def _backbone(usual: Numbers) -> dict[str, Any]:
+    """A small one for a configuration whose ``usual`` one is a ResNet, of timm or of transformers."""
+    kind = (usual.get("backbone_config") or {}).get("model_type")
+    if kind not in ("timm_backbone", "resnet", "rt_detr_resnet"):
+        return {}
+    levels = min(usual.get("num_feature_levels", 1), 3)
+    features = usual["backbone_config"].get("out_features") or ["stage2", "stage3", "stage4"][-levels:]
+    own: dict[str, Any] = {} if kind != "timm_backbone" else {"use_timm_backbone": False, "backbone": None}
+    made = "resnet" if kind == "timm_backbone" else kind
+    own["backbone_config"] = configuration_auto.CONFIG_MAPPING[made](**BACKBONE, out_features=features)
+    return own | {name: value for name, value in AROUND.items() if name in usual}

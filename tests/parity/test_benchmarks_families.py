@@ -9,9 +9,9 @@ from torch import nn
 
 from benchmarks.case import BenchmarkError
 from benchmarks.families import run
+from benchmarks.families.batches import CLIPS, DETECTION, IMAGES, SEGMENTATION, SPEECH
 from benchmarks.families.record import Trained, Verdict
 from benchmarks.families.run import chosen, compare
-from benchmarks.families.tiny import IMAGES
 
 CAUSAL = "causal language modelling"
 
@@ -23,7 +23,18 @@ def asked(task: str, name: str) -> Trained:
     return one
 
 
-@pytest.mark.parametrize(("task", "name"), [(CAUSAL, "gemma2"), ("sequence to sequence", "bart"), (IMAGES, "vit")])
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        (CAUSAL, "gemma2"),
+        ("sequence to sequence", "bart"),
+        (IMAGES, "vit"),
+        (DETECTION, "detr"),
+        (SPEECH, "wav2vec2-bert"),
+        (SEGMENTATION, "upernet"),
+        (CLIPS, "vivit"),
+    ],
+)
 def test_an_architecture_has_the_bits_of_plain_pytorch(task: str, name: str) -> None:
     one = asked(task, name)
     assert (one.verdict, one.why) == (Verdict.SAME, "")
