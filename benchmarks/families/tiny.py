@@ -123,6 +123,8 @@ def tiny(family: Family, otherwise: Numbers) -> nn.Module:
     plain = {name for name, value in usual.items() if not isinstance(value, list | dict)}
     numbers = {name: value for name, value in {**SMALL, **otherwise}.items() if name in plain and value is not None}
     numbers |= _backbone(usual)
+    if isinstance(usual.get("image_size"), list):
+        numbers["image_size"] = [SMALL["image_size"]] * 2
     layers = usual.get("layer_types")
     if isinstance(layers, list) and layers:
         first, last = layers[0], layers[-1]
