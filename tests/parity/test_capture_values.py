@@ -231,6 +231,7 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "masked-select": lambda ids, scale: ids.masked_select(scale[:1] > 0).numel(),
     "nonzero": lambda ids, scale: (scale > 0).nonzero().shape[0],
     "places": lambda ids, scale: (scale > 0).nonzero(as_tuple=True)[1].numel(),
+    "none": lambda ids, scale: 8 * (scale.sum() > 0).nonzero().shape[0] + (scale.sum() > 0).nonzero().shape[1],
 }
 
 

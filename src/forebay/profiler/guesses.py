@@ -61,15 +61,15 @@ class Guess:
         return inf if is_highest else -inf
 
 
+_NOT_ASKING: Final = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+
+
 def asking_place() -> Place:
     """Where the model, or what it calls, asks: not in torch, and not here."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_ASKING):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
-
-
-_NOT_ASKING: Final = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 _BELOW: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
@@ -99,7 +99,7 @@ def draw_single(draw: Draw, func: Any, given: Mapping[str, Any], made: torch.Ten
         if draw is Draw.LOWEST:
             made.fill_(low)
         elif made.is_floating_point():
-            made.copy_(torch.nextafter(made.new_tensor(high), made.new_tensor(low)))
+            made.fill_(high - (high - low) * torch.finfo(made.dtype).eps)
         else:
             made.fill_(high - 1)
     return True

@@ -72,7 +72,7 @@ def _settled(run: Running, guess: Guess, answers: dict[Place, Draw]) -> Run:
     ``Undecided`` where all answers are errors."""
     while True:
         try:
-            return run(replace(guess, answers=answers))
+            return run(replace(guess, answers=dict(answers)))
         except Undecided as error:
             place = next((place for place in error.places if place not in answers), None)
             if place is None or len(answers) == MOST_ANSWERS:

@@ -158,8 +158,9 @@ class Values:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].new_empty((len(self._chosen(args[1], shape)[0]),))
         if func is aten.nonzero.default:
+            places = self._chosen(args[0])
             with _disable_current_modes():
-                return torch.stack(self._chosen(args[0]), 1) if args[0].dim() else torch.zeros(1, 0, dtype=torch.int64)
+                return torch.stack(places, 1)[:, : args[0].dim()]  # of one element without dimensions, too
         if func is aten._ctc_loss.Tensor:
             return self._ctc_loss(args[0], args[3])
         if func is aten.equal.default:
@@ -167,13 +168,13 @@ class Values:
             return False
         if func is not aten.index.Tensor:
             raise Unknown
-        places: list[torch.Tensor | None] = []
+        indices: list[torch.Tensor | None] = []
         for index in args[1]:
             if index is None or not _is_mask(index):
-                places.append(index)
+                indices.append(index)
             else:
-                places.extend(self._chosen(index))
-        result: torch.Tensor = func(args[0], places)
+                indices.extend(self._chosen(index))
+        result: torch.Tensor = func(args[0], indices)
         return result
 
     def _decided(self, asked: torch.Tensor) -> bool | float:
