@@ -189,6 +189,20 @@ def test_a_check_hides_no_way() -> None:
     assert real_peak(model, down) < real_peak(model, up) == most
 
 
+def test_what_only_one_way_reads_outside_is_known() -> None:
+    def seldom_tied(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+        *layers, last = model.layers
+        for layer in layers:
+            x = x + layer(x).tanh()
+        if torch.rand([], generator=draw) < 0.5:
+            return (x @ last.weight).square().mean()
+        return last(x).square().mean()
+
+    case = Case(lambda: Deciding(seldom_tied), batch, (torch.float32,))
+    forebay.close(assert_same_training(case, torch.float32, device_memory="1MiB", device="cpu", policy="stream"))
+    assert len(traced(seldom_tied).extremes) == 1
+
+
 def until_small(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     while x.abs().max() > 1:
         x = model.through(x)

@@ -17,8 +17,9 @@ import torch
 
 from forebay.errors import OptimizerError
 from forebay.kernels.team import Team, cores
-from forebay.layout import MASTER, is_same_order
+from forebay.layout import MASTER
 from forebay.optim.arithmetic import Arithmetic, Part, TorchArithmetic, host_arithmetic, place_of
+from forebay.optim.flat import laid_flat
 from forebay.optim.rules import RuledOptimizer, UpdateRule
 from forebay.optim.streamed import check_states, frozen_group
 from forebay.states import form_of, plain_name
@@ -178,10 +179,7 @@ def _part(parameter: torch.Tensor, state: Mapping[str, Any], names: Sequence[str
 def in_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The elements of ``tensor`` in one dimension, in the order in which those of ``like`` lie; a copy where they lie
     in another."""
-    if not is_same_order(like.shape, tensor.stride(), like.stride()):
-        ordered = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return laid_flat(tensor, like.shape, like.stride())
 
 
 def _expect_dense(parameter: torch.Tensor) -> None:

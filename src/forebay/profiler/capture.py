@@ -265,7 +265,7 @@ class _Step:
             except Exception as error:
                 # What fails behind a value that was made up may fail by it.
                 if recorder.values.decided:
-                    raise Undecided(recorder.undecided, tuple(recorder.values.decided_at)) from error
+                    raise Undecided(recorder.undecided, tuple(reversed(recorder.values.decided_at))) from error
                 raise CaptureFailed(self._why(error)) from error
             finally:
                 seen.remove()

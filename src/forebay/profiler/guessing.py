@@ -56,11 +56,11 @@ Running = Callable[[Guess], Run]
 def guessed(run: Running) -> Guessed:
     """``run`` by every guess that makes a difference. Raises ``CaptureFailed`` where there is none that can be
     recorded."""
-    answers: dict[Place, Draw] = {}
-    first = _settled(run, Guess(), answers)
+    guess, answers = Guess(), dict[Place, Draw]()
+    first = _settled(run, guess, answers)
     values = first.recorder.values
-    routes = [Guess(routing=routing) for routing in EXTREMES] if values.asked else []
-    draws = [Guess(draw=Guess().draw.other)] if values.drawn or values.decided else []
+    routes = [replace(guess, routing=routing) for routing in EXTREMES] if values.asked else []
+    draws = [replace(guess, draw=guess.draw.other)] if values.drawn or values.decided else []
     by_routes, by_draws = (_others(first.trace, guesses, run, answers) for guesses in (routes, draws))
     notes = granted(values, first.arrays_made, bool(by_routes), bool(by_draws))
     return Guessed(first, (*by_routes, *by_draws), tuple(notes))

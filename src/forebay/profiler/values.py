@@ -79,7 +79,7 @@ class Values:
     ones among more, along the last dimension. Others are always balanced. ``drawn`` says whether a single number was
     drawn at random, by ``guess``, ``checked`` whether all elements of a tensor were asked about (``PASSED``),
     ``masked`` whether elements were chosen by a mask that nobody knows, ``decided`` how often a value was asked for
-    that nobody has, and ``decided_at`` where, the last place first.
+    that nobody has, and ``decided_at`` where, the last place last.
     """
 
     def __init__(self, roots: Roots, guess: Guess) -> None:
@@ -184,7 +184,7 @@ class Values:
             raise Unknown
         place = asking_place()
         self.decided_at.pop(place, None)
-        self.decided_at = {place: None, **self.decided_at}
+        self.decided_at[place] = None
         return self._guess.decides(place, asked.dtype is torch.bool)
 
     def _chosen(self, mask: torch.Tensor, shape: torch.Size | None = None) -> tuple[torch.Tensor, ...]:

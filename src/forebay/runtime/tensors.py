@@ -6,7 +6,8 @@ from typing import Final
 
 import torch
 
-from forebay.layout import Piece, is_same_order
+from forebay.layout import Piece
+from forebay.optim.flat import laid_flat
 from forebay.states import form_of
 from forebay.trace import Parameter
 
@@ -53,10 +54,7 @@ def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
 
     A view where it lies like the parameter; a copy where it does not.
     """
-    if not is_same_order(parameter.shape, tensor.stride(), parameter.stride):
-        ordered = torch.empty_strided(parameter.shape, parameter.stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return laid_flat(tensor, parameter.shape, parameter.stride)
 
 
 def state_view(stream: torch.Tensor, state: str, piece: Piece) -> torch.Tensor:
