@@ -5,9 +5,10 @@ The runtime allocates these figures and the planner predicts with them, so the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 from forebay.errors import ConfigError
 from forebay.layout import (
@@ -22,7 +23,7 @@ from forebay.layout import (
     widened_nbytes,
 )
 from forebay.memory import Kind, Tier
-from forebay.plans import Placement, Plan, Streaming, Update, updated
+from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.states import Masters
 from forebay.trace import Block, Model
 from forebay.units import MiB
@@ -166,9 +167,6 @@ def gradient_nbytes(block: Block) -> int:
     return gradient_offsets(block)[1]
 
 
-_Placed = tuple[Block, Placement]
-
-
 def _copies(placement: Placement, tier: Tier, streaming: Streaming) -> int:
     """How often what a block has at home on ``tier`` is there."""
     ahead = placement.update is Update.AHEAD
@@ -189,27 +187,29 @@ class Sizer:
         self, model: Model, state_names: tuple[str, ...], update_chunk: int, masters: Masters = Masters.WHOLE
     ) -> None:
         self.update_chunk = update_chunk
-        self._blocks = {b.name: b for b in model.blocks}
-        self._states: dict[str, _StateSizes] = {}
-        # Bytes of the gradients of each block on the host, and of the largest of them.
-        self._landed = {b.name: gradient_nbytes(b) for b in model.blocks}
-        self._largest = {b.name: max((p.nbytes for p in b.parameters if p.trainable), default=0) for b in model.blocks}
-        alike: dict[object, _StateSizes] = {}
+        # Layers are alike: of every kind of block the first, and what is worked out for it.
+        self._first: list[Block] = []
+        self._kind: dict[str, int] = {}
+        self._sizes: list[_StateSizes] = []
+        kinds: dict[object, int] = {}
         for block in model.blocks:
-            shape = tuple((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
-            if shape not in alike:  # layers are alike: their states are cut once
-                alike[shape] = _StateSizes.of(state_layout(block, state_names, update_chunk, masters))
-            self._states[block.name] = alike[shape]
+            shape = block.nbytes, *((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
+            if shape not in kinds:
+                kinds[shape] = len(kinds)
+                self._first.append(block)
+                self._sizes.append(_StateSizes.of(state_layout(block, state_names, update_chunk, masters)))
+            self._kind[block.name] = kinds[shape]
+        # Bytes of the gradients of each kind on the host, and of the largest of them.
+        self._landed = [gradient_nbytes(b) for b in self._first]
+        self._largest = [max((p.nbytes for p in b.parameters if p.trainable), default=0) for b in self._first]
 
     def state_nbytes(self, block: str) -> int:
         """Bytes of the optimizer state of ``block``, masters included."""
-        return self._states[block].nbytes
+        return self._sizes[self._kind[block]].nbytes
 
     def update_window(self, blocks: Iterable[str], cells: int = UPDATE_CELLS) -> int:
         """Bytes of the device through which ``blocks`` pass that are updated there, ``cells`` chunks at a time."""
-        states = [self._states[name] for name in blocks]
-        largest = max((s.largest_cell for s in states), default=0)
-        return cells * largest + max((s.widened for s in states), default=0)
+        return _window([self._sizes[kind] for kind in {self._kind[name] for name in blocks}], cells)
 
     def arenas(self, placements: Iterable[Placement], streaming: Streaming) -> Arenas:
         """The arenas under ``placements``; ``streaming.update_chunk`` must be the sizer's own. Raises ``ConfigError``
@@ -217,45 +217,47 @@ class Sizer:
         ``gradient_slots`` of which none holds the gradients of one that is updated in backward."""
         if streaming.update_chunk != self.update_chunk:
             raise ConfigError(f"sizes for chunks of {self.update_chunk} elements, asked for {streaming.update_chunk}")
-        pairs = [(self._blocks[p.block], p) for p in placements]
-        hosted = [(b, p) for b, p in pairs if not p.resident]
-        trained = [(b, p) for b, p in hosted if b.gradient_nbytes]
-
-        def states(tier: Tier) -> list[_StateSizes]:
-            return [self._states[b.name] for b, p in pairs if p.states is tier]
+        groups = self._groups(placements)
+        hosted = [g for g in groups if not g.placement.resident]
+        resident = [g for g in groups if g.placement.resident]
+        trained = [g for g in hosted if g.block.gradient_nbytes]
 
         def state_copies(tier: Tier) -> int:
-            return sum(self._states[b.name].nbytes * _copies(p, tier, streaming) for b, p in pairs if p.states is tier)
+            there = [g for g in groups if g.placement.states is tier]
+            return _total(there, lambda g: g.states.nbytes * _copies(g.placement, tier, streaming))
 
-        moved = [(self._states[b.name].nbytes, p.states) for b, p in hosted if p.update is Update.DEVICE]
-        cell, widening = self._device_cell(pairs, streaming.update_window)
-        beside = self._storage_cell(pairs, streaming.gradient_density)
-        on_host = [(b, _copies(p, Tier.HOST, streaming)) for b, p in hosted if home_tier(p) is Tier.HOST]
-        on_disk = [(b, _copies(p, Tier.DISK, streaming)) for b, p in hosted if home_tier(p) is Tier.DISK]
-        writes = bool(on_disk or streaming.disk_activations or any(s.nbytes for s in states(Tier.DISK)))
-        at_home = [b for b, p in trained if p.update not in (Update.DEVICE, Update.STORAGE)]
-        passing = [b for b, p in pairs if p.states is Tier.DISK and p.update is not Update.STORAGE]
-        ring = UPDATE_RING * max((self._states[b.name].largest_chunk for b in passing), default=0)
-        largest_gradient = max((self._largest[b.name] for b, _ in trained), default=0)
-        disk_parameters, disk_states = sum(home_nbytes(b) * copies for b, copies in on_disk), state_copies(Tier.DISK)
+        moved = [g for g in hosted if g.placement.update is Update.DEVICE]
+        cell, widening = _device_cell(moved, streaming.update_window)
+        beside = _storage_cell(groups, streaming.gradient_density)
+        on_host = [(g, _copies(g.placement, Tier.HOST, streaming)) for g in hosted if g.home is Tier.HOST]
+        on_disk = [(g, _copies(g.placement, Tier.DISK, streaming)) for g in hosted if g.home is Tier.DISK]
+        states_on_disk = [g for g in groups if g.placement.states is Tier.DISK]
+        writes = bool(on_disk or streaming.disk_activations or any(g.states.nbytes for g in states_on_disk))
+        at_home = [g for g in trained if g.placement.update not in (Update.DEVICE, Update.STORAGE)]
+        passing = [g for g in states_on_disk if g.placement.update is not Update.STORAGE]
+        ring = UPDATE_RING * max((g.states.largest_chunk for g in passing), default=0)
+        largest_gradient = max((self._largest[g.kind] for g in trained), default=0)
+        disk_parameters = sum(g.number * home_nbytes(g.block) * copies for g, copies in on_disk)
+        disk_states = state_copies(Tier.DISK)
+        slots = [g for g in hosted if g.placement.parameters is Tier.DEVICE]
         return Arenas(
-            device_resident=sum(b.nbytes for b, p in pairs if p.resident) + sum(s.nbytes for s in states(Tier.DEVICE)),
-            device_gradients=sum(b.gradient_nbytes for b, p in pairs if p.resident),
-            device_slots=sum(streaming.slots) + sum(b.nbytes for b, p in hosted if p.parameters is Tier.DEVICE),
+            device_resident=_total(resident, lambda g: g.block.nbytes + g.states.nbytes),
+            device_gradients=_total(resident, lambda g: g.block.gradient_nbytes),
+            device_slots=sum(streaming.slots) + _total(slots, lambda g: g.block.nbytes),
             device_updates=streaming.update_window if moved else 0,
             update_cell=cell,
             update_widening=widening,
-            host_parameters=sum(b.nbytes * copies for b, copies in on_host),
-            host_spare_parameters=sum(b.nbytes * (copies - 1) for b, copies in on_host),
+            host_parameters=sum(g.number * g.block.nbytes * copies for g, copies in on_host),
+            host_spare_parameters=sum(g.number * g.block.nbytes * (copies - 1) for g, copies in on_host),
             host_gradients=self._gradients(hosted, streaming),
             host_states=state_copies(Tier.HOST),
-            host_moved_states=sum(nbytes for nbytes, tier in moved if tier is Tier.HOST),
-            host_residuals=self._residuals(pairs, streaming.gradient_density),
+            host_moved_states=_total([g for g in moved if g.placement.states is Tier.HOST], lambda g: g.states.nbytes),
+            host_residuals=_residuals(groups, streaming.gradient_density),
             host_activations=streaming.host_activations,
             gradient_staging=min(GRADIENT_STAGING, largest_gradient),
-            update_workspace=max((self._states[b.name].widened for b in at_home), default=0),
+            update_workspace=max((g.states.widened for g in at_home), default=0),
             update_ring=ring,
-            moved_ring=ring if any(nbytes and tier is Tier.DISK for nbytes, tier in moved) else 0,
+            moved_ring=ring if any(g.states.nbytes and g.placement.states is Tier.DISK for g in moved) else 0,
             storage_cell=beside[0],
             storage_widening=beside[1],
             storage_window=UPDATE_CELLS * beside[0] + beside[1],
@@ -265,47 +267,93 @@ class Sizer:
             disk_sums=DISK_SUM * ((disk_parameters + disk_states) // PAGE) if streaming.checksums else 0,
             disk_parameters=disk_parameters,
             disk_states=disk_states,
-            disk_other_parameters=_others(streaming) * sum(home_nbytes(b) for b, _ in on_disk),
-            disk_other_states=_others(streaming) * sum(s.nbytes for s in states(Tier.DISK)),
+            disk_other_parameters=_others(streaming) * sum(g.number * home_nbytes(g.block) for g, _ in on_disk),
+            disk_other_states=_others(streaming) * _total(states_on_disk, lambda g: g.states.nbytes),
             disk_activations=streaming.disk_activations,
         )
 
-    def _gradients(self, hosted: Sequence[_Placed], streaming: Streaming) -> int:
+    def _groups(self, placements: Iterable[Placement]) -> list[_Group]:
+        """The blocks of ``placements``, those together that are alike and placed alike."""
+        kinds, found, counts = self._kind, dict[object, Placement](), Counter[object]()
+        for p in placements:
+            key = kinds[p.block], p.parameters, p.gradients, p.states, p.update
+            found.setdefault(key, p)
+            counts[key] += 1
+        return [self._group(p, counts[key]) for key, p in found.items()]
+
+    def _group(self, placement: Placement, count: int) -> _Group:
+        kind = self._kind[placement.block]
+        return _Group(count, kind, self._first[kind], self._sizes[kind], placement)
+
+    def _gradients(self, hosted: Sequence[_Group], streaming: Streaming) -> int:
         """Bytes on the host of landed gradients: those of every block of ``hosted``, or the slots that they share."""
-        used_up = [self._landed[b.name] for b, p in hosted if p.update is Update.BACKWARD]
-        standing = sum(self._landed[b.name] for b, p in hosted if p.update is not Update.BACKWARD)
+        used_up = [self._landed[g.kind] for g in hosted if g.placement.update is Update.BACKWARD]
+        standing = [g for g in hosted if g.placement.update is not Update.BACKWARD]
         largest = max(used_up, default=0)
         if largest > max(streaming.gradient_slots, default=0):
             raise ConfigError(
                 f"the gradients of a block that is updated in backward take {largest} bytes and the largest of the "
                 f"gradient_slots has {max(streaming.gradient_slots, default=0)}; make it larger"
             )
-        return standing + sum(align(slot) for slot in streaming.gradient_slots if used_up)
+        slots = sum(align(slot) for slot in streaming.gradient_slots if used_up)
+        return slots + _total(standing, lambda g: self._landed[g.kind])
 
-    def _storage_cell(self, pairs: Sequence[_Placed], density: float | None) -> tuple[int, int]:
-        """Bytes of the largest cell of the blocks that are updated beside the storage, in whole pages, and of their
-        widest gradients."""
-        there = [self._states[b.name] for b, p in pairs if p.update is Update.STORAGE]
-        states = {id(sizes): sizes for sizes in there}.values()  # layers are alike
-        cell = max((s.cell(density) for s in states), default=0)
-        return align(cell, PAGE), max((s.widened for s in states), default=0)
 
-    def _residuals(self, pairs: Sequence[_Placed], density: float | None) -> int:
-        """Bytes of what is not sent of the gradients of the blocks that are updated beside the storage."""
-        there = [b for b, p in pairs if p.update is Update.STORAGE and density is not None]
-        return sum(residual_offsets(block)[1] for block in there)
+class _Group(NamedTuple):
+    """``number`` blocks of one kind that are placed alike: the first block of that kind, what its states take, and the
+    placement of one of them."""
 
-    def _device_cell(self, pairs: Sequence[_Placed], window: int) -> tuple[int, int]:
-        """Bytes of the largest cell of the blocks that are updated on the device, and of their widest gradients."""
-        blocks = updated((p for _, p in pairs), Update.DEVICE)
-        widening = self.update_window(blocks, 0)
-        cell = self.update_window(blocks, 1) - widening
-        if window < cell + widening:
-            raise ConfigError(
-                f"update_window is {window} bytes and one chunk that is updated on the device takes {cell + widening}; "
-                f"make it {self.update_window(blocks)}, or update_chunk smaller"
-            )
-        return cell, widening
+    number: int
+    kind: int
+    block: Block
+    states: _StateSizes
+    placement: Placement
+
+    @property
+    def home(self) -> Tier:
+        """Where the home copies of their parameters are."""
+        return home_tier(self.placement)
+
+
+def _total(groups: Iterable[_Group], nbytes: Callable[[_Group], int]) -> int:
+    """Bytes of all blocks of ``groups``, each of which has ``nbytes``."""
+    return sum(g.number * nbytes(g) for g in groups)
+
+
+def _window(sizes: Sequence[_StateSizes], cells: int) -> int:
+    """Bytes of the device through which blocks of such ``sizes`` pass, ``cells`` chunks at a time."""
+    largest = max((s.largest_cell for s in sizes), default=0)
+    return cells * largest + max((s.widened for s in sizes), default=0)
+
+
+def _storage_cell(groups: Sequence[_Group], density: float | None) -> tuple[int, int]:
+    """Bytes of the largest cell of the blocks that are updated beside the storage, in whole pages, and of their widest
+    gradients."""
+    states = [g.states for g in groups if g.placement.update is Update.STORAGE]
+    cell = max((s.cell(density) for s in states), default=0)
+    return align(cell, PAGE), max((s.widened for s in states), default=0)
+
+
+def _residuals(groups: Sequence[_Group], density: float | None) -> int:
+    """Bytes of what is not sent of the gradients of the blocks that are updated beside the storage."""
+    if density is None:
+        return 0
+    there = [g for g in groups if g.placement.update is Update.STORAGE]
+    return _total(there, lambda g: residual_offsets(g.block)[1])
+
+
+def _device_cell(moved: Sequence[_Group], window: int) -> tuple[int, int]:
+    """Bytes of the largest cell of the blocks ``moved``, which are updated on the device, and of their widest
+    gradients."""
+    sizes = [g.states for g in moved]
+    widening = _window(sizes, 0)
+    cell = _window(sizes, 1) - widening
+    if window < cell + widening:
+        raise ConfigError(
+            f"update_window is {window} bytes and one chunk that is updated on the device takes {cell + widening}; "
+            f"make it {_window(sizes, UPDATE_CELLS)}, or update_chunk smaller"
+        )
+    return cell, widening
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from forebay.layout import LOWER, MASTER, state_layout, widened_nbytes
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Kind, Tier
-from forebay.planners import Problem, for_policy, make_plan
+from forebay.planners import Bench, Problem, for_policy, make_plan
+from forebay.planners.parts import Draft
 from forebay.plans import Plan, Update
 from forebay.program import Verb
 from forebay.simulation import simulate
@@ -112,6 +113,15 @@ def test_room_for_second_copies() -> None:
     assert max(whole.host, half.host) <= host
     assert any("lower halves are kept" in reason for reason in half.reasons)
     assert not any("lower halves are kept" in reason for reason in whole.reasons)
+
+
+def test_coarse_steps_have_halves_too() -> None:
+    """A draft does not know of masters. They are what the plan has, even in steps that only compare."""
+    trace = network()
+    draft = Draft.of(make_plan(problem(trace), "stream"))
+    for asked_for in (problem(trace), for_policy(problem(trace), "auto")):
+        bench = Bench(asked_for)
+        assert bench.coarse(draft).masters is bench.plan("", draft).streaming.masters is asked_for.masters
 
 
 def halved(plan: Plan) -> Plan:

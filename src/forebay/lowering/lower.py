@@ -29,6 +29,7 @@ def lower(
     steps: int | None = None,
     micro_batches: int = 1,
     liveness: Liveness | None = None,
+    sizes: Arenas | None = None,
 ) -> Program:
     """What the runtime does under ``plan`` in ``steps`` steps of ``micro_batches`` passes each.
 
@@ -36,13 +37,13 @@ def lower(
     updated in turns, until a whole round of steps is. The first step has no record of the order of blocks yet, and
     fetches on demand. Updates ahead of their step are written down as all steps make them that get what they took for
     granted; with several micro-batches the runtime makes those of its first step too early, and again. ``liveness`` is
-    that of the trace, if the caller has it.
+    that of the trace and ``sizes`` are the arenas of the plan, if the caller has them.
 
     Raises ``ConfigError`` for a plan of another model and ``DeviceOutOfMemory`` when the slots cannot hold the
     blocks that are in use at one time.
     """
     recorder = Recorder(in_step_with_compute=trace.device == "cpu")
-    slots, sizes, done = _walked(trace, plan, recorder, steps, micro_batches, liveness)
+    slots, sizes, done = _walked(trace, plan, recorder, steps, micro_batches, liveness, sizes)
     return Program(
         actions=tuple(recorder.actions),
         slots=slots,
@@ -60,6 +61,7 @@ def sketch(
     *,
     micro_batches: int = 1,
     liveness: Liveness | None = None,
+    sizes: Arenas | None = None,
     grain: Grain | None = None,
 ) -> Sketch:
     """``lower`` for who asks for nothing but seconds; for who only compares them, as coarse as ``grain`` says (but for
@@ -67,7 +69,7 @@ def sketch(
     recorder = Recorder(in_step_with_compute=trace.device == "cpu", sketching=True)
     if grain is not None and plan.updated(Update.BACKWARD):
         grain = replace(grain, gradients=0)
-    slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness, grain)
+    slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness, sizes, grain)
     every = plan.streaming.update_every
     return Sketch(tuple(recorder.outlines), slots, done, micro_batches, plan.streaming.checksums, min(done, every))
 
@@ -79,6 +81,7 @@ def _walked(
     steps: int | None,
     micro_batches: int,
     liveness: Liveness | None,
+    sizes: Arenas | None,
     grain: Grain | None = None,
 ) -> tuple[tuple[int, ...], Arenas, int]:
     """Writes the steps into ``recorder``. Returns the bytes of the slots, the arenas and the number of steps."""
@@ -94,7 +97,7 @@ def _walked(
         raise ConfigError(
             f"a plan with accumulates=False takes one backward a step, got {micro_batches}; plan with accumulates=True"
         )
-    sizes = arenas_of(trace.model, plan, trace.state_names)
+    sizes = sizes or arenas_of(trace.model, plan, trace.state_names)
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, grain)
     done, before, after = 0, None, walker.state()
     # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.

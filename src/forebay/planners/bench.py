@@ -257,9 +257,9 @@ class Bench:
         known = self.known
         if draft not in known.sketches:
             coarse = replace(self.plan("", draft), streaming=self.coarse(draft))
-            program = sketch(
-                self.costs.trace, coarse, liveness=self.liveness, grain=self._coarseness.grain(draft.streaming)
-            )
+            sizes = self.sizer(coarse.streaming.update_chunk).arenas(coarse.placements, coarse.streaming)
+            grain = self._coarseness.grain(draft.streaming)
+            program = sketch(self.costs.trace, coarse, liveness=self.liveness, sizes=sizes, grain=grain)
             score = Score.of(program, self.costs, settled=not draft.streaming.overlap_update)
             known.keep(draft, program, score)
         return known.sketches[draft]
@@ -278,7 +278,7 @@ class Bench:
         """``plan`` lowered, every chunk of every update by itself, and played against a clock. The latest is kept."""
         draft, costs = Draft.of(plan), self.costs
         if self._latest is None or self._latest[0] != draft:
-            program = lower(costs.trace, plan, liveness=self.liveness)
+            program = lower(costs.trace, plan, liveness=self.liveness, sizes=self.arenas(draft))
             settled = not plan.streaming.overlap_update
             timeline = play(program, costs.trace, costs.machine, costs=costs, settled=settled)
             self._latest = draft, program, timeline
@@ -305,7 +305,7 @@ class Bench:
     def coarse(self, draft: Draft) -> Streaming:
         """The streaming of simulations that only compare: with larger update jobs, and a window for as many of them on
         the device."""
-        streaming, there = self.in_backward(draft).streaming, draft.updated(Update.DEVICE)
+        streaming, there = self._as_here(self.in_backward(draft).streaming), draft.updated(Update.DEVICE)
         chunk = self._coarseness.chunk(streaming.update_chunk)
         if chunk == streaming.update_chunk or not there:
             return replace(streaming, update_chunk=chunk)
