@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -53,6 +55,23 @@ def llama(tied: bool = False) -> nn.Module:
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=tied,
+        )
+    )
+
+
+def albert(dropout: float = 0.0) -> nn.Module:
+    """One layer that the forward runs three times."""
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=VOCABULARY,
+            embedding_size=16,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
         )
     )
 
@@ -219,6 +238,7 @@ CASES: Mapping[str, Case] = {
     "gpt2": Case(gpt2, tokens),
     "llama": Case(llama, tokens),
     "llama-tied": Case(lambda: llama(tied=True), tokens),
+    "albert": Case(albert, tokens),
     "t5": Case(t5, tokens),
     "mixtral": Case(mixtral, tokens),
     "experts": Case(lambda: WithLoss(Experts()), images),

@@ -51,7 +51,10 @@ def larger(case: Case, times: int = 4) -> Case:
 
 
 SUBJECTS: Mapping[str, Case] = {
-    **{name: larger(CASES[name]) for name in ("llama", "llama-tied", "gpt2", "t5", "vit", "convnet", "mixtral")},
+    **{
+        name: larger(CASES[name])
+        for name in ("llama", "llama-tied", "gpt2", "albert", "t5", "vit", "convnet", "mixtral")
+    },
     "used-twice": larger(CASES["used-twice"], 16),
 }
 

@@ -14,7 +14,7 @@ from forebay.memory import Tier
 from forebay.plans import Placement, Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.trace import Model
-from tests.parity.models import CASES, VOCABULARY, Case, tokens
+from tests.parity.models import CASES, VOCABULARY, Case, albert, tokens
 
 AMPLE = 64 * 2**20
 STATES = ("exp_avg", "exp_avg_sq")
@@ -29,11 +29,17 @@ def _t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
 
 
-DROPOUT = {"gpt2-dropout": Case(_gpt2, tokens), "t5-dropout": Case(_t5, tokens)}
+DROPOUT = {
+    "gpt2-dropout": Case(_gpt2, tokens),
+    "t5-dropout": Case(_t5, tokens),
+    "albert-dropout": Case(lambda: albert(0.1), tokens),
+}
 
 SUBJECTS = {
     **DROPOUT,
-    **{name: CASES[name] for name in ("llama", "llama-tied", "t5", "mixtral", "experts", "vit", "used-twice")},
+    **{
+        name: CASES[name] for name in ("llama", "llama-tied", "albert", "t5", "mixtral", "experts", "vit", "used-twice")
+    },
 }
 
 

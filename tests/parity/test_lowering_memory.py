@@ -22,7 +22,7 @@ from tests.parity.observed import AMPLE
 from tests.parity.test_lowering_order import prepared_plan, streamed
 
 WINDOW = 4096
-MODELS = ("gpt2", "llama", "llama-tied", "t5", "mixtral", "vit", "convnet", "frozen")
+MODELS = ("gpt2", "llama", "llama-tied", "albert", "t5", "mixtral", "vit", "convnet", "frozen")
 
 
 def inputs(name: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from tests.parity.offloading import movable, moving
 from tests.parity.recomputing import plan_of, recomputable
 from tests.parity.treated import SUBJECTS, eligible, treated
 
-MODELS = ("llama", "llama-tied", "gpt2-dropout", "t5", "vit", "convnet", "used-twice", "mixtral")
+MODELS = ("llama", "llama-tied", "gpt2-dropout", "albert", "t5", "vit", "convnet", "used-twice", "mixtral")
 SMALL, MIDDLE, LARGE = (0, 0), (20_000, 5_000), (1 << 20, 1 << 20)
 """Windows of offloads and of reloads, in bytes."""
 

@@ -27,7 +27,7 @@ from tests.parity.models import CASES
 from tests.parity.observed import AMPLE, by_lane, lowered, observed
 
 # Every step trains on the same batch, so that a router sends it the same way.
-MODELS = ("gpt2", "llama", "llama-tied", "t5", "mixtral", "vit", "convnet", "used-twice", "frozen", "unused")
+MODELS = ("gpt2", "llama", "llama-tied", "albert", "t5", "mixtral", "vit", "convnet", "used-twice", "frozen", "unused")
 
 
 def prepared_plan(model: nn.Module, policy: str) -> Plan:

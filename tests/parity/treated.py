@@ -21,7 +21,10 @@ __all__ = ["SUBJECTS", "Eligible", "eligible", "treated", "treated_plan"]
 
 SUBJECTS: Mapping[str, Case] = {
     **{name: larger(case) for name, case in DROPOUT.items()},
-    **{name: larger(CASES[name]) for name in ("llama", "llama-tied", "t5", "mixtral", "vit", "convnet", "used-twice")},
+    **{
+        name: larger(CASES[name])
+        for name in ("llama", "llama-tied", "albert", "t5", "mixtral", "vit", "convnet", "used-twice")
+    },
 }
 
 

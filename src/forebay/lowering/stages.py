@@ -137,7 +137,8 @@ class Stages:
 
     def _around(self) -> dict[str, range]:
         """Held blocks, the outermost first, each with the runs during which its modules' forward goes on: from the
-        first to the last that they enclose or that reads its parameters."""
+        first to the last that they enclose or that reads its parameters. A block of which they enclose one module and
+        not another (a tied embedding, which the head has too) does not tell which of the two it is that runs."""
         spans: dict[str, range] = {}
         for place, run in enumerate(self._runs):
             visit = self._trace.visits[run.visit]
@@ -146,7 +147,8 @@ class Stages:
             reads = {block for _, block in self._index.block_reads(run.visit)}
             for held, modules in self._held.items():
                 inner = self._modules.get(visit.block, ())
-                if held == visit.block or held in reads or any(_inside(m, outer) for m in inner for outer in modules):
+                enclosed = inner and all(any(_inside(m, outer) for outer in modules) for m in inner)
+                if held == visit.block or held in reads or enclosed:
                     spans[held] = range(spans[held].start if held in spans else place, place + 1)
         return dict(sorted(spans.items(), key=lambda item: min(map(len, self._held[item[0]]))))
 

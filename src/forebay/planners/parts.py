@@ -283,14 +283,15 @@ def keep_order(model: Model, slots: tuple[int, ...], *, last_first: bool) -> lis
 
 
 def recomputable(trace: Trace) -> tuple[str, ...]:
-    """Blocks that may recompute, in the order of the forward: one module, not in use throughout, run once, and with
-    more bytes saved than come in. The first ones are the ones to take: when their turn comes in backward, what the
-    later blocks saved is gone."""
+    """Blocks that may recompute, in the order in which the forward first comes to them: one module, not in use
+    throughout, and with more bytes saved than come in, in all their runs. The first ones are the ones to take: when
+    their turn comes in backward, what the later blocks saved is gone."""
     able = {b.name for b in trace.model.blocks if b.module is not None and not b.held}
-    forward = [v for v in trace.visits if v.phase is Phase.FORWARD and v.block in able]
-    runs = Counter(v.block for v in forward)
-    once = [v for v in forward if runs[v.block] == 1]
-    return tuple(v.block for v in once if _saved_nbytes(trace, v) > _arriving_nbytes(trace, v))
+    gained: Counter[str] = Counter()
+    for visit in trace.visits:
+        if visit.phase is Phase.FORWARD and visit.block in able:
+            gained[visit.block] += _saved_nbytes(trace, visit) - _arriving_nbytes(trace, visit)
+    return tuple(block for block, nbytes in gained.items() if nbytes > 0)
 
 
 def _saved_nbytes(trace: Trace, visit: Visit) -> int:

@@ -172,11 +172,14 @@ def _names(root: nn.Module) -> dict[int, list[str]]:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Children, with parameters, of the outermost lists in which a class occurs twice or more. A child with a tiled
-    layer in it would put all tiles into one block: it is looked into."""
+    """Children, with parameters, of the outermost lists in which a class occurs twice or more; and those of lists of
+    one that have no such list in them: a model of one layer, or of one that its forward runs again and again (ALBERT).
+    A child with a tiled layer in it would put all tiles into one block: it is looked into."""
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     classes = [type(c) for _, c in children]
     repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(set(classes)) < len(classes)
+    if isinstance(module, nn.ModuleList) and len(children) == 1:
+        repeated = next(_repeated(children[0][1], ""), None) is None
     for name, child in children:
         full = f"{prefix}.{name}" if prefix else name
         if repeated and not any(isinstance(inner, Tiled) for inner in child.modules()):

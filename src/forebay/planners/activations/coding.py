@@ -69,6 +69,19 @@ class Coded:
         moved, handed = sum(c.nbytes for c in codes), 2 * len(codes) * costs.handover_seconds
         return cls(bits, held - sum(root.nbytes for root in roots) + moved, moved, encode, decode, out, back, handed)
 
+    def beside(self, other: Coded) -> Coded:
+        """Both, made in two runs of a block."""
+        return Coded(
+            self.bits,
+            self.held + other.held,
+            self.moved + other.moved,
+            self.encode_seconds + other.encode_seconds,
+            self.decode_seconds + other.decode_seconds,
+            self.out_seconds + other.out_seconds,
+            self.back_seconds + other.back_seconds,
+            self.handover_seconds + other.handover_seconds,
+        )
+
     @property
     def seconds(self) -> float:
         """Seconds of compute if the codes stay."""

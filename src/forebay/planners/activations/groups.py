@@ -5,6 +5,7 @@ The costs of a block are those of its home and those of its activations, added: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import final
@@ -13,7 +14,7 @@ from forebay.arenas import home_nbytes
 from forebay.layout import MOVED_LEAST, gradient_offsets, state_layout, states_nbytes, touched_nbytes
 from forebay.lowering.index import TraceIndex
 from forebay.memory import Tier
-from forebay.planners.activations.items import Items, items_of
+from forebay.planners.activations.items import Items, items_of, together
 from forebay.planners.activations.menu import Option, menu
 from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
 from forebay.planners.problem import Problem
@@ -174,50 +175,57 @@ class _Grouping:
 
     # Activations.
 
-    def _visit(self, block: Block) -> int | None:
-        """The place of the one visit that is the forward of ``block``; None if there is no such."""
-        places = self._forward.get(block.name, [])
-        return places[0] if block.module is not None and len(places) == 1 else None
+    def _visits(self, block: Block) -> Sequence[int]:
+        """The places of the visits that are the forward of ``block``; none where it is not one module."""
+        return () if block.module is None else self._forward.get(block.name, ())
 
     def _activations(self, block: Block, arriving: int, source: object) -> object:
-        place = self._visit(block)
-        if place is None:
-            return None
-        segment = self._trace.visits[place].segment
-        named = frozenset(self._index.named(place).items())
-        return segment, named, block.name in self._recomputable, arriving, source is not None
+        runs = tuple(
+            (self._trace.visits[place].segment, frozenset(self._index.named(place).items()))
+            for place in self._visits(block)
+        )
+        return (runs, block.name in self._recomputable, arriving, source is not None) if runs else None
 
     def _menu(self, key: object) -> tuple[Items, tuple[Option, ...]]:
         if key not in self._items:
             items = Items(())
             if isinstance(key, tuple):
-                place, named, recomputes, arriving, moves = key
-                segment, costs = self._trace.segments[place], self._costs
-                names = dict(sorted(named, key=lambda pair: pair[1]))
-                items = items_of(
-                    costs,
-                    segment,
-                    names,
-                    recomputes=recomputes,
-                    arriving=arriving,
-                    arriving_moves=moves,
-                    bits=self._problem.compress,
+                runs, recomputes, arriving, moves = key
+                named = [dict(sorted(names, key=lambda pair: pair[1])) for _, names in runs]
+                items = together(
+                    [
+                        items_of(
+                            self._costs,
+                            self._trace.segments[segment],
+                            names,
+                            recomputes=recomputes,
+                            # Once, for all runs.
+                            arriving=0 if number else arriving,
+                            arriving_moves=moves,
+                            bits=self._problem.compress,
+                        )
+                        for number, ((segment, _), names) in enumerate(zip(runs, named, strict=True))
+                    ],
+                    named,
                 )
             self._items[key] = items, menu(items)
         return self._items[key]
 
     def _arriving(self, block: Block) -> tuple[int, tuple[str, str, int] | None]:
-        """Bytes that a recomputed ``block`` holds of what came in, and who made them if that is one op."""
-        place = self._visit(block)
-        if place is None or block.name not in self._recomputable:
+        """Bytes that a recomputed ``block`` holds of what came in, and who made them if that is one op of a block that
+        runs as often."""
+        places = self._visits(block)
+        if not places or block.name not in self._recomputable:
             return 0, None
         total, sources = 0, set()
-        for number in self._index.port_roots(place):
-            root = self._index.roots.get(number)
-            if root is None or root.saved or not self._drops(place, root.drop):
-                continue  # it is there in any case, or held for other blocks too
-            total += root.nbytes
-            sources.add(self._maker(root.visit, root.birth) if root.nbytes >= MOVED_LEAST else None)
+        for place in places:
+            for number in self._index.port_roots(place):
+                root = self._index.roots.get(number)
+                if root is None or root.saved or not self._drops(place, root.drop):
+                    continue  # it is there in any case, or held for other blocks too
+                total += root.nbytes
+                maker = self._maker(root.visit, root.birth) if root.nbytes >= MOVED_LEAST else None
+                sources.add(maker if maker and len(self._forward[maker[0]]) == len(places) else None)
         return total, sources.pop() if len(sources) == 1 else None
 
     def _drops(self, place: int, op: int) -> bool:

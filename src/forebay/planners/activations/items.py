@@ -1,13 +1,14 @@
 """What may be done with what each op of a block makes, and what that costs: kept, moved to the host, made again, or,
 where the user allows it, kept or moved as codes of fewer bits.
 
-All blocks that are alike share a segment of the trace and so their items.
+All blocks that are alike share a segment of the trace and so their items. A block that a step runs several times (one
+that others share, an encoder of pairs) has those of all its runs together: a plan says the same of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 from forebay.layout import MOVED_LEAST
@@ -15,7 +16,7 @@ from forebay.planners.activations.coding import Coded, codable
 from forebay.simulation import Costs
 from forebay.trace import NO_SAVES, Segment
 
-__all__ = ["INPUT", "Item", "Items", "items_of"]
+__all__ = ["INPUT", "Item", "Items", "items_of", "together"]
 
 TINY = 1e-3
 """Share of the bytes that a block saves: what is less is not moved. It would free next to nothing, and every tensor
@@ -51,6 +52,29 @@ class Item:
     named: bool = False
     codes: Coded | None = None
     handover_seconds: float = 0.0
+
+    def beside(self, other: Item) -> Item:
+        """What the op makes in two runs of its block; backward goes through one of them at a time. Both move, or are
+        codes, where each may. Where one of them alone runs again, this says that both do: no less can be held."""
+        moves = self.moved and other.moved
+        return Item(
+            self.op,
+            self.occurrence,
+            self.seconds + other.seconds,
+            self.held + other.held,
+            self.moved + other.moved if moves else 0,
+            max(self.saved, other.saved),
+            self.out_seconds + other.out_seconds if moves else 0.0,
+            self.back_seconds + other.back_seconds if moves else 0.0,
+            self.reruns or other.reruns,
+            self.named or other.named,
+            self.codes.beside(other.codes) if self.codes and other.codes else None,
+            self.handover_seconds + other.handover_seconds if moves else 0.0,
+        )
+
+    def staying(self) -> Item:
+        """The same where it may not move, nor be codes."""
+        return replace(self, moved=0, out_seconds=0.0, back_seconds=0.0, codes=None, handover_seconds=0.0)
 
     @property
     def worth(self) -> float:
@@ -118,6 +142,33 @@ def items_of(
         again.append(maker.arriving(arriving, arriving_moves))
     rest = sum(costs.again(op.work) for index, op in enumerate(segment.ops[:stop]) if index not in maker.names)
     return Items(kept, maker.nameless, tuple(again), rest, treated, stop * costs.treat_seconds)
+
+
+def together(runs: Sequence[Items], named: Sequence[Collection[tuple[str, int]]]) -> Items:
+    """The items of a block that a step runs several times; ``named`` are the ops of each of its ``runs`` that a plan
+    can name. What a plan moves is moved in every run: so it may be where each has something to move."""
+    if len(runs) == 1:
+        return runs[0]
+    again = [items.again for items in runs if items.again is not None]
+    return Items(
+        _together([items.kept for items in runs], named),
+        sum(items.kept_held for items in runs),
+        _together([items.again or () for items in runs], named) if again else None,
+        sum(items.again_seconds for items in runs),
+        sum(items.treat_seconds for items in runs),
+        sum(items.treat_again_seconds for items in runs),
+    )
+
+
+def _together(runs: Sequence[Sequence[Item]], named: Sequence[Collection[tuple[str, int]]]) -> tuple[Item, ...]:
+    found: dict[tuple[str, int], Item] = {}
+    made: dict[tuple[str, int], int] = {}
+    for item in (item for items in runs for item in items):
+        name = item.op, item.occurrence
+        found[name] = found[name].beside(item) if name in found else item
+        made[name] = made.get(name, 0) + 1
+    could = {name: sum(name in names for names in named) for name in found}
+    return tuple(item if made[name] >= could[name] else item.staying() for name, item in found.items())
 
 
 class _Maker:
