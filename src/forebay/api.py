@@ -29,6 +29,7 @@ from forebay.planners import for_policy, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import problem_of
 from forebay.plans import Plan, UpdateTime
+from forebay.profiler.batch import call_arguments
 from forebay.profiler.capture import capture
 from forebay.profiler.probe import probe
 from forebay.reporting.run import RunReport
@@ -40,6 +41,7 @@ from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session, 
 from forebay.runtime.losses import LossFunction
 from forebay.runtime.own_checkpointing import as_planned, leave_to_plan, left_to
 from forebay.runtime.session import Session
+from forebay.runtime.unplanned import Unplanned
 from forebay.runtime.wholes import Wholes
 from forebay.safekeeping import keep_in, resume, save
 from forebay.simulation import simulate
@@ -160,6 +162,8 @@ def prepare(
         prepared = open_session(model, optimizer, bound, rule, plan, opened, owns_device=owns, kept=kept)
         if switch_on is not None:
             attachment_of(model).at_end(switch_on)
+        if batch is not None:
+            attachment_of(model).planned_for = Unplanned(*call_arguments(batch))
         if made_here:
             attachment_of(model).at_end(warn_of_other_casts(model, torch.device(opened.name).type).remove)
         undo.pop_all()

@@ -120,6 +120,8 @@ class Ledger:
         self._peak = 0
         self._at_peak: dict[Kind, int] = dict(self._live)
         self._high = 0
+        self.remark = ""
+        """What an error for want of room says of how it came to it, and what to change, before what it always says."""
 
     @property
     def live(self) -> int:
@@ -174,9 +176,15 @@ class Ledger:
         held = ", ".join(f"{k.value} {format_bytes(n)}" for k, n in self._live.items() if n > 0) or "nothing"
         message = (
             f"{self.tier.value} memory: {what or kind.value} needs {format_bytes(nbytes)} more, "
-            f"{format_bytes(self._total)} of {format_bytes(limit)} are in use ({held}); {_REMEDY[self.tier]}"
+            f"{format_bytes(self._total)} of {format_bytes(limit)} are in use ({held}); {self.remedy}"
         )
         return _OUT_OF_MEMORY[self.tier](message, needed=self._total + nbytes, allowed=limit)
+
+    @property
+    def remedy(self) -> str:
+        """What to change where something does not fit."""
+        always = _REMEDY[self.tier]
+        return f"{self.remark}; or {always}" if self.remark else always
 
     def usage(self) -> TierUsage:
         """A frozen account of this moment."""

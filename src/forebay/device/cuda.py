@@ -375,7 +375,7 @@ class CudaDevice(Device):
         more = "more" if asked is None else f"{format_bytes(asked)} more"
         return DeviceOutOfMemory(
             f"device memory: {what} needs {more}, {format_bytes(used)} of {format_bytes(allowed)} are in use; "
-            "use a smaller batch or a shorter sequence, or raise device_memory",
+            f"{self.ledger.remedy}",
             # Holes in the allocator's segments can make a request fail that would fit by the sum of the bytes.
             needed=max(used + (asked or 0), allowed + 1),
             allowed=allowed,

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from forebay.errors import CaptureFailed, UsageError
+from forebay.runtime.passes import argument_name
 from forebay.tiers.host import available_host_memory
 from forebay.units import format_bytes
 
@@ -42,7 +43,7 @@ def named_inputs(batch: Any) -> list[tuple[str, str, int]]:
     found = []
     for path, leaf in tree_flatten_with_path(call_arguments(batch))[0]:
         if isinstance(leaf, torch.Tensor):
-            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+            name = argument_name(path)
             reach = 1 + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
             elements = reach if leaf.numel() else 0
             found.append((name, str(leaf.dtype).removeprefix("torch."), elements * leaf.element_size()))

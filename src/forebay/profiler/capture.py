@@ -42,6 +42,7 @@ from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
 from forebay.runtime.generators import drawn_alike
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
+from forebay.runtime.passes import argument_name
 from forebay.states import moment_states
 from forebay.trace import Trace
 
@@ -322,7 +323,7 @@ class _Step:
         made = []
         for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+                name = argument_name(path)
                 known = not leaf.is_floating_point() and not leaf.is_complex()
                 given = self._real(integers_for(name, leaf, self._model)) if known else self._fake(leaf)
                 self.recorder.source(given, Kind.INPUT, name)

@@ -34,6 +34,7 @@ from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
 from forebay.runtime.tiles import Tiled
+from forebay.runtime.unplanned import Unplanned
 from forebay.runtime.vigil import batch_shape
 from forebay.trace import Block
 
@@ -121,6 +122,8 @@ class Attachment:
         self.accumulating = threading.Lock()
         # The pass that runs, or ran last; while several take turns, the one whose turn it is.
         self.current = Pass()
+        # What the plan was made for, if that is known.
+        self.planned_for: Unplanned | None = None
         self.has_tiles = any(isinstance(module, Tiled) for module in modules.values())
         plan = session.plan
         watched = not isinstance(session.watch, NoWatch)
@@ -255,6 +258,11 @@ class Attachment:
         root = self._root()
         # With dropout on or off: other things are made and saved.
         mode = root is not None and root.training
+        if self.planned_for is not None:
+            # Micro-batches that pass together are planned as such.
+            alone = self.current.training and self.session.gathering is None
+            waiting = self.session.measure.waiting if alone else 0
+            self.session.device.ledger.remark = self.planned_for.remark(args, kwargs, waiting)
         seen = self.session.begin_forward(lambda: (mode, batch_shape(args, kwargs)), training=self.current.training)
         self.current.scopes.enter_context(self._standing_back())
         if not seen:

@@ -75,6 +75,8 @@ class Measurement:
         self._step: float | None = None
         self.step_seconds: list[float] = []
         self.step_starts: list[float] = []
+        self.waiting = 0
+        """Training forwards that have ended since the last backward began, or the last step."""
         self._passes = 0
         self._together = 1
         self.micro_batches = 1
@@ -88,6 +90,8 @@ class Measurement:
         """A phase begins: ``forward`` or ``backward``, in ``block``."""
         self.end()
         self._inside.clear()
+        if verb == BACKWARD:
+            self.waiting = 0
         self._verb, self._block, self._start = verb, block, self._device.now()
 
     def end(self) -> None:
@@ -209,6 +213,7 @@ class Measurement:
             self.step_starts.append(self._step)
             self.step_seconds.append(now - self._step)
             self._step = None
+        self.waiting = 0
         self.micro_batches, self._passes = max(1, self._passes), 0
         # Passes that failed are counted in both, or in neither.
         self.together, self._together = min(self._together, self.micro_batches), 1

@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 from typing import final
 
 from torch import nn
+from torch.utils._pytree import KeyPath
 
 from forebay.trace import Block
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "argument_name"]
+
+
+def argument_name(path: KeyPath) -> str:
+    """What an argument of a forward is called, or a part of one: ``path`` is where it is in positions and keywords."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
 
 
 @final

@@ -188,6 +188,7 @@ class Session:
         self._whereabouts.block = ""
         if self.phase is not Phase.CLOSED:
             self._whereabouts.phase = Phase.IDLE
+        self.measure.waiting += backward_follows
         if not backward_follows:
             # Else the loss and backward are still to come, and what they take is the step's.
             self.between_passes()

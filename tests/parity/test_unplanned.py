@@ -1,0 +1,123 @@
+"""What is said where the device has no room for a pass that its plan was not made for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import forebay
+from forebay.errors import DeviceOutOfMemory, DoesNotFit
+from forebay.runtime.unplanned import Unplanned
+from tests.parity.models import CASES, VOCABULARY
+
+CASE = CASES["llama"]
+
+
+def batch(sequences: int = 4, tokens: int = 32) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    """A model under the least budget for a batch of 4 by 32."""
+    model = CASE.model(torch.float32)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(DoesNotFit) as refused:
+        forebay.prepare(model, optimizer, batch(), device_memory=1, device="cpu")
+    model, optimizer = forebay.prepare(model, optimizer, batch(), device_memory=refused.value.needed, device="cpu")
+    yield model, optimizer
+    forebay.close(model)
+
+
+def refusal(model: nn.Module, inputs: dict[str, torch.Tensor], forwards: int = 1) -> str:
+    """What is said of ``forwards`` before one backward. The frames of the error, and what is in them, are let go."""
+    try:
+        torch.stack([model(**inputs)["loss"] for _ in range(forwards)]).sum().backward()
+    except DeviceOutOfMemory as error:
+        return str(error)
+    return ""
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, **inputs: Any) -> None:
+    model(**inputs)["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_larger_batch(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    """What is larger of it, and what was planned; then the planned batch, and a smaller one, train on."""
+    model, optimizer = pair
+    step(model, optimizer, **batch())
+    said = refusal(model, batch(16))
+    assert "this forward has input_ids (16, 32), labels (16, 32), and the plan was made for input_ids (4, 32)" in said
+    assert said.endswith(
+        "labels (4, 32): give prepare() the batch that takes the most; or use a smaller batch or a shorter sequence, "
+        "or raise device_memory"
+    )
+    optimizer.zero_grad()
+    step(model, optimizer, **batch())
+    step(model, optimizer, **batch(2))
+    assert "(4, 64)" in refusal(model, batch(4, 64))
+
+
+def test_an_evaluation(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, _ = pair
+    with torch.no_grad(), pytest.raises(DeviceOutOfMemory, match=r"has input_ids \(40, 64\), labels \(40, 64\)"):
+        model(**batch(40, 64))
+
+
+def test_another_argument() -> None:
+    """At most two are named, none at length. What is the same, or smaller, is not."""
+    planned = Unplanned((torch.zeros(2, 3),), {"mask": [torch.zeros(4)], "scale": 2})
+    assert planned.remark((torch.zeros(2, 2),), {"mask": [torch.zeros(4)], "scale": 2}, 0) == ""
+    said = planned.remark((torch.zeros(2, 3),), {"mask": [torch.zeros(5)], "scale": 2, "note": "a" * 50, "last": 1}, 0)
+    assert said == (
+        f"this forward has mask.0 (5,), note '{36 * 'a'}..., and the plan was made for mask.0 (4,), no note: give "
+        f"prepare() the batch that takes the most"
+    )
+    assert "scale 3, and the plan was made for scale 2:" in planned.remark((), {"scale": 3}, 0)
+    assert planned.remark((), {}, 1).startswith("the plan was made for one forward before each backward, and this is ")
+
+
+def test_a_second_forward(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    """The plan is for one before each backward. Behind a step the next one is the first."""
+    model, optimizer = pair
+    said = refusal(model, batch(), 40)
+    assert "made for one forward before each backward, and this is number" in said
+    assert ": prepare a module whose forward is all of them; or use" in said
+    optimizer.zero_grad()
+    step(model, optimizer, **batch())
+    assert "number" not in refusal(model, batch(16))
+
+
+def test_what_is_planned_is_not_spoken_of() -> None:
+    """A budget that is too small for what a plan without a batch does not know."""
+    model = CASE.model(torch.float32)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(DoesNotFit) as refused:
+        forebay.prepare(model, optimizer, None, device_memory=1, device="cpu", policy="stream")
+    model, optimizer = forebay.prepare(
+        model, optimizer, None, device_memory=refused.value.needed, device="cpu", policy="stream"
+    )
+    assert refusal(model, batch()).endswith("); use a smaller batch or a shorter sequence, or raise device_memory")
+    forebay.close(model)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "does-not-fit.md"
+
+
+def test_the_program_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two calls of a model in one forward; everything kept would take more than it has."""
+    pattern = r"<!-- run by \S+test_unplanned\.py -->\n```python\n(.*?)```"
+    (program,) = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    with pytest.raises(DoesNotFit):
+        exec(program.replace('device="cpu"', 'device="cpu", policy="keep"'), {"__name__": "page"})
+    exec(program, {"__name__": "page"})
+    assert "Tier.DEVICE" in capsys.readouterr().out
