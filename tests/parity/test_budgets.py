@@ -278,7 +278,8 @@ def test_a_batch_larger_than_planned_is_refused_by_name_and_the_next_one_trains(
     # Which op in which block, what is held, and what to change.
     caught.match(
         r"device memory: block model\.\S+ in forward: the result \(\d+, .*\) of aten\.\S+ needs .* activation .*; "
-        r"use a smaller batch or a shorter sequence, or raise device_memory"
+        r"this forward has input_ids \(64, 16\), .* made for input_ids \(2, 16\), .*: give prepare\(\) the batch that "
+        r"takes the most; or use a smaller batch or a shorter sequence, or raise device_memory"
     )
     assert caught.value.needed > caught.value.allowed == budget
     torch.empty(2 * budget)  # what happens between a failure and the next forward is not charged
