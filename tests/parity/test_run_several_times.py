@@ -19,8 +19,8 @@ from tests.parity.models import Case, albert, llama
 WORDS, WIDTH = 128, 64
 
 
-def encoder(dropout: float = 0.0) -> nn.Module:
-    return nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=dropout, batch_first=True)
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
 
 
 class Looped(nn.Module):
@@ -89,6 +89,70 @@ class Cells(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(torch.stack(states, 1)).flatten(0, 1), labels.flatten())}
 
 
+class Conditioned(nn.Module):
+    """Looks at its own result, which it has made without gradients; and a frozen part that looks at two things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([encoder() for _ in range(3)])
+        self.judges = nn.ModuleList([encoder() for _ in range(2)])
+        self.judges.requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        def through(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        x = self.words(input_ids)
+        with torch.no_grad():
+            first = through(self.layers, x)
+        made = through(self.layers, x + first)
+        wanted = through(self.judges, self.words(labels).detach())
+        return {"loss": (through(self.judges, made) - wanted).square().mean()}
+
+
+class Lists(nn.Module):
+    """Layers that are lists: who calls what is in them is the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([nn.ModuleList([encoder(), encoder()]) for _ in range(3)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.words(input_ids)
+        for first, second in self.layers:  # type: ignore[misc]
+            x = second(x + first(x))
+        return {"loss": x.square().mean()}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = encoder(), encoder()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x))
+        return made
+
+
+class Parts(nn.Module):
+    """Calls its layers, and before that a part of each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x + layer.second(x))  # type: ignore[operator]
+        return {"loss": x.square().mean()}
+
+
 def ids(step: int) -> dict[str, torch.Tensor]:
     """Eight sequences, and as many others."""
     made = torch.randint(0, WORDS, (2, 8, 64), generator=torch.Generator().manual_seed(step))
@@ -102,12 +166,19 @@ CASES = {
     "pairs": (Case(Pairs, ids), 0.5),
     "preferred": (Case(Preferred, ids), 0.5),
     "cells": (Case(Cells, ids, (torch.float32,)), 1.0),
+    "conditioned": (Case(Conditioned, ids, (torch.float32,)), 0.5),
+    "lists": (Case(Lists, ids), 0.4),
+    "parts": (Case(Parts, ids), 0.7),
 }
 """Models, and the share of what everything kept takes that is enough for them. Of cells there is little to recompute:
-each is as large as what comes in."""
+each is as large as what comes in. A part that is called by itself does not run again, for its block is a whole."""
 
 WAYS = [(name, case.dtypes[number % len(case.dtypes)]) for number, (name, (case, _)) in enumerate(CASES.items())]
-OTHERS = list(zip(CASES, itertools.cycle(["recompute", "offload-all", "auto"]), strict=False))
+OTHERS = list(
+    zip(
+        [name for name in CASES if name != "parts"], itertools.cycle(["recompute", "offload-all", "auto"]), strict=False
+    )
+)
 
 
 def least(case: Case, dtype: torch.dtype, policy: str, **how: Any) -> int:

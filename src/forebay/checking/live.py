@@ -27,6 +27,7 @@ from typing import final
 
 from forebay.checking.step import Step
 from forebay.checking.treated import NOTHING, Treated
+from forebay.trace import NO_SAVES
 
 __all__ = ["Gone", "Live", "Missing"]
 
@@ -66,6 +67,9 @@ class Live:
         self.treated = treated
         self.recomputed = frozenset(recompute)
         self.partners = step.partners(self.recomputed)
+        # A run that saves nothing (without gradients, say) has nothing that would want its inputs again.
+        segments, visits = step.trace.segments, step.trace.visits
+        self._saving = {p for p in self.partners if segments[visits[p].segment].saves_until != NO_SAVES}
         self._own = {root for op in step.ops for root in op.spent}
         self._others = {root for op in step.ops for root in op.released}
         self._letting_go: dict[int, list[int]] = {}
@@ -119,7 +123,7 @@ class Live:
         running = op.visit if again else -1
         if running != self._running_again:
             self._turn(running)
-        if op.opens and not again and op.visit in self.partners:
+        if op.opens and not again and op.visit in self._saving:
             self._hold_inputs(op.visit)
         first, remade, away = self._first, self._remade, self._away
         for root in op.reads:
@@ -231,7 +235,7 @@ class Live:
         return max(roots, key=lambda r: (self._step.nbytes[r], -r), default=None)
 
     def _make(self, number: int, root: int) -> None:
-        drops = self._step.ops[number].visit in self.partners and root not in self._others
+        drops = self._step.ops[number].visit in self._saving and root not in self._others
         others = AUTOGRAD if self._step.saved[root] and not drops else 0
         others |= RECORD if number in self.treated.named else 0
         if root in self.treated.ways:

@@ -124,8 +124,10 @@ class Arrangement:
 
     def _arguments_of_recomputed(self) -> dict[int, tuple[int, int]]:
         handed: dict[int, tuple[int, int]] = {}
+        segments = self.index.trace.segments
         for place, visit in enumerate(self.index.trace.visits):
-            if visit.phase is Phase.FORWARD and visit.block in self.recompute:
+            saves = segments[visit.segment].saves_until != NO_SAVES
+            if visit.phase is Phase.FORWARD and visit.block in self.recompute and saves:
                 for order, root in enumerate(self.index.given(place)):
                     handed.setdefault(root, (visit.first_op - 1, order))
         return handed

@@ -6,9 +6,10 @@ All that is equal in visits of the same segment is looked up once for the segmen
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import final
 
@@ -312,6 +313,19 @@ class TraceIndex:
                 for op in ops:
                     reads[op, -port] = block
         return tuple(dict.fromkeys((op, reads[op, port]) for op, port in sorted(reads, key=lambda k: (k[0], -k[1]))))
+
+    def are_calls(self, places: Sequence[int]) -> bool:
+        """Whether each of ``places``, the forward visits of a block, is known to be all of a call of its module, so
+        that an op in it goes by a name. Where another block runs in the middle of a call, visits before and behind it
+        end together. A visit that saves nothing may be a part of one; or none: without gradients, or of a part of the
+        module that somebody else calls."""
+        ends = [self.trace.visits[place].kept_until for place in places]
+        apart = all(
+            second == first + 1 or before != end
+            for (first, before), (second, end) in pairwise(zip(places, ends, strict=True))
+        )
+        segments = [self._patterns[self.trace.visits[place].segment] for place in places]
+        return apart and all(segment.saves_until != NO_SAVES for segment in segments)
 
     def partners(self, blocks: frozenset[str]) -> dict[int, frozenset[int]]:
         """For every forward visit of ``blocks`` the backward visits that belong to it.

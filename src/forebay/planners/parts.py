@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
 from forebay.plans import Placement, Plan, Streaming, Update, updated
-from forebay.trace import Block, Model, Phase, Trace, Visit
+from forebay.trace import NO_SAVES, Block, Model, Phase, Trace, Visit
 from forebay.treatments import Selection, Treatment
 
 __all__ = [
@@ -284,14 +285,21 @@ def keep_order(model: Model, slots: tuple[int, ...], *, last_first: bool) -> lis
 
 def recomputable(trace: Trace) -> tuple[str, ...]:
     """Blocks that may recompute, in the order in which the forward first comes to them: one module, not in use
-    throughout, and with more bytes saved than come in, in all their runs. The first ones are the ones to take: when
-    their turn comes in backward, what the later blocks saved is gone."""
+    throughout, in the middle of which no other runs, and with more bytes saved than come in, in all their runs. The
+    first ones are the ones to take: when their turn comes in backward, what the later blocks saved is gone."""
     able = {b.name for b in trace.model.blocks if b.module is not None and not b.held}
-    gained: Counter[str] = Counter()
-    for visit in trace.visits:
-        if visit.phase is Phase.FORWARD and visit.block in able:
-            gained[visit.block] += _saved_nbytes(trace, visit) - _arriving_nbytes(trace, visit)
-    return tuple(block for block, nbytes in gained.items() if nbytes > 0)
+    runs: dict[str, list[tuple[int, Visit]]] = {}
+    for place, visit in enumerate(trace.visits):
+        saves = trace.segments[visit.segment].saves_until != NO_SAVES
+        if visit.phase is Phase.FORWARD and visit.block in able and saves:
+            runs.setdefault(visit.block, []).append((place, visit))
+    return tuple(
+        block
+        for block, visits in runs.items()
+        # Parts of one call end together.
+        if all(q == p + 1 or a.kept_until != b.kept_until for (p, a), (q, b) in pairwise(visits))
+        and sum(_saved_nbytes(trace, v) - _arriving_nbytes(trace, v) for _, v in visits) > 0
+    )
 
 
 def _saved_nbytes(trace: Trace, visit: Visit) -> int:
@@ -300,13 +308,21 @@ def _saved_nbytes(trace: Trace, visit: Visit) -> int:
 
 
 def _arriving_nbytes(trace: Trace, visit: Visit) -> int:
-    """Bytes of what earlier visits made and this one is given. Sources are there in any case."""
+    """Bytes of what earlier visits made and this one is given. Sources are there in any case, and so are views of them,
+    which one run of a block may make for the next."""
     starts = [v.first_tensor for v in trace.visits]
     total = 0
     for port in set(visit.ports):
-        if port >= len(trace.sources):
-            maker = trace.visits[bisect_right(starts, port) - 1]
-            total += trace.segments[maker.segment].tensors[port - maker.first_tensor].nbytes
+        root, nbytes = port, 0
+        while root >= len(trace.sources):
+            maker = trace.visits[bisect_right(starts, root) - 1]
+            made = trace.segments[maker.segment].tensors
+            nbytes = nbytes or made[root - maker.first_tensor].nbytes
+            viewed = maker.resolve(made[root - maker.first_tensor].root)
+            if viewed == root:
+                total += nbytes
+                break
+            root = viewed
     return total
 
 

@@ -83,6 +83,8 @@ class Recorder(TorchDispatchMode):
         self._asking: Counter[str] = Counter()  # modules that ask for a block and run
         # By call: how many ops of the step had run when the last tensor was saved in it.
         self.saves: dict[int, int] = {}
+        # By call: the block, and the module of it that was called.
+        self.began: dict[int, tuple[str, str]] = {}
         # By call: numbers of the tensors that own the storages of its arguments.
         self.given: dict[int, list[int]] = {}
         # Which place it was when autograd made the nodes from a sequence number on.
@@ -127,6 +129,7 @@ class Recorder(TorchDispatchMode):
                 self._calls += 1
                 place = (block, self._calls)
                 self.given[self._calls] = self._arguments(args, kwargs)
+                self.began[self._calls] = block, name
             self._running.append((name, place))
             self._turn(place)
 

@@ -174,7 +174,7 @@ def _names(root: nn.Module) -> dict[int, list[str]]:
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Children, with parameters, of the outermost lists in which a class occurs twice or more; and those of lists of
     one that have no such list in them: a model of one layer, or of one that its forward runs again and again (ALBERT).
-    A child with a tiled layer in it would put all tiles into one block: it is looked into."""
+    """
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     classes = [type(c) for _, c in children]
     repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(set(classes)) < len(classes)
@@ -182,10 +182,20 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
         repeated = next(_repeated(children[0][1], ""), None) is None
     for name, child in children:
         full = f"{prefix}.{name}" if prefix else name
-        if repeated and not any(isinstance(inner, Tiled) for inner in child.modules()):
-            yield full, child
-        else:
-            yield from _repeated(child, full)
+        yield from (_called if repeated else _repeated)(child, full)
+
+
+def _called(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """``module``, or where nobody calls it, for it is a list itself, what is in it. One with a tiled layer in it would
+    put all tiles into one block: it is looked into."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for inner, child in module.named_children():
+            if any(True for _ in child.parameters()):
+                yield from _called(child, f"{name}.{inner}")
+    elif any(isinstance(inner, Tiled) for inner in module.modules()):
+        yield from _repeated(module, name)
+    else:
+        yield name, module
 
 
 def _group(root: nn.Module, starts: Sequence[str], parameters: dict[str, nn.Parameter]) -> list[tuple[str, list[str]]]:

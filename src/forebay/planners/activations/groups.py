@@ -20,7 +20,7 @@ from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
 from forebay.planners.problem import Problem
 from forebay.simulation import Costs
 from forebay.states import is_wide
-from forebay.trace import Block, Phase, Trace
+from forebay.trace import NO_SAVES, Block, Phase, Trace
 
 __all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of", "memory_seconds"]
 
@@ -176,8 +176,10 @@ class _Grouping:
     # Activations.
 
     def _visits(self, block: Block) -> Sequence[int]:
-        """The places of the visits that are the forward of ``block``; none where it is not one module."""
-        return () if block.module is None else self._forward.get(block.name, ())
+        """The places of the visits that are the forward of ``block``; none where it is not one module, or another runs
+        in the middle of it."""
+        places = () if block.module is None else self._forward.get(block.name, ())
+        return places if self._index.are_calls(places) else ()
 
     def _activations(self, block: Block, arriving: int, source: object) -> object:
         runs = tuple(
@@ -219,6 +221,8 @@ class _Grouping:
             return 0, None
         total, sources = 0, set()
         for place in places:
+            if self._trace.segments[self._trace.visits[place].segment].saves_until == NO_SAVES:
+                continue  # nothing of it runs again
             for number in self._index.port_roots(place):
                 root = self._index.roots.get(number)
                 if root is None or root.saved or not self._drops(place, root.drop):
