@@ -108,9 +108,9 @@ class Conditioned(nn.Module):
         x = self.words(input_ids)
         with torch.no_grad():
             first = through(self.layers, x)
-        made = through(self.layers, x + first)
+        judged = through(self.judges, through(self.layers, x + first))
         wanted = through(self.judges, self.words(labels).detach())
-        return {"loss": (through(self.judges, made) - wanted).square().mean()}
+        return {"loss": (judged - wanted).square().mean()}
 
 
 class Lists(nn.Module):
@@ -153,6 +153,44 @@ class Parts(nn.Module):
         return {"loss": x.square().mean()}
 
 
+class Own(nn.Module):
+    """Has parameters of its own, and saves more than it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (
+            nn.Parameter(torch.randn(shape) / 8) for shape in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x @ self.up) @ self.down
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.own(x)
+        return made
+
+
+class Alone(nn.Module):
+    """Calls the one part of each layer, and never a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([Held() for _ in range(4)])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = x + layer.own(x)  # type: ignore[operator]
+        return {"loss": x.square().mean()}
+
+
 def ids(step: int) -> dict[str, torch.Tensor]:
     """Eight sequences, and as many others."""
     made = torch.randint(0, WORDS, (2, 8, 64), generator=torch.Generator().manual_seed(step))
@@ -169,14 +207,17 @@ CASES = {
     "conditioned": (Case(Conditioned, ids, (torch.float32,)), 0.5),
     "lists": (Case(Lists, ids), 0.4),
     "parts": (Case(Parts, ids), 0.7),
+    "alone": (Case(Alone, ids), 1.01),
 }
 """Models, and the share of what everything kept takes that is enough for them. Of cells there is little to recompute:
-each is as large as what comes in. A part that is called by itself does not run again, for its block is a whole."""
+each is as large as what comes in. A part that is called by itself does not run again: what does is a block."""
 
 WAYS = [(name, case.dtypes[number % len(case.dtypes)]) for number, (name, (case, _)) in enumerate(CASES.items())]
 OTHERS = list(
     zip(
-        [name for name in CASES if name != "parts"], itertools.cycle(["recompute", "offload-all", "auto"]), strict=False
+        [name for name in CASES if name not in ("parts", "alone")],
+        itertools.cycle(["recompute", "offload-all", "auto"]),
+        strict=False,
     )
 )
 
