@@ -21,6 +21,7 @@ scripts/bench disk-step --folder /tmp
 scripts/bench checkpoints --folder /tmp
 scripts/bench hidden
 scripts/bench hidden-long
+scripts/bench hidden-wide
 scripts/bench accumulate
 scripts/bench several --folder /tmp
 scripts/bench zero --folder /tmp
@@ -50,6 +51,7 @@ HOST_TOPICS = {
     "checkpoints": "hold steps that are saved, with all states on disk, against steps that are not",
     "hidden": "hold steps with clipping against their forward and backward alone",
     "hidden-long": "the same for longer models, whose steps have more to hide it behind",
+    "hidden-wide": "the same for blocks of more elements, of which each takes less of a step beside its work",
     "accumulate": "hold forebay.accumulate against the loop over micro-batches",
     "several": "hold two models in turns against one after the other",
     "zero": "hold forebay against DeepSpeed's ZeRO",
@@ -368,6 +370,7 @@ def _host(options: argparse.Namespace) -> None:
     in_memory = {
         "hidden": hidden.compare,
         "hidden-long": hidden.compare_longer,
+        "hidden-wide": hidden.compare_wider,
         "accumulate": accumulation.compare,
     }
     print(f"{options.command}:", flush=True)

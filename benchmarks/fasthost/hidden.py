@@ -18,6 +18,7 @@ can begin before backward has ended. Parameters have slots of their own on the d
 shared ones, and are fetched twice a step. A turn is timed from the beginning of its second step to the beginning of the
 one after its last. Longer models, of which there is the last mode, show how much of what a step costs grows with it:
 the turn from backward to the next forward takes as long in a step of any length, but for what is done for each block.
+Wider ones show how much that is: it is the same for a block of any size.
 
 Floors. What a step takes at the least, from rates that are measured in the same rounds: ``w``, seconds of forward and
 backward alone, of which forward takes a third, ``f``, and backward two, ``b``; ``u``, of the update alone, 28 bytes an
@@ -61,13 +62,16 @@ from forebay.plans import Plan
 from forebay.profiler.effort import CPU_EFFORT
 from forebay.profiler.update_rates import spared_cores
 
-__all__ = ["Parts", "compare", "compare_longer"]
+__all__ = ["Parts", "compare", "compare_longer", "compare_wider"]
 
 LAYERS: Final = 32
 LONGER: Final = (56, 80)
 """Blocks of longer models. The last one takes some 10 GiB."""
 
 ELEMENTS: Final = 4 << 20
+WIDER: Final = 2
+"""Times as many in blocks of the wider model. That takes some 15 GiB."""
+
 STEPS: Final = 5
 TARGET: Final = 1.05
 FEW: Final = 3
@@ -116,9 +120,19 @@ def compare_longer(command: str, *, quick: bool, say: Say) -> Comparison:
     return _compared("hidden step of longer models", heats, command, quick=quick, say=say)
 
 
-def _compared(topic: str, heats: Sequence[Sequence[_Heat]], command: str, *, quick: bool, say: Say) -> Comparison:
-    """``heats`` of one model each."""
-    elements = (1 << 18) if quick else ELEMENTS
+def compare_wider(command: str, *, quick: bool, say: Say) -> Comparison:
+    """Runs the modes of a model of ``LAYERS`` blocks of more elements each: what a step does once for each block,
+    however large that is, is less of it. Layers of models of 1B parameters have 60M."""
+    rounds = 2 if quick else 5
+    heats = [[_Heat(LAYERS, rounds)], [_Heat(LAYERS, min(rounds, FEW), own_slots=False)]]
+    return _compared("hidden step of wider blocks", heats, command, quick=quick, say=say, wider=WIDER)
+
+
+def _compared(
+    topic: str, heats: Sequence[Sequence[_Heat]], command: str, *, quick: bool, say: Say, wider: int = 1
+) -> Comparison:
+    """``heats`` of one model each, of blocks that have ``wider`` times as many elements."""
+    elements = (1 << 18) if quick else ELEMENTS * wider
     ratio = "seconds of a step over those of forward and backward alone"
     return compared(topic, _QUESTION, ratio, command, lambda: _measured(elements, heats, say), keep=not quick, say=say)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -137,6 +138,22 @@ def test_longer_models_have_rows_of_their_own() -> None:
     assert long.ratios == pytest.approx((1.02, 1.04)) and long.met is True
     assert long.note == "50.0 ms over forward and backward, taken over"
     assert heat.shares.keys() == {"speculative"} and len(hidden._Heat(hidden.LAYERS, 2).shares) == 2
+
+
+def test_wider_blocks_have_more_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same number of blocks, in slots of their own and streamed; the target is the same."""
+    asked: list[tuple[int, list[tuple[int, bool]]]] = []
+
+    def measured(elements: int, heats: Sequence[Sequence[hidden._Heat]], say: object) -> Measured:
+        asked.append((elements, [(heat.layers, heat.own_slots) for (heat,) in heats]))
+        return Measured([], "")
+
+    monkeypatch.setattr(hidden, "_measured", measured)
+    monkeypatch.setattr(hidden, "compared", lambda *args, keep, say: args[4]() and None)
+    for compare in (hidden.compare_longer, hidden.compare_wider):
+        compare("scripts/bench", quick=False, say=print)
+    assert asked[1] == (2 * asked[0][0], [(hidden.LAYERS, True), (hidden.LAYERS, False)])
+    assert hidden.TARGET == 1.05
 
 
 def test_zero_compares_what_each_adds_to_plain() -> None:
