@@ -42,10 +42,11 @@ def find_blocks(
 ) -> BoundModel:
     """The blocks of ``root``.
 
-    Every child of a repeated ``ModuleList`` or ``Sequential`` is a block, and so is every tile of a weight; so is every
-    module named in ``override``, where given, instead of those. Modules outside of them are merged with their
-    neighbours up to a balanced size. A tied parameter belongs to the block of its first owner, and every owner's
-    forward asks for that block; for the blocks named in ``read_outside`` the root's does too.
+    Every child of a repeated ``ModuleList`` or ``Sequential`` is a block (of one that is a list itself, every child of
+    that), and so is every tile of a weight; so is every module named in ``override``, where given, instead of those.
+    Modules outside of them are merged with their neighbours up to a balanced size. A tied parameter belongs to the
+    block of its first owner, and every owner's forward asks for that block; for the blocks named in ``read_outside``
+    the root's does too.
 
     Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, and for a root
     that was compiled in place.

@@ -5,7 +5,7 @@ The costs of a block are those of its home and those of its activations, added: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import final
@@ -20,7 +20,7 @@ from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
 from forebay.planners.problem import Problem
 from forebay.simulation import Costs
 from forebay.states import is_wide
-from forebay.trace import NO_SAVES, Block, Phase, Trace
+from forebay.trace import Block, Phase, Trace
 
 __all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of", "memory_seconds"]
 
@@ -176,8 +176,8 @@ class _Grouping:
     # Activations.
 
     def _visits(self, block: Block) -> Sequence[int]:
-        """The places of the visits that are the forward of ``block``; none where it is not one module, or another runs
-        in the middle of it."""
+        """The places of the visits that are the forward of ``block``; none where its ops have no names: it is not one
+        module, or not each visit is all of a call of that."""
         places = () if block.module is None else self._forward.get(block.name, ())
         return places if self._index.are_calls(places) else ()
 
@@ -190,28 +190,34 @@ class _Grouping:
 
     def _menu(self, key: object) -> tuple[Items, tuple[Option, ...]]:
         if key not in self._items:
-            items = Items(())
-            if isinstance(key, tuple):
-                runs, recomputes, arriving, moves = key
-                named = [dict(sorted(names, key=lambda pair: pair[1])) for _, names in runs]
-                items = together(
-                    [
-                        items_of(
-                            self._costs,
-                            self._trace.segments[segment],
-                            names,
-                            recomputes=recomputes,
-                            # Once, for all runs.
-                            arriving=0 if number else arriving,
-                            arriving_moves=moves,
-                            bits=self._problem.compress,
-                        )
-                        for number, ((segment, _), names) in enumerate(zip(runs, named, strict=True))
-                    ],
-                    named,
-                )
+            items = self._items_of(*key) if isinstance(key, tuple) else Items(())
             self._items[key] = items, menu(items)
         return self._items[key]
+
+    def _items_of(
+        self,
+        runs: Iterable[tuple[int, Collection[tuple[tuple[str, int], int]]]],
+        recomputes: bool,
+        arriving: int,
+        moves: bool,
+    ) -> Items:
+        """The items of a block with such ``runs``: of each the segment, and the places of ops by name."""
+        found, names = [], []
+        for segment, places in runs:
+            names.append(dict(sorted(places, key=lambda pair: pair[1])))
+            found.append(
+                items_of(
+                    self._costs,
+                    self._trace.segments[segment],
+                    names[-1],
+                    recomputes=recomputes,
+                    arriving=arriving,
+                    arriving_moves=moves,
+                    bits=self._problem.compress,
+                )
+            )
+            arriving = 0  # it is what comes in of all runs
+        return together(found, names)
 
     def _arriving(self, block: Block) -> tuple[int, tuple[str, str, int] | None]:
         """Bytes that a recomputed ``block`` holds of what came in, and who made them if that is one op of a block that
@@ -221,8 +227,6 @@ class _Grouping:
             return 0, None
         total, sources = 0, set()
         for place in places:
-            if self._trace.segments[self._trace.visits[place].segment].saves_until == NO_SAVES:
-                continue  # nothing of it runs again
             for number in self._index.port_roots(place):
                 root = self._index.roots.get(number)
                 if root is None or root.saved or not self._drops(place, root.drop):
