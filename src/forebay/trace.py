@@ -261,6 +261,11 @@ class Segment:
     saves_until: int
     given: tuple[int, ...] = ()
 
+    @property
+    def saves(self) -> bool:
+        """Whether backward asks for anything that is saved in it."""
+        return self.saves_until != NO_SAVES
+
     def __post_init__(self) -> None:
         if not NO_SAVES <= self.saves_until <= len(self.ops):
             raise ConfigError(

@@ -4,7 +4,6 @@ saves is planned as that of any other."""
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -197,7 +196,6 @@ def ids(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": made[0], "labels": made[1]}
 
 
-BOTH = (torch.float32, torch.bfloat16)
 CASES = {
     "albert": (Case(albert, lambda step: {k: v[:, :32].clone() for k, v in ids(step).items()}), 0.7),
     "looped": (Case(Looped, ids), 0.3),
@@ -222,12 +220,12 @@ OTHERS = list(
 )
 
 
-def least(case: Case, dtype: torch.dtype, policy: str, **how: Any) -> int:
+def least(case: Case, dtype: torch.dtype, policy: str) -> int:
     """Bytes of the device that ``policy`` asks for where it has none."""
     model = case.model(dtype)
     with pytest.raises(DoesNotFit) as refused:
         forebay.prepare(
-            model, torch.optim.AdamW(model.parameters()), case.inputs(0, dtype), device_memory=1, policy=policy, **how
+            model, torch.optim.AdamW(model.parameters()), case.inputs(0, dtype), device_memory=1, policy=policy
         )
     return refused.value.needed
 

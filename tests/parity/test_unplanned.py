@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import forebay
+from forebay.device.cpu import CpuDevice
 from forebay.errors import DeviceOutOfMemory, DoesNotFit
 from forebay.runtime.unplanned import Unplanned
 from tests.parity.models import CASES, VOCABULARY
@@ -95,6 +96,18 @@ def test_a_second_forward(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None
     optimizer.zero_grad()
     step(model, optimizer, **batch())
     assert "number" not in refusal(model, batch(16))
+
+
+def test_a_device_that_goes_on_to_another_model() -> None:
+    """What was said of the one is not said of the next."""
+    device = CpuDevice(1 << 20)
+    model = CASE.model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forebay.prepare(model, optimizer, batch(), device_memory=1 << 20, device=device)
+    assert "(64, 64)" in refusal(model, batch(64, 64)) and "(64, 64)" in device.ledger.remedy
+    forebay.close(model)
+    assert device.ledger.remedy == "use a smaller batch or a shorter sequence, or raise device_memory"
+    device.close()
 
 
 def test_what_is_planned_is_not_spoken_of() -> None:

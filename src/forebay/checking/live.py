@@ -27,7 +27,6 @@ from typing import final
 
 from forebay.checking.step import Step
 from forebay.checking.treated import NOTHING, Treated
-from forebay.trace import NO_SAVES
 
 __all__ = ["Gone", "Live", "Missing"]
 
@@ -69,7 +68,7 @@ class Live:
         self.partners = step.partners(self.recomputed)
         # A run that saves nothing (without gradients, say) has nothing that would want its inputs again.
         segments, visits = step.trace.segments, step.trace.visits
-        self._saving = {p for p in self.partners if segments[visits[p].segment].saves_until != NO_SAVES}
+        self._saving = {p for p in self.partners if segments[visits[p].segment].saves}
         self._own = {root for op in step.ops for root in op.spent}
         self._others = {root for op in step.ops for root in op.released}
         self._letting_go: dict[int, list[int]] = {}

@@ -126,8 +126,7 @@ class Arrangement:
         handed: dict[int, tuple[int, int]] = {}
         segments = self.index.trace.segments
         for place, visit in enumerate(self.index.trace.visits):
-            saves = segments[visit.segment].saves_until != NO_SAVES
-            if visit.phase is Phase.FORWARD and visit.block in self.recompute and saves:
+            if visit.phase is Phase.FORWARD and visit.block in self.recompute and segments[visit.segment].saves:
                 for order, root in enumerate(self.index.given(place)):
                     handed.setdefault(root, (visit.first_op - 1, order))
         return handed

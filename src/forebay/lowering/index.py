@@ -16,7 +16,7 @@ from typing import final
 from forebay.memory import Kind
 from forebay.trace import NO_SAVES, Phase, Segment, Trace, Visit, Work
 
-__all__ = ["NEVER", "Completed", "Root", "TraceIndex"]
+__all__ = ["NEVER", "Completed", "Root", "TraceIndex", "are_apart"]
 
 NEVER = -1
 """In the place of the number of an op: there is none."""
@@ -119,6 +119,14 @@ class _Pattern:
         """The first op that the node of autograd which ``index`` is part of may have: those before belong to others.
         What a node has saved is asked for when it begins."""
         return max((end + 1 for end in self.ends if end < index), default=0)
+
+
+def are_apart(trace: Trace, places: Sequence[int]) -> bool:
+    """Whether no two of ``places``, forward visits of a block in their order, are parts of one call of its module.
+    Where another block runs in the middle of a call, autograd lets go of what was saved before and behind it after the
+    same op."""
+    visits = trace.visits
+    return all(b == a + 1 or visits[a].kept_until != visits[b].kept_until for a, b in pairwise(places))
 
 
 def _written(segment: Segment, works: tuple[Work, ...]) -> frozenset[int]:
@@ -316,16 +324,10 @@ class TraceIndex:
 
     def are_calls(self, places: Sequence[int]) -> bool:
         """Whether each of ``places``, the forward visits of a block, is known to be all of a call of its module, so
-        that an op in it goes by a name. Where another block runs in the middle of a call, visits before and behind it
-        end together. A visit that saves nothing may be a part of one; or none: without gradients, or of a part of the
-        module that somebody else calls."""
-        ends = [self.trace.visits[place].kept_until for place in places]
-        apart = all(
-            second == first + 1 or before != end
-            for (first, before), (second, end) in pairwise(zip(places, ends, strict=True))
-        )
-        segments = [self._patterns[self.trace.visits[place].segment] for place in places]
-        return apart and all(segment.saves_until != NO_SAVES for segment in segments)
+        that an op in it goes by a name. One that saves nothing may be a part of a call; or none: without gradients, or
+        of a part of the module that somebody else calls."""
+        trace = self.trace
+        return are_apart(trace, places) and all(trace.segments[trace.visits[place].segment].saves for place in places)
 
     def partners(self, blocks: frozenset[str]) -> dict[int, frozenset[int]]:
         """For every forward visit of ``blocks`` the backward visits that belong to it.

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
+from forebay.lowering.index import are_apart
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
 from forebay.plans import Placement, Plan, Streaming, Update, updated
-from forebay.trace import NO_SAVES, Block, Model, Phase, Trace, Visit
+from forebay.trace import Block, Model, Phase, Trace, Visit
 from forebay.treatments import Selection, Treatment
 
 __all__ = [
@@ -288,18 +288,14 @@ def recomputable(trace: Trace) -> tuple[str, ...]:
     throughout, in the middle of which no other runs, and with more bytes saved than come in, in all their runs. The
     first ones are the ones to take: when their turn comes in backward, what the later blocks saved is gone."""
     able = {b.name for b in trace.model.blocks if b.module is not None and not b.held}
-    runs: dict[str, list[tuple[int, Visit]]] = {}
+    starts = [visit.first_tensor for visit in trace.visits]
+    runs: dict[str, list[int]] = {}
+    gained: Counter[str] = Counter()
     for place, visit in enumerate(trace.visits):
-        saves = trace.segments[visit.segment].saves_until != NO_SAVES
-        if visit.phase is Phase.FORWARD and visit.block in able and saves:
-            runs.setdefault(visit.block, []).append((place, visit))
-    return tuple(
-        block
-        for block, visits in runs.items()
-        # Parts of one call end together.
-        if all(q == p + 1 or a.kept_until != b.kept_until for (p, a), (q, b) in pairwise(visits))
-        and sum(_saved_nbytes(trace, v) - _arriving_nbytes(trace, v) for _, v in visits) > 0
-    )
+        if visit.phase is Phase.FORWARD and visit.block in able and trace.segments[visit.segment].saves:
+            runs.setdefault(visit.block, []).append(place)
+            gained[visit.block] += _saved_nbytes(trace, visit) - _arriving_nbytes(trace, visit, starts)
+    return tuple(block for block, places in runs.items() if gained[block] > 0 and are_apart(trace, places))
 
 
 def _saved_nbytes(trace: Trace, visit: Visit) -> int:
@@ -307,10 +303,9 @@ def _saved_nbytes(trace: Trace, visit: Visit) -> int:
     return sum(t.nbytes for i, t in enumerate(trace.segments[visit.segment].tensors) if t.saved and t.root == i)
 
 
-def _arriving_nbytes(trace: Trace, visit: Visit) -> int:
-    """Bytes of what earlier visits made and this one is given. Sources are there in any case, and so are views of them,
-    which one run of a block may make for the next."""
-    starts = [v.first_tensor for v in trace.visits]
+def _arriving_nbytes(trace: Trace, visit: Visit, starts: Sequence[int]) -> int:
+    """Bytes of what earlier visits made and this one is given; ``starts`` are the first tensors of all visits. Sources
+    are there in any case, and so are views of them, which one run of a block may make for the next."""
     total = 0
     for port in set(visit.ports):
         root, nbytes = port, 0

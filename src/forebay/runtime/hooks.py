@@ -206,6 +206,8 @@ class Attachment:
         self._offloading.abandon()
         self._unseen.abandon()
         self.current.scopes.close()
+        # The device may be the caller's, and go on to another model.
+        self.session.device.ledger.remark = ""
         # After a fault the step's account is still open; what is made from here on is not the device's.
         self.session.watch.activate(False)
         errors: list[Exception] = []

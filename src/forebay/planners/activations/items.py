@@ -14,7 +14,7 @@ from math import inf
 from forebay.layout import MOVED_LEAST
 from forebay.planners.activations.coding import Coded, codable
 from forebay.simulation import Costs
-from forebay.trace import NO_SAVES, Segment
+from forebay.trace import Segment
 
 __all__ = ["INPUT", "Item", "Items", "items_of", "together"]
 
@@ -134,7 +134,7 @@ def items_of(
     maker = _Maker(costs, segment, named, bits)
     kept = tuple(item for index, name in maker.names.items() if (item := maker.kept(index, name)) is not None)
     treated = len(segment.ops) * costs.treat_seconds
-    if not recomputes or segment.saves_until == NO_SAVES:
+    if not recomputes or not segment.saves:
         return Items(kept, maker.nameless, treat_seconds=treated)
     stop = segment.saves_until
     again = [item for index, name in maker.names.items() if (item := maker.again(index, name, index < stop))]
