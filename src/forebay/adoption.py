@@ -14,7 +14,7 @@ from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan, Update
 from forebay.profiler.batch import named_inputs
 from forebay.runtime.blocks import BoundModel
-from forebay.states import is_wide, masters_fault
+from forebay.states import is_fp32, masters_fault
 from forebay.trace import fingerprint_of
 from forebay.units import format_apart, format_bytes
 
@@ -48,7 +48,7 @@ def adopt_plan(
     if fault:
         raise ConfigError(f"{fault}; make the plan again")
     on_device = plan.updated(Update.DEVICE)
-    if on_device and not is_wide(rule.state_names):
+    if on_device and not is_fp32(rule.state_names):
         raise ConfigError(
             f"the plan updates block {on_device[0]} on the device, where states in fewer bits than fp32 need "
             f"memory beside the update_window; set its update to step, or keep the states in fp32"

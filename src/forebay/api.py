@@ -24,7 +24,7 @@ from forebay.figures import with_figures
 from forebay.loss import Loss, expect_loss
 from forebay.machine import Machine
 from forebay.opening import expect_pair, expect_trainable, limits_of, open_session
-from forebay.optim.rules import read_optimizer
+from forebay.optim.reading import read_optimizer
 from forebay.planners import for_policy, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import problem_of

@@ -20,7 +20,7 @@ from forebay.layout import (
     gradient_offsets,
     residual_offsets,
     state_layout,
-    widened_nbytes,
+    workspace_nbytes,
 )
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming, Update
@@ -193,7 +193,7 @@ class Sizer:
         self._sizes: list[_StateSizes] = []
         kinds: dict[object, int] = {}
         for block in model.blocks:
-            shape = block.nbytes, *((p.numel, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
+            shape = block.nbytes, *((p.shape, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
             if shape not in kinds:
                 kinds[shape] = len(kinds)
                 self._first.append(block)
@@ -359,7 +359,7 @@ def _device_cell(moved: Sequence[_Group], window: int) -> tuple[int, int]:
 @dataclass(frozen=True)
 class _StateSizes:
     """Bytes of one block's state, of its largest chunk, of its largest cell, and of the gradients of a chunk that are
-    widened to fp32 with what goes with them (``layout.widened_nbytes``); and its chunks."""
+    widened to fp32 with what goes with them (``layout.workspace_nbytes``); and its chunks."""
 
     nbytes: int
     largest_chunk: int
@@ -369,9 +369,8 @@ class _StateSizes:
 
     @classmethod
     def of(cls, layout: StateLayout) -> _StateSizes:
-        elements = max((c.elements for c in layout.chunks), default=0) if layout.has_masters else 0
         cell = max((cell_of(c).nbytes for c in layout.chunks), default=0)
-        widened = widened_nbytes(elements, layout.masters)
+        widened = max((_widened(layout, c) for c in layout.chunks), default=0)
         return cls(layout.nbytes, layout.largest_chunk, cell, widened, layout.chunks)
 
     def cell(self, density: float | None) -> int:
@@ -380,6 +379,11 @@ class _StateSizes:
         if density is None:
             return self.largest_cell
         return max((cell_of(chunk, density).nbytes for chunk in self.chunks), default=0)
+
+
+def _widened(layout: StateLayout, chunk: Chunk) -> int:
+    narrow = chunk.elements if layout.has_masters else 0
+    return workspace_nbytes(layout.streams, narrow, (piece.parameter for piece in chunk.pieces))
 
 
 def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:

@@ -18,7 +18,7 @@ from forebay.figures import with_figures
 from forebay.loss import Cut, Loss
 from forebay.memory import Tier
 from forebay.opening import limits_of
-from forebay.optim.rules import read_optimizer
+from forebay.optim.reading import read_optimizer
 from forebay.planners import Bench, Problem, for_policy, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import choose_plan

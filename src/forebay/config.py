@@ -25,7 +25,7 @@ Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Bits = Literal[0, 2, 4, 8]
 """The bits that an activation may be kept as; 0: as it is."""
 
-OptimizerName = Literal["adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion"]
+OptimizerName = Literal["adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor"]
 """``torch.optim``'s, and forebay's own of few bytes (``optim/``)."""
 
 

@@ -17,7 +17,7 @@ from forebay.checkpoint.export import SHARD_NBYTES, write_configuration, write_s
 from forebay.checkpoint.source import ModelSource, Source
 from forebay.checkpoint.weights import INDEX, Entry
 from forebay.errors import ConfigError, ModelError, StorageError
-from forebay.layout import MASTER, needs_master
+from forebay.layout import needs_master
 from forebay.optim.streamed import groups_with
 from forebay.recipes.tasks import is_transformers
 from forebay.runtime.hooks import prepared_session, session_of
@@ -188,7 +188,6 @@ def _of_parameter(session: Session, name: str) -> dict[str, Later]:
     found = {"step": Later(Entry((), torch.float32), lambda: session.read_states(name)["step"])}
     for stream in session.contents.state(name).streams_of(spec):
         key, form = plain_name(stream), form_of(stream)
-        shape = spec.shape if stream == MASTER or form.is_elementwise else (form.count(spec.numel),)
-        entry = Entry(shape, getattr(torch, form.dtype))
+        entry = Entry(form.shape_for(spec.shape) or (), getattr(torch, form.dtype))
         found[key] = Later(entry, lambda key=key: session.read_states(name)[key])  # type: ignore[misc]
     return found

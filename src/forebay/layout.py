@@ -9,7 +9,8 @@ Gradients
 Optimizer state
     *chunks* of at most ``update_chunk`` elements. Inside a chunk each *stream* (fp32 master or its lower half, first
     moment, second moment ...) is contiguous, in its own form (``states``), and the streams follow each other, so that
-    one read, one update and one write move all the state that belongs to those elements.
+    one read, one update and one write move all the state that belongs to those elements. Where states are factored, a
+    chunk has whole parameters, and one that is larger has a chunk of its own.
 Updates on the device, or beside the storage
     *cells*: a chunk of states as it lies at home, then the parameters and then the gradients of its elements. Where
     only the largest elements of gradients are sent, these come behind all that, piece by piece: places, then values.
@@ -25,7 +26,7 @@ from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.states import BLOCK, Masters, form_of, is_wide
+from forebay.states import BLOCK, Masters, StateForm, form_of, is_factored, is_wide
 from forebay.trace import Block, Parameter
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "chunk_elements",
     "gradient_offsets",
     "has_residual",
+    "has_stream",
     "in_order",
     "is_same_order",
     "needs_master",
@@ -56,8 +58,8 @@ __all__ = [
     "state_layout",
     "states_nbytes",
     "untrained_nbytes",
-    "widened_nbytes",
     "with_masters",
+    "workspace_nbytes",
 ]
 
 PAGE = 4096
@@ -97,10 +99,30 @@ def with_masters(states: tuple[str, ...], masters: Masters) -> tuple[str, ...]:
     return (LOWER if masters is Masters.LOWER else MASTER, *states)
 
 
-def widened_nbytes(elements: int, masters: Masters) -> int:
-    """Bytes in which torch's fused ops update so many ``elements`` that have a master: their gradients in fp32 and, of
-    masters of which the lower half is kept, these."""
-    return elements * STATE_ITEMSIZE * (2 if masters is Masters.LOWER else 1)
+def has_stream(stream: str, parameter: Parameter) -> bool:
+    """Whether ``parameter``, which is trained, has values of ``stream``."""
+    if stream in (MASTER, LOWER):
+        return needs_master(parameter)
+    return form_of(stream).shape_for(parameter.shape) is not None
+
+
+def workspace_nbytes(streams: Iterable[str], narrow: int, parameters: Iterable[Parameter]) -> int:
+    """Bytes in which torch's ops update elements of ``parameters``, of which ``narrow`` have a master: the gradients of
+    these in fp32 and, of masters of which the lower half is kept, these.
+
+    Where states are factored, whole ``parameters``, one after the other: the gradient of one in fp32 if it has a
+    master, its update, a sum for each of its rows and columns, and norms.
+    """
+    streams = tuple(streams)
+    if is_factored(streams):
+        return max(map(_whole_update_nbytes, parameters), default=0)
+    return narrow * STATE_ITEMSIZE * (2 if LOWER in streams else 1)
+
+
+def _whole_update_nbytes(parameter: Parameter) -> int:
+    copies = 2 if needs_master(parameter) else 1
+    sums = states_nbytes(("sum:rows", "sum:columns"), parameter)
+    return align(STATE_ITEMSIZE * copies * parameter.numel + sums) + ALIGNMENT
 
 
 def is_same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
@@ -184,15 +206,28 @@ class Piece:
         """Bytes of its parameter's elements, and of their gradient."""
         return (self.stop - self.start) * self.itemsize
 
+    def values(self, form: StateForm) -> tuple[int, int]:
+        """Of the values that its parameter has in ``form``: which is the first of this piece, and how many it has."""
+        if form.is_factored:
+            return 0, form.count_for(self.parameter.shape)
+        return form.count(self.start), form.count(self.stop - self.start)
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """State of some elements: ``nbytes`` at ``offset`` in the block's state; streams are ``elements`` long each."""
+    """State of some elements: ``nbytes`` at ``offset`` in the block's state; streams that are not factored are
+    ``elements`` long each."""
 
     offset: int
     elements: int
     nbytes: int
     pieces: tuple[Piece, ...]
+
+    def before(self, form: StateForm, piece: Piece) -> int:
+        """Values in ``form`` that its stream has before those of ``piece``."""
+        if not form.is_factored:
+            return form.count(piece.offset)
+        return sum(form.count_for(p.parameter.shape) for p in self.pieces if p.offset < piece.offset)
 
 
 @dataclass(frozen=True)
@@ -302,7 +337,7 @@ class StateLayout:
         """Where each stream begins in ``chunk``, and its bytes."""
         made, end = {}, 0
         for stream in self.streams:
-            nbytes = form_of(stream).nbytes(chunk.elements)
+            nbytes = _stream_nbytes(form_of(stream), chunk.elements, chunk.pieces)
             made[stream] = end, nbytes
             end += nbytes
         return made
@@ -310,23 +345,38 @@ class StateLayout:
     def touched(self, chunk: Chunk) -> int:
         """Bytes that updating ``chunk`` has to move at least: states and parameters in and out, gradients in. The same
         in place and from one copy into another."""
-        return touched_nbytes(self.streams, chunk.elements, sum(piece.nbytes for piece in chunk.pieces))
+        return _touched(_chunk_nbytes(self.streams, chunk.elements, chunk.pieces), sum(p.nbytes for p in chunk.pieces))
 
 
-def touched_nbytes(streams: Iterable[str], elements: int, nbytes: int) -> int:
-    """Bytes that an update of ``elements`` elements has to move at least: their states and the ``nbytes`` of their
-    parameters in and out, as many bytes of gradients in."""
-    return 2 * states_nbytes(streams, elements) + 3 * nbytes
+def touched_nbytes(streams: Iterable[str], parameter: Parameter) -> int:
+    """Bytes that an update of ``parameter`` has to move at least: its states and itself in and out, its gradient in."""
+    return _touched(states_nbytes(streams, parameter), parameter.nbytes)
 
 
-def states_nbytes(streams: Iterable[str], elements: int) -> int:
-    """Bytes of ``streams`` for ``elements`` elements from the first of a block of states on."""
-    return sum(form_of(stream).nbytes(elements) for stream in streams)
+def states_nbytes(streams: Iterable[str], parameter: Parameter) -> int:
+    """Bytes of ``streams`` for all of ``parameter``."""
+    return sum(form_of(stream).nbytes_for(parameter.shape) for stream in streams)
+
+
+def _touched(states: int, nbytes: int) -> int:
+    return 2 * states + 3 * nbytes
+
+
+def _chunk_nbytes(streams: Iterable[str], elements: int, pieces: Iterable[Piece]) -> int:
+    """Bytes of ``streams`` in a chunk of so many ``elements``."""
+    pieces = tuple(pieces)
+    return sum(_stream_nbytes(form_of(stream), elements, pieces) for stream in streams)
+
+
+def _stream_nbytes(form: StateForm, elements: int, pieces: Sequence[Piece]) -> int:
+    if form.is_factored:
+        return sum(form.nbytes_for(piece.parameter.shape) for piece in pieces)
+    return form.nbytes(elements)
 
 
 def chunk_elements(update_chunk: int, state_names: tuple[str, ...], masters: Masters = Masters.WHOLE) -> int:
     """The most elements of a chunk: so many that every stream of the next piece begins at its alignment, and with a
-    block of its own where a state has a scale for each."""
+    block of its own where a state has a scale for each. Where states are factored, a larger parameter is one chunk."""
     return align(update_chunk, _step(state_names, masters))
 
 
@@ -338,13 +388,15 @@ def _step(state_names: tuple[str, ...], masters: Masters) -> int:
 def state_layout(
     block: Block, state_names: tuple[str, ...], update_chunk: int, masters: Masters = Masters.WHOLE
 ) -> StateLayout:
-    """Cuts the state of ``block`` into chunks of at most ``update_chunk`` elements.
+    """Cuts the state of ``block`` into chunks of at most ``update_chunk`` elements, or, where states are factored, of
+    whole parameters.
 
     ``state_names`` are the optimizer's own streams; one for ``masters`` is added if a parameter needs one.
     """
     needed = any(needs_master(p) for p in block.parameters)
     streams = with_masters(state_names, masters) if needed else state_names
     step, most = _step(state_names, masters), chunk_elements(update_chunk, state_names, masters)
+    whole = is_factored(state_names)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     filled = end = 0
@@ -352,7 +404,7 @@ def state_layout(
     def close() -> None:
         nonlocal end, filled
         if pieces:
-            nbytes = align(states_nbytes(streams, filled), PAGE)
+            nbytes = align(_chunk_nbytes(streams, filled, pieces), PAGE)
             chunks.append(Chunk(end, filled, nbytes, tuple(pieces)))
             end += nbytes
         pieces.clear()
@@ -362,10 +414,10 @@ def state_layout(
         start = 0
         while parameter.trainable and start < parameter.numel:
             room = most - filled
-            if room <= 0:
+            if room <= 0 or (whole and pieces and room < parameter.numel):
                 close()
                 continue
-            stop = min(parameter.numel, start + room)
+            stop = parameter.numel if whole else min(parameter.numel, start + room)
             pieces.append(Piece(parameter, start, stop, filled))
             filled = align(filled + stop - start, step)
             start = stop

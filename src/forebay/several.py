@@ -28,7 +28,8 @@ from forebay.figures import with_figures
 from forebay.machine import Machine
 from forebay.memory import Ledger, Tier
 from forebay.opening import expect_trainable, ledgers_of, limits_of, open_session
-from forebay.optim.rules import UpdateRule, read_optimizer
+from forebay.optim.reading import read_optimizer
+from forebay.optim.rules import UpdateRule
 from forebay.planners import Problem
 from forebay.planners.several import Division, divide
 from forebay.planning import problem_of

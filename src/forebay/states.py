@@ -1,4 +1,5 @@
-"""Optimizer states and how they lie: fp32, bf16, or codes of 8 or 4 bits with a scale for every block. No torch.
+"""Optimizer states and how they lie: fp32, bf16, codes of 8 or 4 bits with a scale for every block, or a number for
+each row and each column of a matrix. No torch.
 
 Masters, the fp32 copies of parameters of 16 bits, lie as they are or, beside parameters in bf16, as their lower halves
 (``Masters``).
@@ -14,18 +15,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 from typing import Literal, get_args
 
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, ForebayError
 
 __all__ = [
     "BLOCK",
     "MOMENTS",
     "TIES",
+    "Extent",
     "Masters",
     "Moments",
     "StateForm",
+    "element_nbytes",
     "form_of",
+    "is_factored",
+    "is_fp32",
     "is_wide",
     "masters_fault",
     "masters_for",
@@ -45,18 +51,37 @@ MOMENTS: tuple[Moments, ...] = get_args(Moments)
 """All of them, the widest first."""
 
 
+class Extent(StrEnum):
+    """What of a parameter has values of a state."""
+
+    BLOCKS = "blocks"
+    """Every block of its elements."""
+    ROWS = "rows"
+    """Every row, along its last dimension; of what has two dimensions or more."""
+    COLUMNS = "columns"
+    """Every column, along its last dimension but one; of what has two dimensions or more."""
+    VECTOR = "vector"
+    """Every element of what has fewer."""
+
+
 @dataclass(frozen=True)
 class StateForm:
-    """Every ``BLOCK`` elements of a parameter have ``entries`` values of ``dtype``, ``itemsize`` bytes each."""
+    """Values of ``dtype``, ``itemsize`` bytes each, for every part of a parameter that ``extent`` says: one, or
+    ``entries`` for every ``BLOCK`` elements."""
 
     name: str
     dtype: str
     itemsize: int
-    entries: int
+    entries: int = 1
+    extent: Extent = Extent.BLOCKS
+    keepdim: bool = True
+    """Of rows and columns: whether the dimension that they sum up is there, with a length of 1."""
 
     def count(self, elements: int) -> int:
         """The values of ``elements`` elements from the first of a block on: a block that is not whole has as many as it
-        has elements, if it would not have fewer."""
+        has elements, if it would not have fewer. Only of blocks: others belong to whole parameters."""
+        if self.is_factored:
+            raise ForebayError(f"a state as {self.name} has values of whole parameters, not of some elements")
         whole, rest = divmod(elements, BLOCK)
         return whole * self.entries + min(rest, self.entries)
 
@@ -64,10 +89,41 @@ class StateForm:
         """Bytes of ``elements`` elements from the first of a block on."""
         return self.count(elements) * self.itemsize
 
+    def shape_for(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the state of a whole parameter of ``shape``; None of one that has none."""
+        matrix = len(shape) >= 2
+        if self.extent is Extent.BLOCKS:
+            return shape if self.is_elementwise else (self.count(prod(shape)),)
+        if self.extent is Extent.VECTOR:
+            return None if matrix else shape
+        if not matrix:
+            return None
+        kept = (1,) if self.keepdim else ()
+        return (*shape[:-1], *kept) if self.extent is Extent.ROWS else (*shape[:-2], *kept, shape[-1])
+
+    def count_for(self, shape: tuple[int, ...]) -> int:
+        """The values of a whole parameter of ``shape``."""
+        own = self.shape_for(shape)
+        return 0 if own is None else prod(own)
+
+    def nbytes_for(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a whole parameter of ``shape``."""
+        return self.count_for(shape) * self.itemsize
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether its values are those of whole parameters, and no part of one has some of them."""
+        return self.extent is not Extent.BLOCKS
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether it means something to nobody but who wrote it: codes, scales, and halves of other numbers."""
+        return not self.is_factored and not self.is_elementwise
+
     @property
     def is_elementwise(self) -> bool:
         """Whether every element has a value of its own, so that a state has the shape of its parameter."""
-        return self.dtype != "uint8" and self.entries == BLOCK
+        return not self.is_factored and self.dtype != "uint8" and self.entries == BLOCK
 
 
 _FORMS = {
@@ -81,6 +137,11 @@ _FORMS = {
         StateForm("scale", "float32", 4, 1),
         # The lower 16 bits of an fp32 number.
         StateForm("lower", "int16", 2, BLOCK),
+        StateForm("rows", "float32", 4, extent=Extent.ROWS),
+        StateForm("columns", "float32", 4, extent=Extent.COLUMNS),
+        StateForm("rows-flat", "float32", 4, extent=Extent.ROWS, keepdim=False),
+        StateForm("columns-flat", "float32", 4, extent=Extent.COLUMNS, keepdim=False),
+        StateForm("vector", "float32", 4, extent=Extent.VECTOR),
     )
 }
 
@@ -120,6 +181,22 @@ def plain_name(state: str) -> str:
 def is_wide(states: Iterable[str]) -> bool:
     """Whether all of ``states`` are fp32."""
     return all(form_of(state).name == "float32" for state in states)
+
+
+def is_fp32(states: Iterable[str]) -> bool:
+    """Whether all of ``states`` are fp32 numbers, one for each element or factored."""
+    return all(form_of(state).dtype == "float32" for state in states)
+
+
+def is_factored(states: Iterable[str]) -> bool:
+    """Whether some of ``states`` are factored: an update looks at whole parameters then, and no chunk has a part of
+    one."""
+    return any(form_of(state).is_factored for state in states)
+
+
+def element_nbytes(states: Iterable[str]) -> float:
+    """Bytes of ``states`` for each element of a parameter. Of factored ones there are too few to count."""
+    return sum(form.nbytes(BLOCK) / BLOCK for form in map(form_of, states) if not form.is_factored)
 
 
 def masters_for(states: Iterable[str], trained: Iterable[str]) -> Masters:

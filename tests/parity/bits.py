@@ -15,7 +15,7 @@ from forebay.device.cpu import CpuDevice
 from forebay.layout import align
 from forebay.memory import ALIGNMENT
 from forebay.opening import open_session
-from forebay.optim.rules import read_optimizer
+from forebay.optim.reading import read_optimizer
 from forebay.plans import Plan, Streaming
 from forebay.runtime.blocks import find_blocks
 from forebay.treatments import Fate, Selection, Treatment

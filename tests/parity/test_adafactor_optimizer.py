@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import forebay
 from forebay.errors import OptimizerError
 from forebay.optim import Adafactor
 
@@ -55,7 +54,7 @@ def test_masters_and_saved_states() -> None:
         assert torch.equal(left, right) and loaded.state[right]["master"].dtype is torch.float32
         assert torch.equal(left, optimizer.state[left]["master"].bfloat16())
     other = Adafactor([nn.Parameter(torch.zeros(2, 2)) for _ in SHAPES])
-    with pytest.raises(OptimizerError, match="row_var of parameter 0 is of shape"):
+    with pytest.raises(OptimizerError, match="row_var of parameter 0 has shape"):
         other.load_state_dict(saved)
 
 
@@ -71,5 +70,3 @@ def test_what_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(OptimizerError, match="beta2_decay is 0 or less"):
         Adafactor(model.parameters(), beta2_decay=0.5)
-    with pytest.raises(OptimizerError, match="steps over whole parameters"):
-        forebay.prepare(model, Adafactor(model.parameters()), device_memory="64MiB", device="cpu")

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from forebay.kernels.team import Team
-from forebay.optim import arithmetic
-from forebay.optim.arithmetic import KernelArithmetic, Part, TorchArithmetic, host_arithmetic
+from forebay.optim import choosing
+from forebay.optim.arithmetic import KernelArithmetic, TorchArithmetic
+from forebay.optim.choosing import host_arithmetic
+from forebay.optim.parts import Part
 from forebay.optim.rules import AdamRule, SgdRule, UpdateRule
 from tests.parity.kernel_rig import same
 from tests.parity.test_kernels import torchs_bits
@@ -86,7 +88,7 @@ def test_both_give_the_same_bits(name: str, workspace: bool, team: Team) -> None
 
 def test_torch_updates_where_there_is_no_numba(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, group = GROUPS["adamw"]
-    monkeypatch.setattr(arithmetic, "find_spec", lambda name: None)
+    monkeypatch.setattr(choosing, "find_spec", lambda name: None)
     found = host_arithmetic(rule, team, torch.empty(4 * 2 * sum(SIZES), dtype=torch.uint8))
     assert isinstance(found, TorchArithmetic)
     ours = parts(rule)

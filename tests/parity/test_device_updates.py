@@ -15,7 +15,8 @@ import forebay
 from forebay.device.cpu import CpuDevice
 from forebay.device.delays import RandomDelays
 from forebay.kernels.team import Team
-from forebay.optim.arithmetic import Arithmetic, TorchArithmetic
+from forebay.optim.arithmetic import TorchArithmetic
+from forebay.optim.parts import Arithmetic
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan, Update
 from forebay.runtime import updates

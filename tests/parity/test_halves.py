@@ -11,8 +11,9 @@ import torch
 from forebay.kernels.adam import adam_kernel
 from forebay.kernels.native import Form
 from forebay.kernels.team import Team
-from forebay.optim.arithmetic import Arithmetic, Held, KernelArithmetic, Part, TorchArithmetic
+from forebay.optim.arithmetic import KernelArithmetic, TorchArithmetic
 from forebay.optim.halves import halve, joined
+from forebay.optim.parts import Arithmetic, Held, Part
 from forebay.optim.rules import AdamRule
 
 COUNTS = (1, 7, 255, 1369, 70_013)

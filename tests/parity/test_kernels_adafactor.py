@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from forebay.kernels.adafactor import AdafactorStep, Matrix, update_matrix, update_vector
+from forebay.kernels.adafactor import Matrix, update_matrix, update_vector
+from forebay.kernels.adafactor_step import AdafactorStep
 from forebay.kernels.native import Form
 from forebay.kernels.team import Team
 from tests.parity.kernel_rig import DTYPES, Memory, memory

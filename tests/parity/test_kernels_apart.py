@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from forebay.kernels.team import Team
-from forebay.optim.arithmetic import Arithmetic, Held, KernelArithmetic, Part, TorchArithmetic
+from forebay.optim.arithmetic import KernelArithmetic, TorchArithmetic
+from forebay.optim.parts import Arithmetic, Held, Part
 from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
 from forebay.states import Moments, form_of
 

@@ -12,7 +12,8 @@ import torch
 
 from forebay.layout import state_layout
 from forebay.memory import Tier
-from forebay.optim.arithmetic import Arithmetic, Part, Prepared, TorchArithmetic
+from forebay.optim.arithmetic import TorchArithmetic
+from forebay.optim.parts import Arithmetic, Part, Prepared
 from forebay.optim.rules import AdamRule
 from forebay.plans import Placement
 from forebay.runtime.applying import Task

@@ -27,7 +27,7 @@ from forebay.layout import PAGE, STATE_ITEMSIZE, Chunk, StateLayout, needs_maste
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.states import Masters, is_wide
+from forebay.states import Masters, is_fp32
 from forebay.timeline import Lane
 from forebay.trace import Trace
 
@@ -172,7 +172,7 @@ def check_window(trace: Trace, plan: Plan, layouts: Mapping[str, StateLayout]) -
     if not there:
         return
     first = there[0]
-    if not is_wide(trace.state_names):
+    if not is_fp32(trace.state_names):
         text = (
             f"block {first} is updated on the device, where states in fewer bits than fp32 take memory beside the "
             f"update_window; set its update to step"

@@ -22,10 +22,11 @@ from forebay.checkpoint.halved import Halved, halved_in
 from forebay.checkpoint.inventory import entries_of, entry_name, value_of
 from forebay.checkpoint.manifest import Home, HomeFile, Homes, Stretch
 from forebay.errors import ForebayError, StorageError
-from forebay.layout import LOWER, MASTER, PAGE, StateLayout, align, needs_master, state_layout
+from forebay.layout import PAGE, StateLayout, align, has_stream, state_layout
 from forebay.plans import Streaming
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.homes import DiskHome
+from forebay.runtime.tensors import bytes_before
 from forebay.states import Masters, form_of, masters_for
 from forebay.tiers.kept import KeptFile, KeptFolder
 from forebay.tiers.sums import checksum
@@ -169,10 +170,11 @@ def _extents(block: Block, layout: StateLayout, parameters: int | None, states: 
         for stream, (start, _) in layout.spans(chunk).items():
             form = form_of(stream)
             for piece in chunk.pieces:
-                if stream in (MASTER, LOWER) and not needs_master(piece.parameter):
+                if not has_stream(stream, piece.parameter):
                     continue
-                at = states + chunk.offset + start + form.nbytes(piece.offset)
-                extent = _Extent(form.nbytes(piece.start), _STATES, at, form.nbytes(piece.stop - piece.start))
+                at = states + chunk.offset + start + chunk.before(form, piece) * form.itemsize
+                nbytes = piece.values(form)[1] * form.itemsize
+                extent = _Extent(bytes_before(stream, piece), _STATES, at, nbytes)
                 found.setdefault(entry_name(stream, piece.parameter), []).append(extent)
     return found
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from forebay.errors import ModelError
-from forebay.layout import LOWER, MASTER, in_order, needs_master, with_masters
+from forebay.layout import LOWER, MASTER, has_stream, in_order, needs_master, with_masters
 from forebay.states import Masters, form_of, plain_name
 from forebay.trace import Block, Parameter
 
@@ -107,7 +107,10 @@ def entry_of(state: str, parameter: Parameter) -> Entry:
     if state in (VALUE, UPPER):
         return Entry(name, dtype_name(parameter.dtype), shape)
     form = form_of(state)
-    return Entry(name, dtype_name(form.dtype), shape if form.is_elementwise else (form.count(parameter.numel),))
+    own = shape if form.is_elementwise else form.shape_for(parameter.shape)
+    if own is None:
+        raise ModelError(f"{parameter.name} has no {plain_name(state)}")
+    return Entry(name, dtype_name(form.dtype), own)
 
 
 def value_of(parameter: Parameter, masters: Masters) -> str | None:
@@ -125,8 +128,9 @@ def entries_of(block: Block, state_names: Iterable[str], masters: Masters = Mast
         value = value_of(parameter, masters)
         if value is not None:
             yield entry_of(value, parameter)
-        for state in with_masters(names, masters) if needs_master(parameter) else names if parameter.trainable else ():
-            yield entry_of(state, parameter)
+        for state in with_masters(names, masters) if parameter.trainable else ():
+            if has_stream(state, parameter):
+                yield entry_of(state, parameter)
 
 
 def checkpoint_nbytes(blocks: Iterable[Block], state_names: tuple[str, ...], buffers: int) -> int:

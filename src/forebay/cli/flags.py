@@ -43,8 +43,8 @@ Dtype = Annotated[
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        help="adamw, adam, sgd, lion, or adamw-bf16, -8bit, -4bit.",
-        autocompletion=among("adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion"),
+        help="adamw, adam, sgd, lion, adafactor, or adamw-bf16, -8bit, -4bit.",
+        autocompletion=among("adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor"),
     ),
 ]
 DeviceKind = Annotated[

@@ -41,7 +41,7 @@ def optimizer_of(
     """The optimizer that ``--optimizer`` names, with ``options`` beside the learning rate."""
     import torch
 
-    from forebay.optim import AdamW, Lion
+    from forebay.optim import Adafactor, AdamW, Lion
 
     makers: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
         "adamw": torch.optim.AdamW,
@@ -51,6 +51,7 @@ def optimizer_of(
         "adamw-8bit": partial(AdamW, moments="8bit"),
         "adamw-4bit": partial(AdamW, moments="4bit"),
         "lion": Lion,
+        "adafactor": Adafactor,
     }
     return makers[name](parameters, lr=lr, **options)
 

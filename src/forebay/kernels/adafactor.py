@@ -4,53 +4,36 @@ and 5, as ``torch.optim.Adafactor`` has them.
 One pass cannot do it: the step is scaled by the root mean square of the whole update, which needs the factors of the
 second moment of the whole matrix. So a matrix's gradient is read three times (sums, size of the update, update) and a
 vector's twice; the update itself is never stored. Sums are kept in fp64 over blocks in fp32, which is where the
-results differ from torch's, by the rounding of its sums.
+results differ from torch's, by the rounding of its sums. They are made for ``GROUPS`` parts of the rows, whoever makes
+them: how many threads there are changes no bit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import sqrt
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from forebay.kernels.adafactor_step import AdafactorStep
 from forebay.kernels.jit import compiled
 from forebay.kernels.native import Form, load, loose_add, store
 from forebay.kernels.shares import BLOCK
 from forebay.kernels.stamp import STAMP
 from forebay.kernels.team import Team
 
-__all__ = ["AdafactorStep", "Matrix", "update_matrix", "update_vector"]
+__all__ = ["Matrix", "update_matrix", "update_vector"]
 
 Floats = npt.NDArray[np.float32]
 _FP32: Final = int(Form.FP32)
 
-
-@dataclass(frozen=True)
-class AdafactorStep:
-    """The hyperparameters of a step, counted from 1, in the names of ``torch.optim.Adafactor``."""
-
-    step: int
-    lr: float
-    beta2_decay: float
-    eps1: float
-    eps2: float
-    d: float
-    weight_decay: float
-
-    @property
-    def fresh(self) -> float:
-        """The share of the new squares in the second moment."""
-        return float(self.step**self.beta2_decay)
-
-    def pace(self, squares: float, updates: float, count: int) -> float:
-        """What the update is multiplied by: ``squares`` of the parameter, ``updates`` squared, both summed up."""
-        scale = max(self.eps2, math.sqrt(squares / count)) * min(self.lr, 1 / math.sqrt(self.step))
-        return -scale / max(1.0, math.sqrt(updates / count) / self.d)
+GROUPS: Final = 32
+"""Parts of the rows of a matrix that are summed up by themselves. Each takes 4 bytes a column meanwhile, and more
+threads than that do nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,26 +59,29 @@ class Matrix:
 
 @cache
 def _sums(gradient: Form) -> Callable[..., float]:
-    """Squares of the gradient by row and, for each share by itself, by column; returns those of the parameter."""
+    """Squares of the gradient by row and, for each group of rows by itself, by column, and those of the parameter."""
     given, stamp = int(gradient), STAMP
 
     @compiled
-    def kernel(g_at: Any, p_at: Any, columns: Any, by_row: Any, by_column: Any, share: Any, shares: Any) -> Any:
-        squares = np.float64(stamp - stamp)
-        rows = by_row.shape[0]
-        mine_at = by_column[share].ctypes.data
-        for row in range(rows * share // shares, rows * (share + 1) // shares):
-            whole = np.float64(0)
-            for block in range(0, columns, BLOCK):
-                part, own = np.float32(0), np.float32(0)
-                for column in range(block, min(block + BLOCK, columns)):
-                    g, p = load(g_at, row * columns + column, given, 0), load(p_at, row * columns + column, _FP32, 1)
-                    part, own = loose_add(part, g * g), loose_add(own, p * p)
-                    store(mine_at, column, load(mine_at, column, _FP32, 2) + g * g, _FP32, 2)
-                whole += part
-                squares += own
-            by_row[row] = whole
-        return squares
+    def kernel(
+        g_at: Any, p_at: Any, columns: Any, by_row: Any, by_column: Any, squares: Any, share: Any, shares: Any
+    ) -> Any:
+        rows, groups = by_row.shape[0], squares.shape[0] + stamp - stamp
+        for group in range(groups * share // shares, groups * (share + 1) // shares):
+            mine_at = by_column[group].ctypes.data
+            for row in range(rows * group // groups, rows * (group + 1) // groups):
+                whole = np.float64(0)
+                for block in range(0, columns, BLOCK):
+                    part, own = np.float32(0), np.float32(0)
+                    for column in range(block, min(block + BLOCK, columns)):
+                        at = row * columns + column
+                        g, p = load(g_at, at, given, 0), load(p_at, at, _FP32, 1)
+                        part, own = loose_add(part, g * g), loose_add(own, p * p)
+                        store(mine_at, column, load(mine_at, column, _FP32, 2) + g * g, _FP32, 2)
+                    whole += part
+                    squares[group] += own
+                by_row[row] = whole
+        return np.float64(0)
 
     return kernel
 
@@ -126,7 +112,7 @@ def _vector_sums(gradient: Form) -> Callable[..., float]:
 
 @cache
 def _moves(parameter: Form, gradient: Form, *, apply: bool) -> Callable[..., float]:
-    """The update from the factors: the sum of its squares, or the parameter moved by it."""
+    """The update from the factors: the sum of its squares for each group of rows, or the parameter moved by it."""
     own, given, stamp = int(parameter), int(gradient), STAMP
     narrow = parameter is not Form.FP32
 
@@ -139,29 +125,30 @@ def _moves(parameter: Form, gradient: Form, *, apply: bool) -> Callable[..., flo
         by_row: Any,
         column_at: Any,
         scalars: Any,
+        updates: Any,
         share: Any,
         shares: Any,
     ) -> Any:
         least, decay, pace = scalars[0], scalars[1], scalars[2]
-        updates = np.float64(stamp - stamp)
-        rows = by_row.shape[0]
-        for row in range(rows * share // shares, rows * (share + 1) // shares):
-            factor = by_row[row]
-            for block in range(0, columns, BLOCK):
-                moved = np.float32(0)
-                for column in range(block, min(block + BLOCK, columns)):
-                    at = row * columns + column
-                    v = factor * load(column_at, column, _FP32, 2)
-                    u = load(g_at, at, given, 0) / np.sqrt(least if v < least else v)
-                    if apply:
-                        p = load(p_at, at, _FP32, 1) * decay + pace * u
-                        store(p_at, at, p, _FP32, 1)
-                        if narrow:
-                            store(own_at, at, p, own, 5)
-                    else:
-                        moved = loose_add(moved, u * u)
-                updates += moved
-        return updates
+        rows, groups = by_row.shape[0], updates.shape[0] + stamp - stamp
+        for group in range(groups * share // shares, groups * (share + 1) // shares):
+            for row in range(rows * group // groups, rows * (group + 1) // groups):
+                factor = by_row[row]
+                for block in range(0, columns, BLOCK):
+                    moved = np.float32(0)
+                    for column in range(block, min(block + BLOCK, columns)):
+                        at = row * columns + column
+                        v = factor * load(column_at, column, _FP32, 2)
+                        u = load(g_at, at, given, 0) / np.sqrt(least if v < least else v)
+                        if apply:
+                            p = load(p_at, at, _FP32, 1) * decay + pace * u
+                            store(p_at, at, p, _FP32, 1)
+                            if narrow:
+                                store(own_at, at, p, own, 5)
+                        else:
+                            moved = loose_add(moved, u * u)
+                    updates[group] += moved
+        return np.float64(0)
 
     return kernel
 
@@ -169,6 +156,7 @@ def _moves(parameter: Form, gradient: Form, *, apply: bool) -> Callable[..., flo
 def _apply(team: Team, matrix: Matrix, factors: tuple[Floats, int], scalars: Floats, *, apply: bool) -> float:
     kernel = _moves(matrix.parameter_form, matrix.gradient_form, apply=apply)
     by_row, column_at = factors
+    updates = np.zeros(GROUPS)
 
     def work(share: int, shares: int) -> float:
         return kernel(
@@ -179,27 +167,31 @@ def _apply(team: Team, matrix: Matrix, factors: tuple[Floats, int], scalars: Flo
             by_row,
             column_at,
             scalars,
+            updates,
             share,
             shares,
         )
 
-    return team.run(work, matrix.count)
+    team.run(work, matrix.count)
+    return float(updates.sum())
 
 
 def update_matrix(team: Team, matrix: Matrix, row_var: Floats, col_var: Floats, step: AdafactorStep) -> None:
     """One step of a matrix, in place; ``row_var`` [rows] and ``col_var`` [columns] are its second moment's factors."""
     sums = _sums(matrix.gradient_form)
     by_row = np.zeros(matrix.rows, dtype=np.float64)
-    by_column = np.zeros((team.size, matrix.columns), dtype=np.float32)
-    squares = team.run(
-        lambda share, shares: sums(matrix.gradient, matrix.wide, matrix.columns, by_row, by_column, share, shares),
-        matrix.count,
-    )
+    by_column = np.zeros((GROUPS, matrix.columns), dtype=np.float32)
+    squares = np.zeros(GROUPS)
+
+    def work(share: int, shares: int) -> float:
+        return sums(matrix.gradient, matrix.wide, matrix.columns, by_row, by_column, squares, share, shares)
+
+    team.run(work, matrix.count)
     fresh = np.float32(step.fresh)
     row_var += fresh * ((by_row / matrix.columns).astype(np.float32) - row_var)
     col_var += fresh * ((by_column.sum(0, dtype=np.float64) / matrix.rows).astype(np.float32) - col_var)
     factors = (row_var / np.maximum(row_var.mean(dtype=np.float64), step.eps1)).astype(np.float32)
-    _finish(team, matrix, (factors, col_var.ctypes.data), squares, None, step)
+    _finish(team, matrix, (factors, col_var.ctypes.data), float(squares.sum()), None, step)
 
 
 def update_vector(team: Team, matrix: Matrix, variance: Floats, step: AdafactorStep) -> None:
@@ -229,5 +221,5 @@ def _finish(
     scalars = np.array([step.eps1**2, 1 - step.lr * step.weight_decay, 0.0], dtype=np.float32)
     if updates is None:
         updates = _apply(team, matrix, factors, scalars, apply=False)
-    scalars[2] = step.pace(squares, updates, matrix.count)
+    scalars[2] = step.pace(sqrt(squares), sqrt(updates), matrix.count)
     _apply(team, matrix, factors, scalars, apply=True)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from forebay.layout import cell_of, gradient_offsets, needs_master, spans_of, state_layout, widened_nbytes
+from forebay.layout import cell_of, gradient_offsets, needs_master, spans_of, state_layout, workspace_nbytes
 from forebay.plans import Streaming
 from forebay.trace import Block, Trace
 
@@ -47,7 +47,7 @@ class Jobs:
     def __init__(self, trace: Trace) -> None:
         self._state_names = trace.state_names
         self._alike: Mapping[str, Hashable] = {
-            block.name: tuple((p.numel, p.nbytes, p.dtype, p.trainable, p.offset) for p in block.parameters)
+            block.name: tuple((p.shape, p.nbytes, p.dtype, p.trainable, p.offset) for p in block.parameters)
             for block in trace.model.blocks
         }
         self._jobs: dict[Hashable, tuple[Job, ...]] = {}
@@ -76,7 +76,7 @@ class Jobs:
         made = []
         for chunk in layout.chunks:
             narrow = sum(p.stop - p.start for p in chunk.pieces if needs_master(p.parameter))
-            widened = widened_nbytes(narrow, streaming.masters)
+            widened = workspace_nbytes(layout.streams, narrow, (p.parameter for p in chunk.pieces))
             parameters = frozenset(places[p.parameter.name] for p in chunk.pieces)
             made.append(Job(chunk.offset, chunk.nbytes, layout.touched(chunk), widened, parameters))
         return tuple(made)

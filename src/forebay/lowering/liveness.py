@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar, final
 
 from forebay.arenas import arenas_of
-from forebay.layout import chunk_elements, needs_master, widened_nbytes
+from forebay.layout import chunk_elements, needs_master, with_masters, workspace_nbytes
 from forebay.lowering.arrangement import Arrangement
 from forebay.lowering.columns import Columns
 from forebay.lowering.index import NEVER, TraceIndex
@@ -22,7 +22,7 @@ from forebay.lowering.stages import Grain, Stage, Stages
 from forebay.lowering.transit import Landings, Transit
 from forebay.plans import Placement, Plan, Streaming
 from forebay.scheduling.activations import disk_nbytes, host_nbytes
-from forebay.trace import Trace
+from forebay.trace import Block, Trace
 from forebay.treatments import Fate, Selection
 
 __all__ = ["Liveness", "device_bound", "updating_nbytes"]
@@ -186,10 +186,16 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
 
 def updating_nbytes(trace: Trace, placements: Iterable[Placement], streaming: Streaming) -> int:
     """The most bytes beside the arenas while resident blocks are updated: 16-bit gradients widened to fp32, chunk by
-    chunk, with their masters where only halves of these are kept, outputs of the pass, gradients under way."""
+    chunk, with what else such an update takes (``layout.workspace_nbytes``), outputs of the pass, gradients under
+    way."""
     most = chunk_elements(streaming.update_chunk, trace.state_names, streaming.masters)
     resident = {p.block for p in placements if p.resident}
-    narrow = [sum(p.numel for p in b.parameters if needs_master(p)) for b in trace.model.blocks if b.name in resident]
-    widened = widened_nbytes(min(most, max(narrow, default=0)), streaming.masters)
+    streams = with_masters(trace.state_names, streaming.masters)
+
+    def workspace(block: Block) -> int:
+        narrow = sum(p.numel for p in block.parameters if needs_master(p))
+        return workspace_nbytes(streams, min(most, narrow), (p for p in block.parameters if p.trainable))
+
+    widened = max((workspace(b) for b in trace.model.blocks if b.name in resident), default=0)
     hosted = sum(b.gradient_nbytes for b in trace.model.blocks if b.name not in resident)
     return trace.held_nbytes + widened + min(streaming.gradient_window, hosted) if widened else 0

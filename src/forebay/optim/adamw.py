@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from forebay.errors import OptimizerError
-from forebay.optim.lean import ElementwiseOptimizer
+from forebay.optim.lean import LeanOptimizer
 from forebay.optim.rules import AdamRule
 from forebay.states import MOMENTS, Moments
 
@@ -13,7 +13,7 @@ __all__ = ["AdamW"]
 
 
 @final
-class AdamW(ElementwiseOptimizer):
+class AdamW(LeanOptimizer):
     """Loshchilov and Hutter (2019), algorithm 2, as ``torch.optim.AdamW``.
 
     ``moments``: ``float32`` (8 bytes an element), the bits of torch's fused kernel on x86-64; ``bfloat16`` (4), rounded

@@ -7,12 +7,10 @@ buffer, on the device ``cpu``) is updated by the same code, so that the place ch
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -20,7 +18,8 @@ import torch
 
 from forebay.optim.coding import Moment, moments_of
 from forebay.optim.halves import halve, join
-from forebay.optim.rules import AdamRule, LionRule, SgdRule, UpdateRule
+from forebay.optim.parts import Arithmetic, Held, Part, Prepared, Room, brought, copied, master_of
+from forebay.optim.rules import AdamRule, ElementRule, LionRule, SgdRule
 from forebay.states import TIES, StateForm, form_of, is_wide, plain_name
 
 if TYPE_CHECKING:
@@ -30,108 +29,12 @@ if TYPE_CHECKING:
     from forebay.kernels.team import Team
     from forebay.optim.launching import Alike
 
-__all__ = [
-    "Arithmetic",
-    "Held",
-    "KernelArithmetic",
-    "Part",
-    "Prepared",
-    "TorchArithmetic",
-    "copied",
-    "host_arithmetic",
-    "place_of",
-]
+__all__ = ["KernelArithmetic", "KernelRule", "TorchArithmetic"]
 
 PIECE: Final = 1 << 18
 """Elements, whole blocks, whose moments are widened at a time."""
 
 _WIDE: Final = torch.float32
-
-HALF: Final = torch.int16
-"""Of the lower half of a master."""
-
-_GOLDEN: Final = 0x9E3779B1
-
-
-@dataclass(frozen=True)
-class Held:
-    """One copy of some elements of a parameter: what an update reads, or what it writes; see ``Part``."""
-
-    parameter: torch.Tensor
-    master: torch.Tensor | None
-    states: tuple[torch.Tensor, ...]
-
-    @property
-    def halves(self) -> bool:
-        """Whether half of the master is kept, and the parameter is the other half."""
-        return self.master is not None and self.master.dtype is HALF
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some elements of one parameter: 1-D dense tensors of one length.
-
-    ``parameter`` is fp32, or in 16 bits with its fp32 ``master`` beside it, or in bf16 with the lower half of one
-    (int16; ``forebay.states.Masters``); ``gradient`` may have another dtype.
-    ``states`` lie as the rule's ``state_names`` say, in their order; one that is not fp32 has the values of elements
-    from the first of a block on (``forebay.states``). ``place`` is that of the first element (``place_of``).
-
-    ``into``: the copy that is written, all of it, and the other one stands; None: in place. Each of its tensors is that
-    of the part or shares no byte with it; either all states are apart or none is.
-    """
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    master: torch.Tensor | None
-    states: tuple[torch.Tensor, ...]
-    place: int = 0
-    into: Held | None = None
-
-    @property
-    def written(self) -> Held:
-        """The copy that is written."""
-        return Held(self.parameter, self.master, self.states) if self.into is None else self.into
-
-
-def place_of(numel: int, start: int) -> int:
-    """What rounding by chance at element ``start`` of a parameter of ``numel`` elements hangs on, beside the step.
-
-    The same wherever the states are and however they are cut. Parameters of other sizes draw other numbers.
-    """
-    return (numel * _GOLDEN + start) & 0xFFFFFFFF
-
-
-def copied(team: Team, target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target = source`` (1-D, dense, host, of one dtype), copied by ``team``; nothing for one and the same."""
-    if target.data_ptr() == source.data_ptr():
-        return
-    there, here = (tensor.view(torch.uint8).numpy() for tensor in (target, source))
-
-    def copy(share: int, shares: int) -> float:
-        start, stop = (there.size * at // shares for at in (share, share + 1))
-        # numpy and not copy_: torch would start a team of its own for this lane.
-        np.copyto(there[start:stop], here[start:stop])
-        return 0.0
-
-    team.run(copy, there.size // _WIDE.itemsize)
-
-
-class Arithmetic(ABC):
-    """One optimizer's update of parts, in place or into another copy."""
-
-    @abstractmethod
-    def prepared(self, parts: Sequence[Part]) -> Prepared:
-        """What updates ``parts``, each time it is called. Raises ``ValueError`` where they do not lie as an update
-        needs them."""
-
-    @final
-    def update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
-        """Updates parameters, masters and states. ``step`` counts from 1; ``group`` are the hyperparameters."""
-        self.prepared(parts)(step, group)
-
-
-Prepared = Callable[[int, Mapping[str, Any]], None]
-"""An update of certain parts: called with the step, counted from 1, and the hyperparameters."""
 
 
 @final
@@ -142,22 +45,22 @@ class TorchArithmetic(Arithmetic):
 
     torch updates in place: what goes into another copy is copied there first, which moves its bytes twice more."""
 
-    def __init__(self, rule: UpdateRule, workspace: torch.Tensor | None = None) -> None:
+    def __init__(self, rule: ElementRule, workspace: torch.Tensor | None = None) -> None:
         self._rule = rule
         self._names = tuple(dict.fromkeys(plain_name(n) for n in rule.state_names if not n.endswith(":scale")))
         self._moments = None if is_wide(rule.state_names) else moments_of(rule.state_names)
-        self._workspace = None if workspace is None else workspace.view(_WIDE)
+        self._workspace = workspace
 
     def prepared(self, parts: Sequence[Part]) -> Prepared:
         return partial(self._update, tuple(parts))
 
     def _update(self, given: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
-        parts = [_brought(part) for part in given]
+        parts = [brought(part) for part in given]
         if self._moments is not None:
             for part in parts:
                 self._update_coded(part, self._moments, step, group)
             return
-        room = _Room(self._workspace)
+        room = Room(self._workspace)
         states = {name: [part.states[i] for part in parts] for i, name in enumerate(self._names)}
         joined = _Joined([part for part in parts if part.written.halves], self._names, room)
         targets, gradients = [], []
@@ -174,7 +77,7 @@ class TorchArithmetic(Arithmetic):
         joined.take_apart()
         whole = [part for part in parts if part.master is not None and not part.written.halves]
         if whole:
-            torch._foreach_copy_([part.parameter for part in whole], [_master_of(part) for part in whole])
+            torch._foreach_copy_([part.parameter for part in whole], [master_of(part) for part in whole])
 
     def _update_coded(self, part: Part, moments: Sequence[Moment], step: int, group: Mapping[str, Any]) -> None:
         target = part.parameter if part.master is None else part.master
@@ -192,28 +95,12 @@ class TorchArithmetic(Arithmetic):
 
 
 @final
-class _Room:
-    """Where fp32 is made: one part of ``workspace`` after the other, or new memory where there is none."""
-
-    def __init__(self, workspace: torch.Tensor | None) -> None:
-        self._workspace = workspace
-        self._taken = 0
-
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """For as many values as ``tensor`` has."""
-        if self._workspace is None:
-            return torch.empty_like(tensor, dtype=_WIDE)
-        start, self._taken = self._taken, self._taken + tensor.numel()
-        return self._workspace[start : self._taken]
-
-
-@final
 class _Joined:
     """The masters of ``parts``, of which half is kept, put together in ``room`` for an update in place; ``names`` are
     their states."""
 
-    def __init__(self, parts: Sequence[Part], names: Sequence[str], room: _Room) -> None:
-        self._halves = [part.parameter for part in parts], [_master_of(part) for part in parts]
+    def __init__(self, parts: Sequence[Part], names: Sequence[str], room: Room) -> None:
+        self._halves = [part.parameter for part in parts], [master_of(part) for part in parts]
         self._ties = [part.states[names.index(TIES)] for part in parts]
         self._masters, self._spare = ([room.like(part.gradient) for part in parts] for _ in range(2))
         if parts:
@@ -229,29 +116,6 @@ class _Joined:
         """Both halves are what the masters are now."""
         if self._masters:
             halve(self._masters, *self._halves, self._ties, self._spare)
-
-
-def _brought(part: Part) -> Part:
-    """``part`` for an update in place, where it is to be written."""
-    into = part.into
-    if into is None:
-        return part
-    # A parameter with a whole master is written and not read.
-    pairs = [*zip(into.states, part.states, strict=True)]
-    if into.master is None or into.halves:
-        pairs.append((into.parameter, part.parameter))
-    if into.master is not None:
-        pairs.append((into.master, _master_of(part)))
-    for target, source in pairs:
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
-    return replace(part, parameter=into.parameter, master=into.master, states=into.states, into=None)
-
-
-def _master_of(part: Part) -> torch.Tensor:
-    if part.master is None:
-        raise ValueError("an update into a copy with a master was given none to start from")
-    return part.master
 
 
 KernelRule = AdamRule | LionRule | SgdRule
@@ -323,7 +187,7 @@ def _apart(part: Part) -> Apart:
     into, found = part.into, Apart.NOTHING
     if into is None:
         return found
-    wide, target = (part.parameter, into.parameter) if into.master is None else (_master_of(part), into.master)
+    wide, target = (part.parameter, into.parameter) if into.master is None else (master_of(part), into.master)
     # Two halves go together.
     upper = into.halves and part.parameter.data_ptr() != into.parameter.data_ptr()
     if upper or wide.data_ptr() != target.data_ptr():
@@ -345,16 +209,3 @@ def _addresses(gradient: torch.Tensor, held: Held, forms: Sequence[StateForm]) -
         if tensor is not None and not (tensor.numel() == expected and tensor.is_contiguous() and tensor.is_cpu):
             raise ValueError(f"an update of {count} elements in host memory was given {tensor.numel()} elsewhere")
     return [count, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors)]
-
-
-def host_arithmetic(rule: UpdateRule, team: Team, workspace: torch.Tensor | None) -> Arithmetic:
-    """Who updates what is in host memory: the kernels, or torch where numba is not installed.
-
-    That goes for parameters, gradients and states all in fp32 too, where torch's fused op gives the same bits and reads
-    and writes no more. With everything in the cache the kernel is faster (0.44 for 0.56 ns an element on one core), and
-    torch's op comes with threads of its own for each thread that calls it, which wait for each other spinning: beside
-    other work, in chunks of 4M elements, it took three times as long (docs/log.md).
-    """
-    if find_spec("numba") is None or not isinstance(rule, AdamRule | LionRule | SgdRule):
-        return TorchArithmetic(rule, workspace)
-    return KernelArithmetic(rule, team)

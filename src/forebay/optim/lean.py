@@ -7,7 +7,6 @@ makes is written to both. Saved states are those of a prepared optimizer of the 
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,15 +17,20 @@ import torch
 from forebay.errors import OptimizerError
 from forebay.kernels.team import Team, cores
 from forebay.layout import MASTER
-from forebay.optim.arithmetic import Arithmetic, Part, TorchArithmetic, host_arithmetic, place_of
+from forebay.optim.choosing import host_arithmetic, torch_arithmetic
 from forebay.optim.flat import laid_flat
-from forebay.optim.rules import RuledOptimizer, UpdateRule
+from forebay.optim.parts import Arithmetic, Part, place_of
+from forebay.optim.reading import RuledOptimizer
+from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import check_states, frozen_group
 from forebay.states import form_of, plain_name
 
-__all__ = ["ElementwiseOptimizer", "LeanOptimizer", "check_numbers", "in_order"]
+__all__ = ["LeanOptimizer", "check_numbers", "in_order"]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+_NOTHING: Final = torch.empty(0)
+"""Of a state that a parameter has not."""
 
 
 def check_numbers(group: Mapping[str, Any]) -> None:
@@ -40,23 +44,13 @@ def check_numbers(group: Mapping[str, Any]) -> None:
 
 
 class LeanOptimizer(RuledOptimizer):
-    """Steps over parameters where they are."""
+    """Steps by its ``rule`` over parameters where they are."""
+
+    _arithmetics: _Arithmetics | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads are no state; they start anew with the next step.
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
-
-    @abstractmethod
-    def _new_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The states before the first step, without ``step`` and master."""
-
-    @abstractmethod
-    def _check_saved(self, name: str, parameter: torch.Tensor, saved: Mapping[str, Any]) -> None:
-        """Raises ``OptimizerError`` where the states in ``saved`` are not those of a parameter."""
-
-    @abstractmethod
-    def _step_group(self, parameters: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        """Updates parameters that have a gradient, and whose states have counted the step."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters. Raises ``OptimizerError`` for hyperparameters out of range."""
@@ -93,7 +87,7 @@ class LeanOptimizer(RuledOptimizer):
         for key, parameter in zip(keys, parameters, strict=False):
             saved = state_dict["state"].get(key)
             if saved:
-                self._check_saved(f"parameter {key}", parameter, saved)
+                check_states(f"parameter {key}", parameter, saved, self.rule.state_names)
         super().load_state_dict(state_dict)
         # torch casts states to their parameter's dtype: codes, scales and masters stay what they are.
         for key, parameter in zip(keys, parameters, strict=True):
@@ -103,6 +97,32 @@ class LeanOptimizer(RuledOptimizer):
                     name: value.to("cpu" if name == "step" else parameter.device, copy=True)
                     for name, value in saved.items()
                 }
+
+    def _step_group(self, parameters: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        """Updates parameters that have a gradient, and whose states have counted the step."""
+        rule = self.rule
+        if self._arithmetics is None:
+            self._arithmetics = _Arithmetics(rule)
+        together: dict[tuple[torch.device, int], list[Part]] = defaultdict(list)
+        for parameter in parameters:
+            state = self.state[parameter]
+            if parameter.numel():
+                together[parameter.device, int(state["step"])].append(_part(parameter, state, rule.state_names))
+        for (device, step), parts in together.items():
+            self._arithmetics.of(device).update(parts, step, numbers)
+
+    def _new_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The states before the first step, without ``step`` and master."""
+        made = {}
+        for name in self.rule.state_names:
+            form = form_of(name)
+            dtype: torch.dtype = getattr(torch, form.dtype)
+            shape = form.shape_for(tuple(parameter.shape))
+            if form.is_elementwise:
+                made[plain_name(name)] = torch.zeros_like(parameter, dtype=dtype)
+            elif shape is not None:
+                made[plain_name(name)] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        return made
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -121,7 +141,7 @@ class _Arithmetics:
     def __init__(self, rule: UpdateRule) -> None:
         team = Team(cores())
         self._host = host_arithmetic(rule, team, None)
-        self._elsewhere = TorchArithmetic(rule)
+        self._elsewhere = torch_arithmetic(rule)
         weakref.finalize(self, team.close)
 
     def of(self, device: torch.device) -> Arithmetic:
@@ -129,50 +149,23 @@ class _Arithmetics:
         return self._host if device.type == "cpu" else self._elsewhere
 
 
-class ElementwiseOptimizer(LeanOptimizer):
-    """Steps by its ``rule``, which looks at each element, or block of elements, by itself."""
-
-    _arithmetics: _Arithmetics | None = None
-
-    def _new_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        made = {}
-        for name in self.rule.state_names:
-            form = form_of(name)
-            dtype: torch.dtype = getattr(torch, form.dtype)
-            if form.is_elementwise:
-                made[plain_name(name)] = torch.zeros_like(parameter, dtype=dtype)
-            else:
-                count = form.count(parameter.numel())
-                made[plain_name(name)] = torch.zeros(count, dtype=dtype, device=parameter.device)
-        return made
-
-    def _check_saved(self, name: str, parameter: torch.Tensor, saved: Mapping[str, Any]) -> None:
-        check_states(name, parameter, saved, self.rule.state_names)
-
-    def _step_group(self, parameters: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        rule = self.rule
-        if self._arithmetics is None:
-            self._arithmetics = _Arithmetics(rule)
-        together: dict[tuple[torch.device, int], list[Part]] = defaultdict(list)
-        for parameter in parameters:
-            state = self.state[parameter]
-            together[parameter.device, int(state["step"])].append(_part(parameter, state, rule.state_names))
-        for (device, step), parts in together.items():
-            self._arithmetics.of(device).update(parts, step, numbers)
-
-
-def _part(parameter: torch.Tensor, state: Mapping[str, Any], names: Sequence[str]) -> Part:
+def _part(parameter: torch.Tensor, state_of: Mapping[str, Any], names: Sequence[str]) -> Part:
     if parameter.grad is None:
         raise OptimizerError("a parameter without a gradient has no step")
     flat = partial(in_order, like=parameter)
+
+    def values(name: str) -> torch.Tensor:
+        state = state_of.get(plain_name(name), _NOTHING)
+        return flat(state) if form_of(name).is_elementwise else state.view(-1)
+
     return Part(
         flat(parameter),
         flat(parameter.grad),
-        flat(state[MASTER]) if MASTER in state else None,
-        tuple(
-            flat(state[plain_name(name)]) if form_of(name).is_elementwise else state[plain_name(name)] for name in names
-        ),
+        flat(state_of[MASTER]) if MASTER in state_of else None,
+        tuple(map(values, names)),
         place_of(parameter.numel(), 0),
+        shape=tuple(parameter.shape),
+        stride=parameter.stride(),
     )
 
 

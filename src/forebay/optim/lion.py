@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from forebay.optim.lean import ElementwiseOptimizer
+from forebay.optim.lean import LeanOptimizer
 from forebay.optim.rules import LionRule
 
 __all__ = ["Lion"]
 
 
 @final
-class Lion(ElementwiseOptimizer):
+class Lion(LeanOptimizer):
     """Chen et al. (2023), "Symbolic discovery of optimization algorithms", algorithm 2: 4 bytes of state an element.
 
     The paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by as much. Raises

@@ -1,15 +1,14 @@
 """Update rules: what one optimizer step does to some elements, on whatever device they are.
 
-A rule is read from the user's optimizer, one of ``torch.optim`` or of forebay's own, and applied to pieces of
-parameters. The arithmetic is that
-of torch's fused kernels (``aten/src/ATen/native/cpu/FusedAdamKernel.cpp`` and its siblings), which the optimizers of
+A rule is read from the user's optimizer (``reading``) and applied to parameters or pieces of them. The arithmetic is
+that of torch's fused kernels (``aten/src/ATen/native/cpu/FusedAdamKernel.cpp`` and its siblings), which optimizers of
 ``torch.optim`` call with ``fused=True``. ``arithmetic`` puts forebay's own kernels in their place on the host.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from forebay.errors import OptimizerError
 from forebay.states import Moments, moment_states
 
-__all__ = ["AdamRule", "LionRule", "RuledOptimizer", "SgdRule", "UpdateRule", "read_optimizer"]
+__all__ = ["AdamRule", "ElementRule", "LionRule", "SgdRule", "UpdateRule", "WholeRule"]
 
 States = Mapping[str, Sequence[torch.Tensor]]
 
@@ -27,6 +26,10 @@ class UpdateRule(ABC):
     (``forebay.states``)."""
 
     state_names: tuple[str, ...]
+
+
+class ElementRule(UpdateRule):
+    """Looks at each element, or block of elements, by itself."""
 
     @abstractmethod
     def update(
@@ -44,8 +47,28 @@ class UpdateRule(ABC):
         """
 
 
+class WholeRule(UpdateRule):
+    """Looks at a whole parameter before it changes an element. Its states are factored."""
+
+    @abstractmethod
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+        room: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Updates ``parameter`` (of its shape, with one element or more) and its ``states`` in place, all of them fp32.
+
+        ``states`` are those that it has, by plain name. ``room`` gives memory for so many fp32 values, one after the
+        other: for as many as ``parameter`` has, and for one for each of its rows and columns.
+        """
+
+
 @final
-class AdamRule(UpdateRule):
+class AdamRule(ElementRule):
     """Adam (Kingma and Ba, 2015, algorithm 1) and AdamW (Loshchilov and Hutter, 2019, algorithm 2).
 
     Raises ``OptimizerError`` for amsgrad with moments of few bits: their largest would be that of their roundings.
@@ -99,7 +122,7 @@ def _adam_rule(decoupled: bool, amsgrad: bool, moments: Moments) -> AdamRule:
 
 
 @final
-class SgdRule(UpdateRule):
+class SgdRule(ElementRule):
     """SGD with momentum as in ``torch.optim.SGD``."""
 
     def __init__(self, *, momentum: bool) -> None:
@@ -129,7 +152,7 @@ class SgdRule(UpdateRule):
 
 
 @final
-class LionRule(UpdateRule):
+class LionRule(ElementRule):
     """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", algorithm 2), each operation rounded by
     itself in the order of the paper."""
 
@@ -150,42 +173,3 @@ class LionRule(UpdateRule):
             # torch's sign of NaN is 0: what is added says so.
             parameter.mul_(1 - lr * decay).sub_(lr * direction.sign() + 0 * direction)
             average.mul_(beta2).add_(gradient * (1 - beta2))
-
-
-class RuledOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer of forebay's own, which steps by a rule wherever it is."""
-
-    @property
-    @abstractmethod
-    def rule(self) -> UpdateRule:
-        """What a step does. Raises ``OptimizerError`` where groups ask for what no rule does."""
-
-
-def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam`` or ``SGD``, or of an optimizer of ``forebay.optim``.
-
-    Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
-    forebay does not run.
-    """
-    groups, kind = optimizer.param_groups, type(optimizer)
-    own = isinstance(optimizer, RuledOptimizer)
-    if not own and kind not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        raise OptimizerError(
-            f"{kind.__module__}.{kind.__qualname__} is not an optimizer that forebay runs; use torch.optim.AdamW, "
-            f"torch.optim.Adam, torch.optim.SGD, forebay.optim.AdamW or forebay.optim.Lion"
-        )
-    if optimizer.state:
-        raise OptimizerError(
-            "the optimizer has taken steps already; prepare it before the first step, or load its state_dict() into "
-            "the prepared optimizer"
-        )
-    if isinstance(optimizer, RuledOptimizer):
-        return optimizer.rule
-    if any(group.get("differentiable") for group in groups):
-        raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
-    if kind is torch.optim.SGD:
-        return SgdRule(momentum=any(group["momentum"] != 0 for group in groups))
-    decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
-    if len(decoupled) > 1:
-        raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
-    return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))

@@ -162,12 +162,13 @@ def check_states(name: str, parameter: torch.Tensor, entry: Mapping[str, Any], r
     """Raises ``OptimizerError`` where the saved states in ``entry`` are not those of the parameter ``name``."""
     for state in required if entry else ():
         key, form = plain_name(state), form_of(state)
-        value = entry.get(key)
+        wanted, value = form.shape_for(tuple(parameter.shape)), entry.get(key)
+        if wanted is None:
+            continue
         if not isinstance(value, torch.Tensor):
             raise OptimizerError(f"the saved state of {name} has no {key}; it is another optimizer's")
         shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
-        wanted = tuple(parameter.shape) if form.is_elementwise else (form.count(parameter.numel()),)
-        fits = value.is_floating_point() if form.is_elementwise else dtype == form.dtype
+        fits = dtype == form.dtype if form.is_coded else value.is_floating_point()
         if shape != wanted or not fits:
             raise OptimizerError(
                 f"the saved {key} of {name} has shape {shape} in {dtype}, and this optimizer keeps {wanted} as "

@@ -32,7 +32,7 @@ from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alik
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace, settled_seconds
-from forebay.states import Masters, is_wide
+from forebay.states import Masters, is_fp32
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
 
@@ -95,7 +95,7 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     trace, machine = bench.problem.trace, bench.problem.machine
     if trace is None or machine is None or bench.liveness is None or "cpu" in (trace.device, machine.device_kind):
         return ()
-    if not is_wide(bench.problem.state_names):
+    if not is_fp32(bench.problem.state_names):
         return ()
     index = bench.liveness.index
     trained = {index.blocks[done.parameter] for visit in index.completed for done in visit}

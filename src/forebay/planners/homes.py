@@ -17,7 +17,7 @@ from math import ceil, inf
 
 from forebay.arenas import UPDATE_RING, home_nbytes
 from forebay.errors import DoesNotFit
-from forebay.layout import STATE_ITEMSIZE, states_nbytes
+from forebay.layout import STATE_ITEMSIZE
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft, selected
@@ -25,7 +25,7 @@ from forebay.planners.problem import Problem
 from forebay.planners.refusals import disk_too_small, host_too_small
 from forebay.plans import Placement, Streaming, Update
 from forebay.scheduling.activations import host_nbytes
-from forebay.states import BLOCK
+from forebay.states import element_nbytes
 from forebay.treatments import Fate
 
 __all__ = [
@@ -323,6 +323,6 @@ _MORE: dict[Tenant, Callable[[Bench, Draft, _Staging], Iterator[Draft]]] = {
 
 def _disk_chunk(problem: Problem) -> int:
     """Elements of a chunk such that the ring of staging buffers takes a small share of the host."""
-    per_element = STATE_ITEMSIZE + -(-states_nbytes(problem.state_names, BLOCK) // BLOCK)
+    per_element = STATE_ITEMSIZE + ceil(element_nbytes(problem.state_names))
     chunk = int(problem.limit(Tier.HOST) * DISK_RING_SHARE) // (UPDATE_RING * per_element)
     return max(SMALLEST_CHUNK, min(Streaming().update_chunk, chunk // 1024 * 1024))

@@ -10,7 +10,7 @@ from functools import partial
 from forebay.arenas import Sizer, gradient_nbytes
 from forebay.catalogue import is_listed
 from forebay.errors import CannotServe, DoesNotFit
-from forebay.layout import align, states_nbytes
+from forebay.layout import align
 from forebay.loss import VOCABULARY
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
@@ -20,7 +20,7 @@ from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.plans import Plan, Update
 from forebay.remedies import Remedy
-from forebay.states import BLOCK
+from forebay.states import element_nbytes
 from forebay.units import format_bytes, format_enough, parse_bytes
 
 __all__ = ["House", "expect_there_in_backward", "larger", "refused", "with_larger"]
@@ -258,7 +258,7 @@ def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remed
     are stored."""
     problem, stored = bench.problem, draft.updated(Update.STORAGE)
     for name, states in SMALLER_OPTIMIZERS:
-        if states_nbytes(states, BLOCK) >= states_nbytes(problem.state_names, BLOCK) or (stored and not states):
+        if element_nbytes(states) >= element_nbytes(problem.state_names) or (stored and not states):
             continue
         sizer = Sizer(bench.model, states, draft.streaming.update_chunk)
         settled = bench.in_backward(draft)

@@ -27,7 +27,8 @@ from forebay.collector import collector_paused
 from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
 from forebay.memory import Kind
-from forebay.optim.rules import read_optimizer
+from forebay.optim.factored import AdafactorRule
+from forebay.optim.reading import name_of, read_optimizer
 from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
@@ -57,6 +58,7 @@ STATES: Mapping[str, tuple[str, ...]] = {
     "adamw-8bit": moment_states(("exp_avg", "exp_avg_sq"), "8bit"),
     "adamw-4bit": moment_states(("exp_avg", "exp_avg_sq"), "4bit"),
     "lion": ("exp_avg",),
+    "adafactor": AdafactorRule.state_names,
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
 }
@@ -197,7 +199,7 @@ def _head(model: nn.Module) -> Recognised:
 def _optimizer(optimizer: str | torch.optim.Optimizer) -> tuple[str, tuple[str, ...]]:
     if isinstance(optimizer, torch.optim.Optimizer):
         states = read_optimizer(optimizer).state_names
-        return type(optimizer).__name__.lower(), states
+        return name_of(optimizer), states
     name = optimizer.lower()
     if name not in STATES:
         raise OptimizerError(f"optimizer {optimizer!r} is not known; use one of {', '.join(STATES)}")

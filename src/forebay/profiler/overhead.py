@@ -27,7 +27,7 @@ from forebay.device.cpu import BRIEF, CpuDevice
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Tier
 from forebay.opening import open_session
-from forebay.optim.rules import read_optimizer
+from forebay.optim.reading import read_optimizer
 from forebay.plans import Placement, Plan, Streaming
 from forebay.profiler.capture import capture
 from forebay.profiler.effort import Effort

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from forebay.layout import LOWER, MASTER, Cell, Chunk, Piece, StateLayout, cell_of, needs_master
-from forebay.optim.arithmetic import Arithmetic, Held, Part, place_of
+from forebay.optim.parts import Arithmetic, Held, Part, place_of
 from forebay.runtime.tensors import dtype_of, state_view
 from forebay.states import Masters
 
@@ -55,8 +55,8 @@ def copy_of(
     def held(piece: Piece) -> Held:
         return Held(
             parameters(piece),
-            state_view(streams[kept], kept, piece) if needs_master(piece.parameter) else None,
-            tuple(state_view(streams[name], name, piece) for name in state_names),
+            state_view(streams[kept], kept, chunk, piece) if needs_master(piece.parameter) else None,
+            tuple(state_view(streams[name], name, chunk, piece) for name in state_names),
         )
 
     return held
@@ -108,7 +108,8 @@ def part_of(piece: Piece, held: Held, gradient: torch.Tensor, into: Copy | None)
     """``piece``, of which one copy has ``held``, as an update takes it: in place, or ``into`` another copy."""
     place = place_of(piece.parameter.numel, piece.start)
     target = None if into is None else into(piece)
-    return Part(held.parameter, gradient, held.master, held.states, place, target)
+    of = piece.parameter
+    return Part(held.parameter, gradient, held.master, held.states, place, target, of.shape, of.stride)
 
 
 def _in_cell(cell: Cell, chunk: Chunk, buffer: torch.Tensor, area: int) -> Values:

@@ -10,9 +10,9 @@ from typing import final
 import torch
 
 from forebay.errors import ForebayError, GradientUsedUp
-from forebay.layout import LOWER, MASTER, Chunk, Piece, StateLayout, needs_master
-from forebay.optim.arithmetic import Held, Prepared
+from forebay.layout import LOWER, MASTER, Chunk, Piece, StateLayout, has_stream, needs_master
 from forebay.optim.halves import halve, joined
+from forebay.optim.parts import Held, Prepared
 from forebay.plans import Placement
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradient_buffer import GradientBuffer
@@ -206,19 +206,19 @@ class BlockState:
 
     def streams_of(self, parameter: Parameter) -> tuple[str, ...]:
         """Names of the state streams that mean something for ``parameter``, its master among them if it has one."""
-        return tuple(name for name in self.said if name != MASTER or needs_master(parameter))
+        return tuple(name for name in self.said if has_stream(name, parameter))
 
     def gathered(self, names: Iterable[str], parameter: Parameter) -> dict[str, torch.Tensor]:
         """Copies on the host of state streams of ``parameter`` (1-D), by their names. One chunk of the block is looked
         at after the other: of what is on disk no more is in memory."""
         forms = {name: form_of(name) for name in names}
-        made = {n: torch.empty(f.count(parameter.numel), dtype=getattr(torch, f.dtype)) for n, f in forms.items()}
+        made = {n: torch.empty(f.count_for(parameter.shape), dtype=getattr(torch, f.dtype)) for n, f in forms.items()}
         upper = self.upper_halves()
         for chunk in self._chunks_of({parameter.name}):
             content = self.states.look(chunk.offset, chunk.nbytes)
             for name, form in forms.items():
                 for piece, values in self.values(name, chunk, content, upper, of=parameter):
-                    start = form.count(piece.start)
+                    start, _ = piece.values(form)
                     made[name][start : start + values.numel()] = values
         return made
 
@@ -239,8 +239,7 @@ class BlockState:
             with self.states.edit(chunk.offset, chunk.nbytes) as content:
                 for piece in chunk.pieces:
                     for name, values in given.get(piece.parameter.name, {}).items():
-                        start = form_of(name).count(piece.start)
-                        count = form_of(name).count(piece.stop - piece.start)
+                        start, count = piece.values(form_of(name))
                         self.write_piece(name, chunk, piece, content, parameters, values[start : start + count])
 
     def _chunks_of(self, names: Collection[str]) -> Iterator[Chunk]:
@@ -268,7 +267,7 @@ class BlockState:
             if name == MASTER and halves:
                 lower, ties = (self._view(stream, chunk, content, piece) for stream in (LOWER, TIES))
                 yield piece, joined(at_place(parameters, piece), lower, ties)
-            elif name != MASTER or needs_master(piece.parameter):
+            elif has_stream(name, piece.parameter):
                 view = self._view(name, chunk, content, piece)
                 yield piece, view.abs() if name == TIES and halves else view
 
@@ -300,4 +299,4 @@ class BlockState:
 
     def _view(self, name: str, chunk: Chunk, content: torch.Tensor, piece: Piece) -> torch.Tensor:
         start, nbytes = self.layout.spans(chunk)[name]
-        return state_view(content[start : start + nbytes], name, piece)
+        return state_view(content[start : start + nbytes], name, chunk, piece)

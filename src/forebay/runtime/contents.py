@@ -22,7 +22,7 @@ from forebay.runtime.gradients import host_copy
 from forebay.runtime.sparse import forget
 from forebay.runtime.stepping import Stepping
 from forebay.runtime.store import Store
-from forebay.runtime.tensors import alone, flat, shaped
+from forebay.runtime.tensors import alone, flat, shaped, state_flat, state_shaped
 from forebay.scheduling.slots import SlotPool
 from forebay.states import Masters, form_of, plain_name
 from forebay.trace import Model, Parameter
@@ -162,7 +162,7 @@ class Contents:
             return {}
         streams = {}
         for stream, values in state.gathered(state.streams_of(spec), spec).items():
-            streams[plain_name(stream)] = shaped(values, spec) if form_of(stream).is_elementwise else values
+            streams[plain_name(stream)] = state_shaped(values, stream, spec)
         if name in state.residuals:
             streams[RESIDUAL] = shaped(state.residuals[name], spec).clone()
         return {"step": torch.tensor(float(steps)), **streams}
@@ -204,11 +204,11 @@ def _streams(state: BlockState, spec: Parameter, saved: Mapping[str, torch.Tenso
     """The streams of ``spec`` that ``saved`` states mean, 1-D."""
     made = {}
     for stream in state.streams_of(spec):
-        value, form = saved.get(plain_name(stream)), form_of(stream)
+        value = saved.get(plain_name(stream))
         if value is not None:
-            made[stream] = flat(value, spec) if form.is_elementwise else value
+            made[stream] = state_flat(value, stream, spec)
         elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
-            made[stream] = torch.zeros(1).expand(form.count(spec.numel))
+            made[stream] = torch.zeros(1).expand(form_of(stream).count_for(spec.shape))
     return made
 
 

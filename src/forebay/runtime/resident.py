@@ -10,8 +10,8 @@ from typing import Final, final
 import torch
 
 from forebay.device.base import Device
-from forebay.layout import Chunk, Piece, needs_master, widened_nbytes
-from forebay.optim.arithmetic import Arithmetic, Held, Part
+from forebay.layout import Chunk, Piece, needs_master, workspace_nbytes
+from forebay.optim.parts import Arithmetic, Held, Part
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.applying import Copy, Task, batches, copy_of, landed, part_of
 from forebay.runtime.blockstate import BlockState
@@ -67,7 +67,7 @@ class ResidentUpdates:
             for task, pieces in batches(chunk, tasks):
                 call = calls.setdefault((id(task.group), task.step), _Call(task))
                 narrow = sum(p.stop - p.start for p in pieces if needs_master(p.parameter))
-                widened = widened_nbytes(narrow, state.layout.masters)
+                widened = workspace_nbytes(state.layout.streams, narrow, (p.parameter for p in pieces))
                 if call.parts and call.widened + widened > self._room:
                     self._make(call)
                 call.parts += [part_of(piece, held(piece), landed(flattened, piece), None) for piece in pieces]

@@ -24,7 +24,7 @@ import torch
 
 from forebay.kernels.team import Team, cores
 from forebay.layout import StateLayout, cell_of, state_layout
-from forebay.optim.arithmetic import host_arithmetic
+from forebay.optim.choosing import host_arithmetic
 from forebay.runtime.applying import update_cell
 from forebay.runtime.sparse import gather_sent
 from forebay.runtime.storage_orders import Answer, Done, Failed, Order, Setup

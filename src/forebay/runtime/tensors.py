@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from forebay.layout import Piece
+from forebay.layout import Chunk, Piece
 from forebay.optim.flat import laid_flat
 from forebay.states import form_of
 from forebay.trace import Parameter
@@ -21,6 +21,8 @@ __all__ = [
     "elements",
     "flat",
     "shaped",
+    "state_flat",
+    "state_shaped",
     "state_view",
 ]
 
@@ -57,18 +59,33 @@ def flat(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     return laid_flat(tensor, parameter.shape, parameter.stride)
 
 
-def state_view(stream: torch.Tensor, state: str, piece: Piece) -> torch.Tensor:
-    """The values of ``piece`` in the bytes of one stream of its chunk: those of ``state``, in its dtype, 1-D."""
+def state_view(stream: torch.Tensor, state: str, chunk: Chunk, piece: Piece) -> torch.Tensor:
+    """The values of ``piece`` in the bytes of one stream of its ``chunk``: those of ``state``, in its dtype, 1-D."""
     form = form_of(state)
-    start = form.count(piece.offset)
+    start, (_, count) = chunk.before(form, piece), piece.values(form)
     typed: torch.Tensor = stream.view(getattr(torch, form.dtype))
-    return typed[start : start + form.count(piece.stop - piece.start)]
+    return typed[start : start + count]
+
+
+def state_shaped(values: torch.Tensor, state: str, parameter: Parameter) -> torch.Tensor:
+    """All ``values`` (1-D) that ``parameter`` has of ``state``, as saved states have them: where every element has one
+    in the shape and strides of the parameter, rows and columns in theirs, else in one dimension."""
+    form = form_of(state)
+    own = form.shape_for(parameter.shape)
+    if own is None or form.is_elementwise:
+        return shaped(values, parameter)
+    return values.view(own)
+
+
+def state_flat(value: torch.Tensor, state: str, parameter: Parameter) -> torch.Tensor:
+    """``state_shaped`` the other way round."""
+    return flat(value, parameter) if form_of(state).is_elementwise else value.reshape(-1)
 
 
 def bytes_before(state: str, piece: Piece) -> int:
     """Bytes of the values of ``state`` that its parameter has before those of ``piece``."""
     form = form_of(state)
-    return form.count(piece.start) * form.itemsize
+    return piece.values(form)[0] * form.itemsize
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ from forebay.device.base import Completion, Device
 from forebay.errors import ForebayError
 from forebay.kernels.team import Team
 from forebay.layout import Cell, Chunk, Piece, untrained_nbytes
-from forebay.optim.arithmetic import Arithmetic, Prepared, TorchArithmetic, copied, host_arithmetic
+from forebay.optim.choosing import host_arithmetic, torch_arithmetic
+from forebay.optim.parts import Arithmetic, Prepared, copied
 from forebay.optim.rules import UpdateRule
 from forebay.optim.scaling import Span, multiply
 from forebay.priority import step_back
@@ -230,7 +231,7 @@ class Updater:
             copied(team, at_place(loan.buffer, piece), at_place(loan.source, piece))
             for name, (at, nbytes) in state.layout.spans(chunk).items():
                 there, here = (content[at : at + nbytes] for content in (states.buffer, states.source))
-                copied(team, state_view(there, name, piece), state_view(here, name, piece))
+                copied(team, state_view(there, name, chunk, piece), state_view(here, name, chunk, piece))
         if chunk is state.layout.chunks[0]:
             for parameter in state.block.parameters:
                 if not parameter.trainable:
@@ -241,7 +242,7 @@ class Updater:
         """Who updates what is on the device."""
         if self._same:
             return host_arithmetic(self._rule, self._team, workspace)
-        return TorchArithmetic(self._rule, workspace)
+        return torch_arithmetic(self._rule, workspace)
 
     def _copy(self, state: BlockState, chunk: Chunk, content: torch.Tensor, parameters: torch.Tensor) -> Copy:
         """What one copy of ``chunk`` has of each piece; ``content`` are its states, ``parameters`` the block's."""

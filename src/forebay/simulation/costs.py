@@ -19,7 +19,15 @@ from forebay.compression import MASK_BITS, Codes
 from forebay.errors import ConfigError
 from forebay.machine import Disk, Machine
 from forebay.program import Action, Outline, Verb
-from forebay.simulation.update_rates import apart, kept, states_share, storage_rate, touched, update_rate
+from forebay.simulation.update_rates import (
+    apart,
+    device_update_rate,
+    kept,
+    states_share,
+    storage_rate,
+    touched,
+    update_rate,
+)
 from forebay.states import Masters
 from forebay.timeline import Lane
 from forebay.trace import Block, Tensor, Trace, Work
@@ -117,6 +125,7 @@ class Costs:
         self.machine = machine
         self.update_rate = update_rate(trace, machine, masters)
         """Bytes/s of an update on the host, in place, with the states of ``trace`` and ``masters`` kept so."""
+        self.device_update_rate = device_update_rate(trace, machine)
         self._apart = apart(trace.state_names)
         self.storage_rate = storage_rate(trace, machine, self.update_rate)
         """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
@@ -241,7 +250,7 @@ class Costs:
             case Verb.UPDATE:
                 # Where the device is the host's processor, what is on it is updated as at home.
                 if action.lane is Lane.COMPUTE or (action.lane is Lane.DEVICE_UPDATE and machine.device_kind != "cpu"):
-                    return max(nbytes / machine.device_bandwidth, machine.launch_seconds)
+                    return max(nbytes / self.device_update_rate, machine.launch_seconds)
                 return nbytes / self.update_rate * (self._apart if action.apart else 1.0)
             case Verb.READ:
                 return self._disk(action).read.seconds(nbytes)

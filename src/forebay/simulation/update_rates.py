@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Final
 
 from forebay.layout import needs_master, states_nbytes, touched_nbytes, with_masters
 from forebay.machine import Machine
-from forebay.states import Masters, form_of, is_wide, plain_name, update_kind
+from forebay.states import Masters, form_of, is_factored, is_wide, plain_name, update_kind
 from forebay.trace import Block, Parameter, Trace
 
-__all__ = ["APART", "apart", "kept", "states_share", "storage_rate", "touched", "update_rate"]
+__all__ = ["APART", "apart", "device_update_rate", "kept", "states_share", "storage_rate", "touched", "update_rate"]
 
-APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1})
+APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1, "rows": 1.45})
 """By the form of the moments: how many times as long an update takes that reads one copy of a block and writes another
 as one in place. AdamW, one thread of an EPYC 9004, 8M elements, medians in nanoseconds an element: 1.09 beside 0.93 in
 place (bf16 with fp32 masters), 0.94 beside 0.76 (fp32); with moments in codes the cores bind (docs/log.md, 2026-11-22).
-Forms that nobody has measured are taken for fp32."""
+Factored states (``rows``) are copied first and updated there: a matrix of 16M elements, two threads of an EPYC, 1.53
+(fp32) and 1.38 (bf16 with fp32 masters; docs/log.md, 2026-11-28). Forms that nobody has measured are taken for fp32."""
+
+FACTORED: Mapping[str, float] = MappingProxyType(
+    {"adafactor": 1.05, "adafactor-torch": 7.5, "adafactor-transformers": 2.7}
+)
+"""By the name of the optimizer: how many times as long an element with factored states takes on the host as one of
+AdamW with moments in fp32. Ours has kernels, the others are torch's ops; of torch's own the norms of columns take more
+than half. A matrix of 16M elements, two threads of an EPYC (docs/log.md, 2026-11-28)."""
+
+FACTORED_PASSES: Final = 5.5
+"""How many times the bytes that an update has to move at least torch's ops move for one with factored states: 68
+bytes an element for norms, the second moment, its root, the update and the parameter, and 8 more for casts, where 12
+(fp32) or 14 (bf16 with fp32 masters) would do."""
 
 
 def update_rate(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
@@ -43,10 +57,19 @@ def _rate_of_whole(trace: Trace, machine: Machine, elements: int) -> float:
     known = machine.update_elements.get(update_kind(trace.state_names))
     if known is not None:
         return min(machine.update_rate, known * own)
+    if is_factored(trace.state_names):
+        alike = touched(trace.model.blocks, ("exp_avg", "exp_avg_sq"))
+        slower = FACTORED.get(trace.optimizer, max(FACTORED.values()))
+        return machine.update_rate * own * elements / alike / slower
     if is_wide(trace.state_names):
         return machine.update_rate
     moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
     return machine.update_rate * own * elements / touched(trace.model.blocks, moments)
+
+
+def device_update_rate(trace: Trace, machine: Machine) -> float:
+    """Bytes/s of an update on the device: those of its memory, unless torch's ops go over it several times."""
+    return machine.device_bandwidth / (FACTORED_PASSES if is_factored(trace.state_names) else 1.0)
 
 
 def storage_rate(trace: Trace, machine: Machine, on_host: float) -> float:
@@ -71,17 +94,17 @@ def states_share(trace: Trace) -> float:
 def touched(blocks: Iterable[Block], states: tuple[str, ...], masters: Masters = Masters.WHOLE) -> int:
     """Bytes that updates of ``blocks`` touch on the host (states, gradients, parameters), with an optimizer that keeps
     ``states``, and ``masters`` so."""
-    return sum(touched_nbytes(streams, p.numel, p.nbytes) for streams, p in _streams(blocks, states, masters))
+    return sum(touched_nbytes(streams, p) for streams, p in _streams(blocks, states, masters))
 
 
 def kept(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
     """Bytes of the ``states`` of ``blocks``, masters included."""
-    return sum(states_nbytes(streams, p.numel) for streams, p in _streams(blocks, states))
+    return sum(states_nbytes(streams, p) for streams, p in _streams(blocks, states))
 
 
 def apart(states: tuple[str, ...]) -> float:
     """``APART`` of an optimizer with ``states``."""
-    forms = {form_of(state).name for state in states} - {"scale"} or {"float32"}
+    forms = {"rows"} if is_factored(states) else {form_of(state).name for state in states} - {"scale"} or {"float32"}
     return max(APART.get(form, APART["float32"]) for form in forms)
 
 

@@ -19,7 +19,7 @@ from forebay.planners.activations.menu import Option, menu
 from forebay.planners.parts import DEDICATED, HOSTED, RESIDENT, recomputable
 from forebay.planners.problem import Problem
 from forebay.simulation import Costs
-from forebay.states import is_wide
+from forebay.states import is_fp32
 from forebay.trace import Block, Phase, Trace
 
 __all__ = ["ON_DISK", "STATES_ON_DISK", "Group", "Home", "Use", "groups_of", "memory_seconds"]
@@ -261,14 +261,14 @@ class _Grouping:
         trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
         layout = state_layout(block, self._problem.state_names, 1 << 22, self._problem.masters)
         states = layout.nbytes
-        touched = sum(touched_nbytes(layout.streams, p.numel, p.nbytes) for p in trained)
+        touched = sum(touched_nbytes(layout.streams, p) for p in trained)
         # Where they are used up in backward a few slots hold all of them: nothing is the least.
         gradients = 0 if self._problem.update == "backward" else gradient_offsets(block)[1]
         fetch = machine.h2d.seconds(block.nbytes)
         leave = sum(machine.d2h.seconds(p.nbytes) for p in trained)
         update = touched / self._costs.update_rate
         hosted = block.nbytes + gradients + states
-        on_device = max(touched / machine.device_bandwidth, machine.launch_seconds) if trained else 0.0
+        on_device = max(touched / self._costs.device_update_rate, machine.launch_seconds) if trained else 0.0
         # Gradients that no forward finds there are none at the turning point.
         standing = block.nbytes + block.gradient_nbytes * self._problem.accumulates + states
         written = touched * self._updated + sum(p.nbytes for p in trained) * self._copied
@@ -302,10 +302,10 @@ class _Grouping:
         States and gradients come, and of the parameters what has no whole master; states and parameters go."""
         machine, states = self._costs.machine, self._problem.state_names
         trained = [block.parameters[i] for i in sorted(self._trained.get(block.name, ()))]
-        if not trained or "cpu" in (self._trace.device, machine.device_kind) or not is_wide(states):
+        if not trained or "cpu" in (self._trace.device, machine.device_kind) or not is_fp32(states):
             return ()
         layout = state_layout(block, states, 1 << 22, self._problem.masters)
-        held = sum(states_nbytes(layout.streams, p.numel) for p in trained)
+        held = sum(states_nbytes(layout.streams, p) for p in trained)
         nbytes = sum(p.nbytes for p in trained)
         come = held + nbytes + sum(p.nbytes for p in trained if layout.reads(p))
         seconds, stores = come / machine.h2d.curve.best, (held + nbytes) / machine.d2h.curve.best

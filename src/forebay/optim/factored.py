@@ -1,0 +1,143 @@
+"""Adafactor as update rules, torch's and that of transformers: each looks at a whole parameter before it changes an
+element.
+
+They do what those do, operation by operation, in memory that they are given: the last bits are those of the optimizers
+that they stand for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, final
+
+import torch
+
+from forebay.kernels.adafactor_step import AdafactorStep
+from forebay.optim.rules import WholeRule
+
+__all__ = ["AdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
+
+
+@final
+class AdafactorRule(WholeRule):
+    """Shazeer and Stern (2018), algorithms 4 and 5, as ``torch.optim.Adafactor`` has them.
+
+    ``kernels``: forebay's kernels may compute it, which sum up in an order of their own. Without them it is torch's ops
+    in torch's order, on fp32 masters where parameters have 16 bits.
+    """
+
+    state_names = ("row_var:rows", "col_var:columns", "variance:vector")
+
+    def __init__(self, *, kernels: bool) -> None:
+        self.kernels = kernels
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+        room: Callable[[int], torch.Tensor],
+    ) -> None:
+        numbers, count = adafactor_step(step, group), parameter.numel()
+        norm = parameter.norm(2).item()
+        if numbers.weight_decay != 0:
+            parameter.mul_(1 - numbers.lr * numbers.weight_decay)
+        scratch = room(count)
+        made = scratch.view(parameter.shape)
+        if parameter.dim() > 1:
+            row, column = states["row_var"], states["col_var"]
+            for held, dim in ((row, -1), (column, -2)):
+                # As many as there are rows or columns, where the second moment will be.
+                mean = scratch[: held.numel()].view(held.shape)
+                torch.norm(gradient, dim=dim, keepdim=True, out=mean)
+                held.lerp_(mean.square_().div_(gradient.size(dim)), numbers.fresh)
+            means = room(prod(row.shape[:-2])).view(*row.shape[:-2], 1, 1)
+            torch.mean(row, dim=-2, keepdim=True, out=means)
+            torch.matmul(row, column, out=made)
+            made.div_(means.clamp_(min=numbers.eps1))
+        else:
+            torch.mul(gradient, gradient, out=made)
+            made.copy_(states["variance"].lerp_(made, numbers.fresh))
+        made.clamp_(min=numbers.eps1**2).rsqrt_().mul_(gradient)
+        pace = numbers.pace(norm, made.norm(2).item(), count)
+        parameter.add_(made, alpha=-pace if group.get("maximize") else pace)
+
+
+@final
+class TransformersAdafactorRule(WholeRule):
+    """``transformers.Adafactor``, on fp32 masters where parameters have 16 bits. ``momentum``: there is a ``beta1``."""
+
+    def __init__(self, *, momentum: bool) -> None:
+        factors = "exp_avg_sq_row:rows-flat", "exp_avg_sq_col:columns-flat", "exp_avg_sq:vector"
+        self.state_names = ("exp_avg", *factors) if momentum else factors
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+        room: Callable[[int], torch.Tensor],
+    ) -> None:
+        lr, fresh = _transformers_lr(parameter, step, group), math.pow(step, float(group["decay_rate"]))
+        made = room(parameter.numel()).view(parameter.shape)
+        torch.mul(gradient, gradient, out=made).add_(group["eps"][0])
+        if parameter.dim() >= 2:
+            row, column = states["exp_avg_sq_row"], states["exp_avg_sq_col"]
+            by_row, by_column = (room(held.numel()).view(held.shape) for held in (row, column))
+            for held, sums, dim in ((row, by_row, -1), (column, by_column, -2)):
+                torch.mean(made, dim=dim, out=sums)
+                held.mul_(1.0 - fresh).add_(sums, alpha=1.0 - (1.0 - fresh))
+            # Of each matrix one mean, where the column factor will be.
+            mean = by_column.view(-1)[: prod(row.shape[:-1])].view(*row.shape[:-1], 1)
+            torch.mean(row, dim=-1, keepdim=True, out=mean)
+            torch.div(row, mean, out=by_row).rsqrt_()
+            torch.rsqrt(column, out=by_column)
+            torch.mul(by_row.unsqueeze(-1), by_column.unsqueeze(-2), out=made)
+        else:
+            held = states["exp_avg_sq"]
+            held.mul_(1.0 - fresh).add_(made, alpha=1.0 - (1.0 - fresh))
+            torch.rsqrt(held, out=made)
+        made.mul_(gradient)
+        made.div_((_root_mean_square(made) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        if group["beta1"] is not None:
+            made = states["exp_avg"].mul_(group["beta1"]).add_(made, alpha=1 - group["beta1"])
+        if group["weight_decay"] != 0:
+            parameter.add_(parameter, alpha=-group["weight_decay"] * lr)
+        parameter.sub_(made)
+
+
+def _transformers_lr(parameter: torch.Tensor, step: int, group: Mapping[str, Any]) -> float | torch.Tensor:
+    """What the update is multiplied by: a tensor without a dimension where it follows from the parameter."""
+    lr: float = group["lr"]
+    if group["relative_step"]:
+        lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
+    if not group["scale_parameter"]:
+        return lr
+    scale: float | torch.Tensor = max(group["eps"][1], _root_mean_square(parameter))
+    return scale * lr
+
+
+def _root_mean_square(values: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = values.norm(2) / (values.numel() ** 0.5)
+    return found
+
+
+def adafactor_step(step: int, group: Mapping[str, Any]) -> AdafactorStep:
+    """The hyperparameters of a ``step``, counted from 1, of ``group``: of ``eps`` the first may be None, which is the
+    machine epsilon of fp32."""
+    least, scale = group["eps"]
+    return AdafactorStep(
+        step,
+        lr=float(group["lr"]),
+        beta2_decay=float(group["beta2_decay"]),
+        eps1=torch.finfo(torch.float32).eps if least is None else float(least),
+        eps2=float(scale),
+        d=float(group["d"]),
+        weight_decay=float(group["weight_decay"]),
+    )

@@ -1,0 +1,70 @@
+"""Which update rule a user's optimizer stands for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Final
+
+import torch
+
+from forebay.errors import OptimizerError
+from forebay.optim.factored import AdafactorRule, TransformersAdafactorRule
+from forebay.optim.rules import AdamRule, SgdRule, UpdateRule
+
+__all__ = ["RuledOptimizer", "name_of", "read_optimizer"]
+
+_OF_TORCH: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)
+
+_OF_TRANSFORMERS: Final = "transformers.optimization.Adafactor"
+"""By its name: transformers is not imported for it."""
+
+
+class RuledOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer of forebay's own, which steps by a rule wherever it is."""
+
+    @property
+    @abstractmethod
+    def rule(self) -> UpdateRule:
+        """What a step does. Raises ``OptimizerError`` where groups ask for what no rule does."""
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """What a trace calls it: its class, and of Adafactor, of which there are several, whose it is if not forebay's."""
+    kind = type(optimizer)
+    name, package = kind.__name__.lower(), kind.__module__.partition(".")[0]
+    return f"{name}-{package}" if name == "adafactor" and package != "forebay" else name
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
+    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adafactor``, of ``transformers.Adafactor``,
+    or of an optimizer of ``forebay.optim``.
+
+    Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
+    forebay does not run.
+    """
+    groups, kind = optimizer.param_groups, type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not (isinstance(optimizer, RuledOptimizer) or kind in _OF_TORCH or name == _OF_TRANSFORMERS):
+        raise OptimizerError(
+            f"{name} is not an optimizer that forebay runs; use AdamW, Adam, SGD or Adafactor of torch.optim, AdamW, "
+            f"Lion or Adafactor of forebay.optim, or Adafactor of transformers"
+        )
+    if optimizer.state:
+        raise OptimizerError(
+            "the optimizer has taken steps already; prepare it before the first step, or load its state_dict() into "
+            "the prepared optimizer"
+        )
+    if isinstance(optimizer, RuledOptimizer):
+        return optimizer.rule
+    if name == _OF_TRANSFORMERS:
+        return TransformersAdafactorRule(momentum=any(group["beta1"] is not None for group in groups))
+    if any(group.get("differentiable") for group in groups):
+        raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
+    if kind is torch.optim.Adafactor:
+        return AdafactorRule(kernels=False)
+    if kind is torch.optim.SGD:
+        return SgdRule(momentum=any(group["momentum"] != 0 for group in groups))
+    decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
+    if len(decoupled) > 1:
+        raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
+    return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))
