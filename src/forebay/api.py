@@ -153,7 +153,7 @@ def prepare(
             plan = Asking(model, batch, bound, blocks, optimizer, *asked, returning, loss_fn).plan(loss)
         else:
             plan = adopt_plan(plan, batch, bound, rule, budget, partial(limits_of, returning=returning))
-        plan = with_tiles(plan, model, batch, torch.device(opened.name))
+        plan = with_tiles(plan, model, rule.state_names, batch, torch.device(opened.name))
         expect_served(plan, two_places=kept is not None, checksums=checksums)
         if plan.read_outside:
             bound = find_blocks(model, blocks, plan.read_outside)

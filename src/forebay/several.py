@@ -200,7 +200,7 @@ def _opened(found: Sequence[_Found], plans: Sequence[Plan], whole: CpuDevice, bu
     try:
         for one, plan in zip(found, plans, strict=True):
             device = CpuDevice(plan.budget.device, of=whole)
-            said = with_tiles(plan, one.model, one.batch, torch.device(device.name))
+            said = with_tiles(plan, one.model, one.rule.state_names, one.batch, torch.device(device.name))
             bound = find_blocks(one.model, read_outside=said.read_outside) if said.read_outside else one.bound
             given = one.model, one.optimizer, bound, one.rule, said, device
             prepared.append(open_session(*given, owns_device=True, within=ledgers))

@@ -3,6 +3,7 @@ what a plan says of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from forebay.runtime.grids import Grid, grid_of
 from forebay.runtime.hooks import is_prepared
 from forebay.runtime.tiles import Tiled, TiledEmbedding, TiledLinear, is_exact
 from forebay.runtime.wholes import Whole, wholes_of
+from forebay.states import is_factored
 from forebay.units import format_bytes, parse_bytes
 
 __all__ = ["ROUNDED_OTHERWISE", "noted_tiles", "notes_of", "tile", "with_tiles"]
@@ -108,15 +110,17 @@ def noted_tiles(names: tuple[str, ...], most: int) -> str:
     return f"in tiles: {', '.join(names)}"
 
 
-def with_tiles(plan: Plan, model: nn.Module, batch: Any, device: torch.device | None) -> Plan:
+def with_tiles(plan: Plan, model: nn.Module, states: Iterable[str], batch: Any, device: torch.device | None) -> Plan:
     """``plan`` with what is to be said of the tiles of ``model`` and is not said in it yet. They are tried with as many
     tokens as ``batch`` has on ``device``, where the run will be; without a batch, or on another machine (None), nobody
-    knows."""
+    knows. ``states`` are those that the optimizer keeps."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Tiled)]
     if not layers:
         return plan
     tried: dict[tuple[Grid, torch.dtype, bool], bool] = {}
-    changes = []
+    changes = [
+        f"{name}: {OF_TILES}" for name, layer in layers if is_factored(states) and layer.parts()[0].requires_grad
+    ]
     for name, layer in layers:
         if not isinstance(layer, TiledLinear):
             continue
@@ -135,6 +139,11 @@ def with_tiles(plan: Plan, model: nn.Module, batch: Any, device: torch.device | 
 
 
 NORMS = "a norm of gradients is taken over tiles like over parameters: clipping by it may differ in the last bit"
+
+OF_TILES = (
+    "the optimizer sums up the rows and columns of each tile by itself, and sees to the size of its update, where it "
+    "would do so for the whole weight"
+)
 
 ROUNDED_OTHERWISE = (
     "the same sums, but on this device products of parts round otherwise than those of the whole, or that has not been "

@@ -66,7 +66,8 @@ def test_names_say_how_states_lie() -> None:
     ],
 )
 def test_bytes(moments: Moments, elements: int, nbytes: int) -> None:
-    assert states_nbytes(moment_states(NAMES, moments), elements) == nbytes
+    (parameter,) = block(elements).parameters
+    assert states_nbytes(moment_states(NAMES, moments), parameter) == nbytes
 
 
 @pytest.mark.parametrize("moments", MOMENTS)

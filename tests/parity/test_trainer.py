@@ -143,8 +143,8 @@ def test_it_evaluates_and_trains_as_the_trainer_does(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"bf16": True}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}],
-    ids=["bf16", "smoothed"],
+    [{"bf16": True}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True}, {"optim": "adafactor"}],
+    ids=["bf16", "smoothed", "adafactor"],
 )
 def test_it_trains_as_the_trainer_does(tmp_path: Path, opened: list[Noting], more: dict[str, Any]) -> None:
     own = trainer(tmp_path / "own", Memory(BUDGET), **more)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.optimization import Adafactor as TransformersAdafactor
 
 import forebay
 import forebay.device.cpu
 from forebay.errors import ForebayError, UsageError
-from forebay.optim import AdamW, Lion
+from forebay.optim import Adafactor, AdamW, Lion
 from forebay.testing import Course, Verdict, assert_same_training, train_both
 from forebay.treatments import Fate, Treatment
 from tests.parity.bits import bits_plan
@@ -28,6 +29,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
     "8bit": lambda p: AdamW(p, lr=1e-2, moments="8bit"),
     "lion": lambda p: Lion(p, lr=1e-3),
+    "adafactor": lambda p: Adafactor(p, lr=1e-3),
+    "adafactor-torch": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+    "adafactor-transformers": TransformersAdafactor,
 }
 
 
@@ -50,6 +54,10 @@ def run(
         ("unused", "8bit", torch.bfloat16, {}),
         ("convnet", "amsgrad", torch.float32, {}),
         ("experts", "sgd", torch.float32, {"policy": "resident"}),
+        ("llama-tied", "adafactor-torch", torch.bfloat16, {"micro_batches": 2}),
+        ("convnet", "adafactor-transformers", torch.float32, {}),
+        ("experts", "adafactor-transformers", torch.bfloat16, {"policy": "resident"}),
+        ("gpt2", "adafactor", torch.bfloat16, {"policy": "l2l"}),
     ],
 )
 def test_equal(name: str, optimizer: str, dtype: torch.dtype, more: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ def _updates(step: Step, live: Live, program: Program, layouts: Mapping[str, Sta
     for index, action in enumerate(program.actions):
         if action.verb is Verb.UPDATE and action.lane is Lane.COMPUTE:
             sizes = [
-                widened(sum(p.stop - p.start for p in c.pieces if needs_master(p.parameter)), layouts[action.block])
+                widened(c, sum(p.stop - p.start for p in c.pieces if needs_master(p.parameter)), layouts[action.block])
                 for c in layouts[action.block].chunks
                 if any(step.ids[p.parameter.name] in step.with_gradient for p in c.pieces)
             ]

@@ -27,7 +27,7 @@ from forebay.layout import PAGE, STATE_ITEMSIZE, Chunk, StateLayout, needs_maste
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.states import Masters, is_fp32
+from forebay.states import Masters, is_factored, is_fp32
 from forebay.timeline import Lane
 from forebay.trace import Trace
 
@@ -220,14 +220,21 @@ def _cell(layout: StateLayout, density: float | None) -> tuple[int, int]:
         sent = () if density is None else _sent(chunk, density)
         whole = chunk.nbytes + 2 * sum(_aligned(piece.nbytes) for piece in chunk.pieces)
         cell = max(cell, whole + sum(map(_aligned, sent)))
-    widest = max((c.elements for c in layout.chunks), default=0) if layout.has_masters else 0
-    return cell, widened(widest, layout)
+    return cell, max((widened(c, c.elements if layout.has_masters else 0, layout) for c in layout.chunks), default=0)
 
 
-def widened(elements: int, layout: StateLayout) -> int:
-    """Bytes in which so many elements with masters are updated: gradients in fp32, and masters of which half is at
-    home."""
-    return STATE_ITEMSIZE * elements * (2 if layout.masters is Masters.LOWER else 1)
+def widened(chunk: Chunk, elements: int, layout: StateLayout) -> int:
+    """Bytes in which ``chunk`` is updated, of which so many ``elements`` have masters: their gradients in fp32, and
+    masters of which half is at home. With factored states one parameter at a time: its gradient in fp32, its update,
+    and a line more than sums of rows and columns take."""
+    if not is_factored(layout.streams):
+        return STATE_ITEMSIZE * elements * (2 if layout.masters is Masters.LOWER else 1)
+    found = 0
+    for piece in chunk.pieces:
+        own, numel = piece.parameter, piece.parameter.numel
+        sums = sum(numel // size for size in own.shape[-2:]) if len(own.shape) > 1 else 0
+        found = max(found, _aligned(STATE_ITEMSIZE * (numel * (2 if needs_master(own) else 1) + sums)) + ALIGNMENT)
+    return found
 
 
 def _aligned(nbytes: int) -> int:

@@ -12,7 +12,7 @@ from forebay.arenas import DISK_BLOCK, DISK_BOUNCE, DISK_SUM, GRADIENT_STAGING, 
 from forebay.checking.cells import residual_nbytes, storage_window, widened
 from forebay.checking.words import listed
 from forebay.errors import DoesNotFit, PlanInvalid
-from forebay.layout import PAGE, StateLayout, needs_master, state_layout
+from forebay.layout import PAGE, StateLayout, state_layout
 from forebay.machine import Machine
 from forebay.memory import ALIGNMENT, Kind, Tier
 from forebay.plans import Placement, Plan, Update
@@ -139,9 +139,10 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             through_ring = through_ring or (placement.states is Tier.DISK and states > 0)
         elif placement.update is Update.STORAGE:
             continue
-        elif any(needs_master(p) for p in trained):
+        elif trained:
             layout = state[block.name]
-            workspace = max((workspace, *(widened(c.elements, layout) for c in layout.chunks)))
+            wide = [widened(c, c.elements if layout.has_masters else 0, layout) for c in layout.chunks]
+            workspace = max((workspace, *wide))
     pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
     if plan.streaming.checksums:
         host += DISK_SUM * (disk // PAGE)  # not of activations, which no later step reads

@@ -84,6 +84,7 @@ def plan(settings: PlanSettings) -> PlanReport:
     """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
     import torch
 
+    from forebay.profiler.capture import STATES
     from forebay.recipes.tasks import sample
     from forebay.tiling import noted_tiles, notes_of, tile, with_tiles
 
@@ -98,7 +99,7 @@ def plan(settings: PlanSettings) -> PlanReport:
     report = _answer(settings, found, machine, (*notes, noted_tiles(cut, settings.tile)), folder, here)
     if report.plan is None:
         return report
-    plan = with_tiles(report.plan, found.model, found.batch, here)
+    plan = with_tiles(report.plan, found.model, STATES[settings.optimizer], found.batch, here)
     return replace(report, plan=plan, reasons=plan.reasons, notes=(*report.notes, *notes_of(found.model)))
 
 

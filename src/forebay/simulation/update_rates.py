@@ -58,18 +58,27 @@ def _rate_of_whole(trace: Trace, machine: Machine, elements: int) -> float:
     if known is not None:
         return min(machine.update_rate, known * own)
     if is_factored(trace.state_names):
-        alike = touched(trace.model.blocks, ("exp_avg", "exp_avg_sq"))
-        slower = FACTORED.get(trace.optimizer, max(FACTORED.values()))
-        return machine.update_rate * own * elements / alike / slower
+        return machine.update_rate * _factored_rate(trace)
     if is_wide(trace.state_names):
         return machine.update_rate
     moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
     return machine.update_rate * own * elements / touched(trace.model.blocks, moments)
 
 
+def _factored_rate(trace: Trace) -> float:
+    """The bytes/s of an update with factored states on the host, over those of one with two moments in fp32."""
+    blocks = trace.model.blocks
+    less = touched(blocks, trace.state_names) / touched(blocks, ("exp_avg", "exp_avg_sq"))
+    return less / FACTORED.get(trace.optimizer, max(FACTORED.values()))
+
+
 def device_update_rate(trace: Trace, machine: Machine) -> float:
-    """Bytes/s of an update on the device: those of its memory, unless torch's ops go over it several times."""
-    return machine.device_bandwidth / (FACTORED_PASSES if is_factored(trace.state_names) else 1.0)
+    """Bytes/s of an update on the device: those of its memory, unless torch's ops go over it several times. Where the
+    device is the host's processor, what is on it is updated as at home."""
+    if not is_factored(trace.state_names) or not any(block.trainable_numel for block in trace.model.blocks):
+        return machine.device_bandwidth
+    cpu = machine.device_kind == "cpu"
+    return machine.device_bandwidth * (_factored_rate(trace) if cpu else 1 / FACTORED_PASSES)
 
 
 def storage_rate(trace: Trace, machine: Machine, on_host: float) -> float:

@@ -43,17 +43,17 @@ def place_of(asked: str | torch.device | Device | None) -> torch.device:
 
 @final
 class PlainOptimizer:
-    """An optimizer of ``torch.optim`` over a plain model, as forebay promises its update.
+    """An optimizer over a plain model, as forebay promises its update.
 
     ``torch.optim`` has several implementations that round differently: forebay's is that of the fused kernels, so these
     are used. Parameters of 16 bits are updated by way of an fp32 copy, which ``torch.optim`` does not keep by itself.
-    An optimizer of ``forebay.optim`` does both, and steps as it is.
+    Others have one implementation. An optimizer of ``forebay.optim`` does both, and steps as it is.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._given = optimizer
         self._masters: dict[nn.Parameter, torch.Tensor] = {}
-        self._stepped = optimizer if isinstance(optimizer, LeanOptimizer) else self._fused(optimizer)
+        self._stepped = optimizer if isinstance(optimizer, LeanOptimizer) else self._over_masters(optimizer)
 
     def step(self) -> None:
         """One step for the parameters that have a gradient."""
@@ -106,15 +106,15 @@ class PlainOptimizer:
         elif states:
             self._stepped.state[parameter if stood is None else stood] = held
 
-    def _fused(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        groups = []
-        for group in optimizer.param_groups:
-            kept = {name: value for name, value in group.items() if name != "params"}
-            groups.append(
-                {**kept, "params": [self._updated(p) for p in group["params"]], "foreach": None, "fused": True}
-            )
+    def _over_masters(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """One of the kind of ``optimizer``, fused where there is that."""
+        fused = {"foreach": None, "fused": True} if "fused" in optimizer.defaults else {}
+        groups = [
+            {**group, **fused, "params": [self._updated(p) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
         kind: Any = type(optimizer)
-        made: torch.optim.Optimizer = kind(groups, fused=True)
+        made: torch.optim.Optimizer = kind(groups, **({"fused": True} if fused else {}))
         return made
 
     def _updated(self, parameter: nn.Parameter) -> torch.Tensor:
