@@ -67,6 +67,11 @@ class StepSettings(BaseModel):
         return value
 
 
+def _usual_lr(settings: dict[str, object]) -> float:
+    """The learning rate of whoever gives none. That of Adafactor is a share of the size of each parameter."""
+    return 1e-2 if settings.get("optimizer") == "adafactor" else 3e-4
+
+
 class TrainConfig(StepSettings):
     """One run of ``forebay train``."""
 
@@ -74,7 +79,7 @@ class TrainConfig(StepSettings):
     device_memory: Size
     seq: int = Field(default=SEQ, ge=2, le=MOST)
     steps: int = Field(default=100, ge=1)
-    lr: float = Field(default=3e-4, ge=0, allow_inf_nan=False)
+    lr: float = Field(default_factory=_usual_lr, ge=0, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, lt=2**63)
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     device: Literal["cpu", "cuda"] | None = None

@@ -118,13 +118,13 @@ TABLE: dict[str, Bad] = {
         OptimizerError,
         (
             "Adagrad is not an optimizer that forebay runs",
-            "use torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, forebay.optim.AdamW or forebay.optim.Lion",
+            "use AdamW, Adam, SGD or Adafactor of torch.optim, AdamW, Lion or Adafactor of forebay.optim",
         ),
     ),
     "subclass of an optimizer": Bad(
         lambda m, f: {"optimizer": MyAdamW(m.parameters())},
         OptimizerError,
-        ("MyAdamW is not an optimizer that forebay runs", "use torch.optim.AdamW"),
+        ("MyAdamW is not an optimizer that forebay runs", "use AdamW, Adam"),
     ),
     "differentiable optimizer": Bad(
         lambda m, f: {"optimizer": torch.optim.AdamW(m.parameters(), differentiable=True)},
