@@ -17,7 +17,7 @@ from forebay.kernels.adam import COLUMNS, adam_kernel, adam_scalars
 from forebay.kernels.adam_low import adam_low_kernel, codebook, state_nbytes
 from forebay.kernels.lion import COLUMNS as LION
 from forebay.kernels.lion import lion_kernel, lion_scalars
-from forebay.kernels.native import Apart, Form
+from forebay.kernels.native import Apart, Form, Kept
 from forebay.kernels.team import Team
 
 __all__ = ["KERNELS", "MAKERS", "Buffers"]
@@ -127,8 +127,9 @@ def _kernel(
     states: list[torch.Tensor],
     state: Form,
     chunk: int | None = None,
+    kept: Kept = Kept.WIDE,
 ) -> Contender:
-    kernel = adam_kernel(form, form, coupled=False, amsgrad=False, state=state)
+    kernel = adam_kernel(form, form, coupled=False, amsgrad=False, state=state, kept=kept)
     scalars = adam_scalars(STEP, **GROUP, coupled=False, maximize=False)
     tensors = [held.wide, held.master] if form is Form.FP32 else [held.gradient, held.parameter]
     sizes = [t.element_size() for t in (*tensors, held.master, *states)]
@@ -180,33 +181,39 @@ def _forebay_half(held: Buffers, team: Team) -> Contender:
     return _kernel("forebay, bf16 states", 20, held, team, Form.BF16, held.halves, Form.BF16)
 
 
+def _forebay_drawn(held: Buffers, team: Team) -> Contender:
+    name = "forebay, bf16 states, no master"
+    return _kernel(name, 14, held, team, Form.BF16, held.halves, Form.BF16, kept=Kept.DRAWN)
+
+
 def _lion(held: Buffers, team: Team) -> Contender:
     kernel, scalars = lion_kernel(Form.BF16, Form.BF16), lion_scalars(1e-4, 0.9, 0.99, 0.01)
     tensors = [held.gradient, held.parameter, held.master, held.exp_avg]
-    rows = np.array([[held.elements, *(t.data_ptr() for t in tensors)]], dtype=np.int64)
+    rows = np.array([[held.elements, *(t.data_ptr() for t in tensors), 0]], dtype=np.int64)
     if rows.shape[1] != len(LION):
         raise BenchmarkError(f"Lion's kernel reads {len(LION)} columns, this has {rows.shape[1]}")
     return Work(
         "forebay, Lion",
         20,
-        lambda: team.take_turns(partial(_launch, kernel, rows, (scalars,)), held.elements),
+        lambda: team.take_turns(partial(_launch, kernel, rows, (scalars, STEP)), held.elements),
     )
 
 
-def _low(held: Buffers, team: Team, bits: int) -> Contender:
-    kernel = adam_low_kernel(Form.BF16, Form.BF16, bits, coupled=False)
+def _low(held: Buffers, team: Team, bits: int, kept: Kept = Kept.WIDE) -> Contender:
+    kernel = adam_low_kernel(Form.BF16, Form.BF16, bits, coupled=False, kept=kept)
     scalars, book = adam_scalars(STEP, **GROUP, coupled=False, maximize=False), codebook(bits)
     tensors = [held.gradient, held.parameter, held.master]
     for codes, scales in zip(held.codes, held.scales, strict=True):
         tensors += [codes, scales]
-    rows = np.array([[held.elements, *(t.data_ptr() for t in tensors)]], dtype=np.int64)
+    rows = np.array([[held.elements, *(t.data_ptr() for t in tensors), 0]], dtype=np.int64)
     codes, scales = state_nbytes(held.elements, bits)
-    nbytes = 12 + 4 * (codes + scales) / held.elements
+    drawn = kept is Kept.DRAWN
+    nbytes = (6 if drawn else 12) + 4 * (codes + scales) / held.elements
 
     def work() -> None:
-        team.take_turns(partial(_launch, kernel, rows, (scalars, book)), held.elements)
+        team.take_turns(partial(_launch, kernel, rows, (scalars, book, STEP)), held.elements)
 
-    return Work(f"forebay, {bits}-bit states", nbytes, work)
+    return Work(f"forebay, {bits}-bit states{', no master' if drawn else ''}", nbytes, work)
 
 
 def _deepspeed(held: Buffers, team: Team, *, wide: bool) -> Contender:
@@ -249,6 +256,8 @@ MAKERS: tuple[Callable[[Buffers, Team], Contender], ...] = (
     lambda held, team: _low(held, team, 8),
     lambda held, team: _low(held, team, 4),
     _lion,
+    _forebay_drawn,
+    lambda held, team: _low(held, team, 8, Kept.DRAWN),
     lambda held, team: _deepspeed(held, team, wide=True),
     lambda held, team: _deepspeed(held, team, wide=False),
 )

@@ -20,6 +20,7 @@ from forebay.layout import (
     gradient_offsets,
     residual_offsets,
     state_layout,
+    widened_copies,
     workspace_nbytes,
 )
 from forebay.memory import Kind, Tier
@@ -193,7 +194,7 @@ class Sizer:
         self._sizes: list[_StateSizes] = []
         kinds: dict[object, int] = {}
         for block in model.blocks:
-            shape = block.nbytes, *((p.shape, p.nbytes, p.dtype, p.trainable) for p in block.parameters)
+            shape = block.nbytes, *((p.shape, p.nbytes, p.dtype, p.trainable, p.master) for p in block.parameters)
             if shape not in kinds:
                 kinds[shape] = len(kinds)
                 self._first.append(block)
@@ -382,8 +383,9 @@ class _StateSizes:
 
 
 def _widened(layout: StateLayout, chunk: Chunk) -> int:
-    narrow = chunk.elements if layout.has_masters else 0
-    return workspace_nbytes(layout.streams, narrow, (piece.parameter for piece in chunk.pieces))
+    parameters = [piece.parameter for piece in chunk.pieces]
+    copies = max((widened_copies(p, layout.masters) for p in parameters), default=0)
+    return workspace_nbytes(layout.streams, copies * chunk.elements, parameters)
 
 
 def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:

@@ -25,7 +25,10 @@ Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Bits = Literal[0, 2, 4, 8]
 """The bits that an activation may be kept as; 0: as it is."""
 
-OptimizerName = Literal["adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor"]
+Of16Bits = Literal["adamw-sr", "adamw-bf16-sr", "adamw-8bit-sr", "adamw-4bit-sr", "lion-sr", "adafactor-sr"]
+"""Optimizers that round parameters in bf16 by chance, and keep no masters of them."""
+
+OptimizerName = Literal["adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", Of16Bits]
 """``torch.optim``'s, and forebay's own of few bytes (``optim/``)."""
 
 
@@ -69,7 +72,7 @@ class StepSettings(BaseModel):
 
 def _usual_lr(settings: dict[str, object]) -> float:
     """The learning rate of whoever gives none. That of Adafactor is a share of the size of each parameter."""
-    return 1e-2 if settings.get("optimizer") == "adafactor" else 3e-4
+    return 1e-2 if str(settings.get("optimizer")).startswith("adafactor") else 3e-4
 
 
 class TrainConfig(StepSettings):

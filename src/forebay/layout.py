@@ -50,6 +50,7 @@ __all__ = [
     "has_residual",
     "has_stream",
     "in_order",
+    "is_drawn",
     "is_same_order",
     "needs_master",
     "residual_offsets",
@@ -58,6 +59,7 @@ __all__ = [
     "state_layout",
     "states_nbytes",
     "untrained_nbytes",
+    "widened_copies",
     "with_masters",
     "workspace_nbytes",
 ]
@@ -90,8 +92,21 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
 
 
 def needs_master(parameter: Parameter) -> bool:
-    """Whether an update needs an fp32 master copy: the parameter is trained in 16 bits."""
-    return parameter.trainable and parameter.dtype in ("bfloat16", "float16")
+    """Whether an fp32 master copy is kept for updates: the parameter is trained in 16 bits, and not by chance."""
+    return parameter.trainable and parameter.master and parameter.dtype in ("bfloat16", "float16")
+
+
+def is_drawn(parameter: Parameter) -> bool:
+    """Whether what an update makes of it is rounded up or down by chance: it is trained in bf16 without a master."""
+    return parameter.trainable and not parameter.master and parameter.dtype == "bfloat16"
+
+
+def widened_copies(parameter: Parameter, masters: Masters) -> int:
+    """How many fp32 numbers torch's ops make for each element that they update: its gradient where the parameter has
+    16 bits and, where no whole master is at home, the parameter."""
+    if is_drawn(parameter):
+        return 2
+    return (2 if masters is Masters.LOWER else 1) if needs_master(parameter) else 0
 
 
 def with_masters(states: tuple[str, ...], masters: Masters) -> tuple[str, ...]:
@@ -106,21 +121,20 @@ def has_stream(stream: str, parameter: Parameter) -> bool:
     return form_of(stream).shape_for(parameter.shape) is not None
 
 
-def workspace_nbytes(streams: Iterable[str], narrow: int, parameters: Iterable[Parameter]) -> int:
-    """Bytes in which torch's ops update elements of ``parameters``, of which ``narrow`` have a master: the gradients of
-    these in fp32 and, of masters of which the lower half is kept, these.
+def workspace_nbytes(states: Iterable[str], widened: int, parameters: Iterable[Parameter]) -> int:
+    """Bytes in which torch's ops update elements of ``parameters``: so many of them ``widened`` to fp32 (each as often
+    as ``widened_copies`` says).
 
-    Where states are factored, whole ``parameters``, one after the other: the gradient of one in fp32 if it has a
-    master, its update, a sum for each of its rows and columns, and norms.
+    Where ``states`` are factored, whole ``parameters``, one after the other: what of one is widened, its update, a sum
+    for each of its rows and columns, and norms.
     """
-    streams = tuple(streams)
-    if is_factored(streams):
+    if is_factored(states):
         return max(map(_whole_update_nbytes, parameters), default=0)
-    return narrow * STATE_ITEMSIZE * (2 if LOWER in streams else 1)
+    return widened * STATE_ITEMSIZE
 
 
 def _whole_update_nbytes(parameter: Parameter) -> int:
-    copies = 2 if needs_master(parameter) else 1
+    copies = 1 + widened_copies(parameter, Masters.WHOLE)
     sums = states_nbytes(("sum:rows", "sum:columns"), parameter)
     return align(STATE_ITEMSIZE * copies * parameter.numel + sums) + ALIGNMENT
 

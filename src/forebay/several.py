@@ -154,9 +154,10 @@ def _read(number: int, model: nn.Module, optimizer: torch.optim.Optimizer, batch
             raise ModelError("it, or a part of it, is prepared already; call forebay.close(model) first")
         if batch is None:
             raise ModelError("it has no batch, and a budget is divided by what a step takes; give one")
-        bound = find_blocks(model)
+        rule = read_optimizer(optimizer)
+        bound = find_blocks(model, masters=rule.masters)
         expect_trainable(model, bound, optimizer, device)
-        return _Found(model, optimizer, batch, bound, read_optimizer(optimizer))
+        return _Found(model, optimizer, batch, bound, rule)
     except UsageError as error:
         raise type(error)(f"model {number}: {error}") from error
 
@@ -201,7 +202,11 @@ def _opened(found: Sequence[_Found], plans: Sequence[Plan], whole: CpuDevice, bu
         for one, plan in zip(found, plans, strict=True):
             device = CpuDevice(plan.budget.device, of=whole)
             said = with_tiles(plan, one.model, one.rule.state_names, one.batch, torch.device(device.name))
-            bound = find_blocks(one.model, read_outside=said.read_outside) if said.read_outside else one.bound
+            bound = (
+                find_blocks(one.model, read_outside=said.read_outside, masters=one.rule.masters)
+                if said.read_outside
+                else one.bound
+            )
             given = one.model, one.optimizer, bound, one.rule, said, device
             prepared.append(open_session(*given, owns_device=True, within=ledgers))
             attachment_of(one.model).at_end(warn_of_other_casts(one.model, torch.device(device.name).type).remove)

@@ -58,7 +58,8 @@ class Parameter:
     """One parameter: plain PyTorch ``name``, ``shape`` and ``stride`` in elements, ``dtype`` without ``torch.``.
 
     Its ``nbytes`` lie in the block's buffer from ``offset`` (bytes) on. ``trainable``: it requires grad. ``aliases``
-    are further names of the same parameter (tied weights).
+    are further names of the same parameter (tied weights). ``master``: if it is trained in 16 bits, an fp32 copy is
+    kept of it; else what an update makes of it is rounded up or down by chance.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Parameter:
     offset: int
     trainable: bool
     aliases: tuple[str, ...] = ()
+    master: bool = True
 
     @property
     def numel(self) -> int:
@@ -136,8 +138,8 @@ class Model:
 
     @property
     def trained_dtypes(self) -> frozenset[str]:
-        """The dtypes of parameters that are trained."""
-        return frozenset(p.dtype for block in self.blocks for p in block.parameters if p.trainable)
+        """The dtypes of parameters that are trained, and that have a master if they are of 16 bits."""
+        return frozenset(p.dtype for block in self.blocks for p in block.parameters if p.trainable and p.master)
 
     def block(self, name: str) -> Block:
         """The block called ``name``; KeyError if there is none."""
@@ -420,5 +422,10 @@ class Trace:
 
 def fingerprint_of(model: Model, inputs: Iterable[tuple[str, str, int]], state_names: tuple[str, ...]) -> str:
     """The fingerprint of a trace of ``model`` on ``inputs`` (name, dtype and bytes of each, in order)."""
-    shapes = [(b.name, [(p.name, p.shape, p.dtype, p.trainable) for p in b.parameters]) for b in model.blocks]
+    shapes = [(b.name, [_in_fingerprint(p) for p in b.parameters]) for b in model.blocks]
     return sha256(repr((shapes, list(inputs), state_names)).encode()).hexdigest()[:16]
+
+
+def _in_fingerprint(parameter: Parameter) -> tuple[object, ...]:
+    said = parameter.name, parameter.shape, parameter.dtype, parameter.trainable
+    return said if parameter.master else (*said, "no master")

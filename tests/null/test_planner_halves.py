@@ -10,7 +10,7 @@ from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.cli.compare import compare_policies
 from forebay.errors import ConfigError, PlanInvalid
-from forebay.layout import LOWER, MASTER, state_layout, workspace_nbytes
+from forebay.layout import LOWER, MASTER, state_layout, widened_copies, workspace_nbytes
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Kind, Tier
@@ -157,7 +157,9 @@ def test_streams_begin_at_whole_lines() -> None:
         for name, (at, _) in layout.spans(chunk).items():
             width = 2 if name == LOWER else 4
             assert all((at + width * piece.offset) % 64 == 0 for piece in chunk.pieces)
-    assert workspace_nbytes((LOWER,), 10, ()) == 2 * workspace_nbytes((MASTER,), 10, ()) == 80
+    (first, *_) = odd.parameters
+    assert [widened_copies(first, masters) for masters in Masters] == [1, 2]
+    assert workspace_nbytes(layout.streams, 10, ()) == 40
 
 
 @pytest.mark.parametrize("copies", [1, 2])

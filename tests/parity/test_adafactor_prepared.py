@@ -120,9 +120,16 @@ def plain(name: str, clip: bool = True) -> tuple[list[float], dict[str, torch.Te
 
 
 def streamed(name: str, folder: Path, update: Update, *, disk: bool) -> Plan:
+    """``streamed_by`` the optimizer called ``name``."""
+    return streamed_by(lambda model: MAKERS[name](groups_of(model)), torch.float32, update, disk=disk)
+
+
+def streamed_by(
+    make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype, update: Update, *, disk: bool
+) -> Plan:
     """Every block on the host or on ``disk``, in chunks of 1,024 elements or of one parameter, with this ``update``."""
-    model = network()
-    optimizer = MAKERS[name](groups_of(model))
+    model = network(dtype)
+    optimizer = make(model)
     rule = read_optimizer(optimizer)
     model, _ = forebay.prepare(model, optimizer, device_memory=AMPLE, policy="stream", device="cpu")
     made = forebay.report(model).plan
@@ -134,7 +141,7 @@ def streamed(name: str, folder: Path, update: Update, *, disk: bool) -> Plan:
     window = 8 * MiB if update is Update.DEVICE else 0
     plan = replace(made, placements=tuple(replace(p, states=home) for p in homes), streaming=how)
     plan = updating(plan, update, [p.block for p in homes], streaming=replace(how, update_window=window))
-    sizes = arenas_of(find_blocks(network()).model, plan, rule.state_names)
+    sizes = arenas_of(find_blocks(network(dtype), masters=rule.masters).model, plan, rule.state_names)
     return replace(plan, device=sizes.device, host=sizes.host, disk=sizes.disk)
 
 

@@ -182,7 +182,7 @@ def test_lion_is_the_papers(forms: tuple[Form, Form]) -> None:
             ours.gradient[2], ours.states[0][2] = 0.0, 0.0  # no direction
             ours.gradient[3] = float("nan")
         theirs = ours.copy()
-        run(lion_kernel(*forms), [ours.row(len(LION))], lion_scalars(lr, beta1, beta2, decay))
+        run(lion_kernel(*forms), [ours.row(len(LION))], lion_scalars(lr, beta1, beta2, decay), 1)
         gradient, momentum = theirs.gradient.float(), theirs.states[0]
         direction = momentum * beta1 + gradient * (1 - beta1)
         theirs.master.mul_(1 - lr * decay).sub_(lr * direction.sign() + 0 * direction)  # torch's sign of NaN is 0

@@ -66,7 +66,7 @@ def test_every_parameter_is_rounded_as_torch_rounds() -> None:
     before = held.master.clone()
     scalars = adam_scalars(1, lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, coupled=False, maximize=False)
     kernel = adam_low_kernel(Form.BF16, Form.BF16, 8, coupled=False)
-    run(kernel, [held.row(4) + states.addresses()], scalars, codebook(8))
+    run(kernel, [held.row(4) + states.addresses()], scalars, codebook(8), 1)
     assert same(held.master, before)
     assert same(held.parameter, before.bfloat16())
 
@@ -84,7 +84,8 @@ class LowStates:
         self.scales = [torch.zeros(scales // 4) for _ in range(2)]
 
     def addresses(self) -> list[int]:
-        return [t.data_ptr() for pair in zip(self.codes, self.scales, strict=True) for t in pair]
+        """Those of a row behind the master, and the place of its first element."""
+        return [*(t.data_ptr() for pair in zip(self.codes, self.scales, strict=True) for t in pair), 0]
 
     def values(self, moment: int) -> Floats:
         """The values of all codes of a moment."""
@@ -111,7 +112,7 @@ def test_each_moment_gets_the_nearest_code(bits: int, count: int) -> None:
     kernel = adam_low_kernel(Form.FP32, Form.FP32, bits, coupled=False)
     row = [count, held.gradient.data_ptr(), held.parameter.data_ptr(), 0, *states.addresses()]
     assert len(row) == len(LOW)
-    squares = run(kernel, [row], scalars, codebook(bits))
+    squares = run(kernel, [row], scalars, codebook(bits), 1)
     gradient = held.gradient.numpy()
     assert squares == pytest.approx(float(held.gradient.double().square().sum()), rel=1e-6)
     # From 0: the moments are the gradient and its square, times what is left of 1.
@@ -151,7 +152,7 @@ def test_decoded_moments_are_what_a_step_starts_from() -> None:
             maximize=False,
             **NUMBERS,
         )
-        run(kernel, [row], adam_scalars(step, **NUMBERS, coupled=False, maximize=False), codebook(8))
+        run(kernel, [row], adam_scalars(step, **NUMBERS, coupled=False, maximize=False), codebook(8), 1)
         whole = count - count % 8
         assert same(held.parameter[:whole], theirs[:whole]), step
         torch.testing.assert_close(held.parameter, theirs, rtol=1e-6, atol=1e-7)
@@ -165,7 +166,7 @@ def test_a_block_that_overflows_spares_the_others(bits: int) -> None:
     held.gradient[2 * BLOCK - 1] = float("nan")
     kernel = adam_low_kernel(Form.FP32, Form.FP32, bits, coupled=False)
     row = [count, held.gradient.data_ptr(), held.parameter.data_ptr(), 0, *states.addresses()]
-    run(kernel, [row], adam_scalars(1, **NUMBERS, coupled=False, maximize=False), codebook(bits))
+    run(kernel, [row], adam_scalars(1, **NUMBERS, coupled=False, maximize=False), codebook(bits), 1)
     for number in range(2):
         assert [bool(s.isfinite()) for s in states.scales[number]] == [True, False, True]
         with np.errstate(invalid="ignore"):
@@ -238,7 +239,7 @@ def losses(bits: int | None) -> list[float]:
             run(kernel, [[*row, *(m.data_ptr() for m in moments), 0, 0]], scalars, 0)
         else:
             low = adam_low_kernel(Form.FP32, Form.FP32, bits, coupled=False)
-            run(low, [[*row, *states.addresses()]], scalars, codebook(bits))
+            run(low, [[*row, *states.addresses()]], scalars, codebook(bits), 1)
     return found
 
 
@@ -265,14 +266,14 @@ def test_rows_that_end_within_a_block_disturb_no_other(bits: int) -> None:
     scalars = adam_scalars(3, **NUMBERS, coupled=False, maximize=False)
     kept = [[tensor.clone() for tensor in (*own.codes, *own.scales)] for own in states]
     rows = [m.row(4) + own.addresses() for m, own in zip(held, states, strict=True)]
-    squares = run(kernel, rows, scalars, codebook(bits))
+    squares = run(kernel, rows, scalars, codebook(bits), 1)
     expected = sum(float(m.gradient.double().square().sum()) for m in held)
     assert squares == pytest.approx(expected, rel=1e-6)
     for number, (m, own) in enumerate(zip(alone, states, strict=True)):
         fresh = LowStates(counts[number], bits)
         for tensor, value in zip((*fresh.codes, *fresh.scales), kept[number], strict=True):
             tensor.copy_(value)
-        run(kernel, [m.row(4) + fresh.addresses()], scalars, codebook(bits))
+        run(kernel, [m.row(4) + fresh.addresses()], scalars, codebook(bits), 1)
         assert same(m.master, held[number].master) and same(m.parameter, held[number].parameter)
         for left, right in zip((*fresh.codes, *fresh.scales), (*own.codes, *own.scales), strict=True):
             assert torch.equal(left, right)

@@ -247,7 +247,7 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(OptimizerError, match=words):
             AdamW(model.parameters(), **options)  # type: ignore[arg-type]
-    with pytest.raises(OptimizerError, match="moments differ"):
+    with pytest.raises(OptimizerError, match="moments differs"):
         _ = AdamW([{"params": [model.weight], "moments": "4bit"}, {"params": [model.bias]}], moments="8bit").rule
     with pytest.raises(OptimizerError, match="amsgrad keeps no moments as 8bit"):
         AdamRule(decoupled=True, amsgrad=True, moments="8bit")

@@ -21,7 +21,7 @@ from forebay.checking.step import Step
 from forebay.checking.transit import Coming, Leaving
 from forebay.checking.words import fault
 from forebay.errors import DoesNotFit
-from forebay.layout import StateLayout, needs_master
+from forebay.layout import StateLayout
 from forebay.memory import Tier
 from forebay.program import Action, Program, Verb
 from forebay.timeline import Lane
@@ -132,7 +132,7 @@ def _updates(step: Step, live: Live, program: Program, layouts: Mapping[str, Sta
     for index, action in enumerate(program.actions):
         if action.verb is Verb.UPDATE and action.lane is Lane.COMPUTE:
             sizes = [
-                widened(c, sum(p.stop - p.start for p in c.pieces if needs_master(p.parameter)), layouts[action.block])
+                widened(c, layouts[action.block], exactly=True)
                 for c in layouts[action.block].chunks
                 if any(step.ids[p.parameter.name] in step.with_gradient for p in c.pieces)
             ]

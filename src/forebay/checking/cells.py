@@ -29,7 +29,7 @@ from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.states import Masters, is_factored, is_fp32
 from forebay.timeline import Lane
-from forebay.trace import Trace
+from forebay.trace import Parameter, Trace
 
 __all__ = ["Cells", "Work", "check_window", "residual_nbytes", "storage_window", "widened"]
 
@@ -220,21 +220,30 @@ def _cell(layout: StateLayout, density: float | None) -> tuple[int, int]:
         sent = () if density is None else _sent(chunk, density)
         whole = chunk.nbytes + 2 * sum(_aligned(piece.nbytes) for piece in chunk.pieces)
         cell = max(cell, whole + sum(map(_aligned, sent)))
-    return cell, max((widened(c, c.elements if layout.has_masters else 0, layout) for c in layout.chunks), default=0)
+    return cell, max((widened(chunk, layout) for chunk in layout.chunks), default=0)
 
 
-def widened(chunk: Chunk, elements: int, layout: StateLayout) -> int:
-    """Bytes in which ``chunk`` is updated, of which so many ``elements`` have masters: their gradients in fp32, and
-    masters of which half is at home. With factored states one parameter at a time: its gradient in fp32, its update,
-    and a line more than sums of rows and columns take."""
+def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
+    """Bytes in which ``chunk`` is updated: the gradients of its elements of 16 bits in fp32, and these themselves where
+    no whole master is at home. Of all elements of the chunk as many, or ``exactly`` of those that are widened. With
+    factored states one parameter at a time: that, its update, and a line more than sums of rows and columns take."""
+    copies = {piece.parameter.name: _copies(piece.parameter, layout) for piece in chunk.pieces}
     if not is_factored(layout.streams):
-        return STATE_ITEMSIZE * elements * (2 if layout.masters is Masters.LOWER else 1)
+        every = sum(copies[p.parameter.name] * (p.stop - p.start) for p in chunk.pieces)
+        return STATE_ITEMSIZE * (every if exactly else chunk.elements * max(copies.values(), default=0))
     found = 0
     for piece in chunk.pieces:
         own, numel = piece.parameter, piece.parameter.numel
         sums = sum(numel // size for size in own.shape[-2:]) if len(own.shape) > 1 else 0
-        found = max(found, _aligned(STATE_ITEMSIZE * (numel * (2 if needs_master(own) else 1) + sums)) + ALIGNMENT)
+        found = max(found, _aligned(STATE_ITEMSIZE * (numel * (1 + copies[own.name]) + sums)) + ALIGNMENT)
     return found
+
+
+def _copies(parameter: Parameter, layout: StateLayout) -> int:
+    """How many numbers in fp32 an update makes of an element: its gradient, and itself."""
+    if parameter.dtype not in ("bfloat16", "float16"):
+        return 0
+    return 1 if parameter.master and layout.masters is Masters.WHOLE else 2
 
 
 def _aligned(nbytes: int) -> int:

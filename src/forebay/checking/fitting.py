@@ -141,8 +141,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
             continue
         elif trained:
             layout = state[block.name]
-            wide = [widened(c, c.elements if layout.has_masters else 0, layout) for c in layout.chunks]
-            workspace = max((workspace, *wide))
+            workspace = max((workspace, *(widened(chunk, layout) for chunk in layout.chunks)))
     pinned += min(GRADIENT_STAGING, largest_gradient) + plan.streaming.host_activations + plan.streaming.disk_window
     if plan.streaming.checksums:
         host += DISK_SUM * (disk // PAGE)  # not of activations, which no later step reads

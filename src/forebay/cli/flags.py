@@ -43,8 +43,11 @@ Dtype = Annotated[
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        help="adamw, adam, sgd, lion, adafactor, or adamw-bf16, -8bit, -4bit.",
-        autocompletion=among("adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor"),
+        help="adamw, adam, sgd, lion, adafactor, or adamw-bf16, -8bit, -4bit; -sr behind one: no fp32 masters.",
+        autocompletion=among(
+            *("adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor"),
+            *("adamw-sr", "adamw-bf16-sr", "adamw-8bit-sr", "adamw-4bit-sr", "lion-sr", "adafactor-sr"),
+        ),
     ),
 ]
 DeviceKind = Annotated[

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, final, get_args
 
 from forebay.cli.engine import Engine
 from forebay.cli.keeping import shares_a_disk
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forebay.config import OptimizerName, TrainConfig
+    from forebay.config import Of16Bits, OptimizerName, TrainConfig
     from forebay.plans import Plan
 
 __all__ = ["Preparing", "device_of", "optimizer_of"]
@@ -43,8 +43,8 @@ def optimizer_of(
 
     from forebay.optim import Adafactor, AdamW, Lion
 
-    makers: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": torch.optim.AdamW,
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": AdamW if name == "adamw-sr" else torch.optim.AdamW,
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
         "adamw-bf16": partial(AdamW, moments="bfloat16"),
@@ -53,7 +53,9 @@ def optimizer_of(
         "lion": Lion,
         "adafactor": Adafactor,
     }
-    return makers[name](parameters, lr=lr, **options)
+    if name in get_args(Of16Bits):
+        options["stochastic_rounding"] = True
+    return makers[name.removesuffix("-sr")](parameters, lr=lr, **options)
 
 
 @final

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.kernels.adafactor_step import AdafactorStep
+from forebay.kernels.chance_numbers import salt_of
 from forebay.kernels.jit import compiled
-from forebay.kernels.native import Form, load, loose_add, store
+from forebay.kernels.native import Form, Kept, load, loose_add, store, store_master
 from forebay.kernels.shares import BLOCK
 from forebay.kernels.stamp import STAMP
 from forebay.kernels.team import Team
@@ -40,7 +41,8 @@ threads than that do nothing."""
 class Matrix:
     """A dense parameter of ``rows`` times ``columns`` and its gradient, by address; a vector has one row.
 
-    ``wide`` is the fp32 master where the parameter has 16 bits, else the address of the parameter itself.
+    ``wide`` is the fp32 master where the parameter has 16 bits and ``kept`` says that it has one, else the address of
+    the parameter itself. ``place`` is that of its first element: what chance decides hangs on it and on the step.
     """
 
     rows: int
@@ -50,6 +52,8 @@ class Matrix:
     parameter: int
     parameter_form: Form
     wide: int
+    kept: Kept = Kept.WIDE
+    place: int = 0
 
     @property
     def count(self) -> int:
@@ -58,9 +62,9 @@ class Matrix:
 
 
 @cache
-def _sums(gradient: Form) -> Callable[..., float]:
+def _sums(gradient: Form, kept: Kept) -> Callable[..., float]:
     """Squares of the gradient by row and, for each group of rows by itself, by column, and those of the parameter."""
-    given, stamp = int(gradient), STAMP
+    given, held, stamp = int(gradient), int(kept.form), STAMP
 
     @compiled
     def kernel(
@@ -75,7 +79,7 @@ def _sums(gradient: Form) -> Callable[..., float]:
                     part, own = np.float32(0), np.float32(0)
                     for column in range(block, min(block + BLOCK, columns)):
                         at = row * columns + column
-                        g, p = load(g_at, at, given, 0), load(p_at, at, _FP32, 1)
+                        g, p = load(g_at, at, given, 0), load(p_at, at, held, 1)
                         part, own = loose_add(part, g * g), loose_add(own, p * p)
                         store(mine_at, column, load(mine_at, column, _FP32, 2) + g * g, _FP32, 2)
                     whole += part
@@ -87,9 +91,9 @@ def _sums(gradient: Form) -> Callable[..., float]:
 
 
 @cache
-def _vector_sums(gradient: Form) -> Callable[..., float]:
+def _vector_sums(gradient: Form, kept: Kept) -> Callable[..., float]:
     """Moves the second moment of a vector on; writes the sums of its parameter's and its update's squares."""
-    given, stamp = int(gradient), STAMP
+    given, held, stamp = int(gradient), int(kept.form), STAMP
 
     @compiled
     def kernel(g_at: Any, p_at: Any, v_at: Any, count: Any, fresh: Any, least: Any, sums: Any) -> Any:
@@ -97,7 +101,7 @@ def _vector_sums(gradient: Form) -> Callable[..., float]:
         for block in range(0, count, BLOCK):
             own, moved = np.float32(0), np.float32(0)
             for i in range(block, min(block + BLOCK, count)):
-                g, p, v = load(g_at, i, given, 0), load(p_at, i, _FP32, 1), load(v_at, i, _FP32, 2)
+                g, p, v = load(g_at, i, given, 0), load(p_at, i, held, 1), load(v_at, i, _FP32, 2)
                 v = v + fresh * (g * g - v)
                 store(v_at, i, v, _FP32, 2)
                 u = g / np.sqrt(least if v < least else v)
@@ -111,10 +115,10 @@ def _vector_sums(gradient: Form) -> Callable[..., float]:
 
 
 @cache
-def _moves(parameter: Form, gradient: Form, *, apply: bool) -> Callable[..., float]:
+def _moves(parameter: Form, gradient: Form, kept: Kept, *, apply: bool) -> Callable[..., float]:
     """The update from the factors: the sum of its squares for each group of rows, or the parameter moved by it."""
     own, given, stamp = int(parameter), int(gradient), STAMP
-    narrow = parameter is not Form.FP32
+    narrow, how, held = parameter is not Form.FP32 and kept is not Kept.DRAWN, int(kept), int(kept.form)
 
     @compiled
     def kernel(
@@ -126,6 +130,7 @@ def _moves(parameter: Form, gradient: Form, *, apply: bool) -> Callable[..., flo
         column_at: Any,
         scalars: Any,
         updates: Any,
+        salt: Any,
         share: Any,
         shares: Any,
     ) -> Any:
@@ -141,8 +146,8 @@ def _moves(parameter: Form, gradient: Form, *, apply: bool) -> Callable[..., flo
                         v = factor * load(column_at, column, _FP32, 2)
                         u = load(g_at, at, given, 0) / np.sqrt(least if v < least else v)
                         if apply:
-                            p = load(p_at, at, _FP32, 1) * decay + pace * u
-                            store(p_at, at, p, _FP32, 1)
+                            p = load(p_at, at, held, 1) * decay + pace * u
+                            store_master(p_at, at, p, salt, how, 1)
                             if narrow:
                                 store(own_at, at, p, own, 5)
                         else:
@@ -153,8 +158,10 @@ def _moves(parameter: Form, gradient: Form, *, apply: bool) -> Callable[..., flo
     return kernel
 
 
-def _apply(team: Team, matrix: Matrix, factors: tuple[Floats, int], scalars: Floats, *, apply: bool) -> float:
-    kernel = _moves(matrix.parameter_form, matrix.gradient_form, apply=apply)
+def _apply(
+    team: Team, matrix: Matrix, factors: tuple[Floats, int], scalars: Floats, salt: int, *, apply: bool
+) -> float:
+    kernel = _moves(matrix.parameter_form, matrix.gradient_form, matrix.kept, apply=apply)
     by_row, column_at = factors
     updates = np.zeros(GROUPS)
 
@@ -168,6 +175,7 @@ def _apply(team: Team, matrix: Matrix, factors: tuple[Floats, int], scalars: Flo
             column_at,
             scalars,
             updates,
+            salt,
             share,
             shares,
         )
@@ -178,7 +186,7 @@ def _apply(team: Team, matrix: Matrix, factors: tuple[Floats, int], scalars: Flo
 
 def update_matrix(team: Team, matrix: Matrix, row_var: Floats, col_var: Floats, step: AdafactorStep) -> None:
     """One step of a matrix, in place; ``row_var`` [rows] and ``col_var`` [columns] are its second moment's factors."""
-    sums = _sums(matrix.gradient_form)
+    sums = _sums(matrix.gradient_form, matrix.kept)
     by_row = np.zeros(matrix.rows, dtype=np.float64)
     by_column = np.zeros((GROUPS, matrix.columns), dtype=np.float32)
     squares = np.zeros(GROUPS)
@@ -197,7 +205,7 @@ def update_matrix(team: Team, matrix: Matrix, row_var: Floats, col_var: Floats, 
 def update_vector(team: Team, matrix: Matrix, variance: Floats, step: AdafactorStep) -> None:
     """One step of a vector, in place; ``variance`` [columns] is its second moment."""
     sums = np.zeros(2)
-    _vector_sums(matrix.gradient_form)(
+    _vector_sums(matrix.gradient_form, matrix.kept)(
         matrix.gradient,
         matrix.wide,
         variance.ctypes.data,
@@ -219,7 +227,8 @@ def _finish(
     step: AdafactorStep,
 ) -> None:
     scalars = np.array([step.eps1**2, 1 - step.lr * step.weight_decay, 0.0], dtype=np.float32)
+    salt = salt_of(step.step, matrix.place)
     if updates is None:
-        updates = _apply(team, matrix, factors, scalars, apply=False)
+        updates = _apply(team, matrix, factors, scalars, salt, apply=False)
     scalars[2] = step.pace(sqrt(squares), sqrt(updates), matrix.count)
-    _apply(team, matrix, factors, scalars, apply=True)
+    _apply(team, matrix, factors, scalars, salt, apply=True)

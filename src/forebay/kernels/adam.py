@@ -7,8 +7,7 @@ has a fused multiply-add: elements are handled in vectors, and the last ``count 
 second moment is contracted the other way round. With torch 2.13 on x86-64 with AVX2 or AVX-512 the results are
 torch's to the last bit.
 
-Moments in bf16 are rounded up or down by chance (Gupta et al., 2015, "Deep learning with limited numerical precision",
-section 3): rounded to nearest, a second moment whose steps are below half of its last place would stand still.
+Moments in bf16 are rounded up or down by chance (``chance``), and so are parameters in bf16 that have no master.
 """
 
 from __future__ import annotations
@@ -21,11 +20,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from forebay.kernels.chance import parameter_salt
+from forebay.kernels.chance_numbers import SPREAD
 from forebay.kernels.jit import compiled
 from forebay.kernels.lines import drain, lines_for, place_in, send
 from forebay.kernels.native import (
     Apart,
     Form,
+    Kept,
     fma,
     load,
     load_master,
@@ -49,9 +51,6 @@ and not on how elements are cut into rows."""
 
 VECTOR: Final = 8
 """Elements: what torch handles at once at the least; see above."""
-
-_SPREAD: Final = 0x9E3779B97F4A7C15 - 2**64
-"""The golden ratio in 64 bits, as a signed number: neighbouring seeds become salts that have nothing in common."""
 
 Kernel = Callable[[npt.NDArray[np.int64], int, int, int, npt.NDArray[np.float32], int], float]
 
@@ -83,11 +82,12 @@ def adam_scalars(
     )
 
 
-def _check_forms(parameter: Form, state: Form, *, halves: bool) -> None:
+def _check_forms(parameter: Form, state: Form, kept: Kept) -> None:
+    kept.check(parameter)
     if state is Form.FP16:
         raise ValueError("moments are fp32 or bf16, not fp16")
-    if halves and (parameter is not Form.BF16 or state is not Form.FP32):
-        raise ValueError("only masters of parameters in bf16, beside moments in fp32, are kept as halves")
+    if kept is Kept.LOWER and state is not Form.FP32:
+        raise ValueError("only beside moments in fp32 are masters kept as halves")
 
 
 @cache
@@ -99,10 +99,10 @@ def adam_kernel(
     amsgrad: bool,
     state: Form = Form.FP32,
     apart: Apart = Apart.NOTHING,
-    halves: bool = False,
+    kept: Kept = Kept.WIDE,
 ) -> Kernel:
-    """The kernel for these forms; a parameter that is not fp32 has an fp32 master or, with ``halves``, which is for
-    bf16 and moments in fp32, the lower half of one (``forebay.states.Masters``).
+    """The kernel for these forms; what it makes of a parameter is ``kept`` so: one that is not fp32 has an fp32 master,
+    the lower half of one, which is for bf16 and moments in fp32, or none, which is for bf16.
 
     ``coupled``: a weight decay that is part of the gradient (Adam), and not 0. ``state``, fp32 or bf16, is the form of
     the moments; ``apart`` what is written elsewhere than read.
@@ -112,14 +112,14 @@ def adam_kernel(
     counter in the place of the 0, shares are taken from there until none is left, whichever was named. Raises
     ``ValueError`` for moments in fp16, whose range a second moment leaves, and for halves of what is not in bf16.
     """
-    _check_forms(parameter, state, halves=halves)
+    _check_forms(parameter, state, kept)
     own, given, held, fp32, stamp = int(parameter), int(gradient), int(state), int(Form.FP32), STAMP
-    narrow, drawn = parameter is not Form.FP32, state is Form.BF16
+    narrow, drawn = parameter is not Form.FP32 and kept is not Kept.DRAWN, state is Form.BF16
     moved, p_moved, m_moved = bool(apart), Apart.WIDE in apart, Apart.MOMENTS in apart
     own_moved, top_moved = moved and narrow, m_moved and amsgrad
     out, own_size, size = len(COLUMNS) if apart else 0, parameter.itemsize, state.itemsize
     p_made, m_made, v_made, top_made = written(1, p_moved), *(written(stream, m_moved) for stream in (2, 3, 4))
-    own_made, p_size, split = written(5, own_moved), 2 if halves else 4, int(halves)
+    own_made, p_size, how = written(5, own_moved), kept.itemsize, int(kept)
 
     @compiled
     def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any, seed: Any) -> Any:
@@ -136,8 +136,9 @@ def adam_kernel(
             own_out, p_out = rows[row, out + 2], rows[row, out + 3] if narrow else rows[row, out + 2]
             m_out, v_out, top_out = rows[row, out + 4], rows[row, out + 5], rows[row, out + 6]
             # The hash takes the lower half of a salt; the upper one is the second moment's.
-            salt = seed * _SPREAD + rows[row, 7]
-            other, third = (seed * _SPREAD >> 32) + rows[row, 7], (seed * _SPREAD >> 16) + rows[row, 7]
+            salt = seed * SPREAD + rows[row, 7]
+            other, third = (seed * SPREAD >> 32) + rows[row, 7], (seed * SPREAD >> 16) + rows[row, 7]
+            own_salt = parameter_salt(seed, rows[row, 7])
             last = min(end, count - count % VECTOR)
             for block in range(begin, end, BLOCK):
                 part = np.float32(0)
@@ -152,7 +153,7 @@ def adam_kernel(
                         g = load(g_at, i, given, 0)
                         part = loose_add(part, g * g)
                         m, v = load(m_at, i, held, 2), load(v_at, i, held, 3)
-                        p, v = load_master(own_at, p_at, v, i, split, 5, 1), without_tie(v, split)
+                        p, v = load_master(own_at, p_at, v, i, how, 5, 1), without_tie(v, how)
                         g = g * sign
                         if coupled:
                             g = fma(p, decay, g)
@@ -174,9 +175,9 @@ def adam_kernel(
                             else:
                                 store(top_to, i, v, fp32, top_made)
                         p = p + pace * m / (math.sqrt(v) / bias2 + eps)
-                        store_master(p_to, i, p, split, p_made)
+                        store_master(p_to, i, p, own_salt, how, p_made)
                         if not drawn:
-                            store(v_to, i, with_tie(tying, p, split), fp32, v_made)
+                            store(v_to, i, with_tie(tying, p, how), fp32, v_made)
                         if narrow:
                             store(own_to, i, p, own, own_made)
                 squares += part

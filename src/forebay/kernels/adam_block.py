@@ -18,7 +18,7 @@ from forebay.kernels.lanes import HALF, LANES, Code, Lanes, constants
 from forebay.kernels.native import Apart, Form, written
 from forebay.kernels.shares import BLOCK
 
-__all__ = ["GRADIENT", "SCALES", "begin_block", "finish_block"]
+__all__ = ["GRADIENT", "OWN", "SCALES", "TARGET", "begin_block", "finish_block"]
 
 GRADIENT, TARGET, FIRST, SECOND, BOOK, OWN, SCALES, CODES = range(8)
 """Streams: gradient, master, the two blocks of new moments, what is only read, the parameter, scales, codes."""

@@ -16,20 +16,34 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from forebay.kernels.adam_block import GRADIENT, SCALES, begin_block, finish_block
+from forebay.kernels.adam_block import GRADIENT, OWN, SCALES, TARGET, begin_block, finish_block
+from forebay.kernels.chance import parameter_salt
 from forebay.kernels.codes import code_table
 from forebay.kernels.jit import compiled, part
-from forebay.kernels.native import Apart, Form, as_float, copy_bytes, greater, load, magnitude, store, written
+from forebay.kernels.native import (
+    Apart,
+    Form,
+    Kept,
+    as_float,
+    copy_bytes,
+    greater,
+    load,
+    magnitude,
+    store,
+    store_drawn,
+    written,
+)
 from forebay.kernels.shares import BLOCK, portions
 from forebay.kernels.stamp import STAMP
 
 __all__ = ["COLUMNS", "adam_low_kernel", "codebook", "state_nbytes"]
 
-COLUMNS: Final = ("count", "gradient", "parameter", "master", "codes_1", "scales_1", "codes_2", "scales_2")
-"""Columns of the table of rows: for each moment its codes and a fp32 scale for every block."""
+COLUMNS: Final = ("count", "gradient", "parameter", "master", "codes_1", "scales_1", "codes_2", "scales_2", "place")
+"""Columns of the table of rows: for each moment its codes and a scale in fp32 for every block; ``place``: as in
+``adam``."""
 
 Floats = npt.NDArray[np.float32]
-Kernel = Callable[[npt.NDArray[np.int64], int, int, int, Floats, Floats], float]
+Kernel = Callable[[npt.NDArray[np.int64], int, int, int, Floats, Floats, int], float]
 
 
 def state_nbytes(count: int, bits: int) -> tuple[int, int]:
@@ -49,6 +63,7 @@ def codebook(bits: int) -> Floats:
 
 
 _FP32: Final = int(Form.FP32)
+_BF16: Final = int(Form.BF16)
 _SMALLEST: Final = np.finfo(np.float32).tiny
 
 
@@ -81,6 +96,20 @@ def _in_spare(spare_at: Any, read: Any, held: Any, size: Any, given_size: Any, w
 
 
 @part
+def _widen(p_at: Any, block: Any, size: Any, wide_at: Any) -> Any:
+    """Brings ``size`` parameters in bf16, from the one at ``block`` on, to ``wide_at`` as fp32."""
+    for i in range(size):
+        store(wide_at, i, load(p_at, block + i, _BF16, OWN), _FP32, TARGET)
+
+
+@part
+def _draw(wide_at: Any, p_out: Any, block: Any, size: Any, salt: Any) -> Any:
+    """Writes ``size`` parameters, fp32 at ``wide_at``, from the one at ``block`` on, rounded by chance."""
+    for i in range(size):
+        store_drawn(p_out, block + i, load(wide_at, i, _FP32, TARGET), salt, OWN)
+
+
+@part
 def _largest(values: Any, count: Any) -> Any:
     """The largest magnitude of the first ``count`` values of a block; what is beyond them becomes 0."""
     most = np.int32(0)
@@ -92,29 +121,44 @@ def _largest(values: Any, count: Any) -> Any:
 
 @cache
 def adam_low_kernel(
-    parameter: Form, gradient: Form, bits: int, *, coupled: bool, apart: Apart = Apart.NOTHING
+    parameter: Form,
+    gradient: Form,
+    bits: int,
+    *,
+    coupled: bool,
+    apart: Apart = Apart.NOTHING,
+    kept: Kept = Kept.WIDE,
 ) -> Kernel:
-    """The kernel for these forms and ``bits`` (8 or 4); a parameter that is not fp32 has an fp32 master.
+    """The kernel for these forms and ``bits`` (8 or 4); a parameter that is not fp32 has a whole fp32 master, or none
+    as in ``adam_kernel``.
 
-    Called with rows, share, shares, counter, ``adam_scalars`` and ``codebook(bits)``, and returns the sum of squares as
-    ``adam_kernel``'s does. ``apart`` is what is written elsewhere than read. A block with inf or NaN in a moment has a
-    scale that says so, and nothing in it decodes to a finite value. Raises ``ValueError`` for other numbers of bits.
+    Called with rows, share, shares, counter, ``adam_scalars``, ``codebook(bits)`` and the seed, and returns the sum of
+    squares as ``adam_kernel``'s does. ``apart`` is what is written elsewhere than read. A block with inf or NaN in a
+    moment has a scale that says so, and nothing in it decodes to a finite value. Raises ``ValueError`` for other
+    numbers of bits.
     """
+    kept.check(parameter)
     if bits not in (4, 8):
         raise ValueError(f"moments have 8 or 4 bits, not {bits}")
-    narrow, width, stamp = parameter is not Form.FP32, BLOCK * bits // 8, STAMP
-    forms, decays, elsewhere = 16 * int(parameter) + int(gradient), int(coupled), int(apart)
-    own_size, given_size = parameter.itemsize, gradient.itemsize
+    drawn, width, stamp = kept is Kept.DRAWN, BLOCK * bits // 8, STAMP
+    narrow = parameter is not Form.FP32 and not drawn
+    forms = 16 * int(Form.FP32 if drawn else parameter) + int(gradient)
+    # What is rounded by chance goes to working memory first.
+    decays, elsewhere = int(coupled), int(apart & ~Apart.WIDE if drawn else apart)
+    own_size, given_size, p_size = parameter.itemsize, gradient.itemsize, kept.itemsize
     out, to_scales = len(COLUMNS) if apart else 0, written(SCALES, Apart.MOMENTS in apart)
 
     @compiled
-    def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any, book: Any) -> Any:
+    def kernel(rows: Any, share: Any, shares: Any, counter: Any, scalars: Any, book: Any, seed: Any) -> Any:
         tables = (np.int64(book[0].ctypes.data), np.int64(book[1].ctypes.data))
         numbers = np.int64(scalars.ctypes.data)
         # One block of both new moments; and of all else, where a row ends within a block: vectors are whole, and
         # nothing beyond the row's last element may be read or written.
         m_new, v_new, spare = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.zeros(_SPARE, np.uint8)
         new, spare_at = (np.int64(m_new.ctypes.data), np.int64(v_new.ctypes.data)), np.int64(spare.ctypes.data)
+        # One block of parameters that have no master, as fp32: as they are, and as they become.
+        wide = np.zeros(2 * BLOCK, np.float32)
+        wide_at = np.int64(wide.ctypes.data)
         squares = np.float64(stamp - stamp)
         for row, begin, end in portions(rows.ctypes.data, rows.shape, share, shares, counter):
             g_at, p_at = rows[row, 1], rows[row, 3] if narrow else rows[row, 2]
@@ -126,10 +170,14 @@ def adam_low_kernel(
                 rows[row, out + 6],
                 rows[row, out + 7],
             )
+            salt = parameter_salt(seed, rows[row, 8])
             for block in range(begin, end, BLOCK):
                 size, number = min(BLOCK, end - block), block // BLOCK
-                read = (g_at + block * given_size, p_at + block * 4)
-                moved = (p_at + block * 4, p_out + block * 4, own_out + block * own_size)
+                read = (g_at + block * given_size, p_at + block * p_size)
+                moved = (p_at + block * p_size, p_out + block * p_size, own_out + block * own_size)
+                if drawn:
+                    _widen(p_at, block, size, wide_at)
+                    read, moved = (read[0], wide_at), (wide_at, wide_at + _ROW, moved[2])
                 held = (m_at + number * width, v_at + number * width)
                 kept = (m_out + number * width, v_out + number * width)
                 if size < BLOCK:
@@ -144,13 +192,16 @@ def adam_low_kernel(
                 store(v_scale_out, number, v_scale, _FP32, to_scales)
                 inverses = (_inverse(m_scale), _inverse(v_scale))
                 finish_block(moved, kept, new, tables, inverses, numbers, forms, bits, decays, elsewhere)
+                if drawn:
+                    _draw(moved[1], p_out, block, size, salt)
                 if size < BLOCK:
-                    copy_bytes(moved[1], p_out + block * 4, size * 4)
+                    if not drawn:
+                        copy_bytes(moved[1], p_out + block * 4, size * 4)
                     if narrow:
                         copy_bytes(moved[2], own_out + block * own_size, size * own_size)
                     copy_bytes(kept[0], m_out + number * width, min(size, width))
                     copy_bytes(kept[1], v_out + number * width, min(size, width))
         # A use of the working memory after the last access to it: its address alone does not keep it.
-        return squares + (m_new.size + v_new.size + spare.size - 2 * BLOCK - _SPARE)
+        return squares + (m_new.size + v_new.size + wide.size + spare.size - 4 * BLOCK - _SPARE)
 
     return kernel

@@ -19,6 +19,7 @@ __all__ = [
     "STREAMS",
     "Apart",
     "Form",
+    "Kept",
     "as_float",
     "copy_bytes",
     "fma",
@@ -72,6 +73,32 @@ class Form(IntEnum):
     def itemsize(self) -> int:
         """Bytes of one value."""
         return 4 if self is Form.FP32 else 2
+
+
+class Kept(IntEnum):
+    """How what an update makes of a parameter is kept."""
+
+    WIDE = 0
+    """In fp32: the parameter itself, or the whole master of a narrower one."""
+    LOWER = 1
+    """The lower half of the master of a parameter in bf16, which is the other half (``forebay.states.Masters``)."""
+    DRAWN = 2
+    """In bf16, rounded up or down by chance: the parameter itself, which has no master."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is Kept.WIDE else 2
+
+    @property
+    def form(self) -> Form:
+        """How a value lies; that of a half lies with the other one."""
+        return Form.BF16 if self is Kept.DRAWN else Form.FP32
+
+    def check(self, parameter: Form) -> None:
+        """Raises ``ValueError`` for parameters that are not kept so."""
+        if self is not Kept.WIDE and parameter is not Form.BF16:
+            raise ValueError("only parameters in bf16 have masters as halves, or none")
 
 
 _FLOAT: Final = ir.FloatType()
@@ -172,34 +199,41 @@ def store_drawn(context: Any, address: Any, index: Any, value: Any, salt: Any, s
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         where, at, given, key = arguments[:4]
-        word = builder.add(builder.trunc(at, _I32), builder.trunc(key, _I32))
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            word = builder.xor(word, builder.lshr(word, ir.Constant(_I32, shift)))
-            word = builder.mul(word, ir.Constant(_I32, factor))
-        word = builder.lshr(builder.xor(word, builder.lshr(word, ir.Constant(_I32, 16))), ir.Constant(_I32, 16))
-        narrow = _narrowed(builder, given, builder.add(builder.bitcast(given, _I32), word))
+        narrow = _drawn(builder, given, at, key)
         tag(builder, builder.store(narrow, pointer(builder, where, at, _I16), align=2), number)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32, types.int64, stream), generate
 
 
+def _drawn(builder: Any, value: Any, index: Any, salt: Any) -> Any:
+    """The bits of bf16, up or down by chance."""
+    word = builder.add(builder.trunc(index, _I32), builder.trunc(salt, _I32))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        word = builder.xor(word, builder.lshr(word, ir.Constant(_I32, shift)))
+        word = builder.mul(word, ir.Constant(_I32, factor))
+    word = builder.lshr(builder.xor(word, builder.lshr(word, ir.Constant(_I32, 16))), ir.Constant(_I32, 16))
+    return _narrowed(builder, value, builder.add(builder.bitcast(value, _I32), word))
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def load_master(
-    context: Any, parameter: Any, master: Any, tie: Any, index: Any, halves: Any, own: Any, stream: Any
+    context: Any, parameter: Any, master: Any, tie: Any, index: Any, kept: Any, own: Any, stream: Any
 ) -> Any:
-    """The fp32 value at ``index`` of what begins at ``master``. With ``halves`` (1, else 0) its upper half, rounded to
-    bf16, is at that of ``parameter``, its lower one at that of ``master``, and the sign of the fp32 ``tie`` says what
-    these leave unsaid (``forebay.states.Masters``). ``own`` and ``stream`` are the streams of the two. The last three
-    are constants."""
-    if not all(isinstance(given, types.IntegerLiteral) for given in (halves, own, stream)):
+    """The fp32 value at ``index`` of what begins at ``master``, ``kept`` so. Of one kept as its lower half the upper
+    one, rounded to bf16, is at that of ``parameter``, and the sign of the fp32 ``tie`` says what these leave unsaid
+    (``forebay.states.Masters``). ``own`` and ``stream`` are the streams of the two. The last three are constants."""
+    if not all(isinstance(given, types.IntegerLiteral) for given in (kept, own, stream)):
         return None
-    streams = own.literal_value, stream.literal_value
+    how, streams = Kept(kept.literal_value), (own.literal_value, stream.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at = arguments[3]
-        if not halves.literal_value:
+        if how is Kept.WIDE:
             return tag(builder, builder.load(pointer(builder, arguments[1], at, _FLOAT), align=4), streams[1])
+        if how is Kept.DRAWN:
+            raw = tag(builder, builder.load(pointer(builder, arguments[1], at, _I16), align=2), streams[1])
+            return builder.bitcast(builder.shl(builder.zext(raw, _I32), ir.Constant(_I32, 16)), _FLOAT)
         upper, lower = (
             builder.sext(tag(builder, builder.load(pointer(builder, where, at, _I16), align=2), number), _I32)
             for where, number in zip(arguments[:2], streams, strict=True)
@@ -208,59 +242,61 @@ def load_master(
         upper = builder.shl(builder.add(upper, below), ir.Constant(_I32, 16))
         return builder.bitcast(builder.add(upper, lower), _FLOAT)
 
-    return types.float32(types.int64, types.int64, types.float32, types.int64, halves, own, stream), generate
+    return types.float32(types.int64, types.int64, types.float32, types.int64, kept, own, stream), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def store_master(context: Any, address: Any, index: Any, value: Any, halves: Any, stream: Any) -> Any:
-    """Writes an fp32 ``value``; with ``halves`` its lower half. The last two are constants."""
-    if not isinstance(halves, types.IntegerLiteral) or not isinstance(stream, types.IntegerLiteral):
+def store_master(context: Any, address: Any, index: Any, value: Any, salt: Any, kept: Any, stream: Any) -> Any:
+    """Writes an fp32 ``value``, ``kept`` so; by chance, with ``salt``, as ``store_drawn`` does. The last two are
+    constants."""
+    if not isinstance(kept, types.IntegerLiteral) or not isinstance(stream, types.IntegerLiteral):
         return None
-    number = stream.literal_value
+    how, number = Kept(kept.literal_value), stream.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        where, at, given = arguments[:3]
-        if halves.literal_value:
-            half = builder.trunc(builder.bitcast(given, _I32), _I16)
-            tag(builder, builder.store(half, pointer(builder, where, at, _I16), align=2), number)
-        else:
+        where, at, given, key = arguments[:4]
+        if how is Kept.WIDE:
             tag(builder, builder.store(given, pointer(builder, where, at, _FLOAT), align=4), number)
+        else:
+            lower = how is Kept.LOWER
+            half = builder.trunc(builder.bitcast(given, _I32), _I16) if lower else _drawn(builder, given, at, key)
+            tag(builder, builder.store(half, pointer(builder, where, at, _I16), align=2), number)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.float32, halves, stream), generate
+    return types.void(types.int64, types.int64, types.float32, types.int64, kept, stream), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def without_tie(context: Any, value: Any, halves: Any) -> Any:
-    """``value``; with ``halves`` (a constant) without its sign."""
-    if not isinstance(halves, types.IntegerLiteral):
+def without_tie(context: Any, value: Any, kept: Any) -> Any:
+    """``value``, without its sign where masters are ``kept`` (a constant) as their lower halves."""
+    if not isinstance(kept, types.IntegerLiteral):
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not halves.literal_value:
+        if kept.literal_value != Kept.LOWER:
             return arguments[0]
         bits = builder.and_(builder.bitcast(arguments[0], _I32), ir.Constant(_I32, 0x7FFFFFFF))
         return builder.bitcast(bits, _FLOAT)
 
-    return types.float32(types.float32, halves), generate
+    return types.float32(types.float32, kept), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def with_tie(context: Any, value: Any, master: Any, halves: Any) -> Any:
-    """``value``; with ``halves`` (a constant) it is 0 or more, and gets a minus sign where ``master`` is half-way
-    between two numbers of bf16 and the even one is below it."""
-    if not isinstance(halves, types.IntegerLiteral):
+def with_tie(context: Any, value: Any, master: Any, kept: Any) -> Any:
+    """``value``. Where masters are ``kept`` (a constant) as their lower halves it is 0 or more, and gets a minus sign
+    where ``master`` is half-way between two numbers of bf16 and the even one is below it."""
+    if not isinstance(kept, types.IntegerLiteral):
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not halves.literal_value:
+        if kept.literal_value != Kept.LOWER:
             return arguments[0]
         last = builder.and_(builder.bitcast(arguments[1], _I32), ir.Constant(_I32, 0x1FFFF))
         tie = builder.icmp_unsigned("==", last, ir.Constant(_I32, 0x8000))
         sign = builder.select(tie, ir.Constant(_I32, -(2**31)), ir.Constant(_I32, 0))
         return builder.bitcast(builder.or_(builder.bitcast(arguments[0], _I32), sign), _FLOAT)
 
-    return types.float32(types.float32, types.float32, halves), generate
+    return types.float32(types.float32, types.float32, kept), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

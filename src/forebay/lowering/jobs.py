@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from forebay.layout import cell_of, gradient_offsets, needs_master, spans_of, state_layout, workspace_nbytes
+from forebay.layout import cell_of, gradient_offsets, spans_of, state_layout, widened_copies, workspace_nbytes
 from forebay.plans import Streaming
 from forebay.trace import Block, Trace
 
@@ -47,7 +47,7 @@ class Jobs:
     def __init__(self, trace: Trace) -> None:
         self._state_names = trace.state_names
         self._alike: Mapping[str, Hashable] = {
-            block.name: tuple((p.shape, p.nbytes, p.dtype, p.trainable, p.offset) for p in block.parameters)
+            block.name: tuple((p.shape, p.nbytes, p.dtype, p.trainable, p.master, p.offset) for p in block.parameters)
             for block in trace.model.blocks
         }
         self._jobs: dict[Hashable, tuple[Job, ...]] = {}
@@ -75,8 +75,8 @@ class Jobs:
         places = {p.name: i for i, p in enumerate(block.parameters)}
         made = []
         for chunk in layout.chunks:
-            narrow = sum(p.stop - p.start for p in chunk.pieces if needs_master(p.parameter))
-            widened = workspace_nbytes(layout.streams, narrow, (p.parameter for p in chunk.pieces))
+            wide = sum((p.stop - p.start) * widened_copies(p.parameter, streaming.masters) for p in chunk.pieces)
+            widened = workspace_nbytes(layout.streams, wide, (p.parameter for p in chunk.pieces))
             parameters = frozenset(places[p.parameter.name] for p in chunk.pieces)
             made.append(Job(chunk.offset, chunk.nbytes, layout.touched(chunk), widened, parameters))
         return tuple(made)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar, final
 
 from forebay.arenas import arenas_of
-from forebay.layout import chunk_elements, needs_master, with_masters, workspace_nbytes
+from forebay.layout import chunk_elements, widened_copies, workspace_nbytes
 from forebay.lowering.arrangement import Arrangement
 from forebay.lowering.columns import Columns
 from forebay.lowering.index import NEVER, TraceIndex
@@ -190,11 +190,13 @@ def updating_nbytes(trace: Trace, placements: Iterable[Placement], streaming: St
     way."""
     most = chunk_elements(streaming.update_chunk, trace.state_names, streaming.masters)
     resident = {p.block for p in placements if p.resident}
-    streams = with_masters(trace.state_names, streaming.masters)
 
     def workspace(block: Block) -> int:
-        narrow = sum(p.numel for p in block.parameters if needs_master(p))
-        return workspace_nbytes(streams, min(most, narrow), (p for p in block.parameters if p.trainable))
+        trained = [p for p in block.parameters if p.trainable]
+        copies = [(widened_copies(p, streaming.masters), p.numel) for p in trained]
+        elements = min(most, sum(numel for many, numel in copies if many))
+        widened = elements * max((many for many, _ in copies), default=0)
+        return workspace_nbytes(trace.state_names, widened, trained)
 
     widened = max((workspace(b) for b in trace.model.blocks if b.name in resident), default=0)
     hosted = sum(b.gradient_nbytes for b in trace.model.blocks if b.name not in resident)

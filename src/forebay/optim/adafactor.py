@@ -17,6 +17,9 @@ class Adafactor(LeanOptimizer):
     ``torch.optim.Adafactor``, up to the rounding of sums; its states stay fp32 where parameters have 16 bits.
 
     ``eps`` is torch's: the least second moment (None: the machine epsilon of fp32) and the least scale of a parameter.
+    ``stochastic_rounding``: parameters in bf16 have no fp32 master, and a step rounds them up or down by chance (Gupta
+    et al., 2015), 4 bytes an element less. That changes the numbers.
+
     Raises ``OptimizerError`` for hyperparameters out of range.
     """
 
@@ -28,13 +31,14 @@ class Adafactor(LeanOptimizer):
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
         weight_decay: float = 0.0,
+        *,
+        stochastic_rounding: bool = False,
     ) -> None:
         if beta2_decay > 0 or d < 1 or any(e is not None and e < 0 for e in eps):
             raise OptimizerError(f"beta2_decay is 0 or less, d 1 or more, eps 0 or more: got {beta2_decay}, {d}, {eps}")
-        super().__init__(
-            params, {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
-        )
+        numbers = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "stochastic_rounding": stochastic_rounding})
 
     @property
     def rule(self) -> AdafactorRule:
-        return AdafactorRule(kernels=True)
+        return AdafactorRule(kernels=True, masters=not self._same_in_all("stochastic_rounding"))

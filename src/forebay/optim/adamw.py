@@ -20,6 +20,9 @@ class AdamW(LeanOptimizer):
     up or down by chance; ``8bit`` (2.03; Dettmers et al., 2022) and ``4bit`` (1.03; Li et al., 2023), in codes with a
     scale for every 256 elements. Moments that are not fp32 change the numbers.
 
+    ``stochastic_rounding``: parameters in bf16 have no fp32 master, and a step rounds them up or down by chance (Gupta
+    et al., 2015), 4 bytes an element less. That changes the numbers.
+
     Raises ``OptimizerError`` for hyperparameters out of range and for other moments.
     """
 
@@ -33,6 +36,7 @@ class AdamW(LeanOptimizer):
         *,
         moments: Moments = "float32",
         maximize: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         if moments not in MOMENTS:
             raise OptimizerError(f"moments are kept as {', '.join(MOMENTS)}, not {moments!r}")
@@ -44,12 +48,11 @@ class AdamW(LeanOptimizer):
             "moments": moments,
             "maximize": maximize,
             "amsgrad": False,
+            "stochastic_rounding": stochastic_rounding,
         }
         super().__init__(params, defaults)
 
     @property
     def rule(self) -> AdamRule:
-        moments = {group["moments"] for group in self.param_groups}
-        if len(moments) > 1:
-            raise OptimizerError("moments differ between parameter groups; give each form an optimizer of its own")
-        return AdamRule(decoupled=True, amsgrad=False, moments=moments.pop())
+        masters = not self._same_in_all("stochastic_rounding")
+        return AdamRule(decoupled=True, amsgrad=False, moments=self._same_in_all("moments"), masters=masters)

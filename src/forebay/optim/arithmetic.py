@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 import torch
 
-from forebay.optim.coding import Moment, moments_of
+from forebay.optim.coding import Moment, draw_parameter, moments_of
 from forebay.optim.halves import halve, join
 from forebay.optim.parts import Arithmetic, Held, Part, Prepared, Room, brought, copied, master_of
 from forebay.optim.rules import AdamRule, ElementRule, LionRule, SgdRule
@@ -25,7 +25,7 @@ from forebay.states import TIES, StateForm, form_of, is_wide, plain_name
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from forebay.kernels.native import Apart
+    from forebay.kernels.native import Apart, Kept
     from forebay.kernels.team import Team
     from forebay.optim.launching import Alike
 
@@ -39,8 +39,8 @@ _WIDE: Final = torch.float32
 
 @final
 class TorchArithmetic(Arithmetic):
-    """Cast, torch's fused update, cast. Gradients of masters become fp32 in ``workspace`` (1-D uint8, 4 bytes for every
-    element of a call, and as many for masters of which half is kept); without one in new memory. So do, ``PIECE``
+    """Cast, torch's fused update, cast. Gradients of 16 bits become fp32 in ``workspace`` (1-D uint8, 4 bytes for every
+    element of a call, and as many for parameters without a whole master); without one in new memory. So do, ``PIECE``
     elements at a time, moments that are not fp32.
 
     torch updates in place: what goes into another copy is copied there first, which moves its bytes twice more."""
@@ -67,6 +67,8 @@ class TorchArithmetic(Arithmetic):
         for part in parts:
             if part.written.halves:
                 target, gradient = joined.next_of(part)
+            elif part.drawn:
+                target, gradient = (room.like(tensor).copy_(tensor) for tensor in (part.parameter, part.gradient))
             else:
                 target, gradient = part.parameter if part.master is None else part.master, part.gradient
                 if gradient.dtype is not _WIDE:
@@ -75,19 +77,25 @@ class TorchArithmetic(Arithmetic):
             gradients.append(gradient)
         self._rule.update(targets, gradients, states, step, group)
         joined.take_apart()
+        for part, target in zip(parts, targets, strict=True):
+            if part.drawn:
+                draw_parameter(part.parameter, target, step, part.place)
         whole = [part for part in parts if part.master is not None and not part.written.halves]
         if whole:
             torch._foreach_copy_([part.parameter for part in whole], [master_of(part) for part in whole])
 
     def _update_coded(self, part: Part, moments: Sequence[Moment], step: int, group: Mapping[str, Any]) -> None:
-        target = part.parameter if part.master is None else part.master
+        target, drawn = part.parameter if part.master is None else part.master, part.drawn
         firsts = [sum(m.width for m in moments[:i]) for i in range(len(moments))]
         held = [part.states[first : first + m.width] for first, m in zip(firsts, moments, strict=True)]
         for start in range(0, target.numel(), PIECE):
             span = slice(start, min(start + PIECE, target.numel()))
             wide = [m.read(states, span.start, span.stop) for m, states in zip(moments, held, strict=True)]
             by_name = {name: [value] for name, value in zip(self._names, wide, strict=True)}
-            self._rule.update([target[span]], [part.gradient[span].float()], by_name, step, group)
+            piece = target[span].float() if drawn else target[span]
+            self._rule.update([piece], [part.gradient[span].float()], by_name, step, group)
+            if drawn:
+                draw_parameter(target[span], piece, step, part.place + span.start)
             for moment, states, value in zip(moments, held, wide, strict=True):
                 moment.write(states, start, value, step, part.place)
         if part.master is not None:
@@ -141,7 +149,7 @@ class KernelArithmetic(Arithmetic):
         alike: dict[Alike, list[list[int]]] = defaultdict(list)
         for part in parts:
             apart, forms = _apart(part), (self._forms[part.parameter.dtype], self._forms[part.gradient.dtype])
-            kind = self._alike(*forms, apart, part.written.halves)
+            kind = self._alike(*forms, apart, _kept(part))
             alike[kind].append(self._row(part, apart=bool(apart)))
         tables = {kind: np.array(rows, dtype=np.int64) for kind, rows in alike.items()}
         # Of all else the addresses are enough: whoever keeps this keeps no more tensors than these.
@@ -197,6 +205,15 @@ def _apart(part: Part) -> Apart:
     if len(moved) > 1:
         raise ValueError("an update was given some states in place and some apart")
     return found | Apart.MOMENTS if True in moved else found
+
+
+def _kept(part: Part) -> Kept:
+    """How what becomes of the parameter of ``part`` is kept."""
+    from forebay.kernels.native import Kept
+
+    if part.drawn:
+        return Kept.DRAWN
+    return Kept.LOWER if part.written.halves else Kept.WIDE
 
 
 def _addresses(gradient: torch.Tensor, held: Held, forms: Sequence[StateForm]) -> list[int]:

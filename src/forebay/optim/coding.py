@@ -1,4 +1,5 @@
-"""Moments that are not fp32, in torch's ops: for a device that is not the host, and where there is no numba.
+"""Moments, and parameters without a master, that are not fp32, in torch's ops: for a device that is not the host, and
+where there is no numba.
 
 The same codes as those of the kernels (``kernels.codes``), found by search in their values: a value that lies between
 two codes by less than its own rounding may get the other one. Rounding to bf16 draws the same numbers.
@@ -12,13 +13,16 @@ from typing import Final, final
 
 import torch
 
+from forebay.kernels.chance_numbers import SPREAD, salt_of
 from forebay.kernels.codes import dynamic_values, linear_values
 from forebay.states import BLOCK, StateForm, form_of
 
-__all__ = ["Bf16Moment", "CodedMoment", "Moment", "WideMoment", "moments_of"]
+__all__ = ["Bf16Moment", "CodedMoment", "Moment", "WideMoment", "draw_parameter", "moments_of"]
 
-_SPREAD: Final = 0x9E3779B97F4A7C15
 _WORD: Final = 0xFFFFFFFF
+
+_PASSING: Final = 1 << 18
+"""Elements that are rounded by chance at a time: each takes some 40 bytes meanwhile."""
 
 
 class Moment(ABC):
@@ -57,16 +61,10 @@ class Bf16Moment(Moment):
         return states[0][start:stop].float()
 
     def write(self, states: Sequence[torch.Tensor], start: int, value: torch.Tensor, seed: int, place: int) -> None:
-        spread = (seed * _SPREAD) & (2**64 - 1)
+        spread = (seed * SPREAD) & (2**64 - 1)
         spread -= (spread >> 63) << 64  # signed, as the kernel's is
-        salt = ((spread, spread >> 32, spread >> 16)[self._number] + place + start) & _WORD
-        word = (torch.arange(value.numel(), device=value.device) + salt) & _WORD
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            word = ((word ^ (word >> shift)) * factor) & _WORD
-        word = ((word ^ (word >> 16)) >> 16).to(torch.int32)
-        rounded = ((value.view(torch.int32) + word) >> 16).to(torch.int16).view(torch.bfloat16)
-        kept = torch.where(value.isnan(), torch.full_like(rounded, torch.nan), rounded)
-        states[0][start : start + value.numel()] = kept
+        salt = (spread, spread >> 32, spread >> 16)[self._number] + place
+        _draw(states[0][start : start + value.numel()], value, salt + start)
 
 
 @final
@@ -108,6 +106,23 @@ class CodedMoment(Moment):
         width = self._form.entries
         rows = torch.nn.functional.pad(codes, (0, blocks * width - codes.numel())).view(-1, width)
         return torch.cat([rows & 15, rows >> 4], 1) if self._nibbles else rows
+
+
+def draw_parameter(target: torch.Tensor, value: torch.Tensor, seed: int, place: int) -> None:
+    """Keeps ``value`` (fp32) in ``target`` (bf16, both 1-D), rounded up or down by chance. ``seed`` is the step,
+    ``place`` that of the first element."""
+    for start in range(0, value.numel(), _PASSING):
+        part = slice(start, start + _PASSING)
+        _draw(target[part], value[part], salt_of(seed, place) + start)
+
+
+def _draw(target: torch.Tensor, value: torch.Tensor, salt: int) -> None:
+    word = (torch.arange(value.numel(), device=value.device) + (salt & _WORD)) & _WORD
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        word = ((word ^ (word >> shift)) * factor) & _WORD
+    word = ((word ^ (word >> 16)) >> 16).to(torch.int32)
+    rounded = ((value.view(torch.int32) + word) >> 16).to(torch.int16).view(torch.bfloat16)
+    target.copy_(torch.where(value.isnan(), torch.full_like(rounded, torch.nan), rounded))
 
 
 def form_bits(form: StateForm) -> int:

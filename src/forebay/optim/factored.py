@@ -30,8 +30,9 @@ class AdafactorRule(WholeRule):
 
     state_names = ("row_var:rows", "col_var:columns", "variance:vector")
 
-    def __init__(self, *, kernels: bool) -> None:
+    def __init__(self, *, kernels: bool, masters: bool = True) -> None:
         self.kernels = kernels
+        self.masters = masters
 
     def update(
         self,

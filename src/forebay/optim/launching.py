@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from forebay.kernels import adam, adam_low, lion, sgd
-from forebay.kernels.native import Apart, Form
+from forebay.kernels.native import Apart, Form, Kept
 from forebay.optim.rules import AdamRule, LionRule, SgdRule
 from forebay.states import plain_name
 
@@ -17,13 +17,13 @@ __all__ = ["FORMS", "Alike", "Choose", "Launch", "chooser_of", "left_alone"]
 
 
 class Alike(NamedTuple):
-    """What the rows of one call have in common: the forms of parameters and gradients, what is written apart, and
-    whether half of each master is kept."""
+    """What the rows of one call have in common: the forms of parameters and gradients, what is written apart, and how
+    what becomes of a parameter is kept."""
 
     parameter: Form
     gradient: Form
     apart: Apart
-    halves: bool
+    kept: Kept
 
 
 Launch = Callable[[Any, int, int], float]
@@ -90,9 +90,9 @@ def _adam_chooser(rule: AdamRule) -> Choose:
             amsgrad=bool(group["amsgrad"]),
             state=state,
             apart=alike.apart,
-            halves=alike.halves,
+            kept=alike.kept,
         )
-        # The step is the seed: where moments are rounded by chance, every step draws anew.
+        # The step is the seed: where numbers are rounded by chance, every step draws anew.
         return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, step)
 
     return choose
@@ -104,17 +104,18 @@ def _adam_low_chooser(rule: AdamRule) -> Choose:
 
     def choose(alike: Alike, step: int, group: Mapping[str, Any]) -> Launch:
         coupled, scalars = _adam_numbers(rule, step, group)
-        kernel = adam_low.adam_low_kernel(alike.parameter, alike.gradient, bits, coupled=coupled, apart=alike.apart)
-        return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, book)
+        forms = alike.parameter, alike.gradient, bits
+        kernel = adam_low.adam_low_kernel(*forms, coupled=coupled, apart=alike.apart, kept=alike.kept)
+        return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, book, step)
 
     return choose
 
 
 def _choose_lion(alike: Alike, step: int, group: Mapping[str, Any]) -> Launch:
     beta1, beta2 = group["betas"]
-    kernel = lion.lion_kernel(alike.parameter, alike.gradient, apart=alike.apart)
+    kernel = lion.lion_kernel(alike.parameter, alike.gradient, apart=alike.apart, kept=alike.kept)
     scalars = lion.lion_scalars(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]))
-    return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars)
+    return lambda rows, counter, shares: kernel(rows, 0, shares, counter, scalars, step)
 
 
 def _choose_sgd(alike: Alike, step: int, group: Mapping[str, Any]) -> Launch:

@@ -25,7 +25,7 @@ from forebay.optim.rules import UpdateRule
 from forebay.optim.streamed import check_states, frozen_group
 from forebay.states import form_of, plain_name
 
-__all__ = ["LeanOptimizer", "check_numbers", "in_order"]
+__all__ = ["LeanOptimizer", "check_numbers", "in_order", "needs_copy"]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,6 +51,13 @@ class LeanOptimizer(RuledOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Threads are no state; they start anew with the next step.
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+    def _same_in_all(self, name: str) -> Any:
+        """What all parameter groups have under ``name``. Raises ``OptimizerError`` where they differ."""
+        found = {group[name] for group in self.param_groups}
+        if len(found) > 1:
+            raise OptimizerError(f"{name} differs between parameter groups; give each an optimizer of its own")
+        return found.pop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters. Raises ``OptimizerError`` for hyperparameters out of range."""
@@ -129,7 +136,7 @@ class LeanOptimizer(RuledOptimizer):
         if not state:
             _expect_dense(parameter)
             state.update(step=torch.tensor(0.0), **self._new_states(parameter))
-        if parameter.dtype is not torch.float32 and MASTER not in state:
+        if needs_copy(parameter, self) and MASTER not in state:
             state[MASTER] = parameter.detach().float()
         return state
 
@@ -167,6 +174,11 @@ def _part(parameter: torch.Tensor, state_of: Mapping[str, Any], names: Sequence[
         shape=tuple(parameter.shape),
         stride=parameter.stride(),
     )
+
+
+def needs_copy(parameter: torch.Tensor, optimizer: RuledOptimizer) -> bool:
+    """Whether ``optimizer`` keeps an fp32 copy of ``parameter``: it has 16 bits, and is not rounded by chance."""
+    return parameter.dtype is torch.float16 or (parameter.dtype is torch.bfloat16 and optimizer.rule.masters)
 
 
 def in_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ class Part:
     """Some elements of one parameter: 1-D dense tensors of one length.
 
     ``parameter`` is fp32, or in 16 bits with its fp32 ``master`` beside it, or in bf16 with the lower half of one
-    (int16; ``forebay.states.Masters``); ``gradient`` may have another dtype.
+    (int16; ``forebay.states.Masters``), or in bf16 without: then it is rounded up or down by chance. ``gradient`` may
+    have another dtype.
     ``states`` lie as the rule's ``state_names`` say, in their order; one that is not fp32 has the values of elements
     from the first of a block on (``forebay.states``). ``place`` is that of the first element (``place_of``).
 
@@ -61,6 +62,11 @@ class Part:
     into: Held | None = None
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the parameter is rounded by chance."""
+        return self.written.master is None and self.parameter.dtype is torch.bfloat16
 
     @property
     def written(self) -> Held:

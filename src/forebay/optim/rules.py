@@ -23,9 +23,11 @@ States = Mapping[str, Sequence[torch.Tensor]]
 
 class UpdateRule(ABC):
     """One optimizer's arithmetic. ``state_names`` are its states, in torch's own names, and how they lie
-    (``forebay.states``)."""
+    (``forebay.states``). ``masters``: of parameters in bf16 fp32 copies are kept; else what a step makes of them is
+    rounded up or down by chance."""
 
     state_names: tuple[str, ...]
+    masters: bool = True
 
 
 class ElementRule(UpdateRule):
@@ -74,11 +76,12 @@ class AdamRule(ElementRule):
     Raises ``OptimizerError`` for amsgrad with moments of few bits: their largest would be that of their roundings.
     """
 
-    def __init__(self, *, decoupled: bool, amsgrad: bool, moments: Moments = "float32") -> None:
+    def __init__(self, *, decoupled: bool, amsgrad: bool, moments: Moments = "float32", masters: bool = True) -> None:
         if amsgrad and moments in ("8bit", "4bit"):
             raise OptimizerError(f"amsgrad keeps no moments as {moments}; set amsgrad=False, or moments='bfloat16'")
         self.decoupled = decoupled
         self.moments = moments
+        self.masters = masters
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         self._amsgrad = amsgrad
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
@@ -86,7 +89,7 @@ class AdamRule(ElementRule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The kernel is torch's and is found again by its name where the rule is needed.
-        return _adam_rule, (self.decoupled, self._amsgrad, self.moments)
+        return _adam_rule, (self.decoupled, self._amsgrad, self.moments, self.masters)
 
     def update(
         self,
@@ -117,8 +120,8 @@ class AdamRule(ElementRule):
         )
 
 
-def _adam_rule(decoupled: bool, amsgrad: bool, moments: Moments) -> AdamRule:
-    return AdamRule(decoupled=decoupled, amsgrad=amsgrad, moments=moments)
+def _adam_rule(decoupled: bool, amsgrad: bool, moments: Moments, masters: bool) -> AdamRule:
+    return AdamRule(decoupled=decoupled, amsgrad=amsgrad, moments=moments, masters=masters)
 
 
 @final
@@ -157,6 +160,9 @@ class LionRule(ElementRule):
     itself in the order of the paper."""
 
     state_names = ("exp_avg",)
+
+    def __init__(self, *, masters: bool = True) -> None:
+        self.masters = masters
 
     def update(
         self,

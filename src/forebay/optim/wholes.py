@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from forebay.optim.coding import draw_parameter
 from forebay.optim.factored import AdafactorRule, adafactor_step
 from forebay.optim.parts import Arithmetic, Part, Prepared, Room, brought, copied
 from forebay.optim.rules import WholeRule
@@ -38,6 +39,8 @@ class WholeArithmetic(Arithmetic):
         for given in parts:
             part, room = brought(given), Room(self._workspace)
             wide, gradient = part.parameter if part.master is None else part.master, part.gradient
+            if part.drawn:
+                wide = room.take(wide.numel(), wide.device).copy_(wide)
             if gradient.dtype is not wide.dtype:
                 gradient = room.take(gradient.numel(), gradient.device).copy_(gradient)
             states = _states_of(self._rule, part)
@@ -45,6 +48,8 @@ class WholeArithmetic(Arithmetic):
             self._rule.update(_as_parameter(wide, part), _as_parameter(gradient, part), states, step, group, new)
             if part.master is not None:
                 part.parameter.copy_(part.master)
+            elif part.drawn:
+                draw_parameter(part.parameter, wide, step, part.place)
 
 
 @final
@@ -65,6 +70,7 @@ class AdafactorKernels(Arithmetic):
     def _update(self, parts: Sequence[Part], others: Prepared, step: int, group: Mapping[str, Any]) -> None:
         # numba takes a third of a second to import: not before there is something to update.
         from forebay.kernels.adafactor import Matrix, update_matrix, update_vector
+        from forebay.kernels.native import Kept
         from forebay.optim.launching import FORMS
 
         numbers = adafactor_step(step, group)
@@ -80,6 +86,8 @@ class AdafactorKernels(Arithmetic):
                 part.parameter.data_ptr(),
                 FORMS[part.parameter.dtype],
                 (part.parameter if part.master is None else part.master).data_ptr(),
+                Kept.DRAWN if part.drawn else Kept.WIDE,
+                part.place,
             )
             if len(part.shape) == 2:
                 update_matrix(self._team, matrix, states["row_var"], states["col_var"], numbers)

@@ -20,7 +20,17 @@ from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.coarse import Coarseness
 from forebay.planners.in_backward import passed
 from forebay.planners.known import Known
-from forebay.planners.parts import RESIDENT, Draft, Level, delays, omissions, recomputable, slot_options, turns
+from forebay.planners.parts import (
+    RESIDENT,
+    Draft,
+    Level,
+    delays,
+    omissions,
+    recomputable,
+    roundings,
+    slot_options,
+    turns,
+)
 from forebay.planners.problem import Problem
 from forebay.plans import Plan, Streaming, Update
 from forebay.program import Outline, Program, Sketch
@@ -206,6 +216,7 @@ class Bench:
             changes_numbers=(
                 *changes(draft.activations),
                 *state_changes(self.problem.state_names),
+                *roundings(self.model),
                 *delays(draft.streaming),
                 *turns(draft.streaming),
                 *omissions(draft.streaming),

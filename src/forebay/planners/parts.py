@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from forebay.layout import is_drawn
 from forebay.lowering.index import are_apart
 from forebay.memory import Tier
 from forebay.planners.problem import Problem
@@ -33,6 +34,7 @@ __all__ = [
     "repeated",
     "repeated_size",
     "roomy",
+    "roundings",
     "selected",
     "sizes_at_once",
     "slot_options",
@@ -177,6 +179,13 @@ def omissions(streaming: Streaming) -> tuple[str, ...]:
         return ()
     most = f"of each gradient the largest {100 * density:.4g} % of its elements go to the update"
     return (f"{most}, and the rest to the gradient of the next step (top-k compression with error feedback)",)
+
+
+def roundings(model: Model) -> tuple[str, ...]:
+    """What parameters without a master do to the numbers, in words (``Plan.changes_numbers``)."""
+    if not any(is_drawn(p) for block in model.blocks for p in block.parameters):
+        return ()
+    return ("parameters in bf16 have no fp32 master: a step rounds them up or down by chance (stochastic rounding)",)
 
 
 def selected(trace: Trace, treatments: Mapping[str, Sequence[Treatment]]) -> tuple[Selection, ...]:

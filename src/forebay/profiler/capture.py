@@ -49,16 +49,25 @@ from forebay.trace import Trace
 
 __all__ = ["Captured", "capture"]
 
-STATES: Mapping[str, tuple[str, ...]] = {
+DRAWN = "-sr"
+"""How the name of an optimizer ends that rounds parameters in bf16 by chance and keeps no masters of them (stochastic
+rounding)."""
+
+_OF_FOREBAY: Mapping[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "adamw-bf16": moment_states(("exp_avg", "exp_avg_sq"), "bfloat16"),
     "adamw-8bit": moment_states(("exp_avg", "exp_avg_sq"), "8bit"),
     "adamw-4bit": moment_states(("exp_avg", "exp_avg_sq"), "4bit"),
     "lion": ("exp_avg",),
     "adafactor": AdafactorRule.state_names,
+}
+
+STATES: Mapping[str, tuple[str, ...]] = {
+    **_OF_FOREBAY,
+    **{f"{name}{DRAWN}": states for name, states in _OF_FOREBAY.items()},
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
 }
@@ -108,11 +117,11 @@ def capture(
     ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
     that is not known.
     """
-    name, states = _optimizer(optimizer)
+    name, states, masters = _optimizer(optimizer)
     args, kwargs = call_arguments(batch)
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
         raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
-    bound, outside = find_blocks(model, blocks), set[str]()
+    bound, outside = find_blocks(model, blocks, masters=masters), set[str]()
     head = _head(model) if loss_piece else None
     wanted = torch.device(device)
     notes: list[str] = []
@@ -129,7 +138,7 @@ def capture(
         if step.recorder.read_outside:
             # What such parameters are there for shows only when the step runs: from now on the root asks for them.
             outside.update(step.recorder.read_outside)
-            bound = find_blocks(model, blocks, outside)
+            bound = find_blocks(model, blocks, outside, masters=masters)
             step = stepped(guess)
         trace = finish(
             step.recorder,
@@ -196,14 +205,15 @@ def _head(model: nn.Module) -> Recognised:
     return found
 
 
-def _optimizer(optimizer: str | torch.optim.Optimizer) -> tuple[str, tuple[str, ...]]:
+def _optimizer(optimizer: str | torch.optim.Optimizer) -> tuple[str, tuple[str, ...], bool]:
+    """Its name, its states, and whether it keeps masters of parameters in bf16."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        states = read_optimizer(optimizer).state_names
-        return name_of(optimizer), states
+        rule = read_optimizer(optimizer)
+        return name_of(optimizer), rule.state_names, rule.masters
     name = optimizer.lower()
     if name not in STATES:
         raise OptimizerError(f"optimizer {optimizer!r} is not known; use one of {', '.join(STATES)}")
-    return name, STATES[name]
+    return name.removesuffix(DRAWN), STATES[name], not name.endswith(DRAWN)
 
 
 @final

@@ -38,9 +38,14 @@ class BoundModel:
 
 
 def find_blocks(
-    root: nn.Module, override: Sequence[str] | None = None, read_outside: Collection[str] = ()
+    root: nn.Module,
+    override: Sequence[str] | None = None,
+    read_outside: Collection[str] = (),
+    *,
+    masters: bool = True,
 ) -> BoundModel:
-    """The blocks of ``root``.
+    """The blocks of ``root``. ``masters``: of parameters in bf16 that are trained an fp32 copy is kept
+    (``UpdateRule.masters``).
 
     Every child of a repeated ``ModuleList`` or ``Sequential`` is a block (of one that is a list itself, every child of
     that), and so is every tile of a weight; so is every module named in ``override``, where given, instead of those.
@@ -63,7 +68,7 @@ def find_blocks(
     owners, asked = _owners(root), _askers(root, groups, starts, parameters)
     blocks = []
     for start, members in groups:
-        specs, nbytes = _lay_out([(p, parameters[p]) for p in members], names)
+        specs, nbytes = _lay_out([(p, parameters[p]) for p in members], names, masters=masters)
         askers = asked[start]
         held = any(_encloses(owner, other, owners) for owner in askers for other, _ in groups if other != start)
         held = held and start not in starts
@@ -255,7 +260,7 @@ def _encloses(owner: str, other: str, owners: set[str]) -> bool:
 
 
 def _lay_out(
-    members: Sequence[tuple[str, nn.Parameter]], names: dict[int, list[str]]
+    members: Sequence[tuple[str, nn.Parameter]], names: dict[int, list[str]], *, masters: bool
 ) -> tuple[tuple[Parameter, ...], int]:
     specs, end = [], 0
     for name, parameter in members:
@@ -270,6 +275,7 @@ def _lay_out(
                 offset=end,
                 trainable=parameter.requires_grad,
                 aliases=aliases,
+                master=masters or parameter.dtype is not torch.bfloat16,
             )
         )
         end += align(parameter.nbytes)

@@ -10,7 +10,7 @@ from typing import Final, final
 import torch
 
 from forebay.device.base import Device
-from forebay.layout import Chunk, Piece, needs_master, workspace_nbytes
+from forebay.layout import Chunk, Piece, widened_copies, workspace_nbytes
 from forebay.optim.parts import Arithmetic, Held, Part
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.applying import Copy, Task, batches, copy_of, landed, part_of
@@ -66,8 +66,8 @@ class ResidentUpdates:
             held = self._held(state, chunk)
             for task, pieces in batches(chunk, tasks):
                 call = calls.setdefault((id(task.group), task.step), _Call(task))
-                narrow = sum(p.stop - p.start for p in pieces if needs_master(p.parameter))
-                widened = workspace_nbytes(state.layout.streams, narrow, (p.parameter for p in pieces))
+                wide = sum((p.stop - p.start) * widened_copies(p.parameter, state.layout.masters) for p in pieces)
+                widened = workspace_nbytes(state.layout.streams, wide, (p.parameter for p in pieces))
                 if call.parts and call.widened + widened > self._room:
                     self._make(call)
                 call.parts += [part_of(piece, held(piece), landed(flattened, piece), None) for piece in pieces]

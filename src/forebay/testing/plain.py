@@ -12,7 +12,7 @@ from torch import nn
 from forebay.device import open_device
 from forebay.device.base import Device
 from forebay.layout import MASTER, RESIDUAL
-from forebay.optim.lean import LeanOptimizer
+from forebay.optim.lean import LeanOptimizer, needs_copy
 
 __all__ = ["PlainOptimizer", "beside_plain", "place_of", "with_memory"]
 
@@ -76,7 +76,8 @@ class PlainOptimizer:
         if master is not None:
             return master.detach()
         # An optimizer of forebay's makes the copy in its first step: until then the parameter is all there is.
-        wide = isinstance(self._stepped, LeanOptimizer) and _needs_copy(parameter)
+        stepped = self._stepped
+        wide = isinstance(stepped, LeanOptimizer) and parameter.requires_grad and needs_copy(parameter, stepped)
         return parameter.detach().to(WIDE) if wide else parameter.detach()
 
     def states(self, parameter: nn.Parameter) -> Mapping[str, Any]:
