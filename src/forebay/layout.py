@@ -26,7 +26,7 @@ from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.states import BLOCK, Masters, StateForm, form_of, is_factored, is_wide
+from forebay.states import BLOCK, Masters, StateForm, form_of, is_factored, is_made_at_once, is_wide
 from forebay.trace import Block, Parameter
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "MASTER",
     "MOVED_LEAST",
     "PAGE",
+    "PART",
     "PLACE_ITEMSIZE",
     "RESIDUAL",
     "STATE_ITEMSIZE",
@@ -53,6 +54,7 @@ __all__ = [
     "is_drawn",
     "is_same_order",
     "needs_master",
+    "part_elements",
     "residual_offsets",
     "sent_elements",
     "spans_of",
@@ -69,6 +71,9 @@ PAGE = 4096
 
 STATE_ITEMSIZE = 4
 """Bytes of one element of a master copy, of a gradient widened for an update, of a state in fp32, of a residual."""
+
+PART = 4 << 20
+"""Elements of a parameter that are updated at a time where its states are factored and not made at once."""
 
 PLACE_ITEMSIZE = 4
 """Bytes of the place of an element that is sent by itself: a number within its piece."""
@@ -126,17 +131,28 @@ def workspace_nbytes(states: Iterable[str], widened: int, parameters: Iterable[P
     as ``widened_copies`` says).
 
     Where ``states`` are factored, whole ``parameters``, one after the other: what of one is widened, its update, a sum
-    for each of its rows and columns, and norms.
+    for each of its rows and columns, and norms. If they are not made at once: of a part of one that, and its parameter
+    and its gradient in fp32 in any case.
     """
+    states = tuple(states)
+    if is_made_at_once(states):
+        return max((_whole_nbytes(p, (1 + widened_copies(p, Masters.WHOLE)) * p.numel) for p in parameters), default=0)
     if is_factored(states):
-        return max(map(_whole_update_nbytes, parameters), default=0)
+        return max((_whole_nbytes(p, 3 * part_elements(p)) for p in parameters), default=0)
     return widened * STATE_ITEMSIZE
 
 
-def _whole_update_nbytes(parameter: Parameter) -> int:
-    copies = 1 + widened_copies(parameter, Masters.WHOLE)
+def _whole_nbytes(parameter: Parameter, elements: int) -> int:
     sums = states_nbytes(("sum:rows", "sum:columns"), parameter)
-    return align(STATE_ITEMSIZE * copies * parameter.numel + sums) + ALIGNMENT
+    return align(STATE_ITEMSIZE * elements + sums) + ALIGNMENT
+
+
+def part_elements(parameter: Parameter) -> int:
+    """The most elements of a part of ``parameter`` that is updated with factored states: whole rows, at least one; all
+    of it where it does not lie in its order."""
+    if not in_order(parameter):
+        return parameter.numel
+    return min(parameter.numel, max((PART, *parameter.shape[-1:])))
 
 
 def is_same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:

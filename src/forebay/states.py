@@ -32,6 +32,7 @@ __all__ = [
     "form_of",
     "is_factored",
     "is_fp32",
+    "is_made_at_once",
     "is_wide",
     "masters_fault",
     "masters_for",
@@ -76,6 +77,9 @@ class StateForm:
     extent: Extent = Extent.BLOCKS
     keepdim: bool = True
     """Of rows and columns: whether the dimension that they sum up is there, with a length of 1."""
+    at_once: bool = False
+    """Of rows, columns and vectors: whether an update makes all of a parameter's at once, as torch's ops do in whose
+    order it is to be; else it goes over the parameter part by part."""
 
     def count(self, elements: int) -> int:
         """The values of ``elements`` elements from the first of a block on: a block that is not whole has as many as it
@@ -139,8 +143,11 @@ _FORMS = {
         StateForm("lower", "int16", 2, BLOCK),
         StateForm("rows", "float32", 4, extent=Extent.ROWS),
         StateForm("columns", "float32", 4, extent=Extent.COLUMNS),
-        StateForm("rows-flat", "float32", 4, extent=Extent.ROWS, keepdim=False),
-        StateForm("columns-flat", "float32", 4, extent=Extent.COLUMNS, keepdim=False),
+        StateForm("rows-torch", "float32", 4, extent=Extent.ROWS, at_once=True),
+        StateForm("columns-torch", "float32", 4, extent=Extent.COLUMNS, at_once=True),
+        StateForm("vector-torch", "float32", 4, extent=Extent.VECTOR, at_once=True),
+        StateForm("rows-flat", "float32", 4, extent=Extent.ROWS, keepdim=False, at_once=True),
+        StateForm("columns-flat", "float32", 4, extent=Extent.COLUMNS, keepdim=False, at_once=True),
         StateForm("vector", "float32", 4, extent=Extent.VECTOR),
     )
 }
@@ -192,6 +199,11 @@ def is_factored(states: Iterable[str]) -> bool:
     """Whether some of ``states`` are factored: an update looks at whole parameters then, and no chunk has a part of
     one."""
     return any(form_of(state).is_factored for state in states)
+
+
+def is_made_at_once(states: Iterable[str]) -> bool:
+    """Whether some of ``states`` are made of whole parameters at once (``StateForm.at_once``)."""
+    return any(form_of(state).at_once for state in states)
 
 
 def element_nbytes(states: Iterable[str]) -> float:

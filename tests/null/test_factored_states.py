@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from forebay.arenas import Sizer
 from forebay.checking import check
 from forebay.errors import ForebayError
-from forebay.layout import MASTER, align, chunk_elements, has_stream, state_layout, states_nbytes, workspace_nbytes
+from forebay.layout import (
+    MASTER,
+    PART,
+    align,
+    chunk_elements,
+    has_stream,
+    state_layout,
+    states_nbytes,
+    workspace_nbytes,
+)
 from forebay.planners import make_plan
 from forebay.simulation.costs import Costs
 from forebay.simulation.update_rates import FACTORED, FACTORED_PASSES
@@ -22,8 +31,9 @@ from forebay.trace import Block, Model, Parameter
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.simulating import MACHINE, seconds_trace
 
-TORCH = ("row_var:rows", "col_var:columns", "variance:vector")
-TRANSFORMERS = ("exp_avg", "exp_avg_sq_row:rows-flat", "exp_avg_sq_col:columns-flat", "exp_avg_sq:vector")
+OWN = ("row_var:rows", "col_var:columns", "variance:vector")
+TORCH = ("row_var:rows-torch", "col_var:columns-torch", "variance:vector-torch")
+TRANSFORMERS = ("exp_avg", "exp_avg_sq_row:rows-flat", "exp_avg_sq_col:columns-flat", "exp_avg_sq:vector-torch")
 
 
 def parameter(name: str, shape: tuple[int, ...], dtype: str = "float32", offset: int = 0) -> Parameter:
@@ -49,7 +59,8 @@ def block(*shapes: tuple[int, ...], dtype: str = "float32") -> Block:
     ],
 )
 def test_shapes(shape: tuple[int, ...], torchs: object, flat: object) -> None:
-    assert tuple(form_of(state).shape_for(shape) for state in TORCH) == torchs
+    for states in (OWN, TORCH):
+        assert tuple(form_of(state).shape_for(shape) for state in states) == torchs
     assert tuple(form_of(state).shape_for(shape) for state in TRANSFORMERS[1:]) == flat
     own = parameter("p", shape)
     for states, shapes in ((TORCH, torchs), (TRANSFORMERS[1:], flat)):
@@ -59,7 +70,12 @@ def test_shapes(shape: tuple[int, ...], torchs: object, flat: object) -> None:
 
 
 def test_what_they_are() -> None:
-    assert is_factored(TORCH) and is_factored(TRANSFORMERS) and not is_factored(("exp_avg", "exp_avg_sq"))
+    assert (
+        is_factored(OWN)
+        and is_factored(TORCH)
+        and is_factored(TRANSFORMERS)
+        and not is_factored(("exp_avg", "exp_avg_sq"))
+    )
     assert is_fp32(TRANSFORMERS) and not is_wide(TRANSFORMERS) and not is_fp32(("exp_avg:8bit", "exp_avg_scale:scale"))
     assert element_nbytes(TORCH) == 0 and element_nbytes(TRANSFORMERS) == 4
     # A state with that name and another form says nothing about the halves of a master.
@@ -71,7 +87,7 @@ def test_what_they_are() -> None:
 SHAPES = st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple), min_size=1, max_size=6)
 
 
-@given(SHAPES, st.sampled_from([TORCH, TRANSFORMERS]), st.sampled_from(["float32", "bfloat16"]))
+@given(SHAPES, st.sampled_from([OWN, TORCH, TRANSFORMERS]), st.sampled_from(["float32", "bfloat16"]))
 def test_chunks_have_whole_parameters(shapes: list[tuple[int, ...]], states: tuple[str, ...], dtype: str) -> None:
     """As many as fit, in their order; no two streams of any two share a byte."""
     made = block(*shapes, dtype=dtype)
@@ -99,14 +115,20 @@ def test_chunks_have_whole_parameters(shapes: list[tuple[int, ...]], states: tup
         assert own <= sum(nbytes for _, nbytes in layout.spans(chunk).values())
 
 
+@pytest.mark.parametrize("states", [OWN, TORCH])
 @pytest.mark.parametrize(("dtype", "copies"), [("float32", 1), ("bfloat16", 2)])
-def test_an_update_has_room_for_its_largest_parameter(dtype: str, copies: int) -> None:
-    """Its update (and its gradient in fp32), a sum for each row and column, and 64 bytes for norms."""
+def test_an_update_has_room_for_its_largest_parameter(dtype: str, copies: int, states: tuple[str, ...]) -> None:
+    """Its update (and its gradient in fp32), a sum for each row and column, and 64 bytes for norms. In parts: gradient,
+    parameter and update of one."""
     made = block((64, 96), (300,), (96, 64), dtype=dtype)
     sums = 4 * (64 + 96)
-    expected = align(copies * 4 * 64 * 96 + sums) + 64
-    assert workspace_nbytes(TORCH, 0, made.parameters) == expected
-    sizes = Sizer(Model((made,)), TORCH, 1024)
+    expected = align((3 if states is OWN else copies) * 4 * 64 * 96 + sums) + 64
+    assert workspace_nbytes(states, 0, made.parameters) == expected
+    (large,) = block((PART // 64, 128), dtype=dtype).parameters
+    at_once = align(copies * 8 * PART + 4 * (PART // 64 + 128)) + 64
+    in_parts = align(12 * PART + 4 * (PART // 64 + 128)) + 64
+    assert workspace_nbytes(states, 0, [large]) == (in_parts if states is OWN else at_once)
+    sizes = Sizer(Model((made,)), states, 1024)
     cell = sizes.update_window(["b"], 1) - sizes.update_window(["b"], 0)
     assert sizes.update_window(["b"], 0) == expected
     masters = 4 * 64 * 96 if dtype == "bfloat16" else 0

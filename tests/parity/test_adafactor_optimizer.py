@@ -8,8 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from forebay import layout
 from forebay.errors import OptimizerError
-from forebay.optim import Adafactor
+from forebay.optim import Adafactor, adafactor_parts
+from forebay.optim.factored import AdafactorRule
+from forebay.optim.parts import Part
+from forebay.states import form_of
+from forebay.trace import Parameter
 
 NUMBERS = {"lr": 1e-2, "weight_decay": 0.1}
 SHAPES = ((37, 41), (300,), (), (3, 5, 4, 4), (1, 7), (0, 3))
@@ -70,3 +75,44 @@ def test_what_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(OptimizerError, match="beta2_decay is 0 or less"):
         Adafactor(model.parameters(), beta2_decay=0.5)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("part", [8, 64, 1000])
+def test_part_by_part(part: int, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a matrix, several small matrices or all of it at a time, in no more memory than is said: the same up to
+    the rounding of sums."""
+    monkeypatch.setattr(layout, "PART", part)
+    monkeypatch.setattr(adafactor_parts, "PART", part)
+    rule = AdafactorRule(masters=not drawn)
+    group = {"eps": (None, 1e-3), "beta2_decay": -0.8, "d": 1.0, **NUMBERS}
+    for shape in SHAPES[:-1]:
+        stride = torch.empty(shape).stride()
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+        if drawn:
+            value = value.bfloat16().float()
+        theirs = nn.Parameter(value.clone())
+        plain = torch.optim.Adafactor([theirs], **group)
+        dtype = torch.bfloat16 if drawn else torch.float32
+        own = Part(
+            value.to(dtype).flatten(),
+            torch.zeros(value.numel()),
+            None,
+            tuple(torch.zeros(form_of(state).count_for(shape)) for state in rule.state_names),
+            shape=shape,
+            stride=stride,
+        )
+        spec = Parameter("p", shape, stride, str(dtype)[6:], own.parameter.nbytes, 0, True, master=not drawn)
+        room = torch.empty(layout.workspace_nbytes(rule.state_names, 0, [spec]), dtype=torch.uint8)
+        for step in (1, 2):
+            theirs.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+            own.gradient.copy_(theirs.grad.flatten())
+            before = theirs.detach().clone()
+            plain.step()
+            adafactor_parts.AdafactorParts(rule, room).update([own], step, group)
+            moved = own.parameter.view(shape).float()
+            # Rounded by chance it is one of the two numbers of bf16 beside the exact one.
+            last = 2**-7 * torch.maximum(before.abs(), theirs.detach().abs()) if drawn else 0.0
+            assert ((moved - theirs).abs() <= last + 1e-5 * theirs.detach().abs() + 1e-6).all()
+            with torch.no_grad():
+                theirs.copy_(moved)

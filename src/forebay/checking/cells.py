@@ -23,11 +23,11 @@ from forebay.arenas import UPDATE_CELLS
 from forebay.checking.order import Order
 from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
-from forebay.layout import PAGE, STATE_ITEMSIZE, Chunk, StateLayout, needs_master
+from forebay.layout import PAGE, PART, STATE_ITEMSIZE, Chunk, StateLayout, in_order, needs_master
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.states import Masters, is_factored, is_fp32
+from forebay.states import Masters, is_factored, is_fp32, is_made_at_once
 from forebay.timeline import Lane
 from forebay.trace import Parameter, Trace
 
@@ -226,7 +226,8 @@ def _cell(layout: StateLayout, density: float | None) -> tuple[int, int]:
 def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     """Bytes in which ``chunk`` is updated: the gradients of its elements of 16 bits in fp32, and these themselves where
     no whole master is at home. Of all elements of the chunk as many, or ``exactly`` of those that are widened. With
-    factored states one parameter at a time: that, its update, and a line more than sums of rows and columns take."""
+    factored states one parameter at a time: that, its update, and a line more than sums of rows and columns take; if
+    they are not made at once, gradient, parameter and update of a part of it."""
     copies = {piece.parameter.name: _copies(piece.parameter, layout) for piece in chunk.pieces}
     if not is_factored(layout.streams):
         every = sum(copies[p.parameter.name] * (p.stop - p.start) for p in chunk.pieces)
@@ -235,7 +236,11 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     for piece in chunk.pieces:
         own, numel = piece.parameter, piece.parameter.numel
         sums = sum(numel // size for size in own.shape[-2:]) if len(own.shape) > 1 else 0
-        found = max(found, _aligned(STATE_ITEMSIZE * (numel * (1 + copies[own.name]) + sums)) + ALIGNMENT)
+        if is_made_at_once(layout.streams):
+            made = numel * (1 + copies[own.name])
+        else:
+            made = 3 * (min(numel, max((PART, *own.shape[-1:]))) if in_order(own) else numel)
+        found = max(found, _aligned(STATE_ITEMSIZE * (made + sums)) + ALIGNMENT)
     return found
 
 

@@ -41,4 +41,4 @@ class Adafactor(LeanOptimizer):
 
     @property
     def rule(self) -> AdafactorRule:
-        return AdafactorRule(kernels=True, masters=not self._same_in_all("stochastic_rounding"))
+        return AdafactorRule(masters=not self._same_in_all("stochastic_rounding"))

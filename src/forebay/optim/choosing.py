@@ -6,10 +6,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from forebay.errors import OptimizerError
+from forebay.optim.adafactor_parts import AdafactorKernels, AdafactorParts
 from forebay.optim.arithmetic import KernelArithmetic, TorchArithmetic
 from forebay.optim.factored import AdafactorRule
 from forebay.optim.rules import AdamRule, ElementRule, LionRule, SgdRule, UpdateRule, WholeRule
-from forebay.optim.wholes import AdafactorKernels, WholeArithmetic
+from forebay.optim.wholes import WholeArithmetic
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ def host_arithmetic(rule: UpdateRule, team: Team, workspace: torch.Tensor | None
     if find_spec("numba") is not None:
         if isinstance(rule, AdamRule | LionRule | SgdRule):
             return KernelArithmetic(rule, team)
-        if isinstance(rule, AdafactorRule) and rule.kernels:
+        if isinstance(rule, AdafactorRule):
             return AdafactorKernels(rule, team, workspace)
     return torch_arithmetic(rule, workspace)
 
@@ -40,6 +41,8 @@ def torch_arithmetic(rule: UpdateRule, workspace: torch.Tensor | None = None) ->
     """torch's ops, on any device, in ``workspace`` or in new memory."""
     if isinstance(rule, ElementRule):
         return TorchArithmetic(rule, workspace)
+    if isinstance(rule, AdafactorRule):
+        return AdafactorParts(rule, workspace)
     if isinstance(rule, WholeRule):
         return WholeArithmetic(rule, workspace)
-    raise OptimizerError(f"{type(rule).__name__} updates neither elements nor whole parameters")
+    raise OptimizerError(f"{type(rule).__name__} updates neither elements nor parameters")

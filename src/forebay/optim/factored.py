@@ -1,8 +1,8 @@
-"""Adafactor as update rules, torch's and that of transformers: each looks at a whole parameter before it changes an
-element.
+"""Adafactor as update rules, forebay's, torch's and that of transformers: each looks at a whole parameter before it
+changes an element.
 
-They do what those do, operation by operation, in memory that they are given: the last bits are those of the optimizers
-that they stand for.
+The last two do what those do, operation by operation, in memory that they are given: the last bits are those of the
+optimizers that they stand for.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from typing import Any, final
 import torch
 
 from forebay.kernels.adafactor_step import AdafactorStep
-from forebay.optim.rules import WholeRule
+from forebay.optim.rules import UpdateRule, WholeRule
 
-__all__ = ["AdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
+__all__ = ["AdafactorRule", "TorchAdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
 
 
 @final
-class AdafactorRule(WholeRule):
-    """Shazeer and Stern (2018), algorithms 4 and 5, as ``torch.optim.Adafactor`` has them.
-
-    ``kernels``: forebay's kernels may compute it, which sum up in an order of their own. Without them it is torch's ops
-    in torch's order, on fp32 masters where parameters have 16 bits.
-    """
+class AdafactorRule(UpdateRule):
+    """Shazeer and Stern (2018), algorithms 4 and 5, as ``forebay.optim.Adafactor`` has them: sums in an order of its
+    own, so that an update goes over a parameter part by part (``adafactor_parts``)."""
 
     state_names = ("row_var:rows", "col_var:columns", "variance:vector")
 
-    def __init__(self, *, kernels: bool, masters: bool = True) -> None:
-        self.kernels = kernels
+    def __init__(self, *, masters: bool = True) -> None:
         self.masters = masters
+
+
+@final
+class TorchAdafactorRule(WholeRule):
+    """``torch.optim.Adafactor``, on fp32 masters where parameters have 16 bits."""
+
+    state_names = ("row_var:rows-torch", "col_var:columns-torch", "variance:vector-torch")
 
     def update(
         self,
@@ -73,7 +76,7 @@ class TransformersAdafactorRule(WholeRule):
     """``transformers.Adafactor``, on fp32 masters where parameters have 16 bits. ``momentum``: there is a ``beta1``."""
 
     def __init__(self, *, momentum: bool) -> None:
-        factors = "exp_avg_sq_row:rows-flat", "exp_avg_sq_col:columns-flat", "exp_avg_sq:vector"
+        factors = "exp_avg_sq_row:rows-flat", "exp_avg_sq_col:columns-flat", "exp_avg_sq:vector-torch"
         self.state_names = ("exp_avg", *factors) if momentum else factors
 
     def update(

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from forebay.errors import OptimizerError
-from forebay.optim.factored import AdafactorRule, TransformersAdafactorRule
+from forebay.optim.factored import TorchAdafactorRule, TransformersAdafactorRule
 from forebay.optim.rules import AdamRule, SgdRule, UpdateRule
 
 __all__ = ["RuledOptimizer", "name_of", "read_optimizer"]
@@ -61,7 +61,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
     if any(group.get("differentiable") for group in groups):
         raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
     if kind is torch.optim.Adafactor:
-        return AdafactorRule(kernels=False)
+        return TorchAdafactorRule()
     if kind is torch.optim.SGD:
         return SgdRule(momentum=any(group["momentum"] != 0 for group in groups))
     decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}

@@ -32,7 +32,7 @@ from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alik
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace, settled_seconds
-from forebay.states import Masters, is_fp32
+from forebay.states import Masters, is_factored, is_fp32
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
 
@@ -43,6 +43,9 @@ FINALISTS = 2
 
 NEAR = 0.02
 """A draft is looked at more closely where a first look has it behind the best by less than this share."""
+
+LARGE = 3
+"""Where states are factored: a block whose cell is more than so many times that of most stays with the host."""
 
 PARTS = 4
 """Of all blocks that could be updated on the device, one part in so many more is tried at a time."""
@@ -103,7 +106,17 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     placements = bench.in_backward(draft).placements
     able = trained & {p.block for p in placements if not p.resident and p.update not in others}
     used = dict.fromkeys(visit.block for visit in trace.visits if visit.phase is Phase.FORWARD)
-    return tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
+    found = tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
+    return _of_like_cells(bench, draft, found) if is_factored(bench.problem.state_names) else found
+
+
+def _of_like_cells(bench: Bench, draft: Draft, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of ``names`` whose cells are not much larger than most. All cells are as large as the largest, and where
+    states are factored that of an embedding is all of it."""
+    sizer = bench.sizer(draft.streaming.update_chunk)
+    cells = {name: sizer.update_window((name,), 1) for name in names}
+    usual = sorted(cells.values())[len(cells) // 2] if cells else 0
+    return tuple(name for name in names if cells[name] <= LARGE * usual)
 
 
 def at_home_again(draft: Draft) -> Draft:

@@ -1,0 +1,226 @@
+"""forebay's own Adafactor: part by part by torch's ops on any device, or by kernels on the host.
+
+A step goes over a parameter three times: sums of its gradient's squares, the size of the update, the update. Of each
+part there are the gradient, the update and the parameter in fp32 at a time (``layout.part_elements``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod, sqrt
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from forebay.layout import PART
+from forebay.optim.coding import draw_parameter
+from forebay.optim.factored import AdafactorRule, adafactor_step
+from forebay.optim.parts import Arithmetic, Part, Prepared, Room, brought, copied
+from forebay.optim.wholes import as_parameter, expect_whole, states_of
+
+if TYPE_CHECKING:
+    from forebay.kernels.adafactor_step import AdafactorStep
+    from forebay.kernels.team import Team
+
+__all__ = ["AdafactorKernels", "AdafactorParts"]
+
+Take = Callable[[int], torch.Tensor]
+"""Gives memory for so many fp32 values."""
+
+
+@final
+class AdafactorParts(Arithmetic):
+    """torch's ops, in ``workspace`` (1-D uint8, ``layout.workspace_nbytes``) or in new memory."""
+
+    def __init__(self, rule: AdafactorRule, workspace: torch.Tensor | None) -> None:
+        self._rule = rule
+        self._workspace = workspace
+
+    def prepared(self, parts: Sequence[Part]) -> Prepared:
+        return partial(self._update, tuple(map(expect_whole, parts)))
+
+    def _update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
+        for given in parts:
+            part, room = brought(given), Room(self._workspace)
+            take = partial(room.take, device=part.parameter.device)
+            _InParts(part, states_of(self._rule, part), adafactor_step(step, group), take).step()
+
+
+@final
+class AdafactorKernels(Arithmetic):
+    """forebay's kernels, on the threads of ``team``, for vectors and matrices whose elements lie in their order; others
+    by torch's ops in ``workspace``. Tensors must be in host memory."""
+
+    def __init__(self, rule: AdafactorRule, team: Team, workspace: torch.Tensor | None) -> None:
+        self._rule = rule
+        self._team = team
+        self._others = AdafactorParts(rule, workspace)
+
+    def prepared(self, parts: Sequence[Part]) -> Prepared:
+        fast = [expect_whole(part) for part in parts if _has_kernel(part)]
+        others = self._others.prepared([part for part in parts if not _has_kernel(part)])
+        return partial(self._update, fast, others)
+
+    def _update(self, parts: Sequence[Part], others: Prepared, step: int, group: Mapping[str, Any]) -> None:
+        # numba takes a third of a second to import: not before there is something to update.
+        from forebay.kernels.adafactor import Matrix, update_matrix, update_vector
+        from forebay.kernels.native import Kept
+        from forebay.optim.launching import FORMS
+
+        numbers = adafactor_step(step, group)
+        for given in parts:
+            part = brought(given, partial(copied, self._team))
+            states = {name: state.numpy().reshape(-1) for name, state in states_of(self._rule, part).items()}
+            rows, columns = part.shape if len(part.shape) == 2 else (1, part.parameter.numel())
+            matrix = Matrix(
+                rows,
+                columns,
+                part.gradient.data_ptr(),
+                FORMS[part.gradient.dtype],
+                part.parameter.data_ptr(),
+                FORMS[part.parameter.dtype],
+                (part.parameter if part.master is None else part.master).data_ptr(),
+                Kept.DRAWN if part.drawn else Kept.WIDE,
+                part.place,
+            )
+            if len(part.shape) == 2:
+                update_matrix(self._team, matrix, states["row_var"], states["col_var"], numbers)
+            else:
+                update_vector(self._team, matrix, states["variance"], numbers)
+        others(step, group)
+
+
+def _has_kernel(part: Part) -> bool:
+    return len(part.shape) in (1, 2) and as_parameter(part.parameter, part).is_contiguous()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Elements ``start`` to ``stop`` of a parameter, of ``shape``: of so many matrices (``matrices``) these ``rows``.
+    ``stride`` is None where they lie in their order."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    matrices: slice
+    rows: slice
+    stride: tuple[int, ...] | None = None
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """These elements of all ``values`` (1-D), in their shape."""
+        return self.shaped(values[self.start : self.stop])
+
+    def shaped(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` (1-D, so many as it has elements) in their shape."""
+        if self.stride is None:
+            return values.view(self.shape)
+        return values.as_strided(self.shape, self.stride, values.storage_offset())
+
+
+def _cut(part: Part) -> Iterator[_Block]:
+    """The blocks of a parameter: several matrices, or rows of one; all of it where it does not lie in its order."""
+    count = part.parameter.numel()
+    if not as_parameter(part.parameter, part).is_contiguous():
+        yield _Block(0, count, part.shape, slice(None), slice(None), part.stride)
+        return
+    if len(part.shape) < 2:
+        for start in range(0, count, PART):
+            stop = min(start + PART, count)
+            yield _Block(start, stop, (stop - start,), slice(None), slice(None))
+        return
+    rows, columns = part.shape[-2:]
+    matrices = prod(part.shape[:-2])
+    together, most = max(1, PART // (rows * columns)), max(1, PART // columns)
+    for first in range(0, matrices, together):
+        last = min(first + together, matrices)
+        for top in range(0, rows, most):
+            bottom = min(top + most, rows)
+            start = (first * rows + top) * columns
+            shape = (last - first, bottom - top, columns)
+            yield _Block(start, start + prod(shape), shape, slice(first, last), slice(top, bottom))
+
+
+@final
+class _InParts:
+    """One step of one parameter with its ``states``, in place."""
+
+    def __init__(self, part: Part, states: Mapping[str, torch.Tensor], numbers: AdafactorStep, take: Take) -> None:
+        self._part = part
+        self._numbers = numbers
+        self._wide = part.parameter if part.master is None else part.master
+        self._blocks = tuple(_cut(part))
+        most = max(block.stop - block.start for block in self._blocks)
+        self._scratch = [take(most) for _ in range(3 if part.drawn else 2)]
+        self._variance = states.get("variance")
+        if self._variance is None:
+            row, column = states["row_var"], states["col_var"]
+            flat = self._blocks[0].stride is None
+            self._row = row.view(-1, *row.shape[-2:]) if flat else row
+            self._column = column.view(-1, *column.shape[-2:]) if flat else column
+
+    def step(self) -> None:
+        """Updates states and parameter."""
+        numbers, part = self._numbers, self._part
+        count = part.parameter.numel()
+        norm = self._moved_on()
+        size = sqrt(sum(self._size(self._update(block)) for block in self._blocks))
+        pace = numbers.pace(norm, size, count)
+        for block in self._blocks:
+            made, value = self._update(block), self._value(block)
+            value.mul_(1 - numbers.lr * numbers.weight_decay).add_(made, alpha=pace)
+            own = part.parameter[block.start : block.stop]
+            if part.drawn:
+                draw_parameter(
+                    own, self._scratch[2][: block.stop - block.start], numbers.step, part.place + block.start
+                )
+            elif part.master is not None:
+                own.copy_(part.master[block.start : block.stop])
+
+    def _moved_on(self) -> float:
+        """Moves the second moment on; returns the norm of the parameter."""
+        fresh, squares = self._numbers.fresh, 0.0
+        if self._variance is None:
+            self._column.mul_(1 - fresh)
+        for block in self._blocks:
+            squares += self._size(self._value(block))
+            gradient = self._gradient(block)
+            square = torch.mul(gradient, gradient, out=block.shaped(self._scratch[1][: block.stop - block.start]))
+            if self._variance is not None:
+                block.of(self._variance.view(-1)).lerp_(square, fresh)
+                continue
+            rows = self._part.shape[-2]
+            self._row[self._place(block)].lerp_(square.mean(-1, keepdim=True), fresh)
+            self._column[block.matrices].add_(square.sum(-2, keepdim=True), alpha=fresh / rows)
+        if self._variance is None:
+            # Of each matrix one mean, for all that follows.
+            self._mean = self._row.mean(-2, keepdim=True).clamp_(min=self._numbers.eps1)
+        return sqrt(squares)
+
+    def _update(self, block: _Block) -> torch.Tensor:
+        """The gradient over the root of the second moment."""
+        gradient = self._gradient(block)
+        made = block.shaped(self._scratch[1][: block.stop - block.start])
+        if self._variance is not None:
+            made.copy_(block.of(self._variance.view(-1)))
+        else:
+            factor = self._row[self._place(block)] / self._mean[block.matrices]
+            torch.mul(factor, self._column[block.matrices], out=made)
+        return torch.div(gradient, made.clamp_(min=self._numbers.eps1**2).sqrt_(), out=made)
+
+    def _place(self, block: _Block) -> tuple[slice, ...] | slice:
+        return (block.matrices, block.rows) if block.stride is None else block.matrices
+
+    def _gradient(self, block: _Block) -> torch.Tensor:
+        own = self._part.gradient[block.start : block.stop]
+        return block.shaped(self._scratch[0][: block.stop - block.start].copy_(own))
+
+    def _value(self, block: _Block) -> torch.Tensor:
+        own = self._wide[block.start : block.stop]
+        return block.shaped(self._scratch[2][: own.numel()].copy_(own) if self._part.drawn else own)
+
+    @staticmethod
+    def _size(values: torch.Tensor) -> float:
+        """The sum of squares."""
+        return float(torch.linalg.vector_norm(values).double().square())
