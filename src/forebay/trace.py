@@ -141,6 +141,15 @@ class Model:
         """The dtypes of parameters that are trained, and that have a master if they are of 16 bits."""
         return frozenset(p.dtype for block in self.blocks for p in block.parameters if p.trainable and p.master)
 
+    def without_masters(self) -> Model:
+        """The same without masters of parameters in bf16."""
+
+        def bare(parameter: Parameter) -> Parameter:
+            return replace(parameter, master=parameter.dtype != "bfloat16")
+
+        blocks = (replace(block, parameters=tuple(map(bare, block.parameters))) for block in self.blocks)
+        return replace(self, blocks=tuple(blocks))
+
     def block(self, name: str) -> Block:
         """The block called ``name``; KeyError if there is none."""
         return next(b for b in self.blocks if b.name == name)

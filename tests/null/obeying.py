@@ -7,11 +7,18 @@ from dataclasses import replace
 from forebay.budgets import DiskBudget
 from forebay.planners import Problem
 from forebay.remedies import Remedy
+from forebay.states import moment_states
 from tests.null.strategies import roomy_machine
 
 __all__ = ["can_be_obeyed", "obeyed"]
 
-STATES = {"sgd with momentum": ("momentum_buffer",), "sgd": ()}
+STATES = {
+    "sgd with momentum": ("momentum_buffer",),
+    "sgd": (),
+    "adamw-8bit": moment_states(("exp_avg", "exp_avg_sq"), "8bit"),
+    "adafactor": ("row_var:rows", "col_var:columns", "variance:vector"),
+}
+"""Those of optimizers by name; ``-sr`` behind it says that there are no masters."""
 
 
 def can_be_obeyed(remedy: Remedy) -> bool:
@@ -40,5 +47,7 @@ def obeyed(problem: Problem, policy: str, remedy: Remedy) -> tuple[Problem, str]
     if remedy.what == "update":
         return replace(problem, update="backward"), policy
     assert remedy.what == "optimizer" and trace is not None, remedy
-    states = STATES[remedy.optimizer]
-    return replace(problem, state_names=states, trace=replace(trace, state_names=states)), policy
+    states = STATES[remedy.optimizer.removesuffix("-sr")]
+    model = trace.model.without_masters() if remedy.optimizer.endswith("-sr") else trace.model
+    trace = replace(trace, state_names=states, model=model)
+    return replace(problem, state_names=states, model=model, trace=trace), policy

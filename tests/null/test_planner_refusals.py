@@ -8,6 +8,7 @@ import pytest
 
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.planners import Problem, make_plan
+from forebay.planners.nearest import LEAN_OPTIMIZERS
 from forebay.remedies import Remedy
 from forebay.trace import Block, Trace
 from forebay.units import format_enough
@@ -170,12 +171,20 @@ def test_a_host_refusal_names_the_device_that_needs_no_host() -> None:
 def test_a_smaller_optimizer_is_named_where_it_is_enough() -> None:
     device = streamed_device()
     enough = {}
-    for name, states in (("adam", ADAM), ("momentum", ("momentum_buffer",)), ("sgd", ())):
+    momentum = ("momentum_buffer",)
+    for name, states in (("adam", ADAM), ("momentum", momentum), ("sgd", ()), *(lean[:2] for lean in LEAN_OPTIMIZERS)):
         trace = with_states(states)
         enough[name] = make_plan(asked(trace, ON, device=device, states=states), "auto").host
     error = refused(asked(TRACE, ON, device=device, host=enough["adam"] - 1))
-    assert [r.optimizer for r in error.nearest if r.what == "optimizer"] == ["sgd with momentum", "sgd"]
-    assert remedy(error, "optimizer").needed == enough["momentum"]
+    named = {r.optimizer: r.needed for r in error.nearest if r.what == "optimizer"}
+    assert named == {
+        "adamw-8bit": enough["adamw-8bit"],
+        "sgd with momentum": enough["momentum"],
+        "sgd": enough["sgd"],
+    }
+    # Of those that adapt as Adam does the first that is enough.
+    error = refused(asked(TRACE, ON, device=device, host=enough["adafactor"]))
+    assert [r.optimizer for r in error.nearest if r.what == "optimizer"] == ["adafactor", "sgd"]
     error = refused(asked(TRACE, ON, device=device, host=enough["sgd"]))
     assert [r.optimizer for r in error.nearest if r.what == "optimizer"] == ["sgd"]
     error = refused(asked(TRACE, ON, device=device, host=enough["sgd"] - 1))
@@ -216,3 +225,22 @@ def test_blocks_of_single_modules_where_the_largest_is_what_is_too_large() -> No
     assert "named in blocks= of forebay.prepare: the largest, l0.m0, takes 16.0 KiB" in smaller.words
     tight = refused(asked(trace, ON, device=smaller.needed - 1), "stream")
     assert all(r.what != "blocks" for r in tight.nearest)
+
+
+def test_without_masters_where_nothing_else_is_enough() -> None:
+    """Of the optimizers that adapt as Adam does, in bf16, each is named where the one before it is too much."""
+    blocks = [block(f"layers.{i}", *[((256, 256), "bfloat16", True)] * 2) for i in range(12)]
+    trace = chain_trace(blocks, [Layer(b.name, (8192, 8192), 0, 8192) for b in blocks], input_nbytes=8192)
+    lean = {name: (states, masters) for name, states, masters in LEAN_OPTIMIZERS}
+    host, named = make_plan(asked(trace, ON, device=ENOUGH), "stream").host // 2, []
+    while found := [
+        r for r in refused(asked(trace, ON, device=ENOUGH, host=host), "stream").nearest if r.optimizer in lean
+    ]:
+        (one,) = found
+        states, masters = lean[one.optimizer]
+        own = replace(trace, state_names=states, model=trace.model if masters else trace.model.without_masters())
+        plan = make_plan(asked(own, ON, device=ENOUGH, host=one.needed, states=states), "stream")
+        assert plan.host == one.needed and bool(plan.changes_numbers) is (one.optimizer != "adafactor")
+        named.append(one.optimizer)
+        host = one.needed - 1
+    assert named == list(lean)

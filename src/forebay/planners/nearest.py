@@ -12,6 +12,7 @@ from forebay.catalogue import is_listed
 from forebay.errors import CannotServe, DoesNotFit
 from forebay.layout import align
 from forebay.loss import VOCABULARY
+from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
@@ -20,7 +21,8 @@ from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.plans import Plan, Update
 from forebay.remedies import Remedy
-from forebay.states import element_nbytes
+from forebay.states import Masters, element_nbytes, is_fp32, moment_states
+from forebay.trace import Model
 from forebay.units import format_bytes, format_enough, parse_bytes
 
 __all__ = ["House", "expect_there_in_backward", "larger", "refused", "with_larger"]
@@ -30,8 +32,17 @@ AUTO = "auto"
 House = Callable[[Bench, Draft], Draft]
 """How a policy finds homes for a draft beside the device, whatever the device has room for. Raises ``DoesNotFit``."""
 
+LEAN_OPTIMIZERS = (
+    ("adamw-8bit", moment_states(("exp_avg", "exp_avg_sq"), "8bit"), True),
+    ("adafactor", ("row_var:rows", "col_var:columns", "variance:vector"), True),
+    ("adamw-8bit-sr", moment_states(("exp_avg", "exp_avg_sq"), "8bit"), False),
+    ("adafactor-sr", ("row_var:rows", "col_var:columns", "variance:vector"), False),
+)
+"""Optimizers of forebay that adapt to each parameter as Adam does, with fewer bytes, by name: their states, and whether
+they keep masters of parameters in bf16. The first that is enough is named."""
+
 SMALLER_OPTIMIZERS = (("sgd with momentum", ("momentum_buffer",)), ("sgd", ()))
-"""Optimizers with fewer states per element, by name."""
+"""Others with fewer states per element, by name."""
 
 PANELS = 8
 """Parts of a weight in tiles of which one is there at a time, where a refusal proposes a size."""
@@ -257,21 +268,40 @@ def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remed
     """Optimizers with fewer states with which the same placements fit. One without any is not for updates where states
     are stored."""
     problem, stored = bench.problem, draft.updated(Update.STORAGE)
+    now = element_nbytes(problem.state_names)
+    for name, states, masters in LEAN_OPTIMIZERS:
+        model = bench.model if masters else bench.model.without_masters()
+        if element_nbytes(states) >= now or (draft.updated(Update.DEVICE) and not is_fp32(states)):
+            continue
+        if not masters and model == bench.model:
+            continue  # nothing is in bf16
+        lean = _with_optimizer(bench, draft, tier, name, model, states)
+        if lean is not None:
+            yield lean
+            break
     for name, states in SMALLER_OPTIMIZERS:
-        if element_nbytes(states) >= element_nbytes(problem.state_names) or (stored and not states):
-            continue
-        sizer = Sizer(bench.model, states, draft.streaming.update_chunk)
-        settled = bench.in_backward(draft)
-        sizes = sizer.arenas(settled.placements, settled.streaming)
-        fits = all(n <= problem.limit(t) for t, n in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)))
-        device = bench.beside(draft) + sizes.device
-        if not fits or device > problem.limit(Tier.DEVICE):
-            continue
-        need = {Tier.DEVICE: device, Tier.HOST: sizes.host, Tier.DISK: sizes.disk}[tier]
-        yield Remedy(
-            "optimizer",
-            need,
-            problem.limit(tier),
-            f"the optimizer {name}, which needs {format_bytes(need)} there",
-            optimizer=name,
-        )
+        if element_nbytes(states) < now and (states or not stored):
+            smaller = _with_optimizer(bench, draft, tier, name, bench.model, states)
+            if smaller is not None:
+                yield smaller
+
+
+def _with_optimizer(
+    bench: Bench, draft: Draft, tier: Tier, name: str, model: Model, states: tuple[str, ...]
+) -> Remedy | None:
+    """The optimizer called ``name``, with ``states`` and masters as ``model`` says; None where it is not enough."""
+    problem, settled = bench.problem, bench.in_backward(draft)
+    sizes = Sizer(model, states, draft.streaming.update_chunk).arenas(settled.placements, settled.streaming)
+    beside, trace = bench.beside(draft), problem.trace
+    if trace is not None:
+        # What stays on the device may be updated in more memory there.
+        other = replace(trace, model=model, state_names=states)
+        whole = replace(settled.streaming, masters=Masters.WHOLE)
+        beside = max(beside, updating_nbytes(other, settled.placements, whole) + trace.outside_nbytes)
+    device = beside + sizes.device
+    needs = {Tier.DEVICE: device, Tier.HOST: sizes.host, Tier.DISK: sizes.disk}
+    if any(need > problem.limit(where) for where, need in needs.items()):
+        return None
+    need, allowed = needs[tier], problem.limit(tier)
+    words = f"the optimizer {name}, which needs {format_bytes(need)} there"
+    return Remedy("optimizer", need, allowed, words, optimizer=name)

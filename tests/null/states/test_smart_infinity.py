@@ -142,7 +142,8 @@ def test_too_small_a_disk_names_no_optimizer_that_would_be_refused() -> None:
     enough = made().disk
     with pytest.raises(DoesNotFit, match=r"^disk: ") as refused:
         made(disk=enough - 1)
-    assert [remedy.optimizer for remedy in refused.value.nearest if remedy.optimizer] == ["sgd with momentum"]
+    named = [remedy.optimizer for remedy in refused.value.nearest if remedy.optimizer]
+    assert named == ["adamw-8bit", "sgd with momentum"]
     assert made(disk=enough - 1, states=("momentum_buffer",)).disk < enough
     with pytest.raises(CannotServe, match="this optimizer keeps none"):
         made(disk=enough - 1, states=())
