@@ -25,10 +25,14 @@ Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Bits = Literal[0, 2, 4, 8]
 """The bits that an activation may be kept as; 0: as it is."""
 
-Of16Bits = Literal["adamw-sr", "adamw-bf16-sr", "adamw-8bit-sr", "adamw-4bit-sr", "lion-sr", "adafactor-sr"]
-"""Optimizers that round parameters in bf16 by chance, and keep no masters of them."""
+OptimizerWithoutMasters = Literal[
+    "adamw-sr", "adamw-bf16-sr", "adamw-8bit-sr", "adamw-4bit-sr", "lion-sr", "adafactor-sr"
+]
+"""Those of forebay that round parameters in bf16 by chance (stochastic rounding)."""
 
-OptimizerName = Literal["adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", Of16Bits]
+OptimizerName = Literal[
+    "adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", OptimizerWithoutMasters
+]
 """``torch.optim``'s, and forebay's own of few bytes (``optim/``)."""
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from forebay.errors import ModelError, OptimizerError, UsageError
 from forebay.memory import Kind
-from forebay.profiler.capture import KEEPS_CACHE, STATES, capture
+from forebay.profiler.capture import DRAWN, KEEPS_CACHE, STATES, capture
 from forebay.runtime.losses import LossFunction
 from forebay.trace import Phase, Trace
 from tests.parity.capture_rig import gradients, real_peak, traced_peak
@@ -227,7 +227,19 @@ def test_what_is_no_loss_is_refused(loss_fn: Any, words: str) -> None:
 @pytest.mark.parametrize("name", STATES)
 def test_an_optimizer_goes_by_name(name: str) -> None:
     trace = capture(nn.Linear(8, 4), (torch.randn(3, 8),), optimizer=name).trace
-    assert (trace.optimizer, trace.state_names) == (name, STATES[name])
+    assert (trace.optimizer, trace.state_names) == (name.removesuffix(DRAWN), STATES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in STATES if name.endswith(DRAWN)])
+def test_without_masters_a_trace_is_another(name: str) -> None:
+    model = nn.Linear(8, 4).bfloat16()
+    given = (torch.randn(3, 8, dtype=torch.bfloat16),)
+    bare, usual = (capture(model, given, optimizer=one).trace for one in (name, name.removesuffix(DRAWN)))
+    assert bare.model == usual.model.without_masters() != usual.model
+    assert bare.fingerprint != usual.fingerprint
+    assert Trace.from_json(bare.to_json()) == bare
+    wide = capture(nn.Linear(8, 4), (torch.randn(3, 8),), optimizer=name).trace
+    assert all(p.master for block in wide.model.blocks for p in block.parameters)
 
 
 def test_an_optimizer_may_be_given() -> None:

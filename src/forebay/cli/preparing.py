@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final, get_args
+from typing import TYPE_CHECKING, Any, final
 
 from forebay.cli.engine import Engine
 from forebay.cli.keeping import shares_a_disk
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forebay.config import Of16Bits, OptimizerName, TrainConfig
+    from forebay.config import OptimizerName, TrainConfig
     from forebay.plans import Plan
 
 __all__ = ["Preparing", "device_of", "optimizer_of"]
@@ -53,7 +53,7 @@ def optimizer_of(
         "lion": Lion,
         "adafactor": Adafactor,
     }
-    if name in get_args(Of16Bits):
+    if name.endswith("-sr"):
         options["stochastic_rounding"] = True
     return makers[name.removesuffix("-sr")](parameters, lr=lr, **options)
 
