@@ -40,7 +40,7 @@ from forebay.units import format_apart, format_bytes, format_seconds
 
 __all__ = ["assess", "choose_plan", "choose_report", "problem_of"]
 
-MOST_ALTERNATIVES = 3
+MOST_ALTERNATIVES = 4
 """Alternatives that a report names."""
 
 

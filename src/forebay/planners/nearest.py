@@ -93,9 +93,11 @@ def refused(
             remedies.extend(remedy.together_with(beside) for remedy in find(bench, draft))
     else:
         remedies.extend(_gradients_used_up(bench, error, draft))
-        remedies.extend(_all_on_device(bench, staying))
     if tier is Tier.HOST and house is None:
         remedies.extend(_a_disk(bench, draft))
+    remedies.extend(_lean_optimizer(bench, draft, tier))
+    if tier is not Tier.DEVICE:
+        remedies.extend(_all_on_device(bench, staying))
     remedies.extend(more)
     remedies.extend(_smaller_optimizer(bench, draft, tier))
     message = str(error)
@@ -264,11 +266,9 @@ def _all_on_device(bench: Bench, staying: Sequence[Level]) -> Iterator[Remedy]:
         yield Remedy("policy", need, device.allowed, f"policy {AUTO} with {words}", policy=AUTO, at_once=(device,))
 
 
-def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
-    """Optimizers with fewer states with which the same placements fit. One without any is not for updates where states
-    are stored."""
-    problem, stored = bench.problem, draft.updated(Update.STORAGE)
-    now = element_nbytes(problem.state_names)
+def _lean_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
+    """The first of ``LEAN_OPTIMIZERS`` with which the same placements fit."""
+    now = element_nbytes(bench.problem.state_names)
     for name, states, masters in LEAN_OPTIMIZERS:
         model = bench.model if masters else bench.model.without_masters()
         if element_nbytes(states) >= now or (draft.updated(Update.DEVICE) and not is_fp32(states)):
@@ -278,7 +278,13 @@ def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remed
         lean = _with_optimizer(bench, draft, tier, name, model, states)
         if lean is not None:
             yield lean
-            break
+            return
+
+
+def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
+    """Those of ``SMALLER_OPTIMIZERS`` with which the same placements fit. One without any states is not for updates
+    where these are stored."""
+    now, stored = element_nbytes(bench.problem.state_names), draft.updated(Update.STORAGE)
     for name, states in SMALLER_OPTIMIZERS:
         if element_nbytes(states) < now and (states or not stored):
             smaller = _with_optimizer(bench, draft, tier, name, bench.model, states)
