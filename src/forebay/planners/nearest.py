@@ -301,7 +301,7 @@ def _with_optimizer(
     beside, trace = bench.beside(draft), problem.trace
     if trace is not None:
         # What stays on the device may be updated in more memory there.
-        other = replace(trace, model=model, state_names=states)
+        other = replace(trace, model=model, state_names=states, extremes=())
         whole = replace(settled.streaming, masters=Masters.WHOLE)
         beside = max(beside, updating_nbytes(other, settled.placements, whole) + trace.outside_nbytes)
     device = beside + sizes.device
