@@ -33,8 +33,11 @@ Floats = npt.NDArray[np.float32]
 _FP32: Final = int(Form.FP32)
 
 GROUPS: Final = 32
-"""Parts of the rows of a matrix that are summed up by themselves. Each takes 4 bytes a column meanwhile, and more
-threads than that do nothing."""
+"""Parts of the rows of a matrix that are summed up by themselves, at the most. Each takes 4 bytes a column meanwhile,
+and more threads than that do nothing."""
+
+WIDE: Final = 12 << 20
+"""Columns of all parts together, at the most, if there is more than one."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,11 @@ class Matrix:
     wide: int
     kept: Kept = Kept.WIDE
     place: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Parts of the rows that are summed up by themselves: they follow from the shape alone, and so do the bits."""
+        return max(1, min(GROUPS, self.rows, WIDE // self.columns))
 
     @property
     def count(self) -> int:
@@ -163,7 +171,7 @@ def _apply(
 ) -> float:
     kernel = _moves(matrix.parameter_form, matrix.gradient_form, matrix.kept, apply=apply)
     by_row, column_at = factors
-    updates = np.zeros(GROUPS)
+    updates = np.zeros(matrix.groups)
 
     def work(share: int, shares: int) -> float:
         return kernel(
@@ -184,12 +192,17 @@ def _apply(
     return float(updates.sum())
 
 
-def update_matrix(team: Team, matrix: Matrix, row_var: Floats, col_var: Floats, step: AdafactorStep) -> None:
-    """One step of a matrix, in place; ``row_var`` [rows] and ``col_var`` [columns] are its second moment's factors."""
+def update_matrix(
+    team: Team, matrix: Matrix, row_var: Floats, col_var: Floats, step: AdafactorStep, scratch: Floats | None = None
+) -> None:
+    """One step of a matrix, in place; ``row_var`` [rows] and ``col_var`` [columns] are its second moment's factors.
+    ``scratch`` (``matrix.groups`` times the columns, or more) is where columns are summed up; None: in new memory."""
     sums = _sums(matrix.gradient_form, matrix.kept)
     by_row = np.zeros(matrix.rows, dtype=np.float64)
-    by_column = np.zeros((GROUPS, matrix.columns), dtype=np.float32)
-    squares = np.zeros(GROUPS)
+    squares = np.zeros(matrix.groups)
+    needed = matrix.groups * matrix.columns
+    by_column = (np.empty(needed, np.float32) if scratch is None else scratch[:needed]).reshape(matrix.groups, -1)
+    by_column[:] = 0
 
     def work(share: int, shares: int) -> float:
         return sums(matrix.gradient, matrix.wide, matrix.columns, by_row, by_column, squares, share, shares)

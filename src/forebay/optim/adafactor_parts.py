@@ -57,6 +57,7 @@ class AdafactorKernels(Arithmetic):
         self._rule = rule
         self._team = team
         self._others = AdafactorParts(rule, workspace)
+        self._scratch = None if workspace is None else workspace.view(torch.float32).numpy()
 
     def prepared(self, parts: Sequence[Part]) -> Prepared:
         fast = [expect_whole(part) for part in parts if _has_kernel(part)]
@@ -86,7 +87,7 @@ class AdafactorKernels(Arithmetic):
                 part.place,
             )
             if len(part.shape) == 2:
-                update_matrix(self._team, matrix, states["row_var"], states["col_var"], numbers)
+                update_matrix(self._team, matrix, states["row_var"], states["col_var"], numbers, self._scratch)
             else:
                 update_vector(self._team, matrix, states["variance"], numbers)
         others(step, group)
