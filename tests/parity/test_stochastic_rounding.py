@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import forebay
-from forebay.errors import OptimizerError
+from forebay.errors import ConfigError, OptimizerError, StorageError
 from forebay.kernels.team import Team
 from forebay.memory import Kind, Tier
 from forebay.optim import Adafactor, AdamW, Lion
@@ -216,6 +216,29 @@ def test_saved_and_resumed(name: str, tmp_path: Path) -> None:
     forebay.close(other)
 
 
+@pytest.mark.parametrize("rounding", [False, True])
+def test_masters_are_not_resumed_without_and_state_dicts_are_loaded(rounding: bool, tmp_path: Path) -> None:
+    def made(*, rounds: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network(BF16)
+        optimizer = AdamW(model.parameters(), lr=1e-2, moments="8bit", stochastic_rounding=rounds)
+        return forebay.prepare(model, optimizer, device_memory=AMPLE, policy="stream", device="cpu")
+
+    model, optimizer = made(rounds=rounding)
+    train(model, optimizer, range(2))
+    forebay.save(model, optimizer, tmp_path / "run", step=2)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    states = optimizer.state_dict()
+    expected = train(model, optimizer, range(2, 3))
+    forebay.close(model)
+    other, loaded = made(rounds=not rounding)
+    with pytest.raises(StorageError, match="resume with one of the kind that was saved"):
+        forebay.resume(other, loaded, tmp_path / "run")
+    other.load_state_dict(values)
+    loaded.load_state_dict(states)
+    assert train(other, loaded, range(2, 3)) == expected
+    forebay.close(other)
+
+
 def test_groups_have_one_way(tmp_path: Path) -> None:
     model = network(BF16)
     first, *rest = model.parameters()
@@ -236,5 +259,5 @@ def test_a_plan_is_for_parameters_with_masters_or_without() -> None:
     for rounding, plan in ((True, plans[0]), (False, plans[1])):
         model = network(BF16)
         optimizer = AdamW(model.parameters(), stochastic_rounding=rounding, moments="8bit")
-        with pytest.raises(forebay.errors.ConfigError, match="made for another model"):
+        with pytest.raises(ConfigError, match="made for another model"):
             forebay.prepare(model, optimizer, batch(0), plan=plan, device_memory=AMPLE, device="cpu")

@@ -216,7 +216,8 @@ class PieceReader:
             here, end = end, end + entry.nbytes
             wanted = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [here, end]}
             if said != wanted:
-                raise StorageError(f"{name} in {path} is {_shown(said)}, the model's is {_shown(wanted)}")
+                other = f"{name} in {path} is {_shown(said)}, the model's is {_shown(wanted)}"
+                raise StorageError(other + _of_masters(said, entry))
             self._parts[name] = _Part(begin + here, entry.nbytes)
             self._file_of[name] = listed
         if begin + end != nbytes:
@@ -238,6 +239,16 @@ class PieceReader:
         if not isinstance(named, dict):
             raise StorageError(f"{path} is damaged: its header is no table of tensors")
         return named, len(prefix) + length
+
+
+def _of_masters(said: object, entry: Entry) -> str:
+    """What to do where a value was saved in fp32 and is wanted in bf16, or the other way round."""
+    if not isinstance(said, dict) or {said.get("dtype"), entry.dtype} != {"F32", "BF16"}:
+        return ""
+    return (
+        "; an optimizer with stochastic_rounding keeps parameters in bf16 as they are, and one without their fp32 "
+        "masters: resume with one of the kind that was saved, or load its state_dict()"
+    )
 
 
 def _shown(said: object) -> str:
