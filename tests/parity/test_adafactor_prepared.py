@@ -44,18 +44,19 @@ MAKERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
 
 
 class Layer(nn.Module):
-    """A matrix, a tensor of four dimensions, vectors, and what has no dimension."""
+    """A matrix, tensors of four dimensions, in their order and in another one, vectors, and what has no dimension."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm = nn.Linear(WIDTH, WIDTH + 5), nn.LayerNorm(WIDTH)
         self.down = nn.Linear(WIDTH + 5, WIDTH, bias=False)
         self.mix = nn.Conv2d(3, 3, 3, padding=1)
+        self.last = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(self.up(self.norm(x)).tanh()) * self.scale
-        return x + self.mix(y.view(len(x), 3, -1, WIDTH // 3)).view(x.shape)
+        return x + self.last(self.mix(y.view(len(x), 3, -1, WIDTH // 3))).reshape(x.shape)
 
 
 class Words(nn.Module):

@@ -52,8 +52,11 @@ def states_of(rule: UpdateRule, part: Part) -> dict[str, torch.Tensor]:
     """The states that a parameter has, in their shapes, by plain name."""
     found = {}
     for name, state in zip(rule.state_names, part.states, strict=True):
-        shape = form_of(name).shape_for(part.shape)
-        if shape is not None:
+        form = form_of(name)
+        shape = form.shape_for(part.shape)
+        if form.is_elementwise:
+            found[plain_name(name)] = as_parameter(state, part)
+        elif shape is not None:
             found[plain_name(name)] = state.view(shape)
     return found
 
