@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import forebay
@@ -20,6 +21,7 @@ from forebay.device.base import NoWatch
 from forebay.errors import ConfigError, DoesNotFit, ModelError
 from forebay.integrations.transformers import FOLDER, ForebayMixin, ForebayTrainer, Memory
 from forebay.memory import Tier
+from forebay.optim import AdamW
 from forebay.reporting.run import RunReport
 
 BUDGET = "1280KiB"
@@ -139,6 +141,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_it_evaluates_and_trains_as_the_trainer_does(pair: Pair) -> None:
     assert pair.evaluated[0] == pair.evaluated[1]
     expect_same(pair.own, pair.theirs, pair.record)
+
+
+def test_an_optimizer_of_forebays(tmp_path: Path, opened: list[Noting]) -> None:
+    """In plain PyTorch, too, it is what is given."""
+    given = AdamW, {"lr": 1e-3, "moments": "8bit", "stochastic_rounding": True}
+    own, theirs = (
+        kind(
+            model=model().bfloat16(),
+            args=arguments(tmp_path / kind.__name__),
+            train_dataset=data(),
+            eval_dataset=data(4),
+            optimizer_cls_and_kwargs=given,
+            **memory,
+        )
+        for kind, memory in ((Planned, {"memory": Memory("900KiB")}), (Noting, {}))
+    )
+    opened.append(own)
+    for one in (own, theirs):
+        transformers.set_seed(5)
+        one.train()
+    assert own.losses == theirs.losses
+    assert len(forebay.report(own.model).plan.changes_numbers) == 2
 
 
 @pytest.mark.parametrize(
