@@ -11,23 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from forebay.errors import ConfigError
-from forebay.layout import (
-    PAGE,
-    Chunk,
-    StateLayout,
-    align,
-    cell_of,
-    gradient_offsets,
-    residual_offsets,
-    state_layout,
-    widened_copies,
-    workspace_nbytes,
-)
+from forebay.layout import PAGE, Chunk, StateLayout, align, cell_of, gradient_offsets, residual_offsets, state_layout
 from forebay.memory import Kind, Tier
 from forebay.plans import Placement, Plan, Streaming, Update
 from forebay.states import Masters
 from forebay.trace import Block, Model
 from forebay.units import MiB
+from forebay.workspaces import widened_copies, workspace_nbytes
 
 __all__ = [
     "DISK_BLOCK",
@@ -360,7 +350,7 @@ def _device_cell(moved: Sequence[_Group], window: int) -> tuple[int, int]:
 @dataclass(frozen=True)
 class _StateSizes:
     """Bytes of one block's state, of its largest chunk, of its largest cell, and of the gradients of a chunk that are
-    widened to fp32 with what goes with them (``layout.workspace_nbytes``); and its chunks."""
+    widened to fp32 with what goes with them (``workspaces.workspace_nbytes``); and its chunks."""
 
     nbytes: int
     largest_chunk: int

@@ -26,7 +26,7 @@ from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.states import BLOCK, Masters, StateForm, form_of, is_factored, is_made_at_once, is_wide
+from forebay.states import BLOCK, Masters, StateForm, form_of, is_factored, is_wide
 from forebay.trace import Block, Parameter
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "MASTER",
     "MOVED_LEAST",
     "PAGE",
-    "PART",
     "PLACE_ITEMSIZE",
     "RESIDUAL",
     "STATE_ITEMSIZE",
@@ -54,16 +53,13 @@ __all__ = [
     "is_drawn",
     "is_same_order",
     "needs_master",
-    "part_elements",
     "residual_offsets",
     "sent_elements",
     "spans_of",
     "state_layout",
     "states_nbytes",
     "untrained_nbytes",
-    "widened_copies",
     "with_masters",
-    "workspace_nbytes",
 ]
 
 PAGE = 4096
@@ -71,9 +67,6 @@ PAGE = 4096
 
 STATE_ITEMSIZE = 4
 """Bytes of one element of a master copy, of a gradient widened for an update, of a state in fp32, of a residual."""
-
-PART = 4 << 20
-"""Elements of a parameter that are updated at a time where its states are factored and not made at once."""
 
 PLACE_ITEMSIZE = 4
 """Bytes of the place of an element that is sent by itself: a number within its piece."""
@@ -106,14 +99,6 @@ def is_drawn(parameter: Parameter) -> bool:
     return parameter.trainable and not parameter.master and parameter.dtype == "bfloat16"
 
 
-def widened_copies(parameter: Parameter, masters: Masters) -> int:
-    """How many fp32 numbers torch's ops make for each element that they update: its gradient where the parameter has
-    16 bits and, where no whole master is at home, the parameter."""
-    if is_drawn(parameter):
-        return 2
-    return (2 if masters is Masters.LOWER else 1) if needs_master(parameter) else 0
-
-
 def with_masters(states: tuple[str, ...], masters: Masters) -> tuple[str, ...]:
     """The streams of an optimizer with ``states`` for parameters that need a master."""
     return (LOWER if masters is Masters.LOWER else MASTER, *states)
@@ -124,35 +109,6 @@ def has_stream(stream: str, parameter: Parameter) -> bool:
     if stream in (MASTER, LOWER):
         return needs_master(parameter)
     return form_of(stream).shape_for(parameter.shape) is not None
-
-
-def workspace_nbytes(states: Iterable[str], widened: int, parameters: Iterable[Parameter]) -> int:
-    """Bytes in which torch's ops update elements of ``parameters``: so many of them ``widened`` to fp32 (each as often
-    as ``widened_copies`` says).
-
-    Where ``states`` are factored, whole ``parameters``, one after the other: what of one is widened, its update, a sum
-    for each of its rows and columns, and norms. If they are not made at once: of a part of one that, and its parameter
-    and its gradient in fp32 in any case.
-    """
-    states = tuple(states)
-    if is_made_at_once(states):
-        return max((_whole_nbytes(p, (1 + widened_copies(p, Masters.WHOLE)) * p.numel) for p in parameters), default=0)
-    if is_factored(states):
-        return max((_whole_nbytes(p, 3 * part_elements(p)) for p in parameters), default=0)
-    return widened * STATE_ITEMSIZE
-
-
-def _whole_nbytes(parameter: Parameter, elements: int) -> int:
-    sums = states_nbytes(("sum:rows", "sum:columns"), parameter)
-    return align(STATE_ITEMSIZE * elements + sums) + ALIGNMENT
-
-
-def part_elements(parameter: Parameter) -> int:
-    """The most elements of a part of ``parameter`` that is updated with factored states: whole rows, at least one; all
-    of it where it does not lie in its order."""
-    if not in_order(parameter):
-        return parameter.numel
-    return min(parameter.numel, max((PART, *parameter.shape[-1:])))
 
 
 def is_same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:

@@ -13,21 +13,13 @@ from hypothesis import strategies as st
 from forebay.arenas import Sizer
 from forebay.checking import check
 from forebay.errors import ForebayError
-from forebay.layout import (
-    MASTER,
-    PART,
-    align,
-    chunk_elements,
-    has_stream,
-    state_layout,
-    states_nbytes,
-    workspace_nbytes,
-)
+from forebay.layout import MASTER, align, chunk_elements, has_stream, state_layout, states_nbytes
 from forebay.planners import make_plan
 from forebay.simulation.costs import Costs
 from forebay.simulation.update_rates import FACTORED, FACTORED_PASSES
 from forebay.states import Masters, element_nbytes, form_of, is_factored, is_fp32, is_wide, masters_for
 from forebay.trace import Block, Model, Parameter
+from forebay.workspaces import PART, workspace_nbytes
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.simulating import MACHINE, seconds_trace
 

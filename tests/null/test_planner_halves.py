@@ -10,7 +10,7 @@ from forebay.budgets import Budget
 from forebay.checking import check
 from forebay.cli.compare import compare_policies
 from forebay.errors import ConfigError, PlanInvalid
-from forebay.layout import LOWER, MASTER, state_layout, widened_copies, workspace_nbytes
+from forebay.layout import LOWER, MASTER, state_layout
 from forebay.lowering import lower
 from forebay.machine import Machine
 from forebay.memory import Kind, Tier
@@ -21,6 +21,7 @@ from forebay.program import Verb
 from forebay.simulation import simulate
 from forebay.states import Masters, masters_for
 from forebay.trace import Trace
+from forebay.workspaces import widened_copies, workspace_nbytes
 from tests.null.on_device import on_device
 from tests.null.planning import ENOUGH, asked, machine
 from tests.null.strategies import roomy, roomy_machine

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forebay import layout
+from forebay import workspaces
 from forebay.errors import OptimizerError
 from forebay.optim import Adafactor, adafactor_parts
 from forebay.optim.factored import AdafactorRule
@@ -82,7 +82,7 @@ def test_what_is_refused() -> None:
 def test_part_by_part(part: int, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a matrix, several small matrices or all of it at a time, in no more memory than is said: the same up to
     the rounding of sums."""
-    monkeypatch.setattr(layout, "PART", part)
+    monkeypatch.setattr(workspaces, "PART", part)
     monkeypatch.setattr(adafactor_parts, "PART", part)
     rule = AdafactorRule(masters=not drawn)
     group = {"eps": (None, 1e-3), "beta2_decay": -0.8, "d": 1.0, **NUMBERS}
@@ -103,7 +103,7 @@ def test_part_by_part(part: int, drawn: bool, monkeypatch: pytest.MonkeyPatch) -
             stride=stride,
         )
         spec = Parameter("p", shape, stride, str(dtype)[6:], own.parameter.nbytes, 0, True, master=not drawn)
-        room = torch.empty(layout.workspace_nbytes(rule.state_names, 0, [spec]), dtype=torch.uint8)
+        room = torch.empty(workspaces.workspace_nbytes(rule.state_names, 0, [spec]), dtype=torch.uint8)
         for step in (1, 2):
             theirs.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
             own.gradient.copy_(theirs.grad.flatten())

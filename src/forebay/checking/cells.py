@@ -23,13 +23,14 @@ from forebay.arenas import UPDATE_CELLS
 from forebay.checking.order import Order
 from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
-from forebay.layout import PAGE, PART, STATE_ITEMSIZE, Chunk, StateLayout, in_order, needs_master
+from forebay.layout import PAGE, STATE_ITEMSIZE, Chunk, StateLayout, in_order, needs_master
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
 from forebay.states import Masters, is_factored, is_fp32, is_made_at_once
 from forebay.timeline import Lane
 from forebay.trace import Parameter, Trace
+from forebay.workspaces import PART
 
 __all__ = ["Cells", "Work", "check_window", "residual_nbytes", "storage_window", "widened"]
 

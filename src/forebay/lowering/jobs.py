@@ -7,9 +7,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from forebay.layout import cell_of, gradient_offsets, spans_of, state_layout, widened_copies, workspace_nbytes
+from forebay.layout import cell_of, gradient_offsets, spans_of, state_layout
 from forebay.plans import Streaming
 from forebay.trace import Block, Trace
+from forebay.workspaces import widened_copies, workspace_nbytes
 
 __all__ = ["Job", "Jobs", "Moves"]
 

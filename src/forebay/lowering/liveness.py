@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar, final
 
 from forebay.arenas import arenas_of
-from forebay.layout import chunk_elements, widened_copies, workspace_nbytes
+from forebay.layout import chunk_elements
 from forebay.lowering.arrangement import Arrangement
 from forebay.lowering.columns import Columns
 from forebay.lowering.index import NEVER, TraceIndex
@@ -24,6 +24,7 @@ from forebay.plans import Placement, Plan, Streaming
 from forebay.scheduling.activations import disk_nbytes, host_nbytes
 from forebay.trace import Block, Trace
 from forebay.treatments import Fate, Selection
+from forebay.workspaces import widened_copies, workspace_nbytes
 
 __all__ = ["Liveness", "device_bound", "updating_nbytes"]
 
@@ -186,7 +187,7 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
 
 def updating_nbytes(trace: Trace, placements: Iterable[Placement], streaming: Streaming) -> int:
     """The most bytes beside the arenas while resident blocks are updated: 16-bit gradients widened to fp32, chunk by
-    chunk, with what else such an update takes (``layout.workspace_nbytes``), outputs of the pass, gradients under
+    chunk, with what else such an update takes (``workspaces.workspace_nbytes``), outputs of the pass, gradients under
     way."""
     most = chunk_elements(streaming.update_chunk, trace.state_names, streaming.masters)
     resident = {p.block for p in placements if p.resident}

@@ -1,7 +1,7 @@
 """forebay's own Adafactor: part by part by torch's ops on any device, or by kernels on the host.
 
 A step goes over a parameter three times: sums of its gradient's squares, the size of the update, the update. Of each
-part there are the gradient, the update and the parameter in fp32 at a time (``layout.part_elements``).
+part there are the gradient, the update and the parameter in fp32 at a time (``workspaces.part_elements``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from forebay.layout import PART
 from forebay.optim.coding import draw_parameter
 from forebay.optim.factored import AdafactorRule, adafactor_step
 from forebay.optim.parts import Arithmetic, Part, Prepared, Room, brought, copied
 from forebay.optim.wholes import as_parameter, expect_whole, states_of
+from forebay.workspaces import PART
 
 if TYPE_CHECKING:
     from forebay.kernels.adafactor_step import AdafactorStep
@@ -32,7 +32,7 @@ Take = Callable[[int], torch.Tensor]
 
 @final
 class AdafactorParts(Arithmetic):
-    """torch's ops, in ``workspace`` (1-D uint8, ``layout.workspace_nbytes``) or in new memory."""
+    """torch's ops, in ``workspace`` (1-D uint8, ``workspaces.workspace_nbytes``) or in new memory."""
 
     def __init__(self, rule: AdafactorRule, workspace: torch.Tensor | None) -> None:
         self._rule = rule

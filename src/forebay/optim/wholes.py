@@ -19,8 +19,8 @@ __all__ = ["WholeArithmetic", "as_parameter", "expect_whole", "states_of"]
 
 @final
 class WholeArithmetic(Arithmetic):
-    """torch's ops. Gradients of masters become fp32 in ``workspace`` (1-D uint8, ``layout.workspace_nbytes``), where
-    the rule has its room, too; without one in new memory.
+    """torch's ops. Gradients of masters become fp32 in ``workspace`` (1-D uint8, ``workspaces.workspace_nbytes``),
+    where the rule has its room, too; without one in new memory.
 
     What goes into another copy is copied there first, which moves its bytes twice more."""
 

@@ -10,13 +10,14 @@ from typing import Final, final
 import torch
 
 from forebay.device.base import Device
-from forebay.layout import Chunk, Piece, widened_copies, workspace_nbytes
+from forebay.layout import Chunk, Piece
 from forebay.optim.parts import Arithmetic, Held, Part
 from forebay.optim.rules import UpdateRule
 from forebay.runtime.applying import Copy, Task, batches, copy_of, landed, part_of
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.tensors import at_place, flat
 from forebay.units import MiB
+from forebay.workspaces import widened_copies, workspace_nbytes
 
 __all__ = ["ResidentUpdates"]
 

@@ -1,0 +1,53 @@
+"""What torch's ops take beside what they update: fp32 numbers of what has fewer bits, and of factored states an update
+of a whole parameter, or of a part of one. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from forebay.layout import STATE_ITEMSIZE, align, in_order, is_drawn, needs_master, states_nbytes
+from forebay.memory import ALIGNMENT
+from forebay.states import Masters, is_factored, is_made_at_once
+from forebay.trace import Parameter
+
+__all__ = ["PART", "part_elements", "widened_copies", "workspace_nbytes"]
+
+PART = 4 << 20
+"""Elements of a parameter that are updated at a time where its states are factored and not made at once."""
+
+
+def widened_copies(parameter: Parameter, masters: Masters) -> int:
+    """How many fp32 numbers torch's ops make for each element that they update: its gradient where the parameter has
+    16 bits and, where no whole master is at home, the parameter."""
+    if is_drawn(parameter):
+        return 2
+    return (2 if masters is Masters.LOWER else 1) if needs_master(parameter) else 0
+
+
+def workspace_nbytes(states: Iterable[str], widened: int, parameters: Iterable[Parameter]) -> int:
+    """Bytes in which torch's ops update elements of ``parameters``: so many of them ``widened`` to fp32 (each as often
+    as ``widened_copies`` says).
+
+    Where ``states`` are factored, whole ``parameters``, one after the other: what of one is widened, its update, a sum
+    for each of its rows and columns, and norms. If they are not made at once: of a part of one that, and its parameter
+    and its gradient in fp32 in any case.
+    """
+    states = tuple(states)
+    if is_made_at_once(states):
+        return max((_whole_nbytes(p, (1 + widened_copies(p, Masters.WHOLE)) * p.numel) for p in parameters), default=0)
+    if is_factored(states):
+        return max((_whole_nbytes(p, 3 * part_elements(p)) for p in parameters), default=0)
+    return widened * STATE_ITEMSIZE
+
+
+def _whole_nbytes(parameter: Parameter, elements: int) -> int:
+    sums = states_nbytes(("sum:rows", "sum:columns"), parameter)
+    return align(STATE_ITEMSIZE * elements + sums) + ALIGNMENT
+
+
+def part_elements(parameter: Parameter) -> int:
+    """The most elements of a part of ``parameter`` that is updated with factored states: whole rows, at least one; all
+    of it where it does not lie in its order."""
+    if not in_order(parameter):
+        return parameter.numel
+    return min(parameter.numel, max((PART, *parameter.shape[-1:])))
