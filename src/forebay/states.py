@@ -12,17 +12,21 @@ knows that it was made for such states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from forebay.errors import ConfigError, ForebayError
 
 __all__ = [
     "BLOCK",
+    "DRAWN",
+    "FACTORED",
     "MOMENTS",
+    "OF_FOREBAY",
     "TIES",
     "Extent",
     "Masters",
@@ -261,3 +265,23 @@ def state_changes(states: Iterable[str]) -> tuple[str, ...]:
     """What the forms of ``states`` do to the numbers, in words (``Plan.changes_numbers``)."""
     forms = dict.fromkeys(form_of(state).name for state in states)
     return tuple(f"moments of the optimizer are {_WORDS[form]}" for form in forms if form in _WORDS)
+
+
+FACTORED = ("row_var:rows", "col_var:columns", "variance:vector")
+"""The states of forebay's Adafactor."""
+
+DRAWN = "-sr"
+"""How the name of an optimizer ends that rounds parameters in bf16 by chance and keeps no masters of them (stochastic
+rounding)."""
+
+OF_FOREBAY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "adamw": ("exp_avg", "exp_avg_sq"),
+        "adamw-bf16": moment_states(("exp_avg", "exp_avg_sq"), "bfloat16"),
+        "adamw-8bit": moment_states(("exp_avg", "exp_avg_sq"), "8bit"),
+        "adamw-4bit": moment_states(("exp_avg", "exp_avg_sq"), "4bit"),
+        "lion": ("exp_avg",),
+        "adafactor": FACTORED,
+    }
+)
+"""The states of forebay's own optimizers by name; each has one with ``DRAWN`` behind it, too."""

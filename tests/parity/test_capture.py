@@ -12,8 +12,9 @@ from torch import nn
 
 from forebay.errors import ModelError, OptimizerError, UsageError
 from forebay.memory import Kind
-from forebay.profiler.capture import DRAWN, KEEPS_CACHE, STATES, capture
+from forebay.profiler.capture import KEEPS_CACHE, STATES, capture
 from forebay.runtime.losses import LossFunction
+from forebay.states import DRAWN
 from forebay.trace import Phase, Trace
 from tests.parity.capture_rig import gradients, real_peak, traced_peak
 from tests.parity.models import CASES

@@ -14,6 +14,7 @@ from forebay.cli.loop import mean_loss
 from forebay.cli.progress import View
 from forebay.cli.runfolder import RunFolder
 from forebay.errors import CannotServe, ConfigError, DiskFull, DoesNotFit, ModelError, NoRoomTogether
+from forebay.states import DRAWN
 
 if TYPE_CHECKING:
     import torch
@@ -43,19 +44,22 @@ def optimizer_of(
 
     from forebay.optim import Adafactor, AdamW, Lion
 
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": AdamW if name == "adamw-sr" else torch.optim.AdamW,
+    of_torch: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
+    }
+    own: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": AdamW,
         "adamw-bf16": partial(AdamW, moments="bfloat16"),
         "adamw-8bit": partial(AdamW, moments="8bit"),
         "adamw-4bit": partial(AdamW, moments="4bit"),
         "lion": Lion,
         "adafactor": Adafactor,
     }
-    if name.endswith("-sr"):
-        options["stochastic_rounding"] = True
-    return makers[name.removesuffix("-sr")](parameters, lr=lr, **options)
+    if name.endswith(DRAWN):
+        return own[name.removesuffix(DRAWN)](parameters, lr=lr, stochastic_rounding=True, **options)
+    return {**own, **of_torch}[name](parameters, lr=lr, **options)
 
 
 @final

@@ -6,7 +6,7 @@ part there are the gradient, the update and the parameter in fp32 at a time (``w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod, sqrt
@@ -16,8 +16,8 @@ import torch
 
 from forebay.optim.coding import draw_parameter
 from forebay.optim.factored import AdafactorRule, adafactor_step
-from forebay.optim.parts import Arithmetic, Part, Prepared, Room, brought, copied
-from forebay.optim.wholes import as_parameter, expect_whole, states_of
+from forebay.optim.parts import Arithmetic, Part, Prepared, brought, copied
+from forebay.optim.wholes import Take, WholeArithmetic, as_parameter, expect_whole, states_of
 from forebay.workspaces import PART
 
 if TYPE_CHECKING:
@@ -26,26 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["AdafactorKernels", "AdafactorParts"]
 
-Take = Callable[[int], torch.Tensor]
-"""Gives memory for so many fp32 values."""
-
 
 @final
-class AdafactorParts(Arithmetic):
-    """torch's ops, in ``workspace`` (1-D uint8, ``workspaces.workspace_nbytes``) or in new memory."""
+class AdafactorParts(WholeArithmetic):
+    """A part of a parameter at a time, by torch's ops."""
 
     def __init__(self, rule: AdafactorRule, workspace: torch.Tensor | None) -> None:
+        super().__init__(workspace)
         self._rule = rule
-        self._workspace = workspace
 
-    def prepared(self, parts: Sequence[Part]) -> Prepared:
-        return partial(self._update, tuple(map(expect_whole, parts)))
-
-    def _update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
-        for given in parts:
-            part, room = brought(given), Room(self._workspace)
-            take = partial(room.take, device=part.parameter.device)
-            _InParts(part, states_of(self._rule, part), adafactor_step(step, group), take).step()
+    def _step(self, part: Part, step: int, group: Mapping[str, Any], take: Take) -> None:
+        _InParts(part, states_of(self._rule, part), adafactor_step(step, group), take).step()
 
 
 @final
@@ -57,7 +48,7 @@ class AdafactorKernels(Arithmetic):
         self._rule = rule
         self._team = team
         self._others = AdafactorParts(rule, workspace)
-        self._scratch = None if workspace is None else workspace.view(torch.float32).numpy()
+        self._workspace = workspace
 
     def prepared(self, parts: Sequence[Part]) -> Prepared:
         fast = [expect_whole(part) for part in parts if _has_kernel(part)]
@@ -71,6 +62,8 @@ class AdafactorKernels(Arithmetic):
         from forebay.optim.launching import FORMS
 
         numbers = adafactor_step(step, group)
+        # Not kept: who gives the workspace's memory back empties the tensor, and a view would hold it.
+        scratch = None if self._workspace is None else self._workspace.view(torch.float32).numpy()
         for given in parts:
             part = brought(given, partial(copied, self._team))
             states = {name: state.numpy().reshape(-1) for name, state in states_of(self._rule, part).items()}
@@ -87,7 +80,7 @@ class AdafactorKernels(Arithmetic):
                 part.place,
             )
             if len(part.shape) == 2:
-                update_matrix(self._team, matrix, states["row_var"], states["col_var"], numbers, self._scratch)
+                update_matrix(self._team, matrix, states["row_var"], states["col_var"], numbers, scratch)
             else:
                 update_vector(self._team, matrix, states["variance"], numbers)
         others(step, group)
@@ -160,16 +153,24 @@ class _InParts:
             flat = self._blocks[0].stride is None
             self._row = row.view(-1, *row.shape[-2:]) if flat else row
             self._column = column.view(-1, *column.shape[-2:]) if flat else column
+            # Of each matrix one mean, for all of a step, and behind them what is summed up of a block.
+            matrices = prod(self._row.shape[:-2])
+            sums = take(row.numel() + column.numel())
+            self._mean, self._sums = sums[:matrices].view(*self._row.shape[:-2], 1, 1), sums[matrices:]
 
     def step(self) -> None:
         """Updates states and parameter."""
         numbers, part = self._numbers, self._part
         count = part.parameter.numel()
-        norm = self._moved_on()
-        size = sqrt(sum(self._size(self._update(block)) for block in self._blocks))
-        pace = numbers.pace(norm, size, count)
+        norm, squares = self._moved_on(), []
         for block in self._blocks:
-            made, value = self._update(block), self._value(block)
+            made = self._update(block)
+            squares.append(self._square(made))
+        pace = numbers.pace(norm, sqrt(sum(squares)), count)
+        for block in self._blocks:
+            if len(self._blocks) > 1:  # else it is still there
+                made = self._update(block)
+            value = self._value(block)
             value.mul_(1 - numbers.lr * numbers.weight_decay).add_(made, alpha=pace)
             own = part.parameter[block.start : block.stop]
             if part.drawn:
@@ -181,23 +182,23 @@ class _InParts:
 
     def _moved_on(self) -> float:
         """Moves the second moment on; returns the norm of the parameter."""
-        fresh, squares = self._numbers.fresh, 0.0
+        fresh, squares = self._numbers.fresh, []
         if self._variance is None:
             self._column.mul_(1 - fresh)
         for block in self._blocks:
-            squares += self._size(self._value(block))
+            squares.append(self._square(self._value(block)))
             gradient = self._gradient(block)
             square = torch.mul(gradient, gradient, out=block.shaped(self._scratch[1][: block.stop - block.start]))
             if self._variance is not None:
                 block.of(self._variance.view(-1)).lerp_(square, fresh)
                 continue
             rows = self._part.shape[-2]
-            self._row[self._place(block)].lerp_(square.mean(-1, keepdim=True), fresh)
-            self._column[block.matrices].add_(square.sum(-2, keepdim=True), alpha=fresh / rows)
+            row, column = self._row[self._place(block)], self._column[block.matrices]
+            row.lerp_(torch.mean(square, -1, keepdim=True, out=self._like(row)), fresh)
+            column.add_(torch.sum(square, -2, keepdim=True, out=self._like(column)), alpha=fresh / rows)
         if self._variance is None:
-            # Of each matrix one mean, for all that follows.
-            self._mean = self._row.mean(-2, keepdim=True).clamp_(min=self._numbers.eps1)
-        return sqrt(squares)
+            torch.mean(self._row, -2, keepdim=True, out=self._mean).clamp_(min=self._numbers.eps1)
+        return sqrt(sum(squares))
 
     def _update(self, block: _Block) -> torch.Tensor:
         """The gradient over the root of the second moment."""
@@ -206,7 +207,8 @@ class _InParts:
         if self._variance is not None:
             made.copy_(block.of(self._variance.view(-1)))
         else:
-            factor = self._row[self._place(block)] / self._mean[block.matrices]
+            row = self._row[self._place(block)]
+            factor = torch.div(row, self._mean[block.matrices], out=self._like(row))
             torch.mul(factor, self._column[block.matrices], out=made)
         return torch.div(gradient, made.clamp_(min=self._numbers.eps1**2).sqrt_(), out=made)
 
@@ -221,7 +223,11 @@ class _InParts:
         own = self._wide[block.start : block.stop]
         return block.shaped(self._scratch[2][: own.numel()].copy_(own) if self._part.drawn else own)
 
+    def _like(self, sums: torch.Tensor) -> torch.Tensor:
+        """Where something of the shape of ``sums`` is made for a moment."""
+        return self._sums[: sums.numel()].view(sums.shape)
+
     @staticmethod
-    def _size(values: torch.Tensor) -> float:
+    def _square(values: torch.Tensor) -> float:
         """The sum of squares."""
         return float(torch.linalg.vector_norm(values).double().square())

@@ -10,7 +10,7 @@ from forebay.optim.adafactor_parts import AdafactorKernels, AdafactorParts
 from forebay.optim.arithmetic import KernelArithmetic, TorchArithmetic
 from forebay.optim.factored import AdafactorRule
 from forebay.optim.rules import AdamRule, ElementRule, LionRule, SgdRule, UpdateRule, WholeRule
-from forebay.optim.wholes import WholeArithmetic
+from forebay.optim.wholes import AtOnceArithmetic
 
 if TYPE_CHECKING:
     import torch
@@ -44,5 +44,5 @@ def torch_arithmetic(rule: UpdateRule, workspace: torch.Tensor | None = None) ->
     if isinstance(rule, AdafactorRule):
         return AdafactorParts(rule, workspace)
     if isinstance(rule, WholeRule):
-        return WholeArithmetic(rule, workspace)
+        return AtOnceArithmetic(rule, workspace)
     raise OptimizerError(f"{type(rule).__name__} updates neither elements nor parameters")

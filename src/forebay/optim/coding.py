@@ -22,7 +22,7 @@ __all__ = ["Bf16Moment", "CodedMoment", "Moment", "WideMoment", "draw_parameter"
 _WORD: Final = 0xFFFFFFFF
 
 _PASSING: Final = 1 << 18
-"""Elements that are rounded by chance at a time: each takes some 40 bytes meanwhile."""
+"""Elements that are rounded by chance at a time: each takes 24 bytes meanwhile."""
 
 
 class Moment(ABC):

@@ -16,6 +16,7 @@ import torch
 
 from forebay.kernels.adafactor_step import AdafactorStep
 from forebay.optim.rules import UpdateRule, WholeRule
+from forebay.states import FACTORED
 
 __all__ = ["AdafactorRule", "TorchAdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
 
@@ -25,7 +26,7 @@ class AdafactorRule(UpdateRule):
     """Shazeer and Stern (2018), algorithms 4 and 5, as ``forebay.optim.Adafactor`` has them: sums in an order of its
     own, so that an update goes over a parameter part by part (``adafactor_parts``)."""
 
-    state_names = ("row_var:rows", "col_var:columns", "variance:vector")
+    state_names = FACTORED
 
     def __init__(self, *, masters: bool = True) -> None:
         self.masters = masters

@@ -70,7 +70,7 @@ class LeanOptimizer(RuledOptimizer):
 
         Raises ``OptimizerError`` for a sparse gradient and for parameters that are not floating point or not dense.
         """
-        loss = None
+        loss, masters = None, self.rule.masters
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -79,7 +79,7 @@ class LeanOptimizer(RuledOptimizer):
             for parameter in parameters:
                 if parameter.grad.layout is not torch.strided:
                     raise OptimizerError("a gradient is sparse; make the embedding with sparse=False")
-                self._state_of(parameter)["step"] += 1
+                self._state_of(parameter, masters=masters)["step"] += 1
             self._step_group(parameters, frozen_group(group))
         return loss
 
@@ -131,12 +131,12 @@ class LeanOptimizer(RuledOptimizer):
                 made[plain_name(name)] = torch.zeros(shape, dtype=dtype, device=parameter.device)
         return made
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def _state_of(self, parameter: torch.Tensor, *, masters: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             _expect_dense(parameter)
             state.update(step=torch.tensor(0.0), **self._new_states(parameter))
-        if needs_copy(parameter, self) and MASTER not in state:
+        if needs_copy(parameter, masters=masters) and MASTER not in state:
             state[MASTER] = parameter.detach().float()
         return state
 
@@ -176,9 +176,10 @@ def _part(parameter: torch.Tensor, state_of: Mapping[str, Any], names: Sequence[
     )
 
 
-def needs_copy(parameter: torch.Tensor, optimizer: RuledOptimizer) -> bool:
-    """Whether ``optimizer`` keeps an fp32 copy of ``parameter``: it has 16 bits, and is not rounded by chance."""
-    return parameter.dtype is torch.float16 or (parameter.dtype is torch.bfloat16 and optimizer.rule.masters)
+def needs_copy(parameter: torch.Tensor, *, masters: bool) -> bool:
+    """Whether an fp32 copy of ``parameter`` is kept: it has 16 bits, and is not rounded by chance
+    (``UpdateRule.masters``)."""
+    return parameter.dtype is torch.float16 or (parameter.dtype is torch.bfloat16 and masters)
 
 
 def in_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

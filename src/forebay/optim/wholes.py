@@ -1,8 +1,9 @@
-"""Updates of whole parameters at once, one after the other, by torch's ops on any device."""
+"""Updates of whole parameters, one after the other, by torch's ops on any device: here at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, final
@@ -14,38 +15,56 @@ from forebay.optim.parts import Arithmetic, Part, Prepared, Room, brought
 from forebay.optim.rules import UpdateRule, WholeRule
 from forebay.states import form_of, plain_name
 
-__all__ = ["WholeArithmetic", "as_parameter", "expect_whole", "states_of"]
+__all__ = ["AtOnceArithmetic", "Take", "WholeArithmetic", "as_parameter", "expect_whole", "states_of"]
+
+Take = Callable[[int], torch.Tensor]
+"""Gives memory for so many fp32 values, one after the other."""
 
 
-@final
 class WholeArithmetic(Arithmetic):
-    """torch's ops. Gradients of masters become fp32 in ``workspace`` (1-D uint8, ``workspaces.workspace_nbytes``),
-    where the rule has its room, too; without one in new memory.
+    """One parameter after the other, each in the same ``workspace`` (1-D uint8, ``workspaces.workspace_nbytes``), or
+    without one in new memory.
 
     What goes into another copy is copied there first, which moves its bytes twice more."""
 
-    def __init__(self, rule: WholeRule, workspace: torch.Tensor | None = None) -> None:
-        self._rule = rule
+    def __init__(self, workspace: torch.Tensor | None = None) -> None:
         self._workspace = workspace
 
+    @final
     def prepared(self, parts: Sequence[Part]) -> Prepared:
         return partial(self._update, tuple(map(expect_whole, parts)))
 
+    @final
     def _update(self, parts: Sequence[Part], step: int, group: Mapping[str, Any]) -> None:
         for given in parts:
-            part, room = brought(given), Room(self._workspace)
-            wide, gradient = part.parameter if part.master is None else part.master, part.gradient
-            if part.drawn:
-                wide = room.take(wide.numel(), wide.device).copy_(wide)
-            if gradient.dtype is not wide.dtype:
-                gradient = room.take(gradient.numel(), gradient.device).copy_(gradient)
-            states = states_of(self._rule, part)
-            new = partial(room.take, device=wide.device)
-            self._rule.update(as_parameter(wide, part), as_parameter(gradient, part), states, step, group, new)
-            if part.master is not None:
-                part.parameter.copy_(part.master)
-            elif part.drawn:
-                draw_parameter(part.parameter, wide, step, part.place)
+            part = brought(given)
+            self._step(part, step, group, partial(Room(self._workspace).take, device=part.parameter.device))
+
+    @abstractmethod
+    def _step(self, part: Part, step: int, group: Mapping[str, Any], take: Take) -> None:
+        """Updates all of a parameter in place; ``take`` gives memory."""
+
+
+@final
+class AtOnceArithmetic(WholeArithmetic):
+    """All of a parameter at once, as its ``rule`` says; what has 16 bits becomes fp32 first."""
+
+    def __init__(self, rule: WholeRule, workspace: torch.Tensor | None = None) -> None:
+        super().__init__(workspace)
+        self._rule = rule
+
+    def _step(self, part: Part, step: int, group: Mapping[str, Any], take: Take) -> None:
+        wide, gradient = part.parameter if part.master is None else part.master, part.gradient
+        if part.drawn:
+            wide = take(wide.numel()).copy_(wide)
+        if gradient.dtype is not wide.dtype:
+            gradient = take(gradient.numel()).copy_(gradient)
+        states = states_of(self._rule, part)
+        self._rule.update(as_parameter(wide, part), as_parameter(gradient, part), states, step, group, take)
+        if part.master is not None:
+            part.parameter.copy_(part.master)
+        elif part.drawn:
+            draw_parameter(part.parameter, wide, step, part.place)
 
 
 def states_of(rule: UpdateRule, part: Part) -> dict[str, torch.Tensor]:

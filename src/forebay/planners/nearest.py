@@ -21,7 +21,7 @@ from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.plans import Plan, Update
 from forebay.remedies import Remedy
-from forebay.states import Masters, element_nbytes, is_fp32, moment_states
+from forebay.states import DRAWN, OF_FOREBAY, Masters, element_nbytes, is_fp32
 from forebay.trace import Model
 from forebay.units import format_bytes, format_enough, parse_bytes
 
@@ -32,11 +32,9 @@ AUTO = "auto"
 House = Callable[[Bench, Draft], Draft]
 """How a policy finds homes for a draft beside the device, whatever the device has room for. Raises ``DoesNotFit``."""
 
-LEAN_OPTIMIZERS = (
-    ("adamw-8bit", moment_states(("exp_avg", "exp_avg_sq"), "8bit"), True),
-    ("adafactor", ("row_var:rows", "col_var:columns", "variance:vector"), True),
-    ("adamw-8bit-sr", moment_states(("exp_avg", "exp_avg_sq"), "8bit"), False),
-    ("adafactor-sr", ("row_var:rows", "col_var:columns", "variance:vector"), False),
+LEAN_OPTIMIZERS = tuple(
+    (name, OF_FOREBAY[name.removesuffix(DRAWN)], not name.endswith(DRAWN))
+    for name in ("adamw-8bit", "adafactor", f"adamw-8bit{DRAWN}", f"adafactor{DRAWN}")
 )
 """Optimizers of forebay that adapt to each parameter as Adam does, with fewer bytes, by name: their states, and whether
 they keep masters of parameters in bf16. The first that is enough is named."""

@@ -27,7 +27,6 @@ from forebay.collector import collector_paused
 from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
 from forebay.memory import Kind
-from forebay.optim.factored import AdafactorRule
 from forebay.optim.reading import name_of, read_optimizer
 from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import attributes_put_back
@@ -44,27 +43,14 @@ from forebay.runtime.generators import drawn_alike
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.passes import argument_name
-from forebay.states import moment_states
+from forebay.states import DRAWN, OF_FOREBAY
 from forebay.trace import Trace
 
 __all__ = ["Captured", "capture"]
 
-DRAWN = "-sr"
-"""How the name of an optimizer ends that rounds parameters in bf16 by chance and keeps no masters of them (stochastic
-rounding)."""
-
-_OF_FOREBAY: Mapping[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adamw-bf16": moment_states(("exp_avg", "exp_avg_sq"), "bfloat16"),
-    "adamw-8bit": moment_states(("exp_avg", "exp_avg_sq"), "8bit"),
-    "adamw-4bit": moment_states(("exp_avg", "exp_avg_sq"), "4bit"),
-    "lion": ("exp_avg",),
-    "adafactor": AdafactorRule.state_names,
-}
-
 STATES: Mapping[str, tuple[str, ...]] = {
-    **_OF_FOREBAY,
-    **{f"{name}{DRAWN}": states for name, states in _OF_FOREBAY.items()},
+    **OF_FOREBAY,
+    **{f"{name}{DRAWN}": states for name, states in OF_FOREBAY.items()},
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),

@@ -27,10 +27,10 @@ FACTORED: Mapping[str, float] = MappingProxyType(
 AdamW with moments in fp32. Ours has kernels, the others are torch's ops; of torch's own the norms of columns take more
 than half. A matrix of 16M elements, two threads of an EPYC (docs/log.md, 2026-11-28)."""
 
-FACTORED_PASSES: Final = 5.5
-"""How many times the bytes that an update has to move at least torch's ops move for one with factored states: 68
-bytes an element for norms, the second moment, its root, the update and the parameter, and 8 more for casts, where 12
-(fp32) or 14 (bf16 with fp32 masters) would do."""
+FACTORED_PASSES: Final = 7.0
+"""How many times the bytes that an update has to move at least torch's ops move for one with factored states: what they
+read and write, counted for a matrix in bf16 with an fp32 master, is 94 bytes an element (torch's and that of
+transformers) or 104 (forebay's), where 14 would do (docs/log.md, 2026-11-28). On no card was it timed."""
 
 
 def update_rate(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:

@@ -77,7 +77,11 @@ class PlainOptimizer:
             return master.detach()
         # An optimizer of forebay's makes the copy in its first step: until then the parameter is all there is.
         stepped = self._stepped
-        wide = isinstance(stepped, LeanOptimizer) and parameter.requires_grad and needs_copy(parameter, stepped)
+        wide = (
+            isinstance(stepped, LeanOptimizer)
+            and parameter.requires_grad
+            and needs_copy(parameter, masters=stepped.rule.masters)
+        )
         return parameter.detach().to(WIDE) if wide else parameter.detach()
 
     def states(self, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -100,7 +104,9 @@ class PlainOptimizer:
         if isinstance(self._stepped, LeanOptimizer):
             if not states and value.dtype is parameter.dtype:
                 return
-            kept = self._stepped._state_of(parameter)  # makes what a first step would make
+            kept = self._stepped._state_of(
+                parameter, masters=self._stepped.rule.masters
+            )  # makes what a first step would make
             kept.update(held)
             if MASTER in kept:
                 kept[MASTER].copy_(value)
