@@ -28,7 +28,7 @@ from forebay.optim.reading import read_optimizer
 from forebay.planners import for_policy, make_plan
 from forebay.planners.room import leave_room
 from forebay.planning import problem_of
-from forebay.plans import Plan, UpdateTime
+from forebay.plans import Plan, Update, UpdateTime
 from forebay.profiler.batch import call_arguments
 from forebay.profiler.capture import capture
 from forebay.profiler.probe import probe
@@ -289,7 +289,14 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFunc
             f"the plan is for one backward a step (accumulates=False), and accumulate was given {len(batches)} "
             f"micro-batches; prepare the model with accumulates=True"
         )
-    if attachment is None or len(batches) == 1 or not torch.is_grad_enabled() or not gains(attachment):
+    if attachment is None or len(batches) == 1 or not torch.is_grad_enabled():
+        return accumulate_in_order(model, batches, loss_fn)
+    if not gains(attachment):
+        if attachment.session.plan.updated(Update.BACKWARD):
+            raise UsageError(
+                f"the plan updates blocks in backward, which uses gradients up, and {len(batches)} micro-batches pass "
+                f"this model one after the other and not block by block; prepare it with update='step'"
+            )
         return accumulate_in_order(model, batches, loss_fn)
     _expect_room(attachment.session, len(batches))
     return accumulate_by_block(attachment, model, batches, loss_fn)

@@ -105,7 +105,8 @@ class Arenas:
 
     @property
     def device(self) -> int:
-        """Bytes on the device that are there all the time, and the gradients of resident blocks."""
+        """Bytes on the device that are there all the time, and the gradients of resident blocks that wait for their
+        step."""
         return self.device_resident + self.device_gradients + self.device_slots + self.device_updates
 
     @property
@@ -211,6 +212,8 @@ class Sizer:
         groups = self._groups(placements)
         hosted = [g for g in groups if not g.placement.resident]
         resident = [g for g in groups if g.placement.resident]
+        # The others' gradients are let go in backward: what of them is there at a time is none of an arena's.
+        standing = [g for g in resident if g.placement.update is not Update.BACKWARD]
         trained = [g for g in hosted if g.block.gradient_nbytes]
 
         def state_copies(tier: Tier) -> int:
@@ -233,7 +236,7 @@ class Sizer:
         slots = [g for g in hosted if g.placement.parameters is Tier.DEVICE]
         return Arenas(
             device_resident=_total(resident, lambda g: g.block.nbytes + g.states.nbytes),
-            device_gradients=_total(resident, lambda g: g.block.gradient_nbytes),
+            device_gradients=_total(standing, lambda g: g.block.gradient_nbytes),
             device_slots=sum(streaming.slots) + _total(slots, lambda g: g.block.nbytes),
             device_updates=streaming.update_window if moved else 0,
             update_cell=cell,

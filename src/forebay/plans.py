@@ -25,6 +25,7 @@ __all__ = [
     "Update",
     "UpdateTime",
     "updated",
+    "used_up",
 ]
 
 PLAN_SCHEMA = 11
@@ -38,21 +39,22 @@ UNLIMITED = 1 << 30
 
 
 class Update(StrEnum):
-    """When and where a block is updated that is not resident: each way makes the same numbers. One that is resident is
-    updated on the device, when its step asks (``STEP``).
+    """When and where a block is updated: each way makes the same numbers. One that is resident is updated on the
+    device, when its step asks (``STEP``) or in backward (``BACKWARD``); the other ways are for those that are not.
 
     ``AHEAD``: out of the current copy of parameters and states into a second one at home, which becomes the current one
     if the step turns out to ask for just that. ``DEVICE``: gradients, parameters and states pass through
     ``Streaming.update_window``, chunk by chunk, and what the update makes of them goes home again. ``BACKWARD``: where
-    the block is at home, and the place of its gradients is another block's then; so a step is one backward, and nobody
-    can clip those gradients, or look at them. ``STORAGE``: by a process beside the storage (or a device of its own);
-    gradients go to it, parameters come back, and the states, which are on disk, move nowhere.
+    the block is at home; the place of its gradients is another block's then, or free if they are on the device. So a
+    step is one backward, and nobody can clip those gradients, or look at them. ``STORAGE``: by a process beside the
+    storage (or a device of its own); gradients go to it, parameters come back, and the states, which are on disk, move
+    nowhere.
     """
 
     STEP = "step"  # on the host, when the step asks
     AHEAD = "ahead"  # on the host, ahead of the step, while backward still runs
     DEVICE = "device"  # on the device, when the step asks
-    BACKWARD = "backward"  # on the host, in backward, as soon as the block's gradients have landed, which are used up
+    BACKWARD = "backward"  # at home, in backward, as soon as the block's gradients are complete, which are used up
     STORAGE = "storage"  # beside the storage, when the step asks
 
 
@@ -63,7 +65,8 @@ class Placement:
     ``parameters`` on the device: the block is never fetched. ``gradients`` and ``states`` are on the device
     together or not at all: an update runs where both are.
 
-    ``update`` is ``STEP`` of a block that is resident, and ``STORAGE`` only of one whose states are on disk.
+    ``update`` is ``STEP`` or ``BACKWARD`` of a block that is resident, and ``STORAGE`` only of one whose states are on
+    disk.
     """
 
     block: str
@@ -81,10 +84,10 @@ class Placement:
             raise ConfigError(f"block {self.block}: gradients accumulate on the device or on the host, not on disk")
         if Tier.PINNED in (self.parameters, self.gradients, self.states):
             raise ConfigError(f"block {self.block}: a home is device, host or disk; pinning is decided by the arena")
-        if self.update is not Update.STEP and self.resident:
+        if self.update not in (Update.STEP, Update.BACKWARD) and self.resident:
             raise ConfigError(
                 f"block {self.block} is resident: its update runs on the device as it is; set its update to "
-                f"step, got {self.update.value}"
+                f"step or backward, got {self.update.value}"
             )
         if self.update is Update.STORAGE and self.states is not Tier.DISK:
             raise ConfigError(
@@ -112,6 +115,13 @@ def updated(placements: Iterable[Placement], how: Update) -> tuple[str, ...]:
     return tuple(p.block for p in placements if p.update is how)
 
 
+def used_up(placements: Iterable[Placement], *, resident: bool) -> tuple[str, ...]:
+    """The blocks of ``placements`` whose gradients backward uses up (``Update.BACKWARD``): those that are ``resident``,
+    where the gradients are let go as soon as the block is updated, or the others, where they pass through
+    ``Streaming.gradient_slots`` on the host."""
+    return tuple(p.block for p in placements if p.update is Update.BACKWARD and p.resident is resident)
+
+
 @dataclass(frozen=True)
 class Streaming:
     """How blocks that are not at home on the device pass through it.
@@ -131,10 +141,10 @@ class Streaming:
     the bytes on the device through which blocks pass that are updated there and not at home there (``Update.DEVICE``):
     as many chunks at a time as it holds, beside the gradients that one of them widens. ``gradient_slots`` are buffers
     on the host (bytes each, largest first) through which the gradients of blocks pass that are updated in backward
-    (``Update.BACKWARD``). ``overlap_update`` lets the updates of later blocks run under the next forward, and beside
-    compute they have all cores of the host but ``spared_cores``. ``delay_after`` (None: never) is the number of steps
-    after which updates are delayed: that of a step then runs under forward and backward of the next one, which see
-    parameters without it, and so make other numbers.
+    (``Update.BACKWARD``) and are not resident. ``overlap_update`` lets the updates of later blocks run under the next
+    forward, and beside compute they have all cores of the host but ``spared_cores``. ``delay_after`` (None: never) is
+    the number of steps after which updates are delayed: that of a step then runs under forward and backward of the next
+    one, which see parameters without it, and so make other numbers.
     ``update_every`` (1: each step updates all blocks) is the number of steps in which every block that is not resident
     is updated once, in turns; its gradients are added up meanwhile, which makes other numbers.
     ``gradient_density`` (None: it goes as it is) is the share of the elements of a gradient that go to an update beside
@@ -306,7 +316,7 @@ class Plan:
             raise ConfigError(f"loss_piece must be 0 bytes or more, got {self.loss_piece}")
         if self.updated(Update.DEVICE) and not self.streaming.update_window:
             raise ConfigError("the plan updates blocks on the device and has no update_window for them; give it one")
-        if self.updated(Update.BACKWARD) and not self.streaming.gradient_slots:
+        if used_up(self.placements, resident=False) and not self.streaming.gradient_slots:
             raise ConfigError("the plan updates blocks in backward and has no gradient_slots for them; give it one")
         self._check_copies()
         self._check_masters()

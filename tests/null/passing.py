@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from forebay.arenas import arenas_of, gradient_nbytes
-from forebay.lowering.liveness import Liveness
+from forebay.lowering.liveness import Liveness, device_bound
 from forebay.memory import Tier
-from forebay.planners.in_backward import usable
+from forebay.planners.in_backward import Usable
 from forebay.plans import Plan, Update
 from forebay.trace import Trace
 from tests.null.updating import updating
@@ -18,16 +18,19 @@ __all__ = ["passing"]
 
 def passing(trace: Trace, plan: Plan, slots: int = 2, names: Collection[str] | None = None) -> Plan:
     """``plan`` in which ``names`` (None: all that may be, and train) are updated in backward, through ``slots`` slots
-    for gradients of the largest, with budgets of as many times what it needs as before."""
-    able = usable(Liveness(trace)) if names is None else names
-    chosen = tuple(p.block for p in plan.placements if not p.resident and p.block in able)
+    for gradients of the largest of those that do not stay on the device, with budgets of as many times what it needs as
+    before."""
+    able = Usable.of(Liveness(trace))
+    chosen = [p for p in plan.placements if (able.admits(p) if names is None else p.block in names)]
+    chosen = [p for p in chosen if trace.model.block(p.block).gradient_nbytes]
     if not chosen:
         return plan
-    largest = max(gradient_nbytes(trace.model.block(name)) for name in chosen)
-    streaming = replace(plan.streaming, gradient_slots=(largest,) * slots)
-    made = updating(plan, Update.BACKWARD, chosen, streaming=streaming)
+    leaving = [gradient_nbytes(trace.model.block(p.block)) for p in chosen if not p.resident]
+    streaming = replace(plan.streaming, gradient_slots=(max(leaving),) * slots if leaving else ())
+    made = updating(plan, Update.BACKWARD, [p.block for p in chosen], streaming=streaming)
     sizes = arenas_of(trace.model, made, trace.state_names)
     pinned = plan.pinned and sum(nbytes for _, nbytes in sizes.pinnable)
     limits = {Tier.HOST: 1 << 50, Tier.PINNED: (1 << 50) if plan.budget.pinned else None}
     budget = replace(plan.budget, host=limits[Tier.HOST], pinned=limits[Tier.PINNED])
-    return replace(made, budget=budget, host=sizes.host, disk=sizes.disk, pinned=pinned)
+    device = device_bound(trace, made)
+    return replace(made, budget=budget, device=device, host=sizes.host, disk=sizes.disk, pinned=pinned)

@@ -1,4 +1,5 @@
-"""The checker, and the lowering that it judges, on updates in backward: whose gradients are in which slot when."""
+"""The checker, and the lowering that it judges, on updates in backward: whose gradients are in which slot when.
+Those of blocks that stay on the device: ``test_check_in_backward``."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.layout import state_layout
 from forebay.lowering import lower
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan, Update
+from forebay.plans import Plan, Update, used_up
 from forebay.program import Program, Verb
 from tests.null.ahead import ends_of_steps, issued_earlier
 from tests.null.passing import passing
@@ -76,17 +77,18 @@ def test_blocks_are_updated_under_backward(home: tuple[Tier, Tier, Tier], slots:
 @given(passing_cases())
 def test_any_plan_is_lowered_right(case: Case) -> None:
     """And never more blocks than slots have gradients that an update may still read."""
-    used_up = case.plan.updated(Update.BACKWARD)
-    event(f"{len(used_up)} of {len(case.plan.placements)} in backward")
+    passing_through = used_up(case.plan.placements, resident=False)
+    staying = used_up(case.plan.placements, resident=True)
+    event(f"{len(passing_through)} and, on the device, {len(staying)} of {len(case.plan.placements)} in backward")
     program = lower(case.trace, case.plan, steps=3)
     check(case.trace, case.machine, case.plan, program)
     order, slots = Order(program), len(case.plan.streaming.gradient_slots)
     landed: dict[tuple[str, int], int] = {}
     done: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, action in enumerate(program.actions):
-        if action.block in used_up and action.verb is Verb.LAND:
+        if action.block in passing_through and action.verb is Verb.LAND:
             landed.setdefault((action.block, action.step), index)
-        if action.block in used_up and action.verb is Verb.UPDATE:
+        if action.block in passing_through and action.verb is Verb.UPDATE:
             done[action.block, action.step].append(index)
     for key, first in landed.items():
         there = [o for o, i in landed.items() if i <= first and not all(order.before(u, first) for u in done[o])]

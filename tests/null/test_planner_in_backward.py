@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -13,9 +14,10 @@ from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.figures import with_figures
 from forebay.machine import Machine
 from forebay.planners import INEXACT, PLANNERS, Bench, Problem, make_plan
-from forebay.planners.in_backward import FEWEST, slots_of
-from forebay.planners.parts import Draft
-from forebay.plans import Plan, Update
+from forebay.planners.in_backward import FEWEST, Usable, passed, slots_of
+from forebay.planners.parts import Draft, all_resident
+from forebay.plans import Plan, Streaming, Update, UpdateTime, used_up
+from forebay.trace import Model
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import block, problem
 
@@ -44,8 +46,8 @@ def gradients(plan: Plan) -> int:
 def test_every_policy_uses_them_up_where_it_may(policy: str) -> None:
     problem = allowed()
     plan, other = make_plan(problem, policy), make_plan(replace(problem, update="step"), policy)
-    streamed = [p.block for p in plan.placements if not p.resident]
-    assert streamed and plan.updated(Update.BACKWARD) == tuple(streamed)
+    assert plan.updated(Update.BACKWARD) == tuple(p.block for p in plan.placements)
+    assert used_up(plan.placements, resident=False)
     assert not plan.updated(Update.AHEAD) and not plan.updated(Update.DEVICE)
     assert gradients(plan) == FEWEST * GRADIENTS < gradients(other)
     assert any("updated in backward, which uses their gradients up: 3 slots" in reason for reason in plan.reasons)
@@ -97,10 +99,44 @@ def test_the_slots_of_blocks_that_differ() -> None:
     assert slots_of([]) == ()
 
 
-def test_what_stays_has_nothing_to_use_up() -> None:
-    plan = make_plan(replace(allowed(), budget=replace(allowed().budget, device=ENOUGH)), "resident")
-    assert not plan.updated(Update.BACKWARD) and not plan.streaming.gradient_slots
-    assert any("nothing is updated in backward" in reason for reason in plan.reasons)
+def test_what_stays_lets_its_gradients_go() -> None:
+    """Of the device less by the gradients of all blocks but one, and where activations are most those of none are there
+    yet; nothing of the host."""
+    problem = replace(allowed(), budget=replace(allowed().budget, device=ENOUGH))
+    plan, other = (make_plan(replace(problem, update=update), "resident") for update in get_args(UpdateTime)[::-1])
+    assert plan.updated(Update.BACKWARD) == tuple(p.block for p in plan.placements)
+    assert not plan.streaming.gradient_slots and plan.host == other.host == 0
+    assert (N - 1) * GRADIENTS <= other.device - plan.device <= N * GRADIENTS
+    assert plan.step_seconds == pytest.approx(other.step_seconds)
+    words = f"{N} of {N} blocks stay on the device and are updated there in backward: of their gradients 32.0 KiB at"
+    assert any(words in reason for reason in plan.reasons)
+    check(TRACE, QUICK, plan)
+
+
+def test_blocks_stay_for_which_there_was_no_room() -> None:
+    """What gradients leave is given to more blocks, and a step is no slower."""
+    plan, other = make_plan(allowed(SLOW), "auto"), make_plan(replace(allowed(SLOW), update="step"), "auto")
+    assert sum(p.resident for p in plan.placements) > sum(p.resident for p in other.placements)
+    assert plan.device <= allowed().budget.device
+
+
+def test_an_update_that_takes_much_waits_for_its_step() -> None:
+    """Beside activations a workspace costs what it takes, and gradients that wait cost what they have."""
+    blocks = [block(f"b{i}", ((size,), "float32", True)) for i, size in enumerate((100, 100, 400))]
+    staying = all_resident(Model(tuple(blocks))).placements
+    draft = Draft(staying, Streaming())
+    able = Usable(there=frozenset({"b0", "b1", "b2"}))
+
+    def early(*workspaces: int) -> tuple[str, ...]:
+        taken = dict(zip(("b0", "b1", "b2"), workspaces, strict=True))
+        return passed(Model(tuple(blocks)), draft, able, taken).updated(Update.BACKWARD)
+
+    assert early(0, 0, 0) == ("b0", "b1", "b2")
+    assert early(0, 0, 1600) == ("b0", "b1", "b2")  # the gradient of b2 has as many
+    assert early(0, 0, 1601) == ("b0", "b1")
+    assert early(300, 300, 5000) == ("b0", "b1")
+    assert early(801, 801, 5000) == ()
+    assert early(2401, 2401, 2401) == ()
 
 
 @pytest.mark.parametrize("policy", INEXACT)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 import forebay
 from forebay.arenas import arenas_of, gradient_nbytes
 from forebay.device.base import Delays
+from forebay.memory import Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from tests.null.updating import at_home, updating
@@ -17,7 +19,7 @@ from tests.parity.models import Case
 from tests.parity.speculating import Run, speculating
 from tests.parity.test_delays import STATES
 
-__all__ = ["in_backward", "left_by", "stepped", "used_up"]
+__all__ = ["Stays", "in_backward", "left_by", "stepped", "used_up"]
 
 
 def used_up(case: Case, dtype: torch.dtype) -> tuple[str, ...]:
@@ -26,14 +28,21 @@ def used_up(case: Case, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(block.name for block in model.blocks if block.gradient_nbytes and not block.held)
 
 
-def in_backward(case: Case, dtype: torch.dtype, *, disk: bool, slots: int = 2) -> Plan:
+Stays = Literal["none", "half", "all"]
+"""Which of the blocks that are updated in backward stay on the device."""
+
+
+def in_backward(case: Case, dtype: torch.dtype, *, disk: bool, slots: int = 2, stays: Stays = "none") -> Plan:
     """Every block that can is updated in backward, through ``slots`` slots for gradients of the largest; at home on the
-    host or, with ``disk``, in turn wherever a block can be."""
+    host or, with ``disk``, in turn wherever a block can be, or (``stays``: every other one, or each) on the device."""
     plan, names = at_home(speculating(case, dtype, disk=disk)), used_up(case, dtype)
     model = find_blocks(case.model(dtype)).model
+    there = frozenset({"none": (), "half": names[1::2], "all": names}[stays])
+    every = {"parameters": Tier.DEVICE, "gradients": Tier.DEVICE, "states": Tier.DEVICE}
+    placements = tuple(replace(p, **every) if p.block in there else p for p in plan.placements)
     largest = max(gradient_nbytes(model.block(name)) for name in names)
-    streaming = replace(plan.streaming, gradient_slots=(largest,) * slots)
-    plan = updating(plan, Update.BACKWARD, names, streaming=streaming)
+    streaming = replace(plan.streaming, gradient_slots=() if stays == "all" else (largest,) * slots)
+    plan = updating(replace(plan, placements=placements), Update.BACKWARD, names, streaming=streaming)
     sizes = arenas_of(model, plan, STATES)
     return replace(plan, host=sizes.host, disk=sizes.disk)
 

@@ -1,5 +1,5 @@
-"""Updates in backward: the numbers of a step after it, the gradients of a few blocks on the host, and a clear word to
-whoever asks for a gradient that was used up."""
+"""Updates in backward: the numbers of a step after it, the gradients of a few blocks on the host, of one on the device
+where blocks stay there, and a clear word to whoever asks for a gradient that was used up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ import forebay
 from forebay.arenas import arenas_of
 from forebay.cli.main import app
 from forebay.device.delays import RandomDelays
-from forebay.errors import ConfigError, DoesNotFit, GradientUsedUp
+from forebay.errors import ConfigError, DoesNotFit, GradientUsedUp, UsageError
 from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
 from tests.null.updating import at_home, updating
 from tests.parity.accumulating import loss_of
-from tests.parity.in_backward import in_backward, left_by, stepped, used_up
+from tests.parity.in_backward import Stays, in_backward, left_by, stepped, used_up
 from tests.parity.models import CASES
 from tests.parity.speculating import AMPLE, MIXED, Run, two_groups
 from tests.parity.square import BLOCKS, ELEMENTS, STATES, WIDTH, WIDTHS, network, plan_for
@@ -42,30 +42,35 @@ def assert_same(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 @pytest.mark.thinned(2)
+@pytest.mark.parametrize("stays", ["none", "half"])
 @pytest.mark.parametrize("name", ["llama-tied", "t5", "mixtral", "experts", "used-twice"])
-def test_every_model_as_with_a_step_after_backward(name: str, tmp_path: Path) -> None:
+def test_every_model_as_with_a_step_after_backward(name: str, stays: Stays, tmp_path: Path) -> None:
     """Every kind of home in turn, 16-bit parameters with a master where there are any."""
     case = CASES[name]
     dtype, folder = case.dtypes[-1], f"{tmp_path}:64MiB"
-    plan = in_backward(case, dtype, disk=True)
+    plan = in_backward(case, dtype, disk=True, stays=stays)
     expected = left_by(case, dtype, at_home(plan, host=AMPLE), folder, steps=2)
     assert_same(left_by(case, dtype, plan, folder, steps=2), expected)
 
 
 @settings(max_examples=5)
-@given(slots=st.integers(1, 5), disk=st.booleans(), seed=st.integers(0, 9))
-def test_whatever_comes_late(slots: int, disk: bool, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(st.integers(1, 5), st.booleans(), st.sampled_from(get_args(Stays)), st.integers(0, 9))
+def test_whatever_comes_late(
+    tmp_path_factory: pytest.TempPathFactory, slots: int, disk: bool, stays: Stays, seed: int
+) -> None:
     """Copies, updates, reads and writes are late by chance; a slot that is given on too early would show."""
     folder = f"{tmp_path_factory.mktemp('disk')}:64MiB" if disk else None
-    plan = in_backward(NARROW, torch.float32, disk=disk, slots=slots)
+    plan = in_backward(NARROW, torch.float32, disk=disk, slots=slots, stays=stays)
     expected = left_by(NARROW, torch.float32, at_home(plan, host=AMPLE), folder)
     assert_same(left_by(NARROW, torch.float32, plan, folder, RandomDelays(seed, max_seconds=0.002)), expected)
 
 
-def test_the_numbers_of_plain_pytorch() -> None:
+@pytest.mark.parametrize("stays", get_args(Stays))
+def test_the_numbers_of_plain_pytorch(stays: Stays) -> None:
     """With a scheduler, and a block of which one parameter has a gradient in some steps only: it never has all of them
-    before, and is updated when its slot is wanted, or by the step."""
-    run = Run(MIXED, torch.float32, in_backward(MIXED, torch.float32, disk=False, slots=1), None, None)
+    before, and is updated when its slot is wanted (on the device when another block's gradient is made), or by the
+    step."""
+    run = Run(MIXED, torch.float32, in_backward(MIXED, torch.float32, disk=False, slots=1, stays=stays), None, None)
     reference = MIXED.model(torch.float32)
     plain = two_groups(reference, fused=True)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (run.optimizer, plain)]
@@ -82,9 +87,10 @@ def test_the_numbers_of_plain_pytorch() -> None:
     run.close()
 
 
-def test_micro_batches_that_pass_the_model_together() -> None:
-    """Their gradients land once, when all are in the sum: that is one backward."""
-    plan = in_backward(CASES["llama-tied"], torch.float32, disk=False)
+@pytest.mark.parametrize("stays", ["none", "half"])
+def test_micro_batches_that_pass_the_model_together(stays: Stays) -> None:
+    """Their gradients are complete once, when all are in the sum: that is one backward."""
+    plan = in_backward(CASES["llama-tied"], torch.float32, disk=False, stays=stays)
     case, left = CASES["llama-tied"], []
     for one in (plan, at_home(plan, host=AMPLE)):
         run = Run(case, torch.float32, one, None, None)
@@ -100,6 +106,18 @@ def test_micro_batches_that_pass_the_model_together() -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name], name
+
+
+def test_micro_batches_one_after_the_other_are_refused() -> None:
+    """Where all stays on the device accumulate is a loop, and the first would use up what the second adds to."""
+    case = CASES["llama-tied"]
+    run = Run(case, torch.float32, in_backward(case, torch.float32, disk=False, stays="all"), None, None)
+    batches = [case.inputs(micro, torch.float32) for micro in range(2)]
+    with pytest.raises(UsageError, match="2 micro-batches pass this model one after the other"):
+        forebay.accumulate(run.model, batches, loss_of)
+    forebay.accumulate(run.model, batches[:1], loss_of)
+    run.optimizer.step()
+    run.close()
 
 
 # Bytes.
@@ -146,9 +164,9 @@ def test_the_host_holds_the_gradients_of_the_slots(dtype: torch.dtype, home: Tie
 # What cannot be had any more.
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(NARROW, torch.float32, in_backward(NARROW, torch.float32, disk=False), None, None)
+@pytest.fixture(params=["none", "half", "all"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    made = Run(NARROW, torch.float32, in_backward(NARROW, torch.float32, disk=False, stays=request.param), None, None)
     stepped(made, 0)
     yield made
     made.close()
@@ -258,8 +276,8 @@ def test_resuming_forgets_a_backward_without_its_step(run: Run, tmp_path: Path) 
 
 def test_close_with_gradients_that_are_gone(tmp_path: Path) -> None:
     """Between backward and step as well: the parameters are what is at home, and there are no gradients."""
-    for steps in (0, 1):
-        run = Run(NARROW, torch.float32, in_backward(NARROW, torch.float32, disk=False), None, None)
+    for steps, stays in ((0, "none"), (1, "none"), (0, "half"), (1, "all")):
+        run = Run(NARROW, torch.float32, in_backward(NARROW, torch.float32, disk=False, stays=stays), None, None)
         run.backward(0)
         for _ in range(steps):
             run.optimizer.step()

@@ -14,6 +14,8 @@ residency   a parameter is read from a slot that holds its block, with the value
 rounds      blocks that are updated in turns have one turn in every round of steps
 gradients   every gradient lands once in every pass, when it is complete
 passing     gradients that are used up in backward are left alone in their slots until their updates have read them
+in_backward of blocks that stay on the device and are updated in backward all gradients are there by then, and nothing
+            reads the block behind that
 updates     every trainable element is updated once in every step that is its turn, after its gradient, with its
             states; what of that is done on the device for a block whose home is elsewhere gets there and home again
             (``cells``)
@@ -33,6 +35,7 @@ from forebay.checking.cells import check_window
 from forebay.checking.computing import largest, walk
 from forebay.checking.fitting import allowances, check_names, check_standing, layouts, standing, staying_gradients
 from forebay.checking.gradients import landings
+from forebay.checking.in_backward import InBackward
 from forebay.checking.live import Live
 from forebay.checking.order import Order
 from forebay.checking.passing import check_gradient_slots
@@ -103,7 +106,8 @@ class _Proof:
         placements = {p.block: p for p in plan.placements}
         resident = {i for i, block in step.block_of.items() if placements[block].resident}
         live = Live(step, resident, plan.recompute, self.treated)
-        passes = walk(step, live, program, order)
+        in_backward = InBackward(step, plan, program, self.layouts)
+        passes = walk(step, live, program, order, in_backward)
         check_ring(step, self.treated, program, order, plan.streaming.disk_window)
         turns = Turns(plan, program)
         residency = Residency(step, program, order, plan, passes, turns)
@@ -119,8 +123,9 @@ class _Proof:
             passes,
             landed,
             self.layouts,
+            in_backward.blocks,
             self.standing[Tier.DEVICE],
             allowances(self.machine, plan)[Tier.DEVICE],
             plan.device,
-            lambda moment: largest(step, live, program, order, moment),
+            lambda moment: largest(step, live, program, order, in_backward, moment),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forebay.checking.in_backward import InBackward
 from forebay.checking.live import Gone, Live, Missing
 from forebay.checking.order import Order
 from forebay.checking.reruns import Reruns
@@ -71,19 +72,22 @@ class Passes:
     around: Sequence[tuple[int, int]] = ()
 
 
-def walk(step: Step, live: Live, program: Program, order: Order) -> Passes:
-    """Runs through compute and what moves activations. Raises ``PlanInvalid`` for an op that is left out, repeated or
-    out of order, or that reads a tensor which is not in memory, and for a tensor that is not moved as the plan says."""
-    walker = _Walker(step, live, program, order)
+def walk(step: Step, live: Live, program: Program, order: Order, in_backward: InBackward) -> Passes:
+    """Runs through compute, updates of it in backward, and what moves activations. Raises ``PlanInvalid`` for an op
+    that is left out, repeated or out of order, or that reads a tensor which is not in memory, for a tensor that is not
+    moved as the plan says, and for an update that comes before its gradients."""
+    walker = _Walker(step, live, program, order, in_backward)
     for index, action in enumerate(program.actions):
         walker.act(index, action)
     walker.end()
     return walker.passes
 
 
-def largest(step: Step, live: Live, program: Program, order: Order, moment: Moment) -> int | None:
+def largest(
+    step: Step, live: Live, program: Program, order: Order, in_backward: InBackward, moment: Moment
+) -> int | None:
     """The largest root in memory at ``moment``, found by walking there again: it is asked for when there is no room."""
-    walker = _Walker(step, live, program, order, (moment.action, moment.op))
+    walker = _Walker(step, live, program, order, in_backward, (moment.action, moment.op))
     for index, action in enumerate(program.actions[: moment.action + 1]):
         walker.act(index, action)
     return walker.largest
@@ -96,12 +100,14 @@ class _Walker:
         live: Live,
         program: Program,
         order: Order,
+        in_backward: InBackward,
         wanted: tuple[int, int] = (-1, -1),
     ) -> None:
         self.step = step
         self.live = live
         self.program = program
         self.order = order
+        self.in_backward = in_backward
         self.named = live.treated.named
         self.transfers = Transfers(step, live, program, order)
         self.reruns = Reruns(step, live, program)
@@ -121,6 +127,8 @@ class _Walker:
             self.run(index, action)
         elif action.verb in (Verb.ENCODE, Verb.DECODE):
             self._code(index, action)
+        elif self.in_backward.is_update(action):
+            self._update(index, action)
         elif action.verb in (Verb.OFFLOAD, Verb.RELOAD) or action.tensor >= 0:
             if action.verb is Verb.RELOAD:
                 self._foresee(index, action)
@@ -145,6 +153,8 @@ class _Walker:
             self._end_rerun(index)
             if start != self.next_op:
                 raise self._out_of_order(index, start)
+        else:
+            self.in_backward.run_again(index, start, stop)
         self._ops(index, start, stop, action.recomputed, before)
         if not action.recomputed:
             self.next_op = stop
@@ -154,6 +164,16 @@ class _Walker:
             if self.number % self.program.micro_batches == 0:
                 self.passes.ends.append(index)
             self.next_op = 0
+
+    def _update(self, index: int, action: Action) -> None:
+        """A resident block is updated in backward, or behind its last op."""
+        over = self.next_op == 0
+        number = self.number - over
+        if not self.passes.first or action.step != number // self.program.micro_batches:
+            raise fault(self.program, index, action.block, f"it says step {action.step} in pass {number}")
+        before = self._arrive(0, index)
+        during = self.in_backward.update(index, self.live, len(self.step.ops) if over else self.next_op)
+        self.passes.moments.append(Moment(index, during, -1, before))
 
     def _arrive(self, held: int, *actions: int) -> int:
         """Notes what is on the device again when each of ``actions`` starts. Returns the bytes before that."""
@@ -231,6 +251,7 @@ class _Walker:
             self.transfers.begin(self.number)
             self.passes.first.append(index)
             self.live.begin(first_of_step=self.number % self.program.micro_batches == 0)
+            self.in_backward.begin()
             self.reruns.begin()
 
     def _held(self, *, again: bool) -> int:

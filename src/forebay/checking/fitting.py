@@ -15,7 +15,7 @@ from forebay.errors import DoesNotFit, PlanInvalid
 from forebay.layout import PAGE, StateLayout, state_layout
 from forebay.machine import Machine
 from forebay.memory import ALIGNMENT, Kind, Tier
-from forebay.plans import Placement, Plan, Update
+from forebay.plans import Placement, Plan, Update, used_up
 from forebay.states import masters_fault
 from forebay.trace import Block, Trace
 from forebay.units import format_apart
@@ -108,7 +108,7 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
     device += trace.workspace_nbytes
     device += plan.streaming.update_window if plan.updated(Update.DEVICE) else 0
     host = disk = 0
-    passing = frozenset(plan.updated(Update.BACKWARD))
+    passing = frozenset(used_up(plan.placements, resident=False))
     pinned = sum(_align(slot, ALIGNMENT) for slot in plan.streaming.gradient_slots if passing)
     ring = workspace = largest_gradient = moved = 0
     through_ring = False
@@ -155,8 +155,8 @@ def standing(trace: Trace, plan: Plan, state: Mapping[str, StateLayout]) -> dict
 
 
 def staying_gradients(trace: Trace, plan: Plan) -> int:
-    """Bytes of the gradients that accumulate on the device."""
-    staying = {p.block for p in plan.placements if p.gradients is Tier.DEVICE}
+    """Bytes of the gradients that accumulate on the device until their step."""
+    staying = {p.block for p in plan.placements if p.gradients is Tier.DEVICE and p.update is Update.STEP}
     return sum(p.nbytes for b in trace.model.blocks if b.name in staying for p in b.parameters if p.trainable)
 
 

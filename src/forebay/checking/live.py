@@ -55,8 +55,8 @@ class Gone:
 @final
 class Live:
     """The roots in memory during one forward and backward. ``nbytes`` are those of all of them but for the gradients
-    of ``resident`` parameters: those that the first pass of a step completes are ``kept`` until its update, later ones
-    are added to them. ``recompute`` are names of blocks."""
+    of ``resident`` parameters: those that the first pass of a step completes are ``kept`` until their update, later
+    ones are added to them. ``recompute`` are names of blocks."""
 
     def __init__(
         self, step: Step, resident: Collection[int], recompute: Collection[str], treated: Treated = NOTHING
@@ -82,6 +82,8 @@ class Live:
                 self._late.setdefault(step.last_op(visit), []).extend(step.ops[op].made)
         self.nbytes = 0
         self.kept = 0
+        # Of those, by parameter: the bytes that go when it is used up.
+        self._kept_of: dict[int, int] = {}
         self._first_pass = True
         self._first: dict[int, int] = {}
         self._remade: dict[int, int] = {}
@@ -104,6 +106,8 @@ class Live:
         """A pass begins: nothing of the one before is left but the gradients that stay."""
         self.nbytes = 0
         self.kept = 0 if first_of_step else self.kept
+        if first_of_step:
+            self._kept_of.clear()
         self._first_pass = first_of_step
         for table in (self._first, self._remade, self._away, self._back, self._codes, self._going):
             table.clear()
@@ -162,7 +166,14 @@ class Live:
                 leaving.append((parameter, nbytes))
             elif self._first_pass:
                 self.kept += nbytes
+                self._kept_of[parameter] = nbytes
         return leaving
+
+    def use_up(self, parameter: int) -> bool:
+        """An update in backward lets go of the gradient of a resident parameter. Returns whether it was there."""
+        nbytes = self._kept_of.pop(parameter, None)
+        self.kept -= nbytes or 0
+        return nbytes is not None
 
     def pass_over(self, number: int) -> None:
         """A rerun comes to op ``number``, which is named: it is given what the op has made. Raises ``Missing`` for a

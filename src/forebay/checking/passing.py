@@ -9,7 +9,7 @@ from forebay.checking.order import Order
 from forebay.checking.words import fault
 from forebay.errors import PlanInvalid
 from forebay.memory import ALIGNMENT
-from forebay.plans import Plan, Update
+from forebay.plans import Plan, Update, used_up
 from forebay.program import Program, Verb
 from forebay.trace import Block, Model
 
@@ -23,25 +23,26 @@ def check_gradient_slots(model: Model, plan: Plan, program: Program, order: Orde
     """Raises ``PlanInvalid`` for a gradient of a block that is updated in backward which lands in no slot, in one that
     is too small, or in one where an update may still read another block's; and for steps of several passes, whose later
     gradients would have nothing to be added to."""
-    used_up = plan.updated(Update.BACKWARD)
-    if not used_up:
+    early = plan.updated(Update.BACKWARD)
+    if not early:
         return
     if program.micro_batches > 1:
         raise PlanInvalid(
-            f"the plan uses up the gradients of block {used_up[0]} in backward and the program has "
+            f"the plan uses up the gradients of block {early[0]} in backward and the program has "
             f"{program.micro_batches} passes a step; take one, or set the update of its blocks to step",
             action=-1,
-            subject=used_up[0],
+            subject=early[0],
         )
+    passing = frozenset(used_up(plan.placements, resident=False))
     blocks, slots = {b.name: b for b in model.blocks}, plan.streaming.gradient_slots
     readers: dict[Occupant, list[int]] = defaultdict(list)
     for index, action in enumerate(program.actions):
-        if action.verb is Verb.UPDATE and action.block in used_up:
+        if action.verb is Verb.UPDATE and action.block in passing:
             readers[action.block, action.step].append(index)
     occupants: dict[int, Occupant] = {}
     taken: dict[Occupant, int] = {}
     for index, action in enumerate(program.actions):
-        if action.verb is not Verb.LAND or action.block not in used_up:
+        if action.verb is not Verb.LAND or action.block not in passing:
             continue
         name, occupant = action.parameter, (action.block, action.step)
         if not 0 <= action.slot < len(slots):

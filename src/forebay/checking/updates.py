@@ -149,7 +149,9 @@ class Updates:
         update = self._once(Verb.UPDATE, (block, -1, step), names, last)
         if update is None:
             return
-        if self._program.actions[update].lane is not Lane.COMPUTE or not self._order.before(last, update):
+        # One in backward comes after its gradients, which ``in_backward`` has found there.
+        too_soon = block not in self._in_backward and not self._order.before(last, update)
+        if self._program.actions[update].lane is not Lane.COMPUTE or too_soon:
             text = f"block {block} is resident: its update belongs on the compute lane, after the step's last backward"
             raise fault(self._program, update, block, text)
         following = self._passes.first[(step + 1) * self._program.micro_batches :][:1]

@@ -5,7 +5,8 @@ those holds what a forward or a backward that stands still there holds: activati
 block to block. So n micro-batches take, on the device,
 
     what one takes under the plan                                     device_bound
-    + the gradients of one block, which stay until all are summed up  _gathered
+    + the gradients of one block, which stay until all are summed up  gathered
+    + those that stay and that backward would use up, until then too  adding_up
     + the gradient that a block's backward began with                 _entering: autograd is handed it, and keeps it
     + (n - 1) x (what waits where most waits, and its inputs)         _waiting
 
@@ -22,7 +23,7 @@ from forebay.lowering.index import NEVER
 from forebay.lowering.liveness import Liveness, device_bound
 from forebay.lowering.lives import Profile
 from forebay.memory import Kind
-from forebay.plans import Accumulation, Plan
+from forebay.plans import Accumulation, Plan, used_up
 from forebay.trace import Phase, Trace
 
 __all__ = ["accumulation_of", "parked_nbytes"]
@@ -39,10 +40,12 @@ def accumulation_of(trace: Trace, plan: Plan, *, liveness: Liveness | None = Non
     pairs = [(one, one.profile(plan.recompute, plan.activations)) for one in (liveness, *liveness.extremes)]
     parked = max(_parked(one.trace, streamed) for one, _ in pairs)
     gathered = max(b.gradient_nbytes for b in blocks)
+    early = frozenset(used_up(plan.placements, resident=True))
+    adding_up = sum(b.gradient_nbytes for b in trace.model.blocks if b.name in early)
     entering = max(_entering(one.trace, profile, streamed) for one, profile in pairs)
     streaming, locked = plan.streaming, trace.device == "cuda"
     return Accumulation(
-        device=device_bound(trace, plan, liveness=liveness) + gathered + entering,
+        device=device_bound(trace, plan, liveness=liveness) + gathered + adding_up + entering,
         device_further=max(_waiting(one, profile, streamed) for one, profile in pairs) + trace.input_nbytes,
         host=plan.host + parked + streaming.disk_window,
         host_further=parked + streaming.host_activations,

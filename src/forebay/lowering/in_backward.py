@@ -10,7 +10,7 @@ from forebay.arenas import gradient_nbytes
 from forebay.device.base import Completion
 from forebay.lowering.homes import BlockHome, Homes
 from forebay.lowering.recorder import Paper
-from forebay.plans import Plan, Update
+from forebay.plans import Plan, used_up
 from forebay.scheduling.gradients import GradientSlots
 
 __all__ = ["PaperBackwardUpdates"]
@@ -18,11 +18,11 @@ __all__ = ["PaperBackwardUpdates"]
 
 @final
 class PaperBackwardUpdates:
-    """The blocks that are updated in backward (``Update.BACKWARD``), in steps of one backward."""
+    """The blocks that are updated in backward (``Update.BACKWARD``) and are not resident, in steps of one backward."""
 
     def __init__(self, plan: Plan, homes: Homes) -> None:
         self._homes = homes
-        self._names = frozenset(plan.updated(Update.BACKWARD))
+        self._names = frozenset(used_up(plan.placements, resident=False))
         self._slots = GradientSlots([Paper(nbytes) for nbytes in plan.streaming.gradient_slots])
         # By block: the gradients that lie in its slot, and all that this step has used up (places in the block).
         self._landed: dict[str, set[int]] = {}

@@ -8,7 +8,7 @@ both cheap to work out for many plans: keep one ``Liveness`` for a trace and ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar, final
 
 from forebay.arenas import arenas_of
@@ -20,13 +20,13 @@ from forebay.lowering.jobs import Jobs
 from forebay.lowering.lives import Layout, Profile
 from forebay.lowering.stages import Grain, Stage, Stages
 from forebay.lowering.transit import Landings, Transit
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, Update, used_up
 from forebay.scheduling.activations import disk_nbytes, host_nbytes
 from forebay.trace import Block, Trace
 from forebay.treatments import Fate, Selection
 from forebay.workspaces import widened_copies, workspace_nbytes
 
-__all__ = ["Liveness", "device_bound", "updating_nbytes"]
+__all__ = ["Liveness", "device_bound", "update_workspaces", "updating_nbytes"]
 
 STAGES = 8
 """Plans whose stages are kept: a search turns among a few that differ in them."""
@@ -94,17 +94,18 @@ class Liveness:
         recompute: Iterable[str],
         activations: tuple[Selection, ...],
         hosted: frozenset[str],
+        in_backward: frozenset[str] = frozenset(),
         grain: Grain | None = None,
     ) -> Sequence[Stage]:
-        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave, as coarse
-        as ``grain`` says (``Stages``). Some of the latest are kept: plans that differ in windows or updates alone have
-        the same."""
+        """What the runtime will do in each run of a step in which gradients of the blocks ``hosted`` leave, and those
+        of others are used up ``in_backward``, as coarse as ``grain`` says (``Stages``). Some of the latest are kept:
+        plans that differ in windows or updates alone have the same."""
         again = frozenset(recompute)
 
         def made() -> Sequence[Stage]:
-            return Stages(self.index, self.profile(again, activations), hosted, grain).all()
+            return Stages(self.index, self.profile(again, activations), hosted, in_backward, grain).all()
 
-        return self._stages.get((again, activations, hosted, grain), made)
+        return self._stages.get((again, activations, hosted, in_backward, grain), made)
 
     def _transit(self, recompute: frozenset[str], activations: tuple[Selection, ...]) -> Transit:
         def made() -> Transit:
@@ -146,10 +147,12 @@ class Liveness:
         streaming: Streaming,
         activations: tuple[Selection, ...] = (),
         accumulates: bool = True,
+        in_backward: Iterable[str] = (),
     ) -> int:
         """The most bytes on the device beside arenas, buffers and inputs, whatever the timing and the routes.
 
-        ``hosted`` are the blocks whose gradients go to the host; those of all others stay. At most
+        ``hosted`` are the blocks whose gradients go to the host; of all others they stay, or are used up by an
+        update of the block ``in_backward``, as soon as the last of them is complete. At most
         ``streaming.gradient_window`` bytes of those that go are under way while an op runs (``scheduling.window``), no
         more than the pass has made so far, and none of the pass before. Of activations that move, ``offload_window``
         and ``reload_window`` bytes are there beside those that somebody holds (``scheduling.activations``). Without
@@ -157,11 +160,12 @@ class Liveness:
         arenas is room for what else is there.
         """
         blocks, names = frozenset(recompute), frozenset(hosted)
-        staying = frozenset(self.index.blocks) - names
+        updating = {name: _workspace(self.trace, self.trace.model.block(name), streaming) for name in in_backward}
+        staying = frozenset(self.index.blocks) - names - updating.keys()
         found = []
         for one in (self, *self.extremes):
             missing, transit = 0 if one is self else self._not_in(one, names), one._transit(blocks, activations)
-            found.append(transit.most(streaming, one._landings, names, missing, staying, accumulates))
+            found.append(transit.most(streaming, one._landings, names, missing, staying, updating, accumulates))
         return max(found)
 
     def _not_in(self, other: Liveness, names: frozenset[str]) -> int:
@@ -180,25 +184,35 @@ def device_bound(trace: Trace, plan: Plan, *, liveness: Liveness | None = None) 
     liveness = liveness or Liveness(trace)
     sizes = arenas_of(trace.model, plan, trace.state_names)
     hosted = [p.block for p in plan.placements if not p.resident]
-    beside = liveness.beside(plan.recompute, hosted, plan.streaming, plan.activations, plan.accumulates)
+    in_backward = used_up(plan.placements, resident=True)
+    how = plan.streaming, plan.activations, plan.accumulates, in_backward
+    beside = liveness.beside(plan.recompute, hosted, *how)
     updating = updating_nbytes(trace, plan.placements, plan.streaming)
     return sizes.device + trace.outside_nbytes + max(beside, updating)
 
 
 def updating_nbytes(trace: Trace, placements: Iterable[Placement], streaming: Streaming) -> int:
-    """The most bytes beside the arenas while resident blocks are updated: 16-bit gradients widened to fp32, chunk by
-    chunk, with what else such an update takes (``workspaces.workspace_nbytes``), outputs of the pass, gradients under
-    way."""
-    most = chunk_elements(streaming.update_chunk, trace.state_names, streaming.masters)
-    resident = {p.block for p in placements if p.resident}
-
-    def workspace(block: Block) -> int:
-        trained = [p for p in block.parameters if p.trainable]
-        copies = [(widened_copies(p, streaming.masters), p.numel) for p in trained]
-        elements = min(most, sum(numel for many, numel in copies if many))
-        widened = elements * max((many for many, _ in copies), default=0)
-        return workspace_nbytes(trace.state_names, widened, trained)
-
-    widened = max((workspace(b) for b in trace.model.blocks if b.name in resident), default=0)
-    hosted = sum(b.gradient_nbytes for b in trace.model.blocks if b.name not in resident)
+    """The most bytes beside the arenas while resident blocks are updated whose step has been asked for: what that takes
+    of one of them (``_workspace``), outputs of the pass, gradients under way."""
+    placements = tuple(placements)
+    stepping = {p.block for p in placements if p.resident and p.update is Update.STEP}
+    away = {p.block for p in placements if not p.resident}
+    widened = max((_workspace(trace, b, streaming) for b in trace.model.blocks if b.name in stepping), default=0)
+    hosted = sum(b.gradient_nbytes for b in trace.model.blocks if b.name in away)
     return trace.held_nbytes + widened + min(streaming.gradient_window, hosted) if widened else 0
+
+
+def update_workspaces(trace: Trace, streaming: Streaming) -> Mapping[str, int]:
+    """Bytes that the update of each block takes on the device, if it stays there."""
+    return {block.name: _workspace(trace, block, streaming) for block in trace.model.blocks}
+
+
+def _workspace(trace: Trace, block: Block, streaming: Streaming) -> int:
+    """Bytes that the update of ``block`` takes on the device: 16-bit gradients widened to fp32, chunk by chunk, with
+    what else goes with that (``workspaces.workspace_nbytes``)."""
+    most = chunk_elements(streaming.update_chunk, trace.state_names, streaming.masters)
+    trained = [p for p in block.parameters if p.trainable]
+    copies = [(widened_copies(p, streaming.masters), p.numel) for p in trained]
+    elements = min(most, sum(numel for many, numel in copies if many))
+    widened = elements * max((many for many, _ in copies), default=0)
+    return workspace_nbytes(trace.state_names, widened, trained)

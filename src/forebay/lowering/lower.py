@@ -12,7 +12,7 @@ from forebay.lowering.recorder import Recorder
 from forebay.lowering.stages import Grain
 from forebay.lowering.walk import Walker
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan, Update
+from forebay.plans import Plan, Update, used_up
 from forebay.program import Program, Sketch
 from forebay.trace import Trace
 
@@ -67,7 +67,7 @@ def sketch(
     """``lower`` for who asks for nothing but seconds; for who only compares them, as coarse as ``grain`` says (but for
     gradients for each of which an update in backward waits). Raises what ``lower`` raises."""
     recorder = Recorder(in_step_with_compute=trace.device == "cpu", sketching=True)
-    if grain is not None and plan.updated(Update.BACKWARD):
+    if grain is not None and used_up(plan.placements, resident=False):
         grain = replace(grain, gradients=0)
     slots, _, done = _walked(trace, plan, recorder, None, micro_batches, liveness, sizes, grain)
     every = plan.streaming.update_every

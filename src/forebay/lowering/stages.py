@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -14,7 +14,7 @@ from forebay.lowering.lives import Move, Profile
 from forebay.program import Change
 from forebay.trace import Phase
 
-__all__ = ["Cut", "Grain", "Landing", "Stage", "Stages", "Stop"]
+__all__ = ["Cut", "Grain", "Landing", "Stage", "Stages", "Stop", "UsedUp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,23 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
+class UsedUp:
+    """All gradients of a resident block are complete, and its update in backward lets go of their ``nbytes``."""
+
+    block: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """What happens around one op of a backward visit: blocks are asked for before it, gradients leave after it, and
-    ``kept`` bytes of gradients of resident blocks are complete."""
+    ``kept`` bytes of gradients of resident blocks are complete, those in ``ending`` all of them."""
 
     position: int
     blocks: tuple[str, ...]
     landings: tuple[Landing, ...]
     kept: int
+    ending: tuple[UsedUp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +91,16 @@ class Stage:
 
 @final
 class Stages:
-    """Finds what the runtime will do in each run of ``profile``; ``hosted`` are the blocks that are not resident.
-    ``grain`` None: as it does it, one after the other."""
+    """Finds what the runtime will do in each run of ``profile``; ``hosted`` are the blocks that are not resident,
+    those ``in_backward`` are, and use their gradients up. ``grain`` None: as it does it, one after the other."""
 
     def __init__(
-        self, index: TraceIndex, profile: Profile, hosted: Collection[str], grain: Grain | None = None
+        self,
+        index: TraceIndex,
+        profile: Profile,
+        hosted: Collection[str],
+        in_backward: Collection[str] = (),
+        grain: Grain | None = None,
     ) -> None:
         trace = self._trace = index.trace
         self._index = index
@@ -107,8 +121,14 @@ class Stages:
         self._modules = {b.name: b.modules for b in trace.model.blocks}
         self._order = {b.name: i for i, b in enumerate(trace.model.blocks)}
         self._last: dict[int, Completed] = {}
+        self._ends: dict[str, Completed] = {}
         for done in sorted((c for visit in self._index.completed for c in visit), key=lambda c: c.op):
             self._last[done.root] = done  # of two gradients in one root, the last one frees it
+            self._ends[index.blocks[done.parameter]] = done
+        self._used_up = dict.fromkeys(in_backward, 0)
+        for root, done in self._last.items():
+            if index.blocks[done.parameter] in self._used_up and root in index.roots:
+                self._used_up[index.blocks[done.parameter]] += index.roots[root].nbytes
 
     def all(self) -> list[Stage]:
         """One stage for each run."""
@@ -175,10 +195,26 @@ class Stages:
         for done in staying:
             if self._last[done.root] == done and done.root in self._index.roots:
                 kept[done.op - run.first_op] += self._index.roots[done.root].nbytes
+        ending = self._ending(run, staying)
         return tuple(
-            Stop(run.position + op, tuple(asked.get(op, ())), tuple(leaving.get(op, ())), kept.get(op, 0))
-            for op in sorted(asked.keys() | leaving.keys() | kept.keys())
+            Stop(
+                run.position + op,
+                tuple(asked.get(op, ())),
+                tuple(leaving.get(op, ())),
+                kept.get(op, 0),
+                tuple(ending.get(op, ())),
+            )
+            for op in sorted(asked.keys() | leaving.keys() | kept.keys() | ending.keys())
         )
+
+    def _ending(self, run: Run, staying: Iterable[Completed]) -> Mapping[int, list[UsedUp]]:
+        """By op of ``run``, the blocks whose last gradient is complete behind it and which use them up."""
+        found: dict[int, list[UsedUp]] = defaultdict(list)
+        for done in staying:
+            block = self._index.blocks[done.parameter]
+            if block in self._used_up and self._ends[block] == done:
+                found[done.op - run.first_op].append(UsedUp(block, self._used_up[block]))
+        return found
 
     def _given(self, run: Run) -> tuple[Move, ...]:
         """What a recomputation is given and has to have before it begins."""

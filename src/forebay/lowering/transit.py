@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import final
 
 import numpy as np
@@ -36,12 +36,35 @@ class Landings:
         places = {root: place for place, root in enumerate(last)}
         self._root = column([places[c.root] for c in done])
         self._root_ops, self._root_nbytes = column(list(last.values())), column(list(held.values()))
+        latest = {c.root: index.blocks[c.parameter] for c in done}
+        self._root_block = column([self._numbers[latest[root]] for root in last])
+        # After which op the last gradient of each block is complete.
+        self._ends = {index.blocks[c.parameter]: c.op for c in done}
 
     def of(self, blocks: Collection[str]) -> Column:
         """The places of the gradients of ``blocks``."""
+        return self._places(blocks, self._block)
+
+    def _places(self, blocks: Collection[str], numbers: Column) -> Column:
+        """The places in ``numbers`` of those of ``blocks``."""
         chosen = np.zeros(len(self._numbers), bool)
         chosen[[self._numbers[name] for name in blocks if name in self._numbers]] = True
-        return np.flatnonzero(chosen[self._block])
+        return np.flatnonzero(chosen[numbers])
+
+    def waiting(self, blocks: Collection[str]) -> tuple[Column, Column]:
+        """What is complete of gradients of ``blocks`` that share no root with others' and are there until the last one
+        of their block is: after which ops, and by how many bytes, that becomes more (or less, where it is negative)."""
+        roots = self._places(blocks, self._root_block)
+        nbytes, ends = self._root_nbytes[roots], np.zeros(len(self._numbers), np.int64)
+        for name in blocks:
+            if name in self._ends:
+                ends[self._numbers[name]] = self._ends[name]
+        return np.r_[self._root_ops[roots], ends[self._root_block[roots]]], np.r_[nbytes, -nbytes]
+
+    def ends(self, blocks: Mapping[str, int]) -> tuple[Column, Column]:
+        """After which op the last gradient of each of ``blocks`` is complete, and what the mapping says of it."""
+        there = [(self._ends[name], nbytes) for name, nbytes in blocks.items() if name in self._ends]
+        return column([op for op, _ in there]), column([nbytes for _, nbytes in there])
 
     def beyond(self, blocks: Collection[str]) -> tuple[Column, Column]:
         """What stays with gradients of ``blocks`` and is none of them, root by root: after which op, and the bytes. A
@@ -68,17 +91,23 @@ class Transit:
         hosted: Collection[str],
         missing: int,
         staying: Collection[str],
+        used_up: Mapping[str, int],
         accumulates: bool,
     ) -> int:
         """The most bytes at any time. Gradients of the blocks ``hosted`` leave; ``missing`` bytes of such more are
         complete as soon as the first one is. Those of the blocks ``staying`` have room elsewhere, but for what is in
         their roots beside them. If a step ``accumulates``, both are there from its first pass on; if not, that room is
-        empty until they are complete: what else is there may use it until then."""
+        empty until they are complete: what else is there may use it until then. Those of the blocks ``used_up`` are
+        there until the last one of the block is complete, and the update of the block then takes so many bytes."""
         window, there = streaming.gradient_window, self._with_moves(streaming)
         if accumulates:
             there = there + landings.beyond(staying)[1].sum()
         else:
             there = there - self._to_come(landings, staying) + self._since(*landings.beyond(staying))
+        if used_up:
+            there = there + self._since(*landings.waiting(used_up))
+            ops, nbytes = landings.ends(used_up)
+            np.add.at(there, self._place[ops], nbytes)
         leaving = landings.of(hosted) if window > 0 else column(())
         if not len(leaving):
             return int(there.max(initial=0))

@@ -24,7 +24,7 @@ from forebay.lowering.moving import Moving
 from forebay.lowering.recorder import Recorder
 from forebay.lowering.stages import Cut, Grain, Landing, Stage
 from forebay.memory import Kind, Tier
-from forebay.plans import Plan, Update
+from forebay.plans import Plan, Update, used_up
 from forebay.program import Change, Use, Verb
 from forebay.scheduling.rounds import Rounds
 from forebay.scheduling.slots import Slot, SlotPool
@@ -60,7 +60,10 @@ class Walker:
         self.homes = Homes(trace, plan, sizes, recorder, liveness.jobs)
         self._by_op = seen_by_op(plan.activations, plan.recompute)
         self._hosted = {p.block for p in plan.placements if not p.resident}
-        self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted), grain)
+        # Of residents: whose gradients are let go in backward, and whose step is asked for.
+        in_backward = frozenset(used_up(plan.placements, resident=True))
+        self._stepping = {p.block for p in plan.placements if p.resident} - in_backward
+        self._stages = liveness.stages(plan.recompute, plan.activations, frozenset(self._hosted), in_backward, grain)
         streaming = plan.streaming
         self.pool = SlotPool(
             recorder,
@@ -92,7 +95,8 @@ class Walker:
         self._made: dict[tuple[int, int], tuple[Change, ...]] = {}
         self._most: dict[tuple[int, int], int] = {}
         self._holds_outputs = False
-        # Gradients of resident blocks: those of the first pass stay until the update, later ones are added to them.
+        # Gradients of resident blocks that stay: those of the first pass until the update, later ones are added to
+        # them.
         self._kept = 0
         self._first_pass = True
         self._rounds = Rounds.of(plan)
@@ -169,6 +173,12 @@ class Walker:
                 self._leaving.append(Change(Kind.GRADIENT, stop.kept))
                 self._kept += stop.kept
                 self._write_compute()  # what comes after has them beside it
+            for ending in stop.ending:
+                self._write_compute()
+                home = self.homes.blocks[ending.block]
+                freed = (Change(Kind.GRADIENT, -ending.nbytes),) if ending.nbytes else ()
+                self.homes.update_resident(home, frozenset(self._trained[ending.block]), freed)
+                self._kept -= ending.nbytes
             for landing in stop.landings:
                 self._land(landing)
         end = stage.run.position + stage.run.length
@@ -245,7 +255,7 @@ class Walker:
         self.pool.order.begin(TRAINING)
         trained = [n for n in self.pool.order.in_order_of_use(self.homes.blocks) if self._trained.get(n)]
         names = [n for n in trained if self._rounds.has_turn(n, self._recorder.step)]
-        last = [n for n in names if self.homes.blocks[n].placement.resident][-1:]
+        last = [n for n in names if n in self._stepping][-1:]
         delayed = self._plan.streaming.delay_after is not None
         if delayed:
             self._show_latest(names)
@@ -269,7 +279,8 @@ class Walker:
     def _step_block(self, name: str, freed: tuple[Change, ...], *, delayed: bool) -> None:
         home, tasks = self.homes.blocks[name], frozenset(self._trained[name])
         if home.placement.resident:
-            self.homes.update_resident(home, tasks, freed)
+            if name in self._stepping:
+                self.homes.update_resident(home, tasks, freed)
             return
         if not delayed:
             self.pool.invalidate(name)

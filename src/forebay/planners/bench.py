@@ -11,14 +11,14 @@ from forebay.arenas import Arenas, Sizer
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import lower, sketch
-from forebay.lowering.liveness import updating_nbytes
+from forebay.lowering.liveness import update_workspaces, updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
 from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.coarse import Coarseness
-from forebay.planners.in_backward import passed
+from forebay.planners.in_backward import Usable, passed
 from forebay.planners.known import Known
 from forebay.planners.parts import (
     RESIDENT,
@@ -32,7 +32,7 @@ from forebay.planners.parts import (
     turns,
 )
 from forebay.planners.problem import Problem
-from forebay.plans import Plan, Streaming, Update
+from forebay.plans import Plan, Streaming, Update, used_up
 from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, Score, pace, play, settled_seconds, summarise
 from forebay.states import state_changes
@@ -143,7 +143,19 @@ class Bench:
         """``draft`` with updates in backward of all blocks that can, and slots for their gradients: its own, if those
         are large enough."""
         able = self.known.in_backward
-        return passed(self.model, draft, able) if able else draft
+        return draft if able is None else self.passed(draft, able)
+
+    def passed(self, draft: Draft, able: Usable) -> Draft:
+        """``draft`` with updates in backward of those blocks that are ``able``."""
+        known, chunk = self.known.workspaces, draft.streaming.update_chunk
+        if chunk not in known and self.problem.trace is not None:
+            known[chunk] = update_workspaces(self.problem.trace, self._as_here(draft.streaming))
+        return passed(self.model, draft, able, known[chunk])
+
+    def kept_gradients(self, block: Block) -> int:
+        """Bytes of gradients that wait on the device for their step where ``block`` stays there."""
+        able = self.known.in_backward
+        return block.gradient_nbytes if able is None or block.name not in able.there else 0
 
     def device(self, draft: Draft) -> int:
         """Bytes that the device will hold at most; never exceeded, whatever the timing."""
@@ -156,13 +168,16 @@ class Bench:
         window, trace = draft.streaming.gradient_window, self.problem.trace
         if trace is None or self.liveness is None:
             return self.problem.footprint.peak + self.model.buffer_nbytes + window
-        hosted = tuple(p.block for p in draft.placements if not p.resident)
-        key = (draft.level, hosted, window, draft.streaming.update_chunk)
+        placements = self.in_backward(draft).placements
+        hosted = tuple(p.block for p in placements if not p.resident)
+        early = used_up(placements, resident=True)
+        key = (draft.level, hosted, early, window, draft.streaming.update_chunk)
         known = self.known.beside
         if key not in known:
-            how = draft.streaming, draft.activations, self.problem.accumulates
+            streaming = self._as_here(draft.streaming)
+            how = streaming, draft.activations, self.problem.accumulates, early
             live = self.liveness.beside(draft.recompute, hosted, *how)
-            live = max(live, updating_nbytes(trace, draft.placements, self._as_here(draft.streaming)))
+            live = max(live, updating_nbytes(trace, placements, streaming))
             known[key] = live + trace.outside_nbytes
         return known[key]
 

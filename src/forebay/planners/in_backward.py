@@ -1,7 +1,9 @@
 """Which blocks are updated in backward, and through how many slots on the host their gradients pass.
 
-Where a user allows it (``Problem.update``), gradients are used up by all blocks that can: the host has a few slots for
-them in the place of the gradients of the whole model. With few slots backward waits for the updates of the host, which
+Where a user allows it (``Problem.update``), gradients are used up by all blocks that can. Of those that stay on the
+device the gradients of one are there at a time, until it is updated (Lv et al., "LOMO", arXiv 2306.09782, section 3.1,
+does so parameter by parameter). For all others the host has a few slots in the place of the gradients of the whole
+model. With few slots backward waits for the updates of the host, which
 without them could go on under the next forward; so there are more of them as long as the simulated step gains by it.
 
 LoHan ("active gradient offloading", section 4.1 of arXiv 2403.06504) has a slot for the layer that lands and one for
@@ -10,8 +12,9 @@ the layer that is updated; ours begins with one more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -20,14 +23,14 @@ from forebay.lowering.index import TraceIndex
 from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.planners.parts import Draft, repeated
-from forebay.plans import Plan, Update
+from forebay.plans import Placement, Plan, Update, used_up
 from forebay.trace import Block, Model, Phase
 from forebay.units import format_bytes
 
 if TYPE_CHECKING:
     from forebay.planners.bench import Bench
 
-__all__ = ["FEWEST", "passed", "slots_of", "usable", "with_enough_slots"]
+__all__ = ["FEWEST", "Usable", "passed", "slots_of", "with_enough_slots"]
 
 FEWEST = 3
 """Slots for gradients: those of one block land, those of another are read, and a third one's are waited for."""
@@ -36,14 +39,48 @@ GAIN = 0.01
 """Twice as many slots that save less than this share of a step are not worth their bytes."""
 
 
-def usable(liveness: Liveness) -> frozenset[str]:
-    """The blocks that can be updated in backward, whatever the routes: their gradients are complete one after the
-    other, with no other block's between them, and no op after the last one reads the block."""
-    every = [_usable(liveness.index), *(_usable(extreme.index) for extreme in liveness.extremes)]
-    return frozenset.intersection(*every)
+@dataclass(frozen=True)
+class Usable:
+    """The blocks that can be updated in backward: ``there`` those that can if they stay on the device, ``away`` those
+    that can if they do not."""
+
+    there: frozenset[str] = frozenset()
+    away: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, liveness: Liveness) -> Usable:
+        """Whatever the routes are: their gradients are complete one after the other, with no other block's between
+        them, and no op after the last one reads the block. Of a block that stays on the device each pass must complete
+        all gradients, with whose last one they are let go, and none shares its memory with another block's: of one that
+        does not, what lacks a gradient is waited for by nobody but its step."""
+        indices = [liveness.index, *(extreme.index for extreme in liveness.extremes)]
+        away = frozenset.intersection(*map(_in_turn, indices))
+        return cls(away & frozenset.intersection(*map(_complete, indices)), away)
+
+    def admits(self, placement: Placement) -> bool:
+        """Whether a block so placed can be updated in backward."""
+        return placement.block in (self.there if placement.resident else self.away)
 
 
-def _usable(index: TraceIndex) -> frozenset[str]:
+def _complete(index: TraceIndex) -> frozenset[str]:
+    """The blocks of which all that is trained has a gradient, made by no op and in no memory that another block's is
+    in."""
+    trained = {b.name: sum(p.trainable for p in b.parameters) for b in index.trace.model.blocks}
+    found: Counter[str] = Counter()
+    shared: set[str] = set()
+    owners: dict[tuple[str, int], str] = {}
+    for done in (done for visit in index.completed for done in visit):
+        block = index.blocks[done.parameter]
+        found[block] += 1
+        for place in (("op", done.op), ("root", done.root)):
+            other = owners.setdefault(place, block)
+            if other != block:
+                shared |= {block, other}
+    return frozenset(name for name, count in trained.items() if found[name] == count) - shared
+
+
+def _in_turn(index: TraceIndex) -> frozenset[str]:
+    """The blocks whose gradients are complete one after the other, and that no op reads after the last of them."""
     done = sorted((done.op, index.blocks[done.parameter]) for visit in index.completed for done in visit)
     last = {block: op for op, block in done}
     runs = [block for block, _ in groupby(block for _, block in done)]
@@ -54,19 +91,38 @@ def _usable(index: TraceIndex) -> frozenset[str]:
     return frozenset(able)
 
 
-def passed(model: Model, draft: Draft, able: frozenset[str]) -> Draft:
+def passed(model: Model, draft: Draft, able: Usable, workspaces: Mapping[str, int]) -> Draft:
     """``draft`` with updates in backward of those blocks that are ``able`` and are updated in no other way, and slots
-    for their gradients: its own, if those are large enough."""
+    for their gradients where they go to the host: its own, if those are large enough. ``workspaces`` are the bytes that
+    the update of each block takes on the device: of those that stay there only whose it pays for (``_paying``)."""
     streaming = draft.streaming
     if streaming.delay_after is not None:
         return draft
     free = (Update.STEP, Update.BACKWARD)
     pairs = zip(model.blocks, draft.placements, strict=True)
-    blocks = [b for b, p in pairs if b.name in able and not p.resident and p.update in free]
-    slots = slots_of(blocks)
+    blocks = [(b, p) for b, p in pairs if able.admits(p) and p.update in free and b.gradient_nbytes]
+    leaving, staying = ([b for b, p in blocks if p.resident is stays] for stays in (False, True))
+    slots = slots_of(leaving)
     if streaming.gradient_slots[:1] < slots[:1]:
         streaming = replace(streaming, gradient_slots=slots)
-    return replace(draft.updating(Update.BACKWARD, [block.name for block in blocks]), streaming=streaming)
+    names = [block.name for block in (*leaving, *_paying(staying, workspaces))]
+    return replace(draft.updating(Update.BACKWARD, names), streaming=streaming)
+
+
+def _paying(staying: Sequence[Block], workspaces: Mapping[str, int]) -> Sequence[Block]:
+    """Those of the blocks ``staying`` on the device that had better be updated in backward.
+
+    In backward an update takes its workspace beside activations, behind it not. So a block whose update takes much (an
+    embedding whose states are made at once) may do better to keep its gradients until the step: of all bounds on the
+    workspace the one with the least sum of it and of the gradients that are kept because their updates take more."""
+    ranked = sorted(staying, key=lambda block: workspaces[block.name])
+    kept = sum(block.gradient_nbytes for block in ranked)
+    least, count = kept, 0
+    for number, block in enumerate(ranked, 1):
+        kept -= block.gradient_nbytes
+        if kept + workspaces[block.name] <= least:
+            least, count = kept + workspaces[block.name], number
+    return ranked[:count]
 
 
 def slots_of(blocks: Iterable[Block], count: int = FEWEST) -> tuple[int, ...]:
@@ -81,10 +137,15 @@ def slots_of(blocks: Iterable[Block], count: int = FEWEST) -> tuple[int, ...]:
 def with_enough_slots(bench: Bench, plan: Plan) -> Plan:
     """``plan`` with as many slots for gradients as make its step faster and as the host has room for, and what they
     save in words."""
-    names = frozenset(plan.updated(Update.BACKWARD))
-    if not names and bench.problem.update == "backward":
-        why = "nothing is updated in backward: no gradient leaves the device of a block that could be"
+    if bench.problem.update != "backward":
+        return plan
+    if not plan.updated(Update.BACKWARD):
+        why = "nothing is updated in backward: of no block the gradients are complete one after the other"
         return replace(plan, reasons=(*plan.reasons, why))
+    staying = frozenset(used_up(plan.placements, resident=True))
+    if staying:
+        plan = replace(plan, reasons=(*plan.reasons, _said_of(bench.model, staying)))
+    names = frozenset(used_up(plan.placements, resident=False))
     if not names:
         return plan
     blocks = [block for block in bench.model.blocks if block.name in names]
@@ -101,6 +162,14 @@ def with_enough_slots(bench: Bench, plan: Plan) -> Plan:
         best = more
     reasons = (*plan.reasons, _said(blocks, best.streaming.gradient_slots, len(bench.model.blocks)))
     return bench.timed(bench.plan(plan.planner, best, reasons=reasons))
+
+
+def _said_of(model: Model, staying: Collection[str]) -> str:
+    sizes = [block.gradient_nbytes for block in model.blocks if block.name in staying]
+    return (
+        f"{len(sizes)} of {len(model.blocks)} blocks stay on the device and are updated there in backward: of their "
+        f"gradients {format_bytes(max(sizes))} at most are there at a time, in the place of {format_bytes(sum(sizes))}"
+    )
 
 
 def _said(blocks: Sequence[Block], slots: tuple[int, ...], every: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 from forebay.arenas import Arenas, Sizer
 from forebay.lowering.liveness import Liveness
 from forebay.planners.activations.groups import Group
-from forebay.planners.in_backward import usable
+from forebay.planners.in_backward import Usable
 from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
 from forebay.program import Outline, Sketch
@@ -35,6 +35,7 @@ class Known:
         self.sizers: dict[int, Sizer] = {}
         self.arenas: dict[Draft, Arenas] = {}
         self.beside: dict[tuple[object, ...], int] = {}
+        self.workspaces: dict[int, Mapping[str, int]] = {}
         self.paced: dict[Draft, tuple[float, int]] = {}
         self.eased: dict[tuple[Draft, Callable[[Outline], float]], float] = {}
         self.relieved: dict[tuple[Draft, tuple[str, ...]], float] = {}
@@ -43,7 +44,7 @@ class Known:
         self.slots: dict[int, list[tuple[int, ...]]] = {}
         self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
         early = self.liveness if problem.update == "backward" else None
-        self.in_backward = frozenset[str]() if early is None else usable(early)
+        self.in_backward = None if early is None else Usable.of(early)
 
     def keep(self, draft: Draft, program: Sketch, score: Score) -> None:
         """Notes the program of ``draft``, and forgets the oldest ones where they have too many actions together."""

@@ -16,10 +16,10 @@ from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
-from forebay.planners.in_backward import passed, usable
+from forebay.planners.in_backward import Usable
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
-from forebay.plans import Plan, Update
+from forebay.plans import Plan, Update, used_up
 from forebay.remedies import Remedy
 from forebay.states import DRAWN, OF_FOREBAY, Masters, element_nbytes, is_fp32
 from forebay.trace import Model
@@ -239,8 +239,8 @@ def _gradients_used_up(bench: Bench, error: DoesNotFit, draft: Draft) -> Iterato
     problem, liveness = bench.problem, bench.liveness
     if error.tier != Tier.HOST.value or liveness is None or problem.update == "backward" or problem.micro_batches > 1:
         return
-    early = passed(bench.model, draft, usable(liveness))
-    names = early.updated(Update.BACKWARD)
+    early = bench.passed(draft, Usable.of(liveness))
+    names = used_up(early.placements, resident=False)
     spared = sum(gradient_nbytes(block) for block in bench.model.blocks if block.name in names)
     need = error.needed - spared + sum(early.streaming.gradient_slots)
     if names and need <= error.allowed:

@@ -227,7 +227,7 @@ def _fill(bench: Bench, draft: Draft, room: int, how: Filling) -> Draft:
             # What ``arenas`` counts for a block that stays: the sum that follows every change is its own.
             more = block.nbytes if old == HOSTED else 0
             if home == RESIDENT:
-                more += block.gradient_nbytes + sizer.state_nbytes(block.name)
+                more += bench.kept_gradients(block) + sizer.state_nbytes(block.name)
             more += sum(slots.slots) - sum(streaming.slots)
             if taken + more <= room:
                 homes[block.name], hosted, ahead = home, streamed, own

@@ -35,6 +35,7 @@ from forebay.runtime.hooks import Attachment
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass
+from forebay.runtime.spent import SpentGradient
 from forebay.runtime.turns import Turns
 from forebay.treatments import Fate
 
@@ -321,7 +322,7 @@ class _ByBlock:
         session.gathering = None
         for name, parameter in session.parameters.items():
             # What a backward inside backward has contributed to: nobody knew when the last of it would come.
-            if parameter.grad is not None and not isinstance(parameter.grad, LandedGradient):
+            if parameter.grad is not None and not isinstance(parameter.grad, LandedGradient | SpentGradient):
                 session.gradient_made(name, parameter)
         session.end_backward()
 

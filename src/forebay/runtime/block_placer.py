@@ -8,7 +8,7 @@ import torch
 
 from forebay.layout import gradient_offsets, residual_offsets, state_layout
 from forebay.plans import Placement, Streaming, Update
-from forebay.runtime.blockstate import BlockCopy, BlockState, Passing, Streamed
+from forebay.runtime.blockstate import BlockCopy, BlockState, InBackward, Passing, Streamed
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.landing import Landing
@@ -65,15 +65,18 @@ class BlockPlacer:
         if placement.update is Update.AHEAD:
             copy = places.parameters(block, placement, host.second)
             spare = BlockCopy(copy, places.states(block, placement, layout.nbytes, host.states))
-        streamed, passing = None, None
+        streamed, early, gradients = None, None, dict[str, GradientBuffer]()
         if placement.update is Update.BACKWARD:
-            passing = Passing(self._slots, *gradient_offsets(block))
-            gradients = {p.name: GradientBuffer(p, None, self._landing) for p in block.parameters if p.trainable}
+            trained = {p.name: p for p in block.parameters if p.trainable}
+            passing = None if placement.resident else Passing(self._slots, *gradient_offsets(block))
+            early = InBackward(trained, passing)
+            if passing is not None:
+                gradients = {name: GradientBuffer(p, None, self._landing) for name, p in trained.items()}
         else:
             gradients, streamed = self._gradients(block, placement)
         other = places.alternate(block, BlockCopy(parameters, states)) if self._streaming.disk_copies > 1 else None
         way = streamed if streams else None
-        return BlockState(block, placement, layout, parameters, states, gradients, spare, way, passing, other)
+        return BlockState(block, placement, layout, parameters, states, gradients, spare, way, early, other)
 
     def _gradients(self, block: Block, placement: Placement) -> tuple[dict[str, GradientBuffer], Streamed | None]:
         arena, unsent = self._host.gradients, self._host.unsent

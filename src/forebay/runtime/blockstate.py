@@ -23,7 +23,7 @@ from forebay.scheduling.gradients import GradientSlots
 from forebay.states import TIES, Masters, form_of
 from forebay.trace import Block, Parameter
 
-__all__ = ["BlockCopy", "BlockState", "Passing", "Streamed"]
+__all__ = ["BlockCopy", "BlockState", "InBackward", "Passing", "Streamed"]
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,27 @@ class Streamed:
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-@final
+@dataclass(frozen=True)
 class Passing:
-    """Where the gradients of a block pass that is updated in backward: the ``slots`` that it shares with others, each
-    gradient at one of ``offsets`` (bytes) of the ``nbytes`` that it takes there."""
+    """Where gradients pass on the host: the ``slots`` that their block shares with others, each gradient at one of
+    ``offsets`` (bytes) of the ``nbytes`` that it takes there."""
 
-    def __init__(self, slots: GradientSlots, offsets: Mapping[str, int], nbytes: int) -> None:
-        self.slots = slots
-        self.offsets = offsets
-        self.nbytes = nbytes
-        # The parameters whose gradients were used up for a step that is not taken yet.
+    slots: GradientSlots
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
+@final
+class InBackward:
+    """How far a block is that is updated in backward. ``names`` are the parameters that it trains; their gradients are
+    ``passing`` through slots on the host, or (None) stay on the device until they are used up, as the block does."""
+
+    def __init__(self, names: Iterable[str], passing: Passing | None) -> None:
+        self.names = frozenset(names)
+        self.passing = passing
+        # The parameters whose gradients this pass has completed, and that wait for the others of the block; and those
+        # whose gradients were used up for a step that is not taken yet.
+        self.complete: set[str] = set()
         self.used_up: set[str] = set()
 
 
@@ -67,8 +78,8 @@ class BlockState:
 
     ``current`` is the copy that everybody reads. A block that speculates has a ``spare`` one, in which the outcome of
     the next step may be made before the step is asked for. A block that is updated on the device, or beside the
-    storage, is ``streamed``, the gradients of one that is updated in backward are ``passing``. A block that a
-    checkpoint names in place has an ``alternate``. ``prepared`` are the updates that were made ready for it, by where
+    storage, is ``streamed``, one that is updated in backward is ``early``. A block that a checkpoint names in place has
+    an ``alternate``. ``prepared`` are the updates that were made ready for it, by where
     they read and write; ``standing`` is what one that stays on the device has of each piece, by its parameter and its
     first element.
     """
@@ -83,7 +94,7 @@ class BlockState:
         gradients: Mapping[str, GradientBuffer],
         spare: BlockCopy | None = None,
         streamed: Streamed | None = None,
-        passing: Passing | None = None,
+        early: InBackward | None = None,
         alternate: Alternate | None = None,
     ) -> None:
         self.block = block
@@ -92,7 +103,7 @@ class BlockState:
         self.current = self._first = BlockCopy(parameters, states)
         self.spare = spare
         self.streamed = streamed
-        self.passing = passing
+        self.early = early
         self.alternate = alternate
         self.gradients = gradients
         self.steps = {p.name: 0 for p in block.parameters if p.trainable}
@@ -136,7 +147,7 @@ class BlockState:
     def expect_not_updated(self) -> None:
         """Raises ``GradientUsedUp`` while the block is at home as a step leaves it that is not taken yet: whatever
         reads it for the pass that goes on would read the parameters of the next one."""
-        if self.passing is not None and self.passing.used_up:
+        if self.early is not None and self.early.used_up:
             raise GradientUsedUp(
                 f"block {self.block.name} was updated in backward and is read again before optimizer.step(): take the "
                 f"step first; if backward itself comes back to the block, prepare the model with update='step'"

@@ -9,10 +9,11 @@ import torch
 
 from forebay.device.base import Completion
 from forebay.device.completions import dependency_failure
-from forebay.errors import ForebayError, GradientUsedUp
+from forebay.errors import ForebayError
 from forebay.runtime.deferred import Deferred
 from forebay.runtime.landing import Landing
 from forebay.runtime.norms import Norms
+from forebay.runtime.spent import gradient_used_up
 from forebay.runtime.tensors import flat, shaped
 from forebay.trace import Parameter
 
@@ -71,11 +72,7 @@ class GradientBuffer:
     def gone(self) -> ForebayError:
         """What is said to whoever asks for a gradient that is no longer here."""
         if self.passes:
-            return GradientUsedUp(
-                f"the gradient of {self.parameter.name} was used up: its block is updated in backward, so that nobody "
-                f"can clip, read or add to it; call optimizer.step() and optimizer.zero_grad(), which sets it to None, "
-                f"after every backward, or prepare the model with update='step'"
-            )
+            return gradient_used_up(self.parameter.name)
         return ForebayError(
             f"this gradient of {self.parameter.name} is that of an earlier backward and its bytes were overwritten by "
             f"the next; to keep a gradient, clone() it before zero_grad()"

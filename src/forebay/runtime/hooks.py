@@ -33,6 +33,7 @@ from forebay.runtime.passes import Pass
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
+from forebay.runtime.spent import SpentGradient
 from forebay.runtime.tiles import Tiled
 from forebay.runtime.unplanned import Unplanned
 from forebay.runtime.vigil import batch_shape
@@ -243,7 +244,7 @@ class Attachment:
         if name in self._streamed_names:
             self.session.hide(name)  # what cannot be read stays NaN
         parameter.data = self.session.contents.value(name)
-        if gradient is not None and not (isinstance(gradient, LandedGradient) and gradient.is_gone):
+        if gradient is not None and not (isinstance(gradient, LandedGradient | SpentGradient) and gradient.is_gone):
             # Of its dtype: with the parameter the user may have changed that of the gradient.
             parameter.grad = host_copy(gradient).to(parameter.device, parameter.dtype)
 

@@ -31,10 +31,12 @@ class PlainNames:
     def attach(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
         """Puts the hooks on; returns the handles that take them off."""
         handles: list[RemovableHandle] = []
+        early = {n for s in self._session.store.blocks.values() if s.early is not None for n in s.early.names}
         for name, module in modules.items():
             prefix = f"{name}." if name else ""
             own = {n: f for n, p in module._parameters.items() if p is not None for f in (self._name(p, prefix + n),)}
-            if any(full in self._streamed for full in own.values()):
+            # In backward parameters change that are there, too, and halfway is no state of the model.
+            if any(full in self._streamed or full in early for full in own.values()):
                 handles.append(module.register_state_dict_post_hook(partial(self._after_state_dict, own)))
             if own:
                 handles.append(module.register_load_state_dict_pre_hook(partial(self._before_load, own)))
@@ -50,6 +52,7 @@ class PlainNames:
     def _after_state_dict(
         self, own: Mapping[str, str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
+        self._session.stepping.in_backward.expect_whole()
         for local, full in own.items():
             if full in self._streamed and prefix + local in state:
                 state[prefix + local] = self._exported(full, state)
@@ -58,7 +61,6 @@ class PlainNames:
         """The value of a parameter for ``state``; under a second name the tensor that is there already, since tied
         names must stay tied in what is saved. The next step sees every update that is in it (``delay``): one that
         begins with what was saved is the same step."""
-        self._session.stepping.in_backward.expect_whole()
         self._session.stepping.show()
         reference = self._exports.get(name)
         made = reference() if reference is not None else None

@@ -256,10 +256,9 @@ class Session:
             else:
                 self.watch.attribute(gradient, Kind.GRADIENT)
             buffer = state.gradients.get(name)
-            if buffer is None:
-                return
-            self.stepping.land(state, parameter, gradient, buffer)
-        self.stepping.landed(state)
+            if buffer is not None:
+                self.stepping.land(state, parameter, gradient, buffer)
+        self.stepping.landed(state, name)
 
     def follow(self, hyperparameters: Hyperparameters) -> None:
         """Has the optimizer asked, at any time, for the hyperparameters that a step would have if it came then."""

@@ -75,9 +75,9 @@ class Stepping:
         self._measure.waited(since)
         parameter.grad = LandedGradient(buffer, self._device)
 
-    def landed(self, state: BlockState) -> None:
-        """A gradient of a block has landed in backward."""
-        self.in_backward.landed(state)
+    def landed(self, state: BlockState, name: str) -> None:
+        """The gradient of a parameter of a block is complete, and has landed if it does not stay on the device."""
+        self.in_backward.landed(state, name)
         if state.spare is None:
             return
         for name, buffer in state.gradients.items():
@@ -125,6 +125,7 @@ class Stepping:
         """A training step begins."""
         self.delay.begin()
         self.waiting.begin()
+        self.in_backward.begin()
 
     def give_up(self) -> None:
         """No step follows the passes since the last one."""
@@ -180,12 +181,16 @@ class Stepping:
 
     def _step_block(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
         """Queues the update of one block, or takes it over, or has its gradients wait for its turn."""
+        left = self.in_backward.left(state, tasks)
+        if state.placement.resident and state.early is not None:
+            self.in_backward.finish(state, left)
+            self._count(state, tasks)
+            return
         if state.placement.resident:
             gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
             self._updater.resident.run(state, tasks, gradients)
             self._count(state, tasks)
             return
-        left = self.in_backward.left(state, tasks)
         self._land_replaced(state, left)
         if self.waiting.has_turn(state.block.name):
             self._update(state, tasks, left)
@@ -198,7 +203,7 @@ class Stepping:
         self._pool.invalidate(state.block.name)
         if state.streamed is not None:
             state.streamed.deferred.put(partial(self._updater.submit, state, tasks))
-        elif state.passing is not None:
+        elif state.early is not None:
             self.in_backward.finish(state, tasks if left is None else left)
         elif not self.speculation.commit(state, tasks):
             self._updater.submit(state, tasks)
@@ -245,7 +250,7 @@ class Stepping:
                 yield name
 
     def _tasks_now(self, state: BlockState) -> dict[str, Task]:
-        return self._tasks(state, self.hyperparameters(state.gradients.keys()))
+        return self._tasks(state, self.hyperparameters(state.steps.keys()))
 
     def _land_replaced(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
         """Lands gradients that the user put in the place of landed ones (``p.grad = p.grad * 2``)."""

@@ -14,7 +14,7 @@ from forebay.layout import MASTER, PAGE, STATE_ITEMSIZE, needs_master
 from forebay.memory import ArenaUsage, Kind, Tier
 from forebay.optim.rules import UpdateRule
 from forebay.phases import PASSING
-from forebay.plans import Plan, Streaming, Update
+from forebay.plans import Plan, Streaming, used_up
 from forebay.runtime.block_placer import BlockPlacer, OnHost
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.cells import Cells, DeviceWay
@@ -106,7 +106,8 @@ class Store:
         # No update is under way while states are looked at from here: the cells are idle then.
         cells = StagingRing([] if shared is None else [shared.memory[: sizes.storage_cell]])
         places = Places(self._device, self.standing, files, slot_ring, chunk_ring, cells)
-        passed = [] if host.gradients is None or not plan.updated(Update.BACKWARD) else streaming.gradient_slots
+        through_slots = host.gradients is not None and used_up(plan.placements, resident=False)
+        passed = streaming.gradient_slots if through_slots else ()
         slots = GradientSlots([host.gradients.carve(n) for n in passed] if host.gradients is not None else [])
         placer = BlockPlacer(plan.streaming, state_names, places, host, slots, self.landing)
         for placement in plan.placements:

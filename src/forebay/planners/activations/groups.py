@@ -269,8 +269,9 @@ class _Grouping:
         update = touched / self._costs.update_rate
         hosted = block.nbytes + gradients + states
         on_device = max(touched / self._costs.device_update_rate, machine.launch_seconds) if trained else 0.0
-        # Gradients that no forward finds there are none at the turning point.
-        standing = block.nbytes + block.gradient_nbytes * self._problem.accumulates + states
+        # Gradients that no forward finds there are none at the turning point, nor those that backward uses up.
+        found_there = self._problem.accumulates and self._problem.update == "step"
+        standing = block.nbytes + block.gradient_nbytes * found_there + states
         written = touched * self._updated + sum(p.nbytes for p in trained) * self._copied
         copied = block.nbytes * self._copied
         turns = [Phase.FORWARD in self._reads.get(block.name, ()), Phase.BACKWARD in self._reads.get(block.name, ())]
