@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.budgets import Budget, DiskBudget
 from forebay.errors import ConfigError
 from forebay.memory import Tier
-from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming, Update, updated
+from forebay.plans import PLAN_SCHEMA, Placement, Plan, Streaming, Update, updated, used_up
 from forebay.units import GiB, MiB
 
 PLAN = Plan(
@@ -186,9 +186,10 @@ def test_a_placement_is_resident_only_with_its_states() -> None:
     assert not Placement("a", Tier.DEVICE, Tier.HOST, Tier.HOST).resident
 
 
-@pytest.mark.parametrize("how", [how for how in Update if how is not Update.STEP])
-def test_a_resident_block_is_updated_when_its_step_asks(how: Update) -> None:
-    with pytest.raises(ConfigError, match=f"block a is resident.*set its update to step, got {how}"):
+@pytest.mark.parametrize("how", [Update.AHEAD, Update.DEVICE, Update.STORAGE])
+def test_a_resident_block_is_updated_when_its_step_asks_or_in_backward(how: Update) -> None:
+    assert Placement("a", Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Update.BACKWARD).resident
+    with pytest.raises(ConfigError, match=f"block a is resident.*set its update to step or backward, got {how}"):
         Placement("a", Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, how)
     with pytest.raises(ConfigError, match="block embed is resident"):
         Plan.from_json(changed(("placements", 0, "update"), how))
@@ -210,3 +211,7 @@ def test_what_an_update_passes_through_has_to_be_there(how: Update, needed: str)
     plan = replace(PLAN, placements=placements, streaming=replace(PLAN.streaming, **{needed: room[needed]}))
     assert plan.updated(how) == updated(placements, how) == ("layers.0", "layers.1")
     assert plan.updated(Update.STEP) == ("embed",)
+    if how is Update.BACKWARD:  # through which gradients of what stays on the device do not pass
+        staying = replace(PLAN, placements=tuple(p.updating(how) if p.resident else p for p in PLAN.placements))
+        assert used_up(staying.placements, resident=True) == ("embed",)
+        assert used_up(plan.placements, resident=False) == ("layers.0", "layers.1")

@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from forebay.arenas import Sizer, arenas, gradient_nbytes
-from forebay.plans import Plan, Update
+from forebay.plans import Plan, Update, used_up
 from tests.parity.saving_loops import THINGS, USED_UP, expect_as_copied
 from tests.parity.test_random_plans import DTYPES, STATES, Subject, plans, subject
 
@@ -21,24 +21,28 @@ NAMES = st.sampled_from(["llama", "llama-tied", "frozen", "unused"])
 
 @st.composite
 def mixed(draw: st.DrawFn, drawn_for: Subject) -> Plan:
-    """Of a random plan each block that is not resident is updated in a way of its own; or all of them in backward."""
+    """Of a random plan each block that is not resident is updated in a way of its own; or all of them in backward, and
+    those that are resident with them, or when their step asks."""
     plan, model = draw(plans(drawn_for)), drawn_for.model
     trained = {b.name for b in model.blocks if b.gradient_nbytes}
     ways = draw(st.sampled_from([WAYS, WAYS, WAYS, st.just(Update.BACKWARD)]))
-    placements = tuple(p.updating(draw(ways)) if p.block in trained and not p.resident else p for p in plan.placements)
+    there_too = draw(ways) is Update.BACKWARD and draw(st.booleans())
+    able = [p for p in plan.placements if p.block in trained and (there_too or not p.resident)]
+    placements = tuple(p.updating(draw(ways)) if p in able else p for p in plan.placements)
     there = [p.block for p in placements if p.update is Update.DEVICE]
     sizer = Sizer(model, STATES, plan.streaming.update_chunk, plan.streaming.masters)
-    used_up = [gradient_nbytes(model.block(p.block)) for p in placements if p.update is Update.BACKWARD]
+    passing = [gradient_nbytes(model.block(name)) for name in used_up(placements, resident=False)]
     streaming = replace(
         plan.streaming,
         disk_copies=draw(st.sampled_from([1, 2])),
         update_window=sizer.update_window(there, draw(st.integers(1, 4))) if there else 0,
-        gradient_slots=(max(used_up),) * draw(st.integers(1, 3)) if used_up else (),
+        gradient_slots=(max(passing),) * draw(st.integers(1, 3)) if passing else (),
     )
     sizes, before = (
         arenas(model, *how, STATES) for how in ((placements, streaming), (plan.placements, plan.streaming))
     )
-    device = plan.device + sizes.device - before.device
+    # What is used up there leaves its room: here it is given to nobody.
+    device = plan.device + max(0, sizes.device - before.device)
     return replace(
         plan,
         placements=placements,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from forebay.arenas import arenas, home_nbytes
 from forebay.budgets import Budget, DiskBudget
 from forebay.errors import DoesNotFit
 from forebay.memory import Tier
-from forebay.plans import Placement, Plan, Streaming
+from forebay.plans import Placement, Plan, Streaming, UpdateTime, used_up
 from forebay.runtime.blocks import find_blocks
 from forebay.states import Masters, masters_for
 from forebay.trace import Block, Footprint, Model
@@ -131,13 +131,15 @@ KIB = 1024
     host=st.integers(7_000, 13_000) | st.integers(1_000, 16_000),
     disk=st.integers(6_000, 14_000) | st.integers(1_000, 14_000) | st.none(),
     policy=st.sampled_from(["auto", "stream"]),
+    update=st.sampled_from(get_args(UpdateTime)),
     dtype=DTYPES,
 )
 @settings(max_examples=40)
 def test_any_budget_is_kept_or_refused(
-    device: int, host: int, disk: int | None, policy: str, dtype: torch.dtype
+    device: int, host: int, disk: int | None, policy: str, update: UpdateTime, dtype: torch.dtype
 ) -> None:
-    """Budgets in KiB. Streamed, a layer takes 256 KiB of a slot; hosted, the model takes 12 MiB; resident, as much."""
+    """Budgets in KiB. Streamed, a layer takes 256 KiB of a slot; hosted, the model takes 12 MiB; resident, as much,
+    and 3 MiB less where gradients are used up."""
     model = WIDE.model(dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
@@ -147,7 +149,8 @@ def test_any_budget_is_kept_or_refused(
         if disk is not None:
             budgets["disk"] = f"{folder}:{disk}KiB"
         try:
-            model, optimizer = forebay.prepare(model, optimizer, batch, policy=policy, device="cpu", **budgets)
+            how = {"policy": policy, "update": update, "device": "cpu", **budgets}
+            model, optimizer = forebay.prepare(model, optimizer, batch, **how)
         except DoesNotFit as error:
             refusal = error
         else:
@@ -158,13 +161,14 @@ def test_any_budget_is_kept_or_refused(
             assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
             return
         for step in range(2):
-            for micro in range(2):
+            for micro in range(2 if update == "step" else 1):
                 model(**WIDE.inputs(2 * step + micro, dtype))["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
         report = forebay.report(model)
         forebay.close(model)
-    event(f"disk {report.plan.disk > 0}, resident {sum(p.resident for p in report.plan.placements)}")
+    staying = len(used_up(report.plan.placements, resident=True))
+    event(f"disk {report.plan.disk > 0}, resident {sum(p.resident for p in report.plan.placements)}, used up {staying}")
     allowed = budgets_in_bytes(device, host, disk)
     for usage in report.timeline.tiers:
         assert usage.peak <= allowed[usage.tier]

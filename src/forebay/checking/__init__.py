@@ -123,7 +123,6 @@ class _Proof:
             passes,
             landed,
             self.layouts,
-            in_backward.blocks,
             self.standing[Tier.DEVICE],
             allowances(self.machine, plan)[Tier.DEVICE],
             plan.device,

@@ -9,7 +9,7 @@ its action may start (``transit``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -53,7 +53,6 @@ def check_device(
     passes: Passes,
     landed: Mapping[tuple[int, int], int],
     layouts: Mapping[str, StateLayout],
-    in_backward: Collection[str],
     standing: int,
     allowed: int,
     promised: int,
@@ -61,10 +60,9 @@ def check_device(
 ) -> None:
     """Raises ``DoesNotFit`` at the compute action that may need more than ``allowed`` bytes, naming op and tensor;
     ``PlanInvalid`` where the program says that it needs less than it does, or the plan that it takes at most
-    ``promised`` bytes. ``largest`` finds the largest tensor at a moment; ``passes`` know the updates of the blocks
-    ``in_backward``."""
+    ``promised`` bytes. ``largest`` finds the largest tensor at a moment."""
     claims = _Claims(program, order, passes.around)
-    moments = sorted((*passes.moments, *_updates(step, live, program, layouts, in_backward)), key=lambda m: m.action)
+    moments = sorted((*passes.moments, *_updates(step, live, program, layouts, passes)), key=lambda m: m.action)
     needs = _needs(order, passes, landed, moments)
     for need in needs:
         action, needed = need.moment.action, standing + need.total
@@ -128,13 +126,14 @@ def _needs(order: Order, passes: Passes, landed: Mapping[tuple[int, int], int], 
 
 
 def _updates(
-    step: Step, live: Live, program: Program, layouts: Mapping[str, StateLayout], in_backward: Collection[str]
+    step: Step, live: Live, program: Program, layouts: Mapping[str, StateLayout], passes: Passes
 ) -> list[Moment]:
     """Updates on the device whose step has been asked for, with the gradients that the step has kept there: those of 16
-    bits are widened, one chunk at a time."""
+    bits are widened, one chunk at a time. Of those in backward the ``passes`` know."""
+    known = {moment.action for moment in passes.moments}
     moments = []
     for index, action in enumerate(program.actions):
-        if action.verb is Verb.UPDATE and action.lane is Lane.COMPUTE and action.block not in in_backward:
+        if action.verb is Verb.UPDATE and action.lane is Lane.COMPUTE and index not in known:
             sizes = [
                 widened(c, layouts[action.block], exactly=True)
                 for c in layouts[action.block].chunks
