@@ -143,7 +143,7 @@ def with_enough_slots(bench: Bench, plan: Plan) -> Plan:
         why = "nothing is updated in backward: of no block the gradients are complete one after the other"
         return replace(plan, reasons=(*plan.reasons, why))
     staying = frozenset(used_up(plan.placements, resident=True))
-    if staying:
+    if len(staying) > 1:
         plan = replace(plan, reasons=(*plan.reasons, _said_of(bench.model, staying)))
     names = frozenset(used_up(plan.placements, resident=False))
     if not names:
