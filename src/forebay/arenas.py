@@ -378,7 +378,7 @@ class _StateSizes:
 def _widened(layout: StateLayout, chunk: Chunk) -> int:
     parameters = [piece.parameter for piece in chunk.pieces]
     copies = max((widened_copies(p, layout.masters) for p in parameters), default=0)
-    return workspace_nbytes(layout.streams, copies * chunk.elements, parameters)
+    return workspace_nbytes(layout.streams, chunk.elements, copies * chunk.elements, parameters)
 
 
 def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:

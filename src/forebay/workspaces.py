@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from forebay.layout import STATE_ITEMSIZE, align, in_order, is_drawn, needs_master, states_nbytes
+from forebay.layout import LOWER, MASTER, STATE_ITEMSIZE, align, in_order, is_drawn, needs_master, states_nbytes
 from forebay.memory import ALIGNMENT
-from forebay.states import Masters, is_factored, is_made_at_once
+from forebay.states import Masters, form_of, is_factored, is_made_at_once, is_wide
 from forebay.trace import Parameter
 
-__all__ = ["PART", "part_elements", "widened_copies", "workspace_nbytes"]
+__all__ = ["PART", "PIECE", "part_elements", "widened_copies", "workspace_nbytes"]
+
+PIECE = 1 << 20
+"""Elements, whole blocks of states, that are decoded, encoded or rounded by chance at a time. On a GPU each of the ops
+of that (some sixteen for a draw) costs its launch, which for fewer elements takes longer than to go over them."""
 
 PART = 4 << 20
 """Elements of a parameter that are updated at a time where its states are factored and not made at once."""
@@ -24,20 +28,29 @@ def widened_copies(parameter: Parameter, masters: Masters) -> int:
     return (2 if masters is Masters.LOWER else 1) if needs_master(parameter) else 0
 
 
-def workspace_nbytes(states: Iterable[str], widened: int, parameters: Iterable[Parameter]) -> int:
-    """Bytes in which torch's ops update elements of ``parameters``: so many of them ``widened`` to fp32 (each as often
-    as ``widened_copies`` says).
+def workspace_nbytes(states: Iterable[str], elements: int, widened: int, parameters: Iterable[Parameter]) -> int:
+    """Bytes in which torch's ops update ``elements`` of ``parameters``: so many of them ``widened`` to fp32 (each as
+    often as ``widened_copies`` says), and two numbers for each of a piece that is rounded by chance.
+
+    Where ``states`` are not fp32 a piece at a time: its moments, gradients and parameters in fp32, and two numbers to
+    decode and encode in.
 
     Where ``states`` are factored, whole ``parameters``, one after the other: what of one is widened, its update, a sum
     for each of its rows and columns, and norms. If they are not made at once: of a part of one that, and its parameter
     and its gradient in fp32 in any case.
     """
-    states = tuple(states)
+    states = tuple(state for state in states if state not in (MASTER, LOWER))
+    parameters = tuple(parameters)
+    drawn = any(map(is_drawn, parameters))
     if is_made_at_once(states):
         return max((_whole_nbytes(p, (1 + widened_copies(p, Masters.WHOLE)) * p.numel) for p in parameters), default=0)
     if is_factored(states):
         return max((_whole_nbytes(p, 3 * part_elements(p)) for p in parameters), default=0)
-    return widened * STATE_ITEMSIZE
+    piece = min(PIECE, elements)
+    if not is_wide(states):
+        moments = sum(form_of(state).name != "scale" for state in states)
+        return (moments + 2 + drawn + 2) * piece * STATE_ITEMSIZE
+    return (widened + 2 * piece * drawn) * STATE_ITEMSIZE
 
 
 def _whole_nbytes(parameter: Parameter, elements: int) -> int:

@@ -115,11 +115,11 @@ def test_an_update_has_room_for_its_largest_parameter(dtype: str, copies: int, s
     made = block((64, 96), (300,), (96, 64), dtype=dtype)
     sums = 4 * (64 + 96)
     expected = align((3 if states is OWN else copies) * 4 * 64 * 96 + sums) + 64
-    assert workspace_nbytes(states, 0, made.parameters) == expected
+    assert workspace_nbytes(states, 0, 0, made.parameters) == expected
     (large,) = block((PART // 64, 128), dtype=dtype).parameters
     at_once = align(copies * 8 * PART + 4 * (PART // 64 + 128)) + 64
     in_parts = align(12 * PART + 4 * (PART // 64 + 128)) + 64
-    assert workspace_nbytes(states, 0, [large]) == (in_parts if states is OWN else at_once)
+    assert workspace_nbytes(states, 0, 0, [large]) == (in_parts if states is OWN else at_once)
     sizes = Sizer(Model((made,)), states, 1024)
     cell = sizes.update_window(["b"], 1) - sizes.update_window(["b"], 0)
     assert sizes.update_window(["b"], 0) == expected

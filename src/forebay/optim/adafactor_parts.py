@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from forebay.optim.coding import draw_parameter
+from forebay.optim.coding import Take, draw_parameter
 from forebay.optim.factored import AdafactorRule, adafactor_step
 from forebay.optim.parts import Arithmetic, Part, Prepared, brought, copied
-from forebay.optim.wholes import Take, WholeArithmetic, as_parameter, expect_whole, states_of
+from forebay.optim.wholes import WholeArithmetic, as_parameter, expect_whole, states_of
 from forebay.workspaces import PART
 
 if TYPE_CHECKING:
@@ -146,7 +146,9 @@ class _InParts:
         self._wide = part.parameter if part.master is None else part.master
         self._blocks = tuple(_cut(part))
         most = max(block.stop - block.start for block in self._blocks)
-        self._scratch = [take(most) for _ in range(3 if part.drawn else 2)]
+        # For the gradient and the update; once that has been taken over, to draw in.
+        self._spare = take(2 * most)
+        self._scratch = [self._spare[:most], self._spare[most:], *([take(most)] if part.drawn else [])]
         self._variance = states.get("variance")
         if self._variance is None:
             row, column = states["row_var"], states["col_var"]
@@ -174,9 +176,8 @@ class _InParts:
             value.mul_(1 - numbers.lr * numbers.weight_decay).add_(made, alpha=pace)
             own = part.parameter[block.start : block.stop]
             if part.drawn:
-                draw_parameter(
-                    own, self._scratch[2][: block.stop - block.start], numbers.step, part.place + block.start
-                )
+                place, value = part.place + block.start, self._scratch[2][: block.stop - block.start]
+                draw_parameter(own, value, numbers.step, place, self._spare)
             elif part.master is not None:
                 own.copy_(part.master[block.start : block.stop])
 

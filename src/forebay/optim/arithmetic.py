@@ -21,6 +21,7 @@ from forebay.optim.halves import halve, join
 from forebay.optim.parts import Arithmetic, Held, Part, Prepared, Room, brought, copied, master_of
 from forebay.optim.rules import AdamRule, ElementRule, LionRule, SgdRule
 from forebay.states import TIES, StateForm, form_of, is_wide, plain_name
+from forebay.workspaces import PIECE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,17 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelArithmetic", "KernelRule", "TorchArithmetic"]
 
-PIECE: Final = 1 << 18
-"""Elements, whole blocks, whose moments are widened at a time."""
-
 _WIDE: Final = torch.float32
 
 
 @final
 class TorchArithmetic(Arithmetic):
-    """Cast, torch's fused update, cast. Gradients of 16 bits become fp32 in ``workspace`` (1-D uint8, 4 bytes for every
-    element of a call, and as many for parameters without a whole master); without one in new memory. So do, ``PIECE``
-    elements at a time, moments that are not fp32.
+    """Cast, torch's fused update, cast. Gradients of 16 bits become fp32 in ``workspace`` (1-D uint8, of as many bytes
+    as ``workspaces.workspace_nbytes`` says), and so do parameters without a whole master; without one in new memory. So
+    do, ``PIECE`` elements at a time, moments that are not fp32.
 
     torch updates in place: what goes into another copy is copied there first, which moves its bytes twice more."""
 
@@ -77,9 +75,12 @@ class TorchArithmetic(Arithmetic):
             gradients.append(gradient)
         self._rule.update(targets, gradients, states, step, group)
         joined.take_apart()
-        for part, target in zip(parts, targets, strict=True):
-            if part.drawn:
-                draw_parameter(part.parameter, target, step, part.place)
+        drawn = [(part, target) for part, target in zip(parts, targets, strict=True) if part.drawn]
+        most = max((target.numel() for _, target in drawn), default=0)
+        spare = room.take(2 * min(PIECE, most), parts[0].parameter.device) if drawn else None
+        for part, target in drawn:
+            if spare is not None:
+                draw_parameter(part.parameter, target, step, part.place, spare)
         whole = [part for part in parts if part.master is not None and not part.written.halves]
         if whole:
             torch._foreach_copy_([part.parameter for part in whole], [master_of(part) for part in whole])
@@ -90,14 +91,22 @@ class TorchArithmetic(Arithmetic):
         held = [part.states[first : first + m.width] for first, m in zip(firsts, moments, strict=True)]
         for start in range(0, target.numel(), PIECE):
             span = slice(start, min(start + PIECE, target.numel()))
-            wide = [m.read(states, span.start, span.stop) for m, states in zip(moments, held, strict=True)]
+            take = partial(Room(self._workspace).take, device=target.device)
+            spare = take(2 * (span.stop - span.start))
+            wide = [
+                m.read(states, *(span.start, span.stop), take, spare) for m, states in zip(moments, held, strict=True)
+            ]
             by_name = {name: [value] for name, value in zip(self._names, wide, strict=True)}
-            piece = target[span].float() if drawn else target[span]
-            self._rule.update([piece], [part.gradient[span].float()], by_name, step, group)
+            piece, gradient = target[span], part.gradient[span]
             if drawn:
-                draw_parameter(target[span], piece, step, part.place + span.start)
+                piece = take(piece.numel()).copy_(piece)
+            if gradient.dtype is not _WIDE:
+                gradient = take(gradient.numel()).copy_(gradient)
+            self._rule.update([piece], [gradient], by_name, step, group)
+            if drawn:
+                draw_parameter(target[span], piece, step, part.place + span.start, spare)
             for moment, states, value in zip(moments, held, wide, strict=True):
-                moment.write(states, start, value, step, part.place)
+                moment.write(states, start, value, step, part.place, spare)
         if part.master is not None:
             part.parameter.copy_(part.master)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 import torch
 
+from forebay.errors import ForebayError
+
 if TYPE_CHECKING:
     from forebay.kernels.team import Team
 
@@ -128,10 +130,13 @@ class Room:
         return self.take(tensor.numel(), tensor.device)
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """For ``count`` values; new memory is on ``device``."""
+        """For ``count`` values; new memory is on ``device``. Raises ``ForebayError`` for more than there is."""
         if self._workspace is None:
             return torch.empty(count, dtype=_WIDE, device=device)
         start, self._taken = self._taken, self._taken + count
+        if self._taken > self._workspace.numel():
+            there = self._workspace.nbytes
+            raise ForebayError(f"an update takes more than the {there} bytes of workspace that were planned for it")
         return self._workspace[start : self._taken]
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, final
 
 import torch
 
-from forebay.optim.coding import draw_parameter
+from forebay.optim.coding import Take
 from forebay.optim.parts import Arithmetic, Part, Prepared, Room, brought
 from forebay.optim.rules import UpdateRule, WholeRule
 from forebay.states import form_of, plain_name
 
-__all__ = ["AtOnceArithmetic", "Take", "WholeArithmetic", "as_parameter", "expect_whole", "states_of"]
-
-Take = Callable[[int], torch.Tensor]
-"""Gives memory for so many fp32 values, one after the other."""
+__all__ = ["AtOnceArithmetic", "WholeArithmetic", "as_parameter", "expect_whole", "states_of"]
 
 
 class WholeArithmetic(Arithmetic):
@@ -47,7 +44,8 @@ class WholeArithmetic(Arithmetic):
 
 @final
 class AtOnceArithmetic(WholeArithmetic):
-    """All of a parameter at once, as its ``rule`` says; what has 16 bits becomes fp32 first."""
+    """All of a parameter at once, as its ``rule`` says, which is fp32 or has a master; a gradient of 16 bits becomes
+    fp32 first."""
 
     def __init__(self, rule: WholeRule, workspace: torch.Tensor | None = None) -> None:
         super().__init__(workspace)
@@ -55,16 +53,12 @@ class AtOnceArithmetic(WholeArithmetic):
 
     def _step(self, part: Part, step: int, group: Mapping[str, Any], take: Take) -> None:
         wide, gradient = part.parameter if part.master is None else part.master, part.gradient
-        if part.drawn:
-            wide = take(wide.numel()).copy_(wide)
         if gradient.dtype is not wide.dtype:
             gradient = take(gradient.numel()).copy_(gradient)
         states = states_of(self._rule, part)
         self._rule.update(as_parameter(wide, part), as_parameter(gradient, part), states, step, group, take)
         if part.master is not None:
             part.parameter.copy_(part.master)
-        elif part.drawn:
-            draw_parameter(part.parameter, wide, step, part.place)
 
 
 def states_of(rule: UpdateRule, part: Part) -> dict[str, torch.Tensor]:
