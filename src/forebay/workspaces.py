@@ -16,6 +16,9 @@ PIECE = 1 << 20
 """Elements, whole blocks of states, that are decoded, encoded or rounded by chance at a time. On a GPU each of the ops
 of that (some sixteen for a draw) costs its launch, which for fewer elements takes longer than to go over them."""
 
+LION = ("exp_avg",)
+"""The states of an optimizer whose updates by torch's ops are no fused ones."""
+
 PART = 4 << 20
 """Elements of a parameter that are updated at a time where its states are factored and not made at once."""
 
@@ -50,7 +53,8 @@ def workspace_nbytes(states: Iterable[str], elements: int, widened: int, paramet
     if not is_wide(states):
         moments = sum(form_of(state).name != "scale" for state in states)
         return (moments + 2 + drawn + 2) * piece * STATE_ITEMSIZE
-    return (widened + 2 * piece * drawn) * STATE_ITEMSIZE
+    # Lion, for which torch has no fused op, takes two numbers of a piece, too; not while it is rounded.
+    return (widened + 2 * piece * (drawn or states == LION)) * STATE_ITEMSIZE
 
 
 def _whole_nbytes(parameter: Parameter, elements: int) -> int:

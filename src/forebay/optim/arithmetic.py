@@ -93,9 +93,8 @@ class TorchArithmetic(Arithmetic):
             span = slice(start, min(start + PIECE, target.numel()))
             take = partial(Room(self._workspace).take, device=target.device)
             spare = take(2 * (span.stop - span.start))
-            wide = [
-                m.read(states, *(span.start, span.stop), take, spare) for m, states in zip(moments, held, strict=True)
-            ]
+            pairs, ends = zip(moments, held, strict=True), (span.start, span.stop)
+            wide = [moment.read(states, *ends, take, spare) for moment, states in pairs]
             by_name = {name: [value] for name, value in zip(self._names, wide, strict=True)}
             piece, gradient = target[span], part.gradient[span]
             if drawn:

@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["halve", "join", "joined"]
 
-_HALF: Final = 1 << 16
-_SIGN: Final = 1 << 31
+_LEAST: Final = -(1 << 15)
+"""The least int16: half of the last place of a parameter, taken off; and the sign of fp32."""
 
 
 def join(
@@ -27,17 +27,16 @@ def join(
 ) -> None:
     """Makes ``masters`` (fp32) of ``parameters`` (bf16) and the ``lower`` halves (int16). ``ties`` (fp32) lose their
     signs, and ``spare`` (fp32) its values."""
-    whole, beside, signs = _integers(masters), _integers(spare), _integers(ties)
-    torch._foreach_copy_(whole, [parameter.view(torch.int16) for parameter in parameters])
-    # -1 where there is a sign.
-    torch._foreach_copy_(beside, signs)
-    torch._foreach_clamp_max_(beside, 0)
-    torch._foreach_clamp_min_(beside, -1)
-    torch._foreach_sub_(whole, beside)
-    torch._foreach_mul_(whole, _HALF)
-    torch._foreach_copy_(beside, list(lower))
-    torch._foreach_add_(whole, beside)
-    torch._foreach_abs_(list(ties))
+    for master, parameter, half, tie, free in zip(masters, parameters, lower, ties, spare, strict=True):
+        (below, above), (_, sign), count = _halves_of(master), _halves_of(tie), half.numel()
+        upper, beside = (free.view(torch.int16)[at : at + count] for at in (0, count))
+        # The upper half is one less where the lower one, as a number, is taken off, and one more where there is a sign.
+        torch.bitwise_right_shift(half, 15, out=upper)
+        upper.add_(parameter.view(torch.int16))
+        torch.bitwise_right_shift(sign, 15, out=beside)
+        above.copy_(upper.sub_(beside))
+        below.copy_(half)
+        tie.abs_()
 
 
 def halve(
@@ -48,24 +47,16 @@ def halve(
     spare: Sequence[torch.Tensor],
 ) -> None:
     """Writes ``masters`` to ``parameters``, rounded to nearest, and the ``lower`` halves. ``ties`` are given the signs
-    that these leave unsaid; ``masters`` and ``spare`` (fp32) lose their values."""
-    whole, beside, signs = _integers(masters), _integers(spare), _integers(ties)
-    torch._foreach_copy_(list(parameters), list(masters))
-    torch._foreach_copy_(list(lower), whole)  # what does not go in is left out
-    torch._foreach_copy_(beside, [parameter.view(torch.int16) for parameter in parameters])
-    torch._foreach_mul_(beside, -_HALF)
-    torch._foreach_add_(beside, whole)
-    # What was rounded off, at most half of the last place. 1 where it is that, and was taken off: the lower half says
-    # that as much was added. 2 where a master is no number, which is rounded to any other one.
-    torch._foreach_sub_(beside, _HALF // 2 - 1)
-    torch._foreach_clamp_min_(beside, 0)
-    torch._foreach_clamp_max_(beside, 2)
-    torch._foreach_copy_(whole, beside)
-    torch._foreach_sub_(whole, 2)
-    torch._foreach_mul_(beside, whole)  # 1 becomes -1, and 2 becomes 0
-    torch._foreach_mul_(beside, _SIGN // 2)
-    torch._foreach_mul_(beside, 2)
-    torch._foreach_add_(signs, beside)
+    that these leave unsaid; ``spare`` (fp32) loses its values."""
+    for master, parameter, half, tie, free in zip(masters, parameters, lower, ties, spare, strict=True):
+        (below, above), (_, sign), count = _halves_of(master), _halves_of(tie), half.numel()
+        parameter.copy_(master)
+        half.copy_(below)
+        # Half of the last place is rounded to the even one. Where that is below, the lower half says that it was above.
+        wrong, same = (free.view(torch.bool)[at : at + count] for at in (0, count))
+        torch.eq(half, _LEAST, out=wrong)
+        wrong.logical_and_(torch.eq(parameter.view(torch.int16), above, out=same))
+        sign.bitwise_or_(free.view(torch.int16)[count : 2 * count].copy_(wrong).mul_(_LEAST))
 
 
 def joined(parameter: torch.Tensor, lower: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
@@ -75,5 +66,7 @@ def joined(parameter: torch.Tensor, lower: torch.Tensor, ties: torch.Tensor) -> 
     return master
 
 
-def _integers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.view(torch.int32) for tensor in tensors]
+def _halves_of(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lower and the upper halves of fp32 values, as they lie in memory, which begins with the lower one."""
+    both = wide.view(torch.int16).view(-1, 2)
+    return both[:, 0], both[:, 1]

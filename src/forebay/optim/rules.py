@@ -15,6 +15,7 @@ import torch
 
 from forebay.errors import OptimizerError
 from forebay.states import Moments, moment_states
+from forebay.workspaces import PIECE
 
 __all__ = ["AdamRule", "ElementRule", "LionRule", "SgdRule", "UpdateRule", "WholeRule"]
 
@@ -157,7 +158,7 @@ class SgdRule(ElementRule):
 @final
 class LionRule(ElementRule):
     """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", algorithm 2), each operation rounded by
-    itself in the order of the paper."""
+    itself in the order of the paper; a piece of ``PIECE`` elements at a time, in new memory for two numbers of each."""
 
     state_names = ("exp_avg",)
 
@@ -174,8 +175,10 @@ class LionRule(ElementRule):
     ) -> None:
         beta1, beta2 = (float(beta) for beta in group["betas"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
-        for parameter, gradient, average in zip(parameters, gradients, states["exp_avg"], strict=True):
-            direction = average * beta1 + gradient * (1 - beta1)
-            # torch's sign of NaN is 0: what is added says so.
-            parameter.mul_(1 - lr * decay).sub_(lr * direction.sign() + 0 * direction)
-            average.mul_(beta2).add_(gradient * (1 - beta2))
+        for whole in zip(parameters, gradients, states["exp_avg"], strict=True):
+            for parameter, gradient, average in zip(*(tensor.split(PIECE) for tensor in whole), strict=True):
+                direction, other = average * beta1, gradient * (1 - beta1)
+                torch.sign(direction.add_(other), out=other)
+                # torch's sign of NaN is 0: what is added says so.
+                parameter.mul_(1 - lr * decay).sub_(other.mul_(lr).add_(direction.mul_(0)))
+                average.mul_(beta2).add_(torch.mul(gradient, 1 - beta2, out=other))

@@ -37,10 +37,12 @@ from forebay.planners.bench import Bench
 from forebay.planners.in_backward import with_enough_slots
 from forebay.planners.nearest import expect_there_in_backward
 from forebay.planners.pages import with_pages
+from forebay.planners.parts import all_resident
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.planners.states import INEXACT, SEVERAL, STATES
 from forebay.plans import Plan
+from forebay.states import Masters
 
 __all__ = [
     "INEXACT",
@@ -69,6 +71,9 @@ _OWN: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     }
 )
 
+_STAYING = ("auto", "keep", "resident")
+"""Those of them that keep on the device what it has room for, and run nothing again for what it has none for."""
+
 PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyType(
     {
         **_OWN,
@@ -82,8 +87,20 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
 
 def for_policy(problem: Problem, policy: str) -> Problem:
     """What the planner called ``policy`` is asked where ``problem`` is: forebay's own keep of masters what is enough,
-    those of published systems what these keep."""
-    return problem.with_halves() if policy in _OWN else problem
+    those of published systems what these keep.
+
+    But not where whole masters stay on the device beside all else that stays there, and no activation has to leave: to
+    put halves together and to take them apart, torch's ops go over memory twice more (``simulation.device_updates``).
+    """
+    halved = problem.with_halves() if policy in _OWN else problem
+    return problem if halved.masters is Masters.LOWER and policy in _STAYING and _stays(problem) else halved
+
+
+def _stays(problem: Problem) -> bool:
+    """Whether a device that is not the host has room for all of the model, and for all that a step saves."""
+    if problem.machine is None or problem.machine.device_kind == "cpu":
+        return False
+    return Bench(problem).fits_device(all_resident(problem.model))
 
 
 def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan:

@@ -21,8 +21,8 @@ from forebay.machine import Disk, Machine
 from forebay.program import Action, Outline, Verb
 from forebay.simulation.update_rates import (
     apart,
-    device_update_rate,
     kept,
+    rate_on_device,
     states_share,
     storage_rate,
     touched,
@@ -125,7 +125,7 @@ class Costs:
         self.machine = machine
         self.update_rate = update_rate(trace, machine, masters)
         """Bytes/s of an update on the host, in place, with the states of ``trace`` and ``masters`` kept so."""
-        self.device_update_rate = device_update_rate(trace, machine)
+        self.device_update_rate = rate_on_device(trace, machine, masters)
         self._apart = apart(trace.state_names)
         self.storage_rate = storage_rate(trace, machine, self.update_rate)
         """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Final
 
 from forebay.layout import needs_master, states_nbytes, touched_nbytes, with_masters
 from forebay.machine import Machine
+from forebay.simulation.device_updates import device_update_rate
 from forebay.states import Masters, form_of, is_factored, is_wide, plain_name, update_kind
 from forebay.trace import Block, Parameter, Trace
 
-__all__ = ["APART", "apart", "device_update_rate", "kept", "states_share", "storage_rate", "touched", "update_rate"]
+__all__ = ["APART", "apart", "kept", "rate_on_device", "states_share", "storage_rate", "touched", "update_rate"]
 
 APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1, "rows": 1.45})
 """By the form of the moments: how many times as long an update takes that reads one copy of a block and writes another
@@ -26,11 +26,6 @@ FACTORED: Mapping[str, float] = MappingProxyType(
 """By the name of the optimizer: how many times as long an element with factored states takes on the host as one of
 AdamW with moments in fp32. Ours has kernels, the others are torch's ops; of torch's own the norms of columns take more
 than half. A matrix of 16M elements, two threads of an EPYC (docs/log.md, 2026-11-28)."""
-
-FACTORED_PASSES: Final = 7.0
-"""How many times the bytes that an update has to move at least torch's ops move for one with factored states: what they
-read and write, counted for a matrix in bf16 with an fp32 master, is 94 bytes an element (torch's and that of
-transformers) or 104 (forebay's), where 14 would do (docs/log.md, 2026-11-28). On no card was it timed."""
 
 
 def update_rate(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
@@ -72,13 +67,14 @@ def _factored_rate(trace: Trace) -> float:
     return less / FACTORED.get(trace.optimizer, max(FACTORED.values()))
 
 
-def device_update_rate(trace: Trace, machine: Machine) -> float:
-    """Bytes/s of an update on the device: those of its memory, unless torch's ops go over it several times. Where the
-    device is the host's processor, what is on it is updated as at home."""
-    if not is_factored(trace.state_names) or not any(block.trainable_numel for block in trace.model.blocks):
-        return machine.device_bandwidth
-    cpu = machine.device_kind == "cpu"
-    return machine.device_bandwidth * (_factored_rate(trace) if cpu else 1 / FACTORED_PASSES)
+def rate_on_device(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
+    """Bytes/s of an update on the device, by torch's ops. Where the device is the host's processor, what is on it is
+    updated as at home: at the bytes/s of its memory."""
+    blocks, states = trace.model.blocks, trace.state_names
+    if machine.device_kind == "cpu":
+        trained = any(block.trainable_numel for block in blocks)
+        return machine.device_bandwidth * (_factored_rate(trace) if is_factored(states) and trained else 1.0)
+    return device_update_rate(blocks, states, machine, masters) or machine.device_bandwidth
 
 
 def storage_rate(trace: Trace, machine: Machine, on_host: float) -> float:
