@@ -160,7 +160,7 @@ def test_streams_begin_at_whole_lines() -> None:
             assert all((at + width * piece.offset) % 64 == 0 for piece in chunk.pieces)
     (first, *_) = odd.parameters
     assert [widened_copies(first, masters) for masters in Masters] == [1, 2]
-    assert workspace_nbytes(layout.streams, 10, ()) == 40
+    assert workspace_nbytes(layout.streams, 10, 10, ()) == 40
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -229,7 +229,7 @@ def test_blocks_of_single_modules_where_the_largest_is_what_is_too_large() -> No
 
 def test_without_masters_where_nothing_else_is_enough() -> None:
     """Of the optimizers that adapt as Adam does, in bf16, each is named where the one before it is too much."""
-    blocks = [block(f"layers.{i}", *[((256, 256), "bfloat16", True)] * 2) for i in range(12)]
+    blocks = [block(f"layers.{i}", *[((256, 256), "bfloat16", True)] * 2) for i in range(48)]
     trace = chain_trace(blocks, [Layer(b.name, (8192, 8192), 0, 8192) for b in blocks], input_nbytes=8192)
     lean = {name: (states, masters) for name, states, masters in LEAN_OPTIMIZERS}
     host, named = make_plan(asked(trace, ON, device=ENOUGH), "stream").host // 2, []

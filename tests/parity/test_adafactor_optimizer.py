@@ -103,7 +103,7 @@ def test_part_by_part(part: int, drawn: bool, monkeypatch: pytest.MonkeyPatch) -
             stride=stride,
         )
         spec = Parameter("p", shape, stride, str(dtype)[6:], own.parameter.nbytes, 0, True, master=not drawn)
-        room = torch.empty(workspaces.workspace_nbytes(rule.state_names, 0, [spec]), dtype=torch.uint8)
+        room = torch.empty(workspaces.workspace_nbytes(rule.state_names, 0, 0, [spec]), dtype=torch.uint8)
         for step in (1, 2):
             theirs.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
             own.gradient.copy_(theirs.grad.flatten())
