@@ -14,7 +14,7 @@ from forebay.errors import CannotServe, ConfigError, DoesNotFit
 from forebay.figures import with_figures
 from forebay.machine import Machine
 from forebay.planners import INEXACT, PLANNERS, Bench, Problem, make_plan
-from forebay.planners.in_backward import FEWEST, Usable, passed, slots_of
+from forebay.planners.in_backward import FEWEST, Usable, passed, searched, slots_of
 from forebay.planners.parts import Draft, all_resident
 from forebay.plans import Plan, Streaming, Update, UpdateTime, used_up
 from forebay.trace import Model
@@ -175,3 +175,28 @@ def test_a_host_that_is_too_small_is_told_of_it() -> None:
         with pytest.raises(DoesNotFit) as refused:
             make_plan(wanted, "zero-infinity")
         assert all(remedy.what != "update" for remedy in refused.value.nearest)
+
+
+def test_a_search_has_the_slots_that_there_is_room_for() -> None:
+    """With three, a draft whose updates on the host take long looks slower than it is with as many as it needs: more
+    host memory then gave a slower plan."""
+    largest = max(map(gradient_nbytes, TRACE.model.blocks))
+    for host, expected in ((1, FEWEST), (4 * largest * 5, 5), (ENOUGH, N)):
+        assert searched(allowed(SLOW, host=host)) == expected
+        assert Bench(allowed(SLOW, host=host)).known.gradient_slots == expected
+    assert Bench(replace(allowed(SLOW), update="step")).known.gradient_slots == FEWEST
+    seconds = []
+    least = make_plan(allowed(SLOW), "zero-infinity").host // 2
+    for host in (2 * least, 4 * least, ENOUGH):
+        plan = make_plan(allowed(SLOW, host=host), "auto")
+        assert plan.host <= host and plan.step_seconds is not None
+        seconds.append(plan.step_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_where_many_slots_do_not_fit_few_may() -> None:
+    """The least host that few slots ask for is enough, though a quarter of it has room for more."""
+    room = make_plan(allowed(), "stream").host
+    plan = make_plan(allowed(host=room), "stream")
+    assert len(plan.streaming.gradient_slots) == FEWEST < searched(allowed(host=room))
+    assert plan.host == room

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from forebay.collector import collector_paused
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, DoesNotFit
 from forebay.planners.activations.literature import LITERATURE
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
@@ -116,6 +116,16 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
         raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
     with collector_paused():
         bench = bench or Bench(problem)
-        plan = with_pages(bench, lambda asked, on: with_enough_slots(on, planner(asked, on)))
+
+        def planned(on: Bench) -> Plan:
+            return with_pages(on, lambda asked, within: with_enough_slots(within, planner(asked, within)))
+
+        try:
+            plan = planned(bench)
+        except DoesNotFit:
+            fewest = bench.with_fewest_slots()
+            if fewest is None:
+                raise
+            plan = planned(fewest)
         expect_there_in_backward(bench, plan)
         return plan

@@ -18,7 +18,7 @@ from forebay.planners.activations.coding import changes
 from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.coarse import Coarseness
-from forebay.planners.in_backward import Usable, passed
+from forebay.planners.in_backward import FEWEST, Usable, passed
 from forebay.planners.known import Known
 from forebay.planners.parts import (
     RESIDENT,
@@ -150,7 +150,14 @@ class Bench:
         known, chunk = self.known.workspaces, draft.streaming.update_chunk
         if chunk not in known and self.problem.trace is not None:
             known[chunk] = update_workspaces(self.problem.trace, self._as_here(draft.streaming))
-        return passed(self.model, draft, able, known[chunk])
+        return passed(self.model, draft, able, known[chunk], self.known.gradient_slots)
+
+    def with_fewest_slots(self) -> Bench | None:
+        """A bench for the same problem that gives drafts the fewest slots for gradients that backward uses up; None
+        where this one does."""
+        if self.known.in_backward is None or self.known.gradient_slots <= FEWEST:
+            return None
+        return Bench(self.problem, Known(self.problem, FEWEST))
 
     def kept_gradients(self, block: Block) -> int:
         """Bytes of gradients that wait on the device for their step where ``block`` stays there."""

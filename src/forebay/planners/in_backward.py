@@ -29,14 +29,18 @@ from forebay.units import format_bytes
 
 if TYPE_CHECKING:
     from forebay.planners.bench import Bench
+    from forebay.planners.problem import Problem
 
-__all__ = ["FEWEST", "Usable", "passed", "slots_of", "with_enough_slots"]
+__all__ = ["FEWEST", "Usable", "passed", "searched", "slots_of", "with_enough_slots"]
 
 FEWEST = 3
 """Slots for gradients: those of one block land, those of another are read, and a third one's are waited for."""
 
+SHARE = 0.25
+"""Of the host's memory, for the slots with which a search begins."""
+
 GAIN = 0.01
-"""Twice as many slots that save less than this share of a step are not worth their bytes."""
+"""More slots that save less than this share of a step are not worth their bytes."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,11 @@ def _in_turn(index: TraceIndex) -> frozenset[str]:
     return frozenset(able)
 
 
-def passed(model: Model, draft: Draft, able: Usable, workspaces: Mapping[str, int]) -> Draft:
-    """``draft`` with updates in backward of those blocks that are ``able`` and are updated in no other way, and slots
-    for their gradients where they go to the host: its own, if those are large enough. ``workspaces`` are the bytes that
-    the update of each block takes on the device: of those that stay there only whose it pays for (``_paying``)."""
+def passed(model: Model, draft: Draft, able: Usable, workspaces: Mapping[str, int], count: int = FEWEST) -> Draft:
+    """``draft`` with updates in backward of those blocks that are ``able`` and are updated in no other way, and
+    ``count`` slots for their gradients where they go to the host: its own, if those are large enough. ``workspaces``
+    are the bytes that the update of each block takes on the device: of those that stay there only whose it pays for
+    (``_paying``)."""
     streaming = draft.streaming
     if streaming.delay_after is not None:
         return draft
@@ -102,7 +107,7 @@ def passed(model: Model, draft: Draft, able: Usable, workspaces: Mapping[str, in
     pairs = zip(model.blocks, draft.placements, strict=True)
     blocks = [(b, p) for b, p in pairs if able.admits(p) and p.update in free and b.gradient_nbytes]
     leaving, staying = ([b for b, p in blocks if p.resident is stays] for stays in (False, True))
-    slots = slots_of(leaving)
+    slots = slots_of(leaving, count)
     if streaming.gradient_slots[:1] < slots[:1]:
         streaming = replace(streaming, gradient_slots=slots)
     names = [block.name for block in (*leaving, *_paying(staying, workspaces))]
@@ -123,6 +128,14 @@ def _paying(staying: Sequence[Block], workspaces: Mapping[str, int]) -> Sequence
         if kept + workspaces[block.name] <= least:
             least, count = kept + workspaces[block.name], number
     return ranked[:count]
+
+
+def searched(problem: Problem) -> int:
+    """With how many slots a search goes through drafts: those that ``SHARE`` of the host has room for. Drafts with few
+    slots wait for the host's updates, and so look slower beside others than they are with as many as they need."""
+    sizes = [gradient_nbytes(block) for block in problem.model.blocks if block.gradient_nbytes]
+    room = int(problem.limit(Tier.HOST) * SHARE) // max(1, repeated(sizes)) if sizes else 0
+    return max(FEWEST, min(len(sizes), room))
 
 
 def slots_of(blocks: Iterable[Block], count: int = FEWEST) -> tuple[int, ...]:
@@ -149,19 +162,25 @@ def with_enough_slots(bench: Bench, plan: Plan) -> Plan:
     if not names:
         return plan
     blocks = [block for block in bench.model.blocks if block.name in names]
-    best, count = Draft.of(plan), FEWEST
-    while count < len(blocks):
-        count = min(2 * count, len(blocks))
-        more = replace(best, streaming=replace(best.streaming, gradient_slots=slots_of(blocks, count)))
-        sizes = bench.arenas(more)
-        fits = sizes.host <= bench.problem.limit(Tier.HOST) and bench.pageable(sizes) <= bench.pageable(
-            bench.arenas(best)
-        )
-        if not fits or bench.seconds(more) > bench.seconds(best) * (1 - GAIN):
-            break
-        best = more
+    best = _with_fewest_enough(bench, Draft.of(plan), blocks)
     reasons = (*plan.reasons, _said(blocks, best.streaming.gradient_slots, len(bench.model.blocks)))
     return bench.timed(bench.plan(plan.planner, best, reasons=reasons))
+
+
+def _with_fewest_enough(bench: Bench, draft: Draft, blocks: Sequence[Block]) -> Draft:
+    """``draft`` with the fewest slots, its own or twice as many again and again, whose step is ``GAIN`` from the
+    fastest's at the most. All are tried for which the host has room: with too few for the updates that come late no
+    more are any faster, until there are enough."""
+    own = len(draft.streaming.gradient_slots)
+    counts, pageable, found = {min(own, len(blocks)), len(blocks)}, bench.pageable(bench.arenas(draft)), list[Draft]()
+    counts |= {FEWEST << double for double in range(len(blocks).bit_length()) if FEWEST << double < len(blocks)}
+    for count in sorted(counts):
+        one = replace(draft, streaming=replace(draft.streaming, gradient_slots=slots_of(blocks, count)))
+        sizes = bench.arenas(one)
+        if sizes.host <= bench.problem.limit(Tier.HOST) and bench.pageable(sizes) <= pageable:
+            found.append(one)
+    enough = min(map(bench.seconds, found), default=0.0) / (1 - GAIN)
+    return next((one for one in found if bench.seconds(one) <= enough), draft)
 
 
 def _said_of(model: Model, staying: Collection[str]) -> str:

@@ -8,7 +8,7 @@ from typing import final
 from forebay.arenas import Arenas, Sizer
 from forebay.lowering.liveness import Liveness
 from forebay.planners.activations.groups import Group
-from forebay.planners.in_backward import Usable
+from forebay.planners.in_backward import FEWEST, Usable, searched
 from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
 from forebay.program import Outline, Sketch
@@ -25,10 +25,11 @@ them asks soon."""
 class Known:
     """What is known of the drafts of one model on one machine, whatever the limits. ``paced`` are the seconds of a step
     and the actions of its program, ``eased`` and ``relieved`` what they would be if something were out of the way
-    (``Bench.eased``, ``device_updates.at_best``). ``groups`` follow from ``Problem.compress`` and whether there is a
-    disk."""
+    (``Bench.eased``, ``device_updates.at_best``). Gradients that backward uses up pass through ``gradient_slots`` of a
+    draft that has none (``slots``; 0: ``in_backward.searched``). ``groups`` follow from ``Problem.compress`` and
+    whether there is a disk."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, slots: int = 0) -> None:
         trace, machine = problem.trace, problem.machine
         self.liveness = None if trace is None else Liveness(trace)
         self.costs = None if trace is None or machine is None else Costs(trace, machine, problem.masters)
@@ -45,6 +46,7 @@ class Known:
         self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
         early = self.liveness if problem.update == "backward" else None
         self.in_backward = None if early is None else Usable.of(early)
+        self.gradient_slots = slots or (FEWEST if early is None else searched(problem))
 
     def keep(self, draft: Draft, program: Sketch, score: Score) -> None:
         """Notes the program of ``draft``, and forgets the oldest ones where they have too many actions together."""
