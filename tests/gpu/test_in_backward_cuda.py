@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from forebay.device.delays import RandomDelays
 from forebay.plans import Plan
 from tests.null.updating import at_home
 from tests.parity.content import states_of
-from tests.parity.in_backward import in_backward
+from tests.parity.in_backward import Stays, in_backward
 from tests.parity.models import CASES, Case
 from tests.parity.test_delays import NARROW
 
@@ -47,11 +48,13 @@ def left(case: Case, plan: Plan, folder: str | None, delays: Delays | None) -> d
     return seen
 
 
+@pytest.mark.parametrize("stays", get_args(Stays))
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "tiers"])
 @pytest.mark.parametrize("name", ["narrow", "llama-tied"])
-def test_as_with_a_step_after_backward(name: str, disk: bool, tmp_path: Path) -> None:
+def test_as_with_a_step_after_backward(name: str, disk: bool, stays: Stays, tmp_path: Path) -> None:
+    """On the card as well, where blocks stay there (``stays``)."""
     case = NARROW if name == "narrow" else CASES[name]
-    plan, folder = in_backward(case, torch.bfloat16, disk=disk), f"{tmp_path}:64MiB" if disk else None
+    plan, folder = in_backward(case, torch.bfloat16, disk=disk, stays=stays), f"{tmp_path}:64MiB" if disk else None
     expected = left(case, at_home(plan, host=BUDGET), folder, None)
     made = left(case, plan, folder, RandomDelays(0, max_seconds=0.002))
     assert made.keys() == expected.keys()
