@@ -183,8 +183,9 @@ def test_a_search_has_the_slots_that_there_is_room_for() -> None:
     largest = max(map(gradient_nbytes, TRACE.model.blocks))
     for host, expected in ((1, FEWEST), (4 * largest * 5, 5), (ENOUGH, N)):
         assert searched(allowed(SLOW, host=host)) == expected
-        assert Bench(allowed(SLOW, host=host)).known.gradient_slots == expected
-    assert Bench(replace(allowed(SLOW), update="step")).known.gradient_slots == FEWEST
+        early = Bench(allowed(SLOW, host=host)).known.early
+        assert early is not None and early.count == expected
+    assert Bench(replace(allowed(SLOW), update="step")).known.early is None
     seconds = []
     least = make_plan(allowed(SLOW), "zero-infinity").host // 2
     for host in (2 * least, 4 * least, ENOUGH):

@@ -34,7 +34,8 @@ from forebay.planners.activations.literature import LITERATURE
 from forebay.planners.alternatives import Alternative, alternatives
 from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
-from forebay.planners.in_backward import with_enough_slots
+from forebay.planners.in_backward import FEWEST, with_enough_slots
+from forebay.planners.known import Known
 from forebay.planners.nearest import expect_there_in_backward
 from forebay.planners.pages import with_pages
 from forebay.planners.parts import all_resident
@@ -123,9 +124,9 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
         try:
             plan = planned(bench)
         except DoesNotFit:
-            fewest = bench.with_fewest_slots()
-            if fewest is None:
+            early = bench.known.early
+            if early is None or early.count <= FEWEST:
                 raise
-            plan = planned(fewest)
+            plan = planned(Bench(problem, Known(problem, FEWEST)))  # as many slots as were searched with did not fit
         expect_there_in_backward(bench, plan)
         return plan

@@ -11,14 +11,13 @@ from forebay.arenas import Arenas, Sizer
 from forebay.checking import check
 from forebay.errors import ConfigError, DoesNotFit, PlanInvalid
 from forebay.lowering import lower, sketch
-from forebay.lowering.liveness import update_workspaces, updating_nbytes
+from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
 from forebay.planners.activations.groups import groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.coarse import Coarseness
-from forebay.planners.in_backward import FEWEST, Usable, passed
 from forebay.planners.known import Known
 from forebay.planners.parts import (
     RESIDENT,
@@ -142,27 +141,12 @@ class Bench:
     def in_backward(self, draft: Draft) -> Draft:
         """``draft`` with updates in backward of all blocks that can, and slots for their gradients: its own, if those
         are large enough."""
-        able = self.known.in_backward
-        return draft if able is None else self.passed(draft, able)
-
-    def passed(self, draft: Draft, able: Usable) -> Draft:
-        """``draft`` with updates in backward of those blocks that are ``able``."""
-        known, chunk = self.known.workspaces, draft.streaming.update_chunk
-        if chunk not in known and self.problem.trace is not None:
-            known[chunk] = update_workspaces(self.problem.trace, self._as_here(draft.streaming))
-        return passed(self.model, draft, able, known[chunk], self.known.gradient_slots)
-
-    def with_fewest_slots(self) -> Bench | None:
-        """A bench for the same problem that gives drafts the fewest slots for gradients that backward uses up; None
-        where this one does."""
-        if self.known.in_backward is None or self.known.gradient_slots <= FEWEST:
-            return None
-        return Bench(self.problem, Known(self.problem, FEWEST))
+        return draft if self.known.early is None else self.known.early.settled(draft)
 
     def kept_gradients(self, block: Block) -> int:
         """Bytes of gradients that wait on the device for their step where ``block`` stays there."""
-        able = self.known.in_backward
-        return block.gradient_nbytes if able is None or block.name not in able.there else 0
+        early = self.known.early
+        return block.gradient_nbytes if early is None else early.kept_nbytes(block)
 
     def device(self, draft: Draft) -> int:
         """Bytes that the device will hold at most; never exceeded, whatever the timing."""

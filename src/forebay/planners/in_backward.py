@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 from forebay.arenas import gradient_nbytes
 from forebay.lowering.index import TraceIndex
-from forebay.lowering.liveness import Liveness
+from forebay.lowering.liveness import Liveness, update_workspaces
 from forebay.memory import Tier
 from forebay.planners.parts import Draft, repeated
 from forebay.plans import Placement, Plan, Update, used_up
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forebay.planners.bench import Bench
     from forebay.planners.problem import Problem
 
-__all__ = ["FEWEST", "Usable", "passed", "searched", "slots_of", "with_enough_slots"]
+__all__ = ["FEWEST", "Early", "Usable", "passed", "searched", "slots_of", "with_enough_slots"]
 
 FEWEST = 3
 """Slots for gradients: those of one block land, those of another are read, and a third one's are waited for."""
@@ -67,8 +67,8 @@ class Usable:
 
 
 def _complete(index: TraceIndex) -> frozenset[str]:
-    """The blocks of which all that is trained has a gradient, made by no op and in no memory that another block's is
-    in."""
+    """The blocks of which all that is trained has a gradient, and whose gradients are complete behind ops, and lie in
+    memory, of their own."""
     trained = {b.name: sum(p.trainable for p in b.parameters) for b in index.trace.model.blocks}
     found: Counter[str] = Counter()
     shared: set[str] = set()
@@ -93,6 +93,30 @@ def _in_turn(index: TraceIndex) -> frozenset[str]:
         if visit.phase is Phase.BACKWARD:
             able -= {block for op, block in index.block_reads(place) if visit.first_op + op > last.get(block, 0)}
     return frozenset(able)
+
+
+@final
+class Early:
+    """Updates in backward in drafts of one ``problem``, of those blocks that are ``able``; others' gradients pass
+    through ``count`` slots of a draft that has none."""
+
+    def __init__(self, problem: Problem, able: Usable, count: int) -> None:
+        self._problem = problem
+        self._able = able
+        self._workspaces: dict[int, Mapping[str, int]] = {}
+        self.count = count
+
+    def settled(self, draft: Draft) -> Draft:
+        """``draft`` with them (``passed``)."""
+        chunk, trace = draft.streaming.update_chunk, self._problem.trace
+        if chunk not in self._workspaces and trace is not None:
+            streaming = replace(draft.streaming, masters=self._problem.masters)
+            self._workspaces[chunk] = update_workspaces(trace, streaming)
+        return passed(self._problem.model, draft, self._able, self._workspaces[chunk], self.count)
+
+    def kept_nbytes(self, block: Block) -> int:
+        """Bytes of gradients that wait on the device for their step where ``block`` stays there."""
+        return 0 if block.name in self._able.there else block.gradient_nbytes
 
 
 def passed(model: Model, draft: Draft, able: Usable, workspaces: Mapping[str, int], count: int = FEWEST) -> Draft:
@@ -153,7 +177,10 @@ def with_enough_slots(bench: Bench, plan: Plan) -> Plan:
     if bench.problem.update != "backward":
         return plan
     if not plan.updated(Update.BACKWARD):
-        why = "nothing is updated in backward: of no block the gradients are complete one after the other"
+        why = (
+            "nothing is updated in backward: of no block the gradients are complete one after the other, or such an "
+            "update takes more than they do"
+        )
         return replace(plan, reasons=(*plan.reasons, why))
     staying = frozenset(used_up(plan.placements, resident=True))
     if len(staying) > 1:

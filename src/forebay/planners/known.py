@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import final
 
 from forebay.arenas import Arenas, Sizer
 from forebay.lowering.liveness import Liveness
 from forebay.planners.activations.groups import Group
-from forebay.planners.in_backward import FEWEST, Usable, searched
+from forebay.planners.in_backward import Early, Usable, searched
 from forebay.planners.parts import Draft
 from forebay.planners.problem import Problem
 from forebay.program import Outline, Sketch
@@ -25,9 +25,9 @@ them asks soon."""
 class Known:
     """What is known of the drafts of one model on one machine, whatever the limits. ``paced`` are the seconds of a step
     and the actions of its program, ``eased`` and ``relieved`` what they would be if something were out of the way
-    (``Bench.eased``, ``device_updates.at_best``). Gradients that backward uses up pass through ``gradient_slots`` of a
-    draft that has none (``slots``; 0: ``in_backward.searched``). ``groups`` follow from ``Problem.compress`` and
-    whether there is a disk."""
+    (``Bench.eased``, ``device_updates.at_best``). ``early`` are updates in backward, where the user allows them; drafts
+    that have no slots for gradients then are given ``slots`` (0: ``in_backward.searched``). ``groups`` follow from
+    ``Problem.compress`` and whether there is a disk."""
 
     def __init__(self, problem: Problem, slots: int = 0) -> None:
         trace, machine = problem.trace, problem.machine
@@ -36,7 +36,6 @@ class Known:
         self.sizers: dict[int, Sizer] = {}
         self.arenas: dict[Draft, Arenas] = {}
         self.beside: dict[tuple[object, ...], int] = {}
-        self.workspaces: dict[int, Mapping[str, int]] = {}
         self.paced: dict[Draft, tuple[float, int]] = {}
         self.eased: dict[tuple[Draft, Callable[[Outline], float]], float] = {}
         self.relieved: dict[tuple[Draft, tuple[str, ...]], float] = {}
@@ -44,9 +43,9 @@ class Known:
         self._sketched = 0
         self.slots: dict[int, list[tuple[int, ...]]] = {}
         self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
-        early = self.liveness if problem.update == "backward" else None
-        self.in_backward = None if early is None else Usable.of(early)
-        self.gradient_slots = slots or (FEWEST if early is None else searched(problem))
+        self.early: Early | None = None
+        if self.liveness is not None and problem.update == "backward":
+            self.early = Early(problem, Usable.of(self.liveness), slots or searched(problem))
 
     def keep(self, draft: Draft, program: Sketch, score: Score) -> None:
         """Notes the program of ``draft``, and forgets the oldest ones where they have too many actions together."""

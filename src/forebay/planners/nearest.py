@@ -16,7 +16,7 @@ from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
-from forebay.planners.in_backward import Usable
+from forebay.planners.in_backward import FEWEST, Early, Usable
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
 from forebay.plans import Plan, Update, used_up
@@ -239,7 +239,7 @@ def _gradients_used_up(bench: Bench, error: DoesNotFit, draft: Draft) -> Iterato
     problem, liveness = bench.problem, bench.liveness
     if error.tier != Tier.HOST.value or liveness is None or problem.update == "backward" or problem.micro_batches > 1:
         return
-    early = bench.passed(draft, Usable.of(liveness))
+    early = Early(problem, Usable.of(liveness), FEWEST).settled(draft)
     names = used_up(early.placements, resident=False)
     spared = sum(gradient_nbytes(block) for block in bench.model.blocks if block.name in names)
     need = error.needed - spared + sum(early.streaming.gradient_slots)

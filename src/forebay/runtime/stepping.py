@@ -80,8 +80,8 @@ class Stepping:
         self.in_backward.landed(state, name)
         if state.spare is None:
             return
-        for name, buffer in state.gradients.items():
-            if self._parameters[name].grad is None:
+        for other, buffer in state.gradients.items():
+            if self._parameters[other].grad is None:
                 buffer.landings = 0  # dropped since then, by zero_grad say
         self.speculation.landed(state, self._tasks_now)
 
@@ -182,13 +182,12 @@ class Stepping:
     def _step_block(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
         """Queues the update of one block, or takes it over, or has its gradients wait for its turn."""
         left = self.in_backward.left(state, tasks)
-        if state.placement.resident and state.early is not None:
-            self.in_backward.finish(state, left)
-            self._count(state, tasks)
-            return
         if state.placement.resident:
-            gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
-            self._updater.resident.run(state, tasks, gradients)
+            if state.early is not None:
+                self.in_backward.finish(state, left)
+            else:
+                gradients = {n: g for n in tasks if (g := self._parameters[n].grad) is not None}
+                self._updater.resident.run(state, tasks, gradients)
             self._count(state, tasks)
             return
         self._land_replaced(state, left)

@@ -9,8 +9,9 @@ MiB.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from forebay.layout import is_drawn, needs_master, touched_nbytes, with_masters
 from forebay.machine import Machine
@@ -24,15 +25,15 @@ CALL: Final = 4 << 20
 """Elements that go through a call at a time: those of a chunk of the usual size."""
 
 
-class Ops(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ops:
     """What ops cost for each element: bytes that they read and write, and launches."""
 
-    nbytes: float
-    launches: float
+    nbytes: float = 0.0
+    launches: float = 0.0
 
-    def __add__(self, other: tuple[object, ...]) -> Ops:
-        more = Ops(*other)  # type: ignore[arg-type]
-        return Ops(self.nbytes + more.nbytes, self.launches + more.launches)
+    def __add__(self, other: Ops) -> Ops:
+        return Ops(self.nbytes + other.nbytes, self.launches + other.launches)
 
     def seconds(self, machine: Machine) -> float:
         """For an element: ops follow each other, and the host launches ahead."""
@@ -73,15 +74,15 @@ _AT_ONCE: Final = Ops(68, 20 / CALL)
 
 def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> Ops:
     """What an update of a large ``parameter`` costs for each of its elements."""
-    draw = _DRAW + _CAST if is_drawn(parameter) else Ops(0, 0)
+    draw = _DRAW + _CAST if is_drawn(parameter) else Ops()
     if is_made_at_once(states):
-        return _AT_ONCE + (_CAST + _CAST if needs_master(parameter) else Ops(0, 0))
+        return _AT_ONCE + (_CAST + _CAST if needs_master(parameter) else Ops())
     if is_factored(states):
         return _IN_PARTS + draw
     moments = [state for state in states if form_of(state).name != "scale"]
     made = _RULES.get(tuple(map(plain_name, moments)), _RULES["exp_avg", "exp_avg_sq"])
     for moment in moments:
-        made += _MOMENT.get(form_of(moment).name, Ops(0, 0))
+        made += _MOMENT.get(form_of(moment).name, Ops())
     if not (is_drawn(parameter) or needs_master(parameter)):
         return made
     back = _HALVES if masters is Masters.LOWER else _CAST
