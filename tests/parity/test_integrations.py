@@ -90,7 +90,9 @@ def test_what_memory_asks_for_is_what_prepare_is_asked_for() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: list[dict[str, object]] = []
-    memory = Memory("1MiB", "2GiB", "/d", "stream", "plain", 8, ("0",), checksums=True, accumulates=False)
+    memory = Memory(
+        "1MiB", "2GiB", "/d", "stream", "plain", 8, ("0",), checksums=True, accumulates=False, update="backward"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "prepare", lambda model, optimizer, batch, **more: (given.append(more), optimizer))
         assert memory.prepare(model, optimizer, None) is optimizer
@@ -98,6 +100,11 @@ def test_what_memory_asks_for_is_what_prepare_is_asked_for() -> None:
     said = {name: value for name, value in vars(memory).items() if name != "example"}
     # What nobody has said is left to prepare.
     assert given == [said | {"device": None}, {"device_memory": "1MiB", "device": None}]
+
+
+def test_when_updates_may_be_made_is_one_of_two() -> None:
+    with pytest.raises(ConfigError, match=r"Memory\(update=\) is step or backward, not 'later'"):
+        Memory("1MiB", update="later")  # type: ignore[arg-type]
 
 
 def test_a_folder_that_nobody_saved_in_is_refused(tmp_path: object) -> None:

@@ -348,3 +348,34 @@ def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, ForebayStrategy(Memory("16KiB"))).fit(Net(), loader(8))
     with pytest.raises(ConfigError, match="ForebayFigures is for a Trainer with strategy"):
         trainer(tmp_path, callbacks=[ForebayFigures()], max_steps=1).fit(Net(), loader(16))
+
+
+class Unlooked(Net):
+    """One that asks for no norm of gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        return
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "64MiB"], ids=["streamed", "stays"])
+def test_gradients_used_up_in_backward(closed: list[Trainer], tmp_path: Path, budget: str) -> None:
+    """Where Lightning clips nothing and takes one backward a step; it zeroes gradients behind the next forward."""
+    usual: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    for more, words in (
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val=0.5"),
+    ):
+        strategy = ForebayStrategy(Memory(budget, update="backward"), device="cpu")
+        with pytest.raises(ConfigError, match=rf"{words} beside Memory\(update='backward'\)"):
+            fitted(trainer(tmp_path, strategy, **{**usual, **more}))
+    made = []
+    for strategy in (ForebayStrategy(Memory(budget, update="backward"), device="cpu"), "auto"):
+        net = Unlooked()
+        torch.manual_seed(7)
+        one = trainer(tmp_path / str(len(made)), strategy, **usual)
+        if not made:
+            closed.append(one)
+        one.fit(net, loader(48), loader(16, shuffle=False))
+        made.append((net.losses, weights(net)))
+    (own, ours), (plain, theirs) = made
+    assert own == plain and all(torch.equal(value, theirs[name]) for name, value in ours.items())

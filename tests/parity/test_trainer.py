@@ -22,6 +22,7 @@ from forebay.errors import ConfigError, DoesNotFit, ModelError
 from forebay.integrations.transformers import FOLDER, ForebayMixin, ForebayTrainer, Memory
 from forebay.memory import Tier
 from forebay.optim import AdamW
+from forebay.plans import used_up
 from forebay.reporting.run import RunReport
 
 BUDGET = "1280KiB"
@@ -225,6 +226,29 @@ def test_a_step_of_one_backward_is_trained_as_one(tmp_path: Path, opened: list[N
     theirs.train()
     expect_same(own, theirs, forebay.report(own.model))
     assert not forebay.report(own.model).plan.accumulates
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "64MiB"], ids=["streamed", "stays"])
+def test_gradients_used_up_in_backward(tmp_path: Path, opened: list[Noting], budget: str) -> None:
+    """Where the Trainer clips nothing and takes one backward a step; on the device too."""
+    early, usual = Memory(budget, update="backward"), {"gradient_accumulation_steps": 1, "max_grad_norm": 0}
+    for more, words in (
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm=1.0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{words} beside Memory\(update='backward'\), which forebay does not"):
+            trainer(tmp_path, early, **{**usual, **more})
+    own = trainer(tmp_path / "own", early, **usual)
+    opened.append(own)
+    own.train()
+    theirs = trainer(tmp_path / "theirs", None, **usual)
+    theirs.train()
+    plan = forebay.report(own.model).plan
+    assert bool(used_up(plan.placements, resident=True)) and own.losses == theirs.losses
+    assert bool(used_up(plan.placements, resident=False)) is (budget == BUDGET)
+    # Nobody can ask for their norm, and the Trainer's logs have none.
+    assert seen(own) == [{name: x for name, x in entry.items() if name != "grad_norm"} for entry in seen(theirs)]
+    assert all(torch.equal(value, weights(theirs)[name]) for name, value in weights(own).items())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, final, get_args
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from forebay.device.compiling import compile_each
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.loss import Loss, expect_loss
 from forebay.memory import Tier
-from forebay.plans import Plan
+from forebay.plans import Plan, UpdateTime
 from forebay.runtime import generators
 from forebay.runtime.blocks import whole_blocks
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session
@@ -58,12 +58,20 @@ class Memory:
     blocks: tuple[str, ...] | None = None
     checksums: bool | None = None
     accumulates: bool | None = None
+    update: UpdateTime | None = None
     example: Any = None
 
     def __post_init__(self) -> None:
         Budget.of(self.device_memory, self.host_memory, self.disk)
         if self.loss is not None:
             expect_loss(self.loss)
+        if self.update not in (None, *get_args(UpdateTime)):
+            raise ConfigError(f"Memory(update=) is {' or '.join(get_args(UpdateTime))}, not {self.update!r}")
+
+    def not_in_backward(self, asked: Iterable[tuple[bool, str, str]]) -> Iterator[tuple[bool, str, str]]:
+        """For ``expect_served``: what of ``asked`` does not go with gradients that backward uses up."""
+        for is_asked, what, remedy in asked:
+            yield self.update == "backward" and is_asked, f"{what} beside Memory(update='backward')", remedy
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, device: torch.device | None = None

@@ -110,7 +110,7 @@ class ForebayStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         if module is None:
             raise ConfigError("the strategy has no module; call it through the Trainer")
-        _expect_served(module, self.optimizers, self.precision_plugin)
+        _expect_served(trainer, module, self.optimizers, self.precision_plugin, self._memory)
         for before in (self._steps, _steps_of(module)):
             if before is not None:
                 api.close(before)  # of the fit before, or of another Trainer's, which an exception may have ended
@@ -383,8 +383,11 @@ def _no_metric(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.zeros(())
 
 
-def _expect_served(module: LightningModule, optimizers: list[Any], precision: Precision) -> None:
+def _expect_served(
+    trainer: Trainer, module: LightningModule, optimizers: list[Any], precision: Precision, memory: Memory
+) -> None:
     """Raises ``ConfigError`` for what forebay does not serve."""
+    passes, norm = trainer.accumulate_grad_batches, trainer.gradient_clip_val
     refused = (
         (module._compiler_ctx is not None, "torch.compile of all of it", "compile() its layers instead, before fit"),
         (not module.automatic_optimization, "manual optimization", "let Lightning optimize, or use forebay.prepare"),
@@ -393,6 +396,16 @@ def _expect_served(module: LightningModule, optimizers: list[Any], precision: Pr
             isinstance(precision, MixedPrecision) and precision.scaler is not None,
             "16-mixed",
             "use bf16-mixed, which needs no scaling of the loss",
+        ),
+        *memory.not_in_backward(
+            (
+                (passes > 1, f"accumulate_grad_batches={passes}", "take one batch a step"),
+                (
+                    bool(norm),
+                    f"gradient_clip_val={norm}",
+                    "leave it out: gradients are used up before it is their turn",
+                ),
+            )
         ),
     )
     expect_served("the Trainer is asked for", refused)

@@ -144,6 +144,12 @@ class ForebayMixin(_Base):
             return
         resume_in(Path(checkpoint) / FOLDER, self._trained, self._prepared_optimizer(), self.lr_scheduler)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """None, which the Trainer leaves out of its logs, where backward uses gradients up before it could ask."""
+        if self._memory.update == "backward":
+            return None
+        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """What the Trainer says when it is done has the figures of the run too, for all of its loggers."""
         if "train_runtime" in logs and is_prepared(self._trained):
@@ -233,6 +239,16 @@ def _expect_served(trainer: Trainer, memory: Memory) -> None:
             memory.accumulates is False and passes > 1,
             f"gradient_accumulation_steps={passes} beside Memory(accumulates=False)",
             "leave accumulates out, or take one micro-batch a step",
+        ),
+        *memory.not_in_backward(
+            (
+                (passes > 1, f"gradient_accumulation_steps={passes}", "take one micro-batch a step"),
+                (
+                    bool(args.max_grad_norm),
+                    f"max_grad_norm={args.max_grad_norm}",
+                    "set it to 0: gradients are used up before anybody could clip them",
+                ),
+            )
         ),
     )
     expect_served("the trainer's arguments ask for", refused)
