@@ -105,8 +105,8 @@ def prepare(
     many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``accumulates``
     False: the loop takes one backward a step, and calls ``zero_grad`` before the next forward. What the gradients of
     blocks that stay on the device will take is room for activations until they are made; a training forward that finds
-    one is refused. ``update`` "backward" lets blocks be updated in backward, as soon as their gradients are on the
-    host, and these be used up: a step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a
+    one is refused. ``update`` "backward" lets blocks be updated in backward, as soon as their gradients are complete,
+    and these be used up: a step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a
     folder on the disk of ``disk`` where what is at home there has two places, of which no update writes the one that
     the last checkpoint has: ``save`` to this folder copies none of it. It belongs to this model until ``close``.
     ``checksums`` (off where nobody says): what is read of parameters and states on disk is held against checksums of
