@@ -9,15 +9,16 @@ MiB.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from math import ceil
 from types import MappingProxyType
 from typing import Final
 
 from forebay.layout import is_drawn, needs_master, touched_nbytes, with_masters
 from forebay.machine import Machine
-from forebay.states import Masters, form_of, is_factored, is_made_at_once, plain_name
+from forebay.states import Masters, form_of, is_factored, is_made_at_once, is_wide, plain_name
 from forebay.trace import Block, Parameter
-from forebay.workspaces import PART, PIECE
+from forebay.workspaces import PIECE
 
 __all__ = ["CALL", "Ops", "device_update_rate", "ops_of"]
 
@@ -27,53 +28,60 @@ CALL: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """What ops cost for each element: bytes that they read and write, and launches."""
+    """What ops cost: bytes that they read and write for each element, and launches: of a call of ``CALL`` elements,
+    whoever's they are (``shared``), of each parameter in a call (``calls``), of each ``PIECE`` of a parameter
+    (``pieces``)."""
 
     nbytes: float = 0.0
-    launches: float = 0.0
+    shared: int = 0
+    calls: int = 0
+    pieces: int = 0
 
     def __add__(self, other: Ops) -> Ops:
-        return Ops(self.nbytes + other.nbytes, self.launches + other.launches)
+        return Ops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def seconds(self, machine: Machine) -> float:
-        """For an element: ops follow each other, and the host launches ahead."""
-        return max(self.nbytes / machine.device_bandwidth, self.launches * machine.launch_seconds)
+    def launches(self, numel: int) -> float:
+        """Those of a parameter of ``numel`` elements."""
+        return self.shared * numel / CALL + self.calls * ceil(numel / CALL) + self.pieces * ceil(numel / PIECE)
 
 
 _RULES: Mapping[tuple[str, ...], Ops] = MappingProxyType(
     {
-        (): Ops(12, 1 / CALL),
-        ("momentum_buffer",): Ops(20, 1 / CALL),
-        ("exp_avg",): Ops(112, 12 / PIECE),
-        ("exp_avg", "exp_avg_sq"): Ops(28, 2 / CALL),
-        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"): Ops(36, 2 / CALL),
+        (): Ops(12, shared=1),
+        ("momentum_buffer",): Ops(20, shared=1),
+        ("exp_avg",): Ops(112, pieces=12),
+        ("exp_avg", "exp_avg_sq"): Ops(28, shared=2),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"): Ops(36, shared=2),
     }
 )
-"""By its moments: an update in fp32. Those of torch are fused, Lion's is not."""
+"""By its moments: an update in fp32. Those of torch are fused, and take lists; Lion's is not."""
 
-_CAST: Final = Ops(6, 1 / CALL)
+_CAST: Final = Ops(6, calls=1)
 """From 16 bits to fp32, or back."""
 
-_HALVES: Final = Ops(70, 15 / CALL)
+_HALVES: Final = Ops(70, calls=15)
 """A master is put together of its halves, and taken apart again (``optim.halves``)."""
 
-_DRAW: Final = Ops(130, 16 / PIECE)
+_DRAW: Final = Ops(130, pieces=16)
 """A parameter is rounded by chance (``optim.coding``)."""
 
 _MOMENT: Mapping[str, Ops] = MappingProxyType(
-    {"8bit": Ops(38.1, 10 / PIECE), "4bit": Ops(53.6, 16 / PIECE), "bfloat16": Ops(136, 17 / PIECE)}
+    {"8bit": Ops(38.1, pieces=9), "4bit": Ops(53.6, pieces=16), "bfloat16": Ops(136, pieces=17)}
 )
 """By its form: a moment is read as fp32, and written."""
 
-_IN_PARTS: Final = Ops(136, 29 / PART)
+_PIECEWISE: Final = Ops(0, pieces=2)
+"""What is done call by call otherwise, where moments are read a piece at a time."""
+
+_IN_PARTS: Final = Ops(136, calls=29)
 """forebay's Adafactor, which goes over a parameter part by part; with the casts of a parameter in 16 bits."""
 
-_AT_ONCE: Final = Ops(68, 20 / CALL)
+_AT_ONCE: Final = Ops(68, calls=20)
 """Adafactor of torch and of transformers, all of a parameter at once, in fp32."""
 
 
 def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> Ops:
-    """What an update of a large ``parameter`` costs for each of its elements."""
+    """What an update of ``parameter`` costs."""
     draw = _DRAW + _CAST if is_drawn(parameter) else Ops()
     if is_made_at_once(states):
         return _AT_ONCE + (_CAST + _CAST if needs_master(parameter) else Ops())
@@ -81,6 +89,8 @@ def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> O
         return _IN_PARTS + draw
     moments = [state for state in states if form_of(state).name != "scale"]
     made = _RULES.get(tuple(map(plain_name, moments)), _RULES["exp_avg", "exp_avg_sq"])
+    if not is_wide(moments):
+        made += _PIECEWISE
     for moment in moments:
         made += _MOMENT.get(form_of(moment).name, Ops())
     if not (is_drawn(parameter) or needs_master(parameter)):
@@ -90,10 +100,14 @@ def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> O
 
 
 def device_update_rate(blocks: Iterable[Block], states: tuple[str, ...], machine: Machine, masters: Masters) -> float:
-    """Bytes/s, of the bytes that an update touches at least, of updates on the device; 0 where nothing is trained."""
-    touched = seconds = 0.0
+    """Bytes/s, of the bytes that an update touches at least, of updates on the device, which follow each other while
+    the host launches ahead; 0 where nothing is trained."""
+    touched = moved = launches = 0.0
     for parameter in (p for block in blocks for p in block.parameters if p.trainable):
         streams = with_masters(states, masters) if needs_master(parameter) else states
+        ops = ops_of(parameter, states, masters)
         touched += touched_nbytes(streams, parameter)
-        seconds += parameter.numel * ops_of(parameter, states, masters).seconds(machine)
+        moved += parameter.numel * ops.nbytes
+        launches += ops.launches(parameter.numel)
+    seconds = max(moved / machine.device_bandwidth, launches * machine.launch_seconds)
     return touched / seconds if seconds else 0.0
