@@ -378,7 +378,8 @@ class _StateSizes:
 def _widened(layout: StateLayout, chunk: Chunk) -> int:
     parameters = [piece.parameter for piece in chunk.pieces]
     copies = max((widened_copies(p, layout.masters) for p in parameters), default=0)
-    return workspace_nbytes(layout.streams, chunk.elements, copies * chunk.elements, parameters)
+    largest = max((piece.stop - piece.start for piece in chunk.pieces), default=0)
+    return workspace_nbytes(layout.streams, largest, copies * chunk.elements, parameters)
 
 
 def arenas(model: Model, placements: Iterable[Placement], streaming: Streaming, state_names: tuple[str, ...]) -> Arenas:

@@ -31,9 +31,10 @@ def widened_copies(parameter: Parameter, masters: Masters) -> int:
     return (2 if masters is Masters.LOWER else 1) if needs_master(parameter) else 0
 
 
-def workspace_nbytes(states: Iterable[str], elements: int, widened: int, parameters: Iterable[Parameter]) -> int:
-    """Bytes in which torch's ops update ``elements`` of ``parameters``: so many of them ``widened`` to fp32 (each as
-    often as ``widened_copies`` says), and two numbers for each of a piece that is rounded by chance.
+def workspace_nbytes(states: Iterable[str], largest: int, widened: int, parameters: Iterable[Parameter]) -> int:
+    """Bytes in which torch's ops update elements of ``parameters``, ``largest`` of one of them at the most: so many
+    elements ``widened`` to fp32 (each as often as ``widened_copies`` says), and two numbers for each of a piece that is
+    rounded by chance.
 
     Where ``states`` are not fp32 a piece at a time: its moments, gradients and parameters in fp32, and two numbers to
     decode and encode in.
@@ -49,7 +50,7 @@ def workspace_nbytes(states: Iterable[str], elements: int, widened: int, paramet
         return max((_whole_nbytes(p, (1 + widened_copies(p, Masters.WHOLE)) * p.numel) for p in parameters), default=0)
     if is_factored(states):
         return max((_whole_nbytes(p, 3 * part_elements(p)) for p in parameters), default=0)
-    piece = min(PIECE, elements)
+    piece = min(PIECE, largest)
     if not is_wide(states):
         moments = sum(form_of(state).name != "scale" for state in states)
         return (moments + 2 + drawn + 2) * piece * STATE_ITEMSIZE

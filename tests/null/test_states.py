@@ -117,10 +117,11 @@ def test_a_plan_counts_the_bytes_of_its_states(moments: Moments) -> None:
         sum(state_layout(b, t.state_names, plans[1].streaming.update_chunk).nbytes for b in t.model.blocks)
         for t in (wide, narrow)
     ]
-    # By torch's ops a chunk of so many elements is updated in two moments, a gradient and a parameter in fp32, and two
-    # numbers to decode and encode in.
+    # By torch's ops so many elements of a parameter are updated in two moments, a gradient and a parameter in fp32, and
+    # two numbers to decode and encode in.
     layouts = [state_layout(b, narrow.state_names, plans[1].streaming.update_chunk) for b in narrow.model.blocks]
-    workspace = 6 * 4 * max(chunk.elements for layout in layouts for chunk in layout.chunks)
+    pieces = (piece for layout in layouts for chunk in layout.chunks for piece in chunk.pieces)
+    workspace = 6 * 4 * max(piece.stop - piece.start for piece in pieces)
     assert plans[0].host - plans[1].host == states[0] - states[1] - workspace
     assert states[0] > states[1]
     assert plans[0].changes_numbers == () and plans[1].changes_numbers == state_changes(narrow.state_names)

@@ -228,18 +228,19 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     """Bytes in which ``chunk`` is updated: the gradients of its elements of 16 bits in fp32, and these themselves where
     no whole master is at home. Of all elements of the chunk as many, or ``exactly`` of those that are widened. Of a
     piece that is rounded by chance, or whose states are not fp32, two numbers more for each element, and of the latter
-    each moment, the gradient and the parameter. With
-    factored states one parameter at a time: that, its update, and a line more than sums of rows and columns take; if
-    they are not made at once, gradient, parameter and update of a part of it."""
+    each moment, the gradient and the parameter. With factored states one parameter at a time: that, its update, and a
+    line more than sums of rows and columns take; if they are not made at once, gradient, parameter and update of a part
+    of it."""
     copies = {piece.parameter.name: _copies(piece.parameter, layout) for piece in chunk.pieces}
     if not is_factored(layout.streams):
         drawn = any(not p.parameter.master and p.parameter.dtype == "bfloat16" for p in chunk.pieces)
         moments = [s for s in layout.streams if s not in (MASTER, LOWER) and form_of(s).name != "scale"]
+        largest = min(PIECE, max((p.stop - p.start for p in chunk.pieces), default=0))
         if any(form_of(moment).dtype != "float32" for moment in moments):
-            return STATE_ITEMSIZE * (len(moments) + 4 + drawn) * min(PIECE, chunk.elements)
+            return STATE_ITEMSIZE * (len(moments) + 4 + drawn) * largest
         every = sum(copies[p.parameter.name] * (p.stop - p.start) for p in chunk.pieces)
         wide = every if exactly else chunk.elements * max(copies.values(), default=0)
-        return STATE_ITEMSIZE * (wide + 2 * drawn * min(PIECE, chunk.elements))
+        return STATE_ITEMSIZE * (wide + 2 * (drawn or moments == ["exp_avg"]) * largest)
     found = 0
     for piece in chunk.pieces:
         own, numel = piece.parameter, piece.parameter.numel

@@ -77,7 +77,8 @@ class Jobs:
         made = []
         for chunk in layout.chunks:
             wide = sum((p.stop - p.start) * widened_copies(p.parameter, streaming.masters) for p in chunk.pieces)
-            widened = workspace_nbytes(layout.streams, chunk.elements, wide, (p.parameter for p in chunk.pieces))
+            largest = max(p.stop - p.start for p in chunk.pieces)
+            widened = workspace_nbytes(layout.streams, largest, wide, (p.parameter for p in chunk.pieces))
             parameters = frozenset(places[p.parameter.name] for p in chunk.pieces)
             made.append(Job(chunk.offset, chunk.nbytes, layout.touched(chunk), widened, parameters))
         return tuple(made)

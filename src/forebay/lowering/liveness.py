@@ -213,6 +213,6 @@ def _workspace(trace: Trace, block: Block, streaming: Streaming) -> int:
     most = chunk_elements(streaming.update_chunk, trace.state_names, streaming.masters)
     trained = [p for p in block.parameters if p.trainable]
     copies = [(widened_copies(p, streaming.masters), p.numel) for p in trained]
-    elements = min(most, sum(p.numel for p in trained))
+    largest = min(most, max((p.numel for p in trained), default=0))
     widened = min(most, sum(numel for many, numel in copies if many)) * max((many for many, _ in copies), default=0)
-    return workspace_nbytes(trace.state_names, elements, widened, trained)
+    return workspace_nbytes(trace.state_names, largest, widened, trained)

@@ -67,9 +67,9 @@ class ResidentUpdates:
             held = self._held(state, chunk)
             for task, pieces in batches(chunk, tasks):
                 call = calls.setdefault((id(task.group), task.step), _Call(task))
-                elements = sum(p.stop - p.start for p in pieces)
+                largest = max(p.stop - p.start for p in pieces)
                 wide = sum((p.stop - p.start) * widened_copies(p.parameter, state.layout.masters) for p in pieces)
-                widened = workspace_nbytes(state.layout.streams, elements, wide, (p.parameter for p in pieces))
+                widened = workspace_nbytes(state.layout.streams, largest, wide, (p.parameter for p in pieces))
                 if call.parts and call.widened + widened > self._room:
                     self._make(call)
                 call.parts += [part_of(piece, held(piece), landed(flattened, piece), None) for piece in pieces]
