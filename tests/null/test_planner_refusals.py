@@ -10,6 +10,7 @@ from forebay.errors import CannotServe, DoesNotFit
 from forebay.planners import Problem, make_plan
 from forebay.planners.nearest import LEAN_OPTIMIZERS
 from forebay.remedies import Remedy
+from forebay.states import DRAWN, OF_FOREBAY
 from forebay.trace import Block, Trace
 from forebay.units import format_enough
 from tests.null.planning import ENOUGH, asked, chain, machine
@@ -244,3 +245,19 @@ def test_without_masters_where_nothing_else_is_enough() -> None:
         named.append(one.optimizer)
         host = one.needed - 1
     assert named == list(lean)
+
+
+@pytest.mark.parametrize(
+    ("name", "following"),
+    [("adamw-8bit", "adafactor"), ("adafactor", "adamw-8bit-sr"), ("adamw-8bit-sr", "adafactor-sr")],
+)
+def test_who_has_few_moments_already_is_told_of_fewer(name: str, following: str) -> None:
+    """Masters are counted with them."""
+    blocks = [block(f"layers.{i}", *[((256, 256), "bfloat16", True)] * 2) for i in range(48)]
+    trace = chain_trace(blocks, [Layer(b.name, (8192, 8192), 0, 8192) for b in blocks], input_nbytes=8192)
+    states = OF_FOREBAY[name.removesuffix(DRAWN)]
+    model = trace.model.without_masters() if name.endswith(DRAWN) else trace.model
+    own = replace(trace, model=model, state_names=states)
+    least = refused(asked(own, ON, device=ENOUGH, host=1 << 20, states=states), "stream").needed
+    nearest = refused(asked(own, ON, device=ENOUGH, host=least - 1, states=states), "stream").nearest
+    assert following in [remedy.optimizer for remedy in nearest]

@@ -10,9 +10,9 @@ from functools import partial
 from forebay.arenas import Sizer, gradient_nbytes
 from forebay.catalogue import is_listed
 from forebay.errors import CannotServe, DoesNotFit
-from forebay.layout import align
+from forebay.layout import STATE_ITEMSIZE, align, is_drawn, needs_master
 from forebay.loss import VOCABULARY
-from forebay.lowering.liveness import updating_nbytes
+from forebay.lowering.liveness import update_workspaces, updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
@@ -266,17 +266,25 @@ def _all_on_device(bench: Bench, staying: Sequence[Level]) -> Iterator[Remedy]:
 
 def _lean_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
     """The first of ``LEAN_OPTIMIZERS`` with which the same placements fit."""
-    now = element_nbytes(bench.problem.state_names)
+    problem = bench.problem
+    now = _kept_nbytes(bench.model, problem.state_names, problem.masters)
     for name, states, masters in LEAN_OPTIMIZERS:
         model = bench.model if masters else bench.model.without_masters()
-        if element_nbytes(states) >= now or (draft.updated(Update.DEVICE) and not is_fp32(states)):
+        kept = _kept_nbytes(model, states, Masters.WHOLE)
+        if kept >= now or (draft.updated(Update.DEVICE) and not is_fp32(states)):
             continue
-        if not masters and model == bench.model:
+        if not masters and not any(is_drawn(p) for block in model.blocks for p in block.parameters):
             continue  # nothing is in bf16
         lean = _with_optimizer(bench, draft, tier, name, model, states)
         if lean is not None:
             yield lean
             return
+
+
+def _kept_nbytes(model: Model, states: tuple[str, ...], masters: Masters) -> float:
+    """Bytes of ``states`` for each element of a parameter, and of its master where some of ``model`` have one."""
+    own = STATE_ITEMSIZE if masters is Masters.WHOLE else STATE_ITEMSIZE // 2
+    return element_nbytes(states) + own * any(needs_master(p) for block in model.blocks for p in block.parameters)
 
 
 def _smaller_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
@@ -302,6 +310,8 @@ def _with_optimizer(
         other = replace(trace, model=model, state_names=states, extremes=())
         whole = replace(settled.streaming, masters=Masters.WHOLE)
         beside = max(beside, updating_nbytes(other, settled.placements, whole) + trace.outside_nbytes)
+        now, then = (update_workspaces(one, how) for one, how in ((trace, settled.streaming), (other, whole)))
+        beside += max((0, *(then[name] - now[name] for name in used_up(settled.placements, resident=True))))
     device = beside + sizes.device
     needs = {Tier.DEVICE: device, Tier.HOST: sizes.host, Tier.DISK: sizes.disk}
     if any(need > problem.limit(where) for where, need in needs.items()):
