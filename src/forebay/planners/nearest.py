@@ -268,17 +268,25 @@ def _lean_optimizer(bench: Bench, draft: Draft, tier: Tier) -> Iterator[Remedy]:
     """The first of ``LEAN_OPTIMIZERS`` with which the same placements fit."""
     problem = bench.problem
     now = _kept_nbytes(bench.model, problem.state_names, problem.masters)
+    without = _draws(bench.model)
     for name, states, masters in LEAN_OPTIMIZERS:
+        if masters and without:
+            continue  # it would keep more
         model = bench.model if masters else bench.model.without_masters()
         kept = _kept_nbytes(model, states, Masters.WHOLE)
         if kept >= now or (draft.updated(Update.DEVICE) and not is_fp32(states)):
             continue
-        if not masters and not any(is_drawn(p) for block in model.blocks for p in block.parameters):
+        if not masters and not _draws(model):
             continue  # nothing is in bf16
         lean = _with_optimizer(bench, draft, tier, name, model, states)
         if lean is not None:
             yield lean
             return
+
+
+def _draws(model: Model) -> bool:
+    """Whether some parameters are rounded by chance, and have no master."""
+    return any(is_drawn(parameter) for block in model.blocks for parameter in block.parameters)
 
 
 def _kept_nbytes(model: Model, states: tuple[str, ...], masters: Masters) -> float:
