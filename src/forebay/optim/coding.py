@@ -41,13 +41,7 @@ class Moment(ABC):
 
     @abstractmethod
     def write(
-        self,
-        states: Sequence[torch.Tensor],
-        start: int,
-        value: torch.Tensor,
-        seed: int,
-        place: int,
-        spare: torch.Tensor,
+        self, states: States, start: int, value: torch.Tensor, seed: int, place: int, spare: torch.Tensor
     ) -> None:
         """Keeps ``value``, which is lost, from element ``start`` on. ``seed`` is the step, ``place`` that of element
         0."""
@@ -61,13 +55,7 @@ class WideMoment(Moment):
         return states[0][start:stop]
 
     def write(
-        self,
-        states: Sequence[torch.Tensor],
-        start: int,
-        value: torch.Tensor,
-        seed: int,
-        place: int,
-        spare: torch.Tensor,
+        self, states: States, start: int, value: torch.Tensor, seed: int, place: int, spare: torch.Tensor
     ) -> None:
         """Updated in place already."""
 
@@ -83,13 +71,7 @@ class Bf16Moment(Moment):
         return take(stop - start).copy_(states[0][start:stop])
 
     def write(
-        self,
-        states: Sequence[torch.Tensor],
-        start: int,
-        value: torch.Tensor,
-        seed: int,
-        place: int,
-        spare: torch.Tensor,
+        self, states: States, start: int, value: torch.Tensor, seed: int, place: int, spare: torch.Tensor
     ) -> None:
         spread = (seed * SPREAD) & (2**64 - 1)
         spread -= (spread >> 63) << 64  # signed, as the kernel's is
@@ -122,13 +104,7 @@ class CodedMoment(Moment):
         return made
 
     def write(
-        self,
-        states: Sequence[torch.Tensor],
-        start: int,
-        value: torch.Tensor,
-        seed: int,
-        place: int,
-        spare: torch.Tensor,
+        self, states: States, start: int, value: torch.Tensor, seed: int, place: int, spare: torch.Tensor
     ) -> None:
         middles = self._middles.to(value.device)
         for codes, scales, span in self._spans(states, start, start + value.numel()):

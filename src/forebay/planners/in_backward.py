@@ -3,8 +3,8 @@
 Where a user allows it (``Problem.update``), gradients are used up by all blocks that can. Of those that stay on the
 device the gradients of one are there at a time, until it is updated (Lv et al., "LOMO", arXiv 2306.09782, section 3.1,
 does so parameter by parameter). For all others the host has a few slots in the place of the gradients of the whole
-model. With few slots backward waits for the updates of the host, which
-without them could go on under the next forward; so there are more of them as long as the simulated step gains by it.
+model. With few slots backward waits for the updates of the host, which with more of them could go on under the next
+forward; so there are as many as the fastest simulated step asks for.
 
 LoHan ("active gradient offloading", section 4.1 of arXiv 2403.06504) has a slot for the layer that lands and one for
 the layer that is updated; ours begins with one more.
@@ -24,7 +24,8 @@ from forebay.lowering.liveness import Liveness, update_workspaces
 from forebay.memory import Tier
 from forebay.planners.parts import Draft, repeated
 from forebay.plans import Placement, Plan, Update, used_up
-from forebay.trace import Block, Model, Phase
+from forebay.states import Masters
+from forebay.trace import Block, Model, Phase, Trace
 from forebay.units import format_bytes
 
 if TYPE_CHECKING:
@@ -97,22 +98,23 @@ def _in_turn(index: TraceIndex) -> frozenset[str]:
 
 @final
 class Early:
-    """Updates in backward in drafts of one ``problem``, of those blocks that are ``able``; others' gradients pass
-    through ``count`` slots of a draft that has none."""
+    """Updates in backward in drafts of plans for ``trace``, whose ``masters`` are kept so, of those blocks that are
+    ``able``; gradients that leave pass through ``count`` slots in a draft that has none."""
 
-    def __init__(self, problem: Problem, able: Usable, count: int) -> None:
-        self._problem = problem
+    def __init__(self, trace: Trace, masters: Masters, able: Usable, count: int) -> None:
+        self._trace = trace
+        self._masters = masters
         self._able = able
         self._workspaces: dict[int, Mapping[str, int]] = {}
         self.count = count
 
     def settled(self, draft: Draft) -> Draft:
         """``draft`` with them (``passed``)."""
-        chunk, trace = draft.streaming.update_chunk, self._problem.trace
-        if chunk not in self._workspaces and trace is not None:
-            streaming = replace(draft.streaming, masters=self._problem.masters)
-            self._workspaces[chunk] = update_workspaces(trace, streaming)
-        return passed(self._problem.model, draft, self._able, self._workspaces[chunk], self.count)
+        chunk = draft.streaming.update_chunk
+        if chunk not in self._workspaces:
+            streaming = replace(draft.streaming, masters=self._masters)
+            self._workspaces[chunk] = update_workspaces(self._trace, streaming)
+        return passed(self._trace.model, draft, self._able, self._workspaces[chunk], self.count)
 
     def kept_nbytes(self, block: Block) -> int:
         """Bytes of gradients that wait on the device for their step where ``block`` stays there."""

@@ -26,10 +26,10 @@ class Known:
     """What is known of the drafts of one model on one machine, whatever the limits. ``paced`` are the seconds of a step
     and the actions of its program, ``eased`` and ``relieved`` what they would be if something were out of the way
     (``Bench.eased``, ``device_updates.at_best``). ``early`` are updates in backward, where the user allows them; drafts
-    that have no slots for gradients then are given ``slots`` (0: ``in_backward.searched``). ``groups`` follow from
+    that have no slots for gradients then are given ``slots`` (None: ``in_backward.searched``). ``groups`` follow from
     ``Problem.compress`` and whether there is a disk."""
 
-    def __init__(self, problem: Problem, slots: int = 0) -> None:
+    def __init__(self, problem: Problem, slots: int | None = None) -> None:
         trace, machine = problem.trace, problem.machine
         self.liveness = None if trace is None else Liveness(trace)
         self.costs = None if trace is None or machine is None else Costs(trace, machine, problem.masters)
@@ -45,7 +45,8 @@ class Known:
         self.groups: dict[tuple[int, bool], tuple[Group, ...]] = {}
         self.early: Early | None = None
         if self.liveness is not None and problem.update == "backward":
-            self.early = Early(problem, Usable.of(self.liveness), slots or searched(problem))
+            count = searched(problem) if slots is None else slots
+            self.early = Early(self.liveness.trace, problem.masters, Usable.of(self.liveness), count)
 
     def keep(self, draft: Draft, program: Sketch, score: Score) -> None:
         """Notes the program of ``draft``, and forgets the oldest ones where they have too many actions together."""

@@ -239,7 +239,7 @@ def _gradients_used_up(bench: Bench, error: DoesNotFit, draft: Draft) -> Iterato
     problem, liveness = bench.problem, bench.liveness
     if error.tier != Tier.HOST.value or liveness is None or problem.update == "backward" or problem.micro_batches > 1:
         return
-    early = Early(problem, Usable.of(liveness), FEWEST).settled(draft)
+    early = Early(liveness.trace, problem.masters, Usable.of(liveness), FEWEST).settled(draft)
     names = used_up(early.placements, resident=False)
     spared = sum(gradient_nbytes(block) for block in bench.model.blocks if block.name in names)
     need = error.needed - spared + sum(early.streaming.gradient_slots)

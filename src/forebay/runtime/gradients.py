@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from forebay.errors import UsageError
 from forebay.optim.scaling import SCALABLE
 from forebay.runtime.gradient_buffer import GradientBuffer
+from forebay.runtime.spent import SpentGradient
 
-__all__ = ["LandedGradient", "host_copy"]
+__all__ = ["LandedGradient", "host_copy", "is_gone"]
 
 
 aten = torch.ops.aten
@@ -160,6 +161,11 @@ def host_copy(gradient: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, LandedGradient):
         return gradient.value().clone()
     return gradient.detach().to("cpu", copy=True)
+
+
+def is_gone(gradient: torch.Tensor) -> bool:
+    """Whether ``gradient`` was used up by an update in backward, wherever it was."""
+    return isinstance(gradient, LandedGradient | SpentGradient) and gradient.is_gone
 
 
 def _view(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> Any:

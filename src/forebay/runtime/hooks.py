@@ -27,13 +27,12 @@ from forebay.device.base import NoWatch
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
 from forebay.errors import ForebayError, UsageError
 from forebay.plans import Plan
-from forebay.runtime.gradients import LandedGradient, host_copy
+from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
 from forebay.runtime.passes import Pass
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
-from forebay.runtime.spent import SpentGradient
 from forebay.runtime.tiles import Tiled
 from forebay.runtime.unplanned import Unplanned
 from forebay.runtime.vigil import batch_shape
@@ -244,7 +243,7 @@ class Attachment:
         if name in self._streamed_names:
             self.session.hide(name)  # what cannot be read stays NaN
         parameter.data = self.session.contents.value(name)
-        if gradient is not None and not (isinstance(gradient, LandedGradient | SpentGradient) and gradient.is_gone):
+        if gradient is not None and not is_gone(gradient):
             # Of its dtype: with the parameter the user may have changed that of the gradient.
             parameter.grad = host_copy(gradient).to(parameter.device, parameter.dtype)
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 from forebay.errors import GradientUsedUp
 from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState, InBackward, Passing
-from forebay.runtime.gradients import LandedGradient
+from forebay.runtime.gradients import LandedGradient, is_gone
 from forebay.runtime.spent import SpentGradient, gradient_used_up
 from forebay.runtime.tensors import elements
 from forebay.runtime.updates import Updater
@@ -156,7 +156,7 @@ class BackwardUpdates:
                     self._expect_same(state, name, task, groups)
                     continue
                 gradient = self._parameters[name].grad
-                if name in groups and isinstance(gradient, LandedGradient | SpentGradient) and gradient.is_gone:
+                if name in groups and gradient is not None and is_gone(gradient):
                     raise gradient_used_up(name)  # a second step over the same gradients
 
     def _expect_same(

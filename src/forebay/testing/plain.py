@@ -104,9 +104,8 @@ class PlainOptimizer:
         if isinstance(self._stepped, LeanOptimizer):
             if not states and value.dtype is parameter.dtype:
                 return
-            kept = self._stepped._state_of(
-                parameter, masters=self._stepped.rule.masters
-            )  # makes what a first step would make
+            # Makes what a first step would make.
+            kept = self._stepped._state_of(parameter, masters=self._stepped.rule.masters)
             kept.update(held)
             if MASTER in kept:
                 kept[MASTER].copy_(value)
