@@ -11,9 +11,11 @@ from forebay.memory import Tier
 from forebay.planners.in_backward import Usable
 from forebay.plans import Plan, Update
 from forebay.trace import Trace
+from tests.null.synthetic import block
+from tests.null.tracing import Layer, chain_trace
 from tests.null.updating import updating
 
-__all__ = ["passing"]
+__all__ = ["passing", "read_late", "run_late"]
 
 
 def passing(trace: Trace, plan: Plan, slots: int = 2, names: Collection[str] | None = None) -> Plan:
@@ -34,3 +36,20 @@ def passing(trace: Trace, plan: Plan, slots: int = 2, names: Collection[str] | N
     budget = replace(plan.budget, host=limits[Tier.HOST], pinned=limits[Tier.PINNED])
     device = device_bound(trace, made)
     return replace(made, budget=budget, device=device, host=sizes.host, disk=sizes.disk, pinned=pinned)
+
+
+def read_late() -> Trace:
+    """Backward reads what is frozen of block ``a`` after it has made all gradients of the block."""
+    return _frozen_first(Layer("b", (64,), 0, 64))
+
+
+def run_late() -> Trace:
+    """So does what runs again of block ``a`` if that is recomputed; backward itself does not."""
+    return _frozen_first()
+
+
+def _frozen_first(*before: Layer) -> Trace:
+    """Layers ``before``, one that reads what is frozen of block ``a``, one of ``b``, and one that trains ``a``."""
+    parts = [block("a", ((32, 32), "float32", True), ((32, 32), "float32", False)), block("b", ((8,), "float32", True))]
+    order = [*before, Layer("a", (2048,), 0, 1024, (1,)), Layer("b", (64,), 0, 64), Layer("a", (64,), 0, 64, (0,))]
+    return chain_trace(parts, order)

@@ -19,7 +19,7 @@ from forebay.program import Program, Verb
 from forebay.timeline import Lane
 from forebay.trace import Model, Phase, Trace
 from tests.null.ahead import ends_of_steps
-from tests.null.passing import passing
+from tests.null.passing import passing, read_late, run_late
 from tests.null.strategies import RESIDENT, roomy, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, TraceBuilder, chain_trace
@@ -139,29 +139,34 @@ def test_gradients_that_an_update_does_not_free() -> None:
 
 def test_a_block_that_backward_reads_again_after_its_update() -> None:
     """Here by a plan that nobody made: ``Usable`` leaves it out."""
-    parts = [block("a", ((32, 32), "float32", True), ((32, 32), "float32", False)), block("b", ((8,), "float32", True))]
-    order = [
-        Layer("b", (64,), 0, 64),
-        Layer("a", (2048,), 0, 1024, (1,)),
-        Layer("b", (64,), 0, 64),
-        Layer("a", (64,), 0, 64, (0,)),
-    ]
-    trace = chain_trace(parts, order)
+    trace = read_late()
     assert used_up(staying(trace).placements, resident=True) == ("b",)
     with pytest.raises(PlanInvalid, match=r"block a is updated in backward before op \d+ .*, which reads it"):
         check(trace, MACHINE, staying(trace, ["a"]))
 
 
 def test_a_block_that_runs_again_after_its_update() -> None:
-    """A recomputation behind the update would be that of the next step."""
-    plan = staying(replace(CHAIN), ["b3"])
-    plan = replace(plan, recompute=("b3",))
+    """Even where no other op reads it behind that: a recomputation would be that of the next step. ``Usable`` leaves it
+    out, since nobody knows yet what will be recomputed; here by plans that nobody made."""
+    trace = run_late()
+    assert used_up(staying(trace).placements, resident=True) == ("b",)
+    plan = staying(trace, ["a"])
+    check(trace, MACHINE, plan)
+    plan = replace(plan, recompute=("a",))
+    plan = replace(plan, device=device_bound(trace, plan))
+    with pytest.raises(PlanInvalid, match=r"op 0 \(linear of block a\) runs again and reads block a, which is updated"):
+        check(trace, MACHINE, plan)
+
+
+def test_a_recomputation_that_is_asked_for_too_late() -> None:
+    """Behind the backward of its block, which finds nothing to read."""
+    plan = replace(staying(CHAIN, ["b3"]), recompute=("b3",))
     plan = replace(plan, device=device_bound(CHAIN, plan))
     program = lower(CHAIN, plan)
     check(CHAIN, MACHINE, plan, program)
     again = next(i for i, a in enumerate(program.actions) if a.recomputed)
     late = moved(program, again, updates(program)["b3"])
-    with pytest.raises(PlanInvalid):
+    with pytest.raises(PlanInvalid, match=r"not in memory; block b3 has to be recomputed before"):
         check(CHAIN, MACHINE, plan, late)
 
 

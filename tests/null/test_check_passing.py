@@ -20,7 +20,7 @@ from forebay.memory import Kind, Tier
 from forebay.plans import Plan, Update, used_up
 from forebay.program import Program, Verb
 from tests.null.ahead import ends_of_steps, issued_earlier
-from tests.null.passing import passing
+from tests.null.passing import passing, read_late
 from tests.null.strategies import HOMES, RESIDENT, Case, cases, roomy, roomy_machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
@@ -163,15 +163,8 @@ def test_a_step_is_one_backward() -> None:
 
 
 def test_a_block_that_backward_reads_again_after_its_update() -> None:
-    """Its home has the values of the next step by then. Here by a plan that nobody made: ``usable`` leaves it out."""
-    parts = [block("a", ((32, 32), "float32", True), ((32, 32), "float32", False)), block("b", ((8,), "float32", True))]
-    order = [
-        Layer("b", (64,), 0, 64),
-        Layer("a", (2048,), 0, 1024, (1,)),
-        Layer("b", (64,), 0, 64),
-        Layer("a", (64,), 0, 64, (0,)),
-    ]
-    trace = chain_trace(parts, order)
+    """Its home has the values of the next step by then. Here by a plan that nobody made: ``Usable`` leaves it out."""
+    trace = read_late()
     plan = roomy(trace, slots=1)
     assert passing(trace, plan).updated(Update.BACKWARD) == ("b",)
     named = passing(trace, plan, 2, ["a"])

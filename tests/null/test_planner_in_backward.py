@@ -18,6 +18,7 @@ from forebay.planners.in_backward import FEWEST, Usable, passed, searched, slots
 from forebay.planners.parts import Draft, all_resident
 from forebay.plans import Plan, Streaming, Update, UpdateTime, used_up
 from forebay.trace import Model
+from tests.null.passing import run_late
 from tests.null.planning import ENOUGH, asked, chain, machine
 from tests.null.synthetic import block, problem
 
@@ -201,3 +202,12 @@ def test_where_many_slots_do_not_fit_few_may() -> None:
     plan = make_plan(allowed(host=room), "stream")
     assert len(plan.streaming.gradient_slots) == FEWEST < searched(allowed(host=room))
     assert plan.host == room
+
+
+@pytest.mark.parametrize("policy", ["recompute", "chen", "stream-recompute", "auto"])
+def test_what_runs_again_behind_its_gradients_waits_for_the_step(policy: str) -> None:
+    """A module called twice, first for what is frozen of it: its recomputation comes after its last gradient."""
+    trace = run_late()
+    plan = make_plan(replace(asked(trace, QUICK, device=ENOUGH, host=ENOUGH), update="backward"), policy)
+    assert plan.updated(Update.BACKWARD) == ("b",)
+    check(trace, QUICK, plan)

@@ -85,7 +85,8 @@ def _complete(index: TraceIndex) -> frozenset[str]:
 
 
 def _in_turn(index: TraceIndex) -> frozenset[str]:
-    """The blocks whose gradients are complete one after the other, and that no op reads after the last of them."""
+    """The blocks whose gradients are complete one after the other, and that no op reads after the last of them, be it
+    one that runs again there if its block is recomputed."""
     done = sorted((done.op, index.blocks[done.parameter]) for visit in index.completed for done in visit)
     last = {block: op for op, block in done}
     runs = [block for block, _ in groupby(block for _, block in done)]
@@ -93,6 +94,11 @@ def _in_turn(index: TraceIndex) -> frozenset[str]:
     for place, visit in enumerate(index.trace.visits):
         if visit.phase is Phase.BACKWARD:
             able -= {block for op, block in index.block_reads(place) if visit.first_op + op > last.get(block, 0)}
+    for place, earlier in index.triggers(index.partners(frozenset(b.name for b in index.trace.model.blocks))).items():
+        before = index.trace.visits[place].first_op
+        for again in earlier:
+            reads, length = index.block_reads(again), index.length_again(again)
+            able -= {block for op, block in reads if op < length and before > last.get(block, 0)}
     return frozenset(able)
 
 
