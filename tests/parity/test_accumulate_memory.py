@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import forebay
+from forebay.arenas import arenas
 from forebay.errors import DoesNotFit
 from forebay.lowering import accumulation_of
 from forebay.memory import Tier
@@ -17,7 +19,7 @@ from forebay.runtime.hooks import session_of
 from tests.parity.accumulating import assert_same_accumulation, loss_of, opened
 from tests.parity.models import CASES, Case
 from tests.parity.offloading import SUBJECTS, larger, offload_plan, trace_of
-from tests.parity.recomputing import AMPLE, plan_for, recomputable
+from tests.parity.recomputing import AMPLE, STATES, plan_for, recomputable
 
 F32 = torch.float32
 FEW, MANY = 2, 5
@@ -75,6 +77,19 @@ def test_what_moves_to_the_host_takes_no_room_on_the_device() -> None:
     case = SUBJECTS["llama"]
     plan = offload_plan(case, F32, resident=False, offload_window=20_000, reload_window=20_000)
     assert assert_bounded(case, plan) > 0.99
+
+
+def test_what_came_back_for_the_last_block_is_gone() -> None:
+    """Its backward comes between the forwards, where no pass ends: what had left goes with its storage, as what it was
+    replaced by does. With a head that stays the last block that is passed in turn has something that moves."""
+    case = SUBJECTS["llama"]
+    plan = offload_plan(case, F32, resident=False)
+    last = max(number for number, placement in enumerate(plan.placements) if ".layers." in placement.block)
+    stay = [replace(p, parameters=Tier.DEVICE, gradients=Tier.DEVICE, states=Tier.DEVICE) for p in plan.placements]
+    placements = (*plan.placements[: last + 1], *stay[last + 1 :])
+    assert any(name == plan.placements[last].block for chosen in plan.activations for name in chosen.blocks)
+    sizes = arenas(find_blocks(case.model(F32)).model, placements, plan.streaming, STATES)
+    assert assert_bounded(case, replace(plan, placements=placements, host=sizes.host, disk=sizes.disk)) > 0.9
 
 
 def test_more_than_a_budget_has_room_for_is_refused_beforehand() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar, final
 
 import torch
@@ -14,14 +16,18 @@ T = TypeVar("T")
 
 @final
 class ByStorage(Generic[T]):
-    """Values by the storage that they are of, which is not held: an address is used again when its storage is gone."""
+    """Values by the storage that they are of, which is not held: an address is used again when its storage is gone.
+    The value goes with its storage, in whatever thread lets go of that last."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
     def put(self, storage: torch.UntypedStorage, value: T) -> None:
         """``value`` is that of ``storage`` from now on."""
-        self._known[storage._cdata] = weakref.ref(storage), value
+        key = storage._cdata
+        # Not the method itself: a storage that lives on would hold this, and the values of all others.
+        gone: Callable[[weakref.ref[torch.UntypedStorage]], None] = partial(_forget, weakref.ref(self), key)
+        self._known[key] = weakref.ref(storage, gone), value
 
     def get(self, storage: torch.UntypedStorage) -> T | None:
         """The value of ``storage``."""
@@ -37,3 +43,15 @@ class ByStorage(Generic[T]):
     def clear(self) -> None:
         """No storage has a value any more."""
         self._known.clear()
+
+    def _gone(self, key: int, was: weakref.ref[torch.UntypedStorage]) -> None:
+        known = self._known.get(key)
+        # Another storage may have the address by now.
+        if known is not None and known[0] is was:
+            self._known.pop(key, None)
+
+
+def _forget(known: weakref.ref[ByStorage[T]], key: int, was: weakref.ref[torch.UntypedStorage]) -> None:
+    values = known()
+    if values is not None:
+        values._gone(key, was)
