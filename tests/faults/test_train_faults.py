@@ -110,7 +110,7 @@ def plain_losses(text: Path, config: TrainConfig, skipped: set[int]) -> list[flo
     from forebay.cli.loop import make_scheduler, warmup_of
     from forebay.data.text import Windows, tokenize
     from forebay.data.tokenizers import find_tokenizer
-    from forebay.recipes.causal_lm import build, find
+    from forebay.recipes.sources import build, find
 
     model = build(find(config.model), config.dtype)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)

@@ -8,8 +8,8 @@ pytest.importorskip("transformers")
 
 from forebay.errors import ConfigError
 from forebay.recipes import load_recipe, recipe_names
-from forebay.recipes.causal_lm import find, read_config
 from forebay.recipes.depth import depth_of, with_layers
+from forebay.recipes.sources import find, read_config
 from forebay.recipes.tasks import build_any, depth, sample
 
 KINDS = {str(load_recipe(name).model["model_type"]): name for name in recipe_names()}

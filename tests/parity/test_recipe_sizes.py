@@ -14,7 +14,7 @@ from torch import nn
 
 from forebay.errors import ConfigError, ModelError
 from forebay.recipes import load_recipe, recipe_names
-from forebay.recipes.causal_lm import build, find
+from forebay.recipes.sources import build, find
 from forebay.recipes.tasks import sample
 
 # Parameters of the published weights (the safetensors' own count on the model cards; tied embeddings once).

@@ -33,7 +33,7 @@ from forebay.config import TrainConfig, make_config  # noqa: E402
 from forebay.data.text import Windows  # noqa: E402
 from forebay.errors import DoesNotFit, ForebayError, StorageError, UsageError  # noqa: E402
 from forebay.exporting import write_model  # noqa: E402
-from forebay.recipes.causal_lm import ModelSource, build, find  # noqa: E402
+from forebay.recipes.sources import ModelSource, build, find  # noqa: E402
 from forebay.units import parse_bytes  # noqa: E402
 
 TEXT = "".join(f"{i} green bottles hanging on the wall, and if one should fall\n" for i in range(200))

@@ -13,7 +13,7 @@ from forebay.units import format_bytes
 
 if TYPE_CHECKING:
     from forebay.exporting import Layout
-    from forebay.recipes.causal_lm import ModelSource
+    from forebay.recipes.sources import ModelSource
 
 __all__ = ["Exported", "export"]
 
@@ -106,7 +106,7 @@ def _dtype(name: str | None) -> Any:
 
 
 def _model_in(run: Path) -> ModelSource:
-    from forebay.recipes.causal_lm import find
+    from forebay.recipes.sources import find
 
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}; give the folder of a run (forebay train --run)")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from forebay.data.text import Windows
     from forebay.data.tokenizers import Tokenizer
     from forebay.plans import Plan
-    from forebay.recipes.causal_lm import ModelSource
+    from forebay.recipes.sources import ModelSource
     from forebay.reporting.run import RunReport
 
 __all__ = ["TrainResult", "train"]
@@ -138,7 +138,7 @@ def _careful_plan(config: TrainConfig, engine: Engine, view: View, spare: int) -
     from forebay.data.text import tokenize
     from forebay.data.tokenizers import find_tokenizer
     from forebay.profiler.batch import moved_to
-    from forebay.recipes.causal_lm import find
+    from forebay.recipes.sources import find
 
     source, device = find(config.model), device_of(config.device)
     model, _ = _built(config, source)
@@ -156,7 +156,7 @@ def _train(config: TrainConfig, engine: Engine, view: View, folder: RunFolder | 
     from forebay.data.text import tokenize
     from forebay.data.tokenizers import find_tokenizer
     from forebay.profiler.batch import moved_to
-    from forebay.recipes.causal_lm import find
+    from forebay.recipes.sources import find
 
     source = find(config.model)
     tokenizer = find_tokenizer(source.folder)
@@ -234,7 +234,7 @@ def _keep_snapshot(folder: RunFolder, snapshot: Mapping[str, Any], view: View) -
 
 def _built(config: TrainConfig, source: ModelSource) -> tuple[nn.Module, str | None]:
     """The model of ``source`` as the run trains it, and what is said of its tiles (None: nobody asked for any)."""
-    from forebay.recipes.causal_lm import build
+    from forebay.recipes.sources import build
     from forebay.tiling import noted_tiles, tile
 
     model = build(source, config.dtype)
@@ -290,7 +290,7 @@ def _resumed(config: TrainConfig, engine: Engine, view: View, folder: RunFolder 
 
 def _windows(config: TrainConfig, text: torch.Tensor, model: nn.Module) -> Windows:
     from forebay.data.text import Windows
-    from forebay.recipes.causal_lm import in_training
+    from forebay.recipes.kinds import in_training
 
     return Windows(text, batch=config.batch, seq=config.seq, seed=config.seed, beside=in_training(model))
 

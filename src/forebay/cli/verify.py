@@ -230,15 +230,16 @@ def _text_batches(asked: PlanSettings, extent: Extent, found: Sample, count: int
     and what tokenising it raises."""
     from forebay.data.text import Windows, tokenize
     from forebay.data.tokenizers import find_tokenizer
-    from forebay.recipes.causal_lm import find, in_training
-    from forebay.recipes.tasks import is_transformers, names_function
+    from forebay.recipes.kinds import CAUSAL, in_training
+    from forebay.recipes.sources import find
+    from forebay.recipes.tasks import names_function
 
-    config: Any = found.model.config if is_transformers(found.model) else None
-    if config is None or found.seq is None or config.is_encoder_decoder:
+    if found.kind is not CAUSAL or found.seq is None:
         raise ConfigError(f"--data: {asked.model} is not a causal language model, which reads text; leave --data out")
     tokenizer = find_tokenizer(None if names_function(asked.model) else find(asked.model).folder)
     tokens, beside = tokenize(extent.data, tokenizer), in_training(found.model)
     windows = Windows(tokens, batch=asked.batch, seq=found.seq, seed=extent.seed, beside=beside)
+    config: Any = found.model.config
     windows.check_range(tokenizer.name, config.get_text_config().vocab_size)
     return [windows.batch(number) for number in range(count)]
 
@@ -309,7 +310,7 @@ class _Prepared:
     def _fill(self) -> None:
         """Gives the model its values: those of its folder, or random ones."""
         from forebay import api
-        from forebay.recipes.causal_lm import find
+        from forebay.recipes.sources import find
         from forebay.recipes.tasks import names_function
 
         seed = self.course.seed

@@ -10,21 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ConfigError, ModelError
-from forebay.recipes.causal_lm import ModelSource, build_as, find, in_training, read_config
 from forebay.recipes.depth import depth_of, with_layers
+from forebay.recipes.kinds import CAUSAL, IMAGES, Asked, Kind, named
+from forebay.recipes.sources import ModelSource, build_as, find, kind_of, read_config
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 __all__ = ["Sample", "build_any", "depth", "is_transformers", "names_function", "sample"]
-
-FACTORIES = (
-    ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
-)
-"""The transformers factories that a configuration may be for, in the order in which they are asked."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +25,14 @@ class Sample:
     """A model without memory for its parameters, and a batch of the shape that it will be trained on.
 
     ``seq`` is the length of a sequence as it was used; None for a model that has none (images), and for a function
-    that brings its own batch.
+    that brings its own batch. ``kind`` is what the model is trained for; None where such a function says so.
     """
 
     name: str
     model: nn.Module
     batch: Any
     seq: int | None
+    kind: Kind | None
 
 
 def sample(name: str, *, batch: int, seq: int, dtype: str, on: str = "meta", layers: int | None = None) -> Sample:
@@ -46,8 +40,9 @@ def sample(name: str, *, batch: int, seq: int, dtype: str, on: str = "meta", lay
 
     ``name`` is a recipe, a folder with a config.json, a config.json, or ``package.module:function``. The function is
     called without arguments inside ``torch.device(on)`` and returns ``(model, batch)``, or a model of transformers
-    alone, for which the batch is made here, on the meta device like everything that no function makes. An
-    encoder-decoder reads and writes ``seq`` tokens each; an image classifier takes ``batch`` images of its own size.
+    alone, for which the batch is made here, on the meta device like everything that no function makes, but for the
+    classes that it is to tell. An encoder-decoder reads and writes ``seq`` tokens each; an image classifier takes
+    ``batch`` images of its own size.
     ``layers`` (None: all) are as many as the model gets, the first ones.
 
     Raises ``ModelError`` when there is no such model or it cannot be built, ``ConfigError`` when ``seq`` is more than
@@ -57,9 +52,7 @@ def sample(name: str, *, batch: int, seq: int, dtype: str, on: str = "meta", lay
         if layers is not None:
             raise ConfigError(f"{name} makes its own model, whose layers cannot be left out here; leave --layers")
         return _from_function(name, batch, seq, dtype, on)
-    model = build_any(find(name), dtype, layers)
-    made, used = _batch_for(model, name, batch, seq)
-    return Sample(name, model, made, used)
+    return _sampled(build_any(find(name), dtype, layers), Asked(name, batch, seq))
 
 
 def build_any(source: ModelSource, dtype: str, layers: int | None = None) -> nn.Module:
@@ -68,7 +61,7 @@ def build_any(source: ModelSource, dtype: str, layers: int | None = None) -> nn.
     config = read_config(source)
     if layers is not None:
         config = with_layers(config, layers)
-    model = build_as(source, dtype, _factory(source, config), config)
+    model = build_as(source, dtype, kind_of(source, config), config)
     _mind_untied(source, model)
     return model
 
@@ -84,18 +77,6 @@ def depth(name: str) -> int | None:
 def names_function(name: str) -> bool:
     """Whether ``name`` is ``package.module:function``."""
     return ":" in name and not Path(name).exists()
-
-
-def _factory(source: ModelSource, config: Any) -> str:
-    from transformers.models.auto import modeling_auto
-
-    for factory, names in FACTORIES:
-        if config.model_type in getattr(modeling_auto, names):
-            return factory
-    raise ModelError(
-        f"{source.name} is a {config.model_type}: neither a causal language model nor an encoder-decoder nor an image "
-        f"classifier; write a function that returns (model, batch) and give it as package.module:function"
-    )
 
 
 def _mind_untied(source: ModelSource, model: nn.Module) -> None:
@@ -122,27 +103,14 @@ def _content(config: Mapping[str, Any] | Path) -> Mapping[str, Any]:
     return config
 
 
-def _batch_for(model: nn.Module, name: str, batch: int, seq: int) -> tuple[dict[str, Any], int | None]:
-    import torch
-
+def _sampled(model: nn.Module, asked: Asked) -> Sample:
+    """``model``, which is one of transformers, with a batch by what its class, or one that it is made from, is for."""
     config: Any = model.config
-
-    def tokens(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device="meta")
-
-    if model.main_input_name == "pixel_values":
-        height, width = _pair(config.image_size)
-        dtype = next(model.parameters()).dtype
-        pixels = torch.zeros(batch, config.num_channels, height, width, dtype=dtype, device="meta")
-        return {"pixel_values": pixels, "labels": tokens(batch)}, None
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and seq > longest:
-        raise ConfigError(f"--seq {seq} is longer than the {longest} positions of {name}; lower --seq")
-    return {"input_ids": tokens(batch, seq), "labels": tokens(batch, seq), **in_training(model)}, seq
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+    kind = named((made.__name__ for made in type(model).__mro__), config.model_type)
+    if kind is None:
+        kind = IMAGES if model.main_input_name == "pixel_values" else CAUSAL
+    made, used = kind.batch(model, asked)
+    return Sample(asked.name, model, made, used, kind)
 
 
 def _from_function(name: str, batch: int, seq: int, dtype: str, on: str) -> Sample:
@@ -163,13 +131,13 @@ def _from_function(name: str, batch: int, seq: int, dtype: str, on: str) -> Samp
                 f"only; return (model, batch), batch being what the model's forward is called with"
             )
         model = made.to(getattr(torch, dtype)).train()
-        return Sample(name, model, *_batch_for(model, name, batch, seq))
+        return _sampled(model, Asked(name, batch, seq))
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ModelError(
             f"{name} must return a model, or (model, batch) with batch being what its forward is called with (a dict "
             f"or a tuple of tensors); it returned a {type(made).__name__}"
         )
-    return Sample(name, made[0].train(), made[1], None)
+    return Sample(name, made[0].train(), made[1], None, None)
 
 
 def _find_function(name: str) -> Any:

@@ -1,28 +1,22 @@
-"""Causal language models of transformers, built without memory for their parameters."""
+"""Models of transformers, built without memory for their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ModelError
 from forebay.names import meant
 from forebay.recipes import load_recipe, recipe_names
+from forebay.recipes.kinds import CAUSAL, Kind, assumed, named, names_head
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModelSource", "build", "build_as", "find", "in_training", "read_config"]
-
-_KINDS = {
-    "AutoModelForCausalLM": "a causal language model",
-    "AutoModelForSeq2SeqLM": "an encoder-decoder",
-    "AutoModelForImageClassification": "an image classifier",
-}
+__all__ = ["ModelSource", "build", "build_as", "find", "kind_of", "read_config"]
 
 
 @dataclass(frozen=True)
@@ -87,9 +81,36 @@ def _folder(name: str, path: Path) -> ModelSource:
 def build(source: ModelSource, dtype: str) -> nn.Module:
     """The model of ``source`` with every parameter on the meta device and every buffer real, ready to train.
 
-    Raises ``ModelError`` when transformers is missing or has no causal language model for the configuration.
+    Raises ``ModelError`` when transformers is missing, has no causal language model for the configuration, or that
+    says it is of another one.
     """
-    return build_as(source, dtype, "AutoModelForCausalLM", read_config(source))
+    config = read_config(source)
+    kind = kind_of(source, config)
+    if config.architectures and kind is not CAUSAL:
+        raise ModelError(
+            f"{source.name} is a {config.architectures[0]}, {kind.what}, and here causal language models are trained; "
+            f"in a loop of your own, or with the Trainer of transformers, forebay.prepare takes any model"
+        )
+    return build_as(source, dtype, CAUSAL, config)
+
+
+def kind_of(source: ModelSource, config: Any) -> Kind:
+    """What the model of ``config`` is trained for: by the class that it names, as ``save_pretrained`` writes it, or
+    else by its type.
+
+    Raises ``ModelError`` where forebay makes no batches for it.
+    """
+    classes = tuple(config.architectures or ())
+    kind = named(classes, config.model_type)
+    head = names_head(classes) if kind is None else None
+    if kind is None and head is None:
+        kind = assumed(config.model_type, encoder_decoder=config.is_encoder_decoder)
+    if kind is None:
+        raise ModelError(
+            f"{source.name} is a {head or config.model_type}, for which forebay makes no batch; write a function that "
+            f"returns (model, batch) and give it as package.module:function"
+        )
+    return kind
 
 
 def read_config(source: ModelSource) -> Any:
@@ -107,8 +128,8 @@ def read_config(source: ModelSource) -> Any:
         raise ModelError(f"transformers cannot read the configuration {source.file}: {_reason(error)}") from error
 
 
-def build_as(source: ModelSource, dtype: str, factory: str, config: Any) -> nn.Module:
-    """The model that ``transformers.<factory>`` makes of ``config``, with its parameters on the meta device.
+def build_as(source: ModelSource, dtype: str, kind: Kind, config: Any) -> nn.Module:
+    """The model of ``kind`` that transformers makes of ``config``, with its parameters on the meta device.
 
     Raises ``ModelError`` when it cannot.
     """
@@ -118,20 +139,10 @@ def build_as(source: ModelSource, dtype: str, factory: str, config: Any) -> nn.M
     try:
         with _parameters_on_meta():
             # transformers takes scaled_dot_product_attention by itself, but for models that cannot use it (Gemma 2).
-            model: nn.Module = getattr(transformers, factory).from_config(config, dtype=getattr(torch, dtype))
+            model: nn.Module = getattr(transformers, kind.factory).from_config(config, dtype=getattr(torch, dtype))
     except Exception as error:
-        raise ModelError(f"transformers cannot build {_KINDS[factory]} from {source.file}: {_reason(error)}") from error
+        raise ModelError(f"transformers cannot build {kind.what} from {source.file}: {_reason(error)}") from error
     return model.train()
-
-
-def in_training(model: nn.Module) -> dict[str, bool]:
-    """What goes with every batch that a language model of transformers is trained on.
-
-    Its configuration asks for a cache of keys and values for the sake of generation, and is exported as it is. A step
-    has no use for one, and it would hold the keys and values of all layers until the loop drops the output. The
-    ``Trainer`` of transformers trains without, too.
-    """
-    return {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
 
 
 def _reason(error: Exception) -> str:
