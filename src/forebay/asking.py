@@ -27,6 +27,7 @@ from forebay.profiler.as_compiled import as_compiled
 from forebay.profiler.capture import Captured, capture
 from forebay.profiler.here import this_machine
 from forebay.profiler.loss import cut_for, forced_cut
+from forebay.profiler.modes import as_trained
 from forebay.runtime.blocks import BoundModel
 from forebay.runtime.losses import LossFunction
 from forebay.trace import Footprint
@@ -59,6 +60,10 @@ class Asking:
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
         cannot be computed so."""
+        with as_trained(self.model):
+            return self._with_loss(loss)
+
+    def _with_loss(self, loss: Loss) -> Plan:
         here = torch.device(self.device.name)
         if loss == "chunked":
             cut = forced_cut(self.model, self.batch, self.budget.device, here)

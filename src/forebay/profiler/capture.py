@@ -34,6 +34,7 @@ from forebay.profiler.batch import call_arguments, count_tokens, integers_for, s
 from forebay.profiler.finish import finish
 from forebay.profiler.guesses import Guess
 from forebay.profiler.guessing import Run, Undecided, guessed
+from forebay.profiler.modes import as_trained
 from forebay.profiler.recorder import Recorder
 from forebay.profiler.work import Call
 from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
@@ -90,7 +91,8 @@ def capture(
     """Records one micro-batch of training, forward and backward, of ``model`` on ``batch``.
 
     Parameters, buffers and batch may be real or on the meta device; nothing is computed, and nothing is changed: what
-    the model's forward does to attributes of its modules is undone (``attributes``). The batch's integers are used
+    the model's forward does to attributes of its modules is undone (``attributes``). A model in evaluation mode, as
+    ``from_pretrained`` leaves it, is recorded as it is in training mode. The batch's integers are used
     where the model asks for values (on meta: made-up ones); routes that follow from floats are taken as balanced, and
     where sizes follow from them, the step is captured again for ``Trace.extremes``. ``optimizer`` is one of ``STATES``
     or an optimizer; ``blocks`` are as in ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are
@@ -145,7 +147,7 @@ def capture(
             step.run(_losing(batch, loss_fn), args, kwargs)
         return step
 
-    with collector_paused(), _one_thread():
+    with as_trained(model), collector_paused(), _one_thread():
         found = guessed(run)
         if any(extreme.model != found.first.trace.model for extreme in found.extremes):
             found = guessed(run)  # one of them asked for more than the first run, which asks for it now

@@ -107,6 +107,9 @@ class ChunkedHead:
         self._place = found.place
         self._piece = piece
         self._plain = found.model.loss_function
+        # A model that comes in evaluation mode, as ``from_pretrained`` leaves it, may be trained in it: some loops
+        # never call ``train()``. Once it was in training mode, evaluation mode means what it says.
+        self._is_told_modes: bool = found.model.training
         self.losses = 0
         # What is under way in a forward: the threads in which one for the loss runs (several may take turns, but not
         # between head and loss); what the head was called with, by the hidden state and, of its second call, the
@@ -142,7 +145,9 @@ class ChunkedHead:
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._forget()
         head = self._head()
-        if head is None or not module.training or not torch.is_grad_enabled():
+        self._is_told_modes = self._is_told_modes or module.training
+        evaluates = self._is_told_modes and not module.training
+        if head is None or evaluates or not torch.is_grad_enabled():
             return
         given = Recognised(module, head, self._place).trains_on(args, kwargs)
         if given and not torch.is_autocast_enabled(next(head.parameters()).device.type):

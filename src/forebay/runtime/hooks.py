@@ -264,7 +264,9 @@ class Attachment:
             # Micro-batches that pass together are planned as such.
             alone = self.current.training and self.session.gathering is None
             waiting = self.session.measure.waiting if alone else 0
-            self.session.device.ledger.remark = self.planned_for.remark(args, kwargs, waiting)
+            evaluates = self.current.training and not mode
+            remark = self.planned_for.remark(args, kwargs, waiting, evaluates=evaluates)
+            self.session.device.ledger.remark = remark
         seen = self.session.begin_forward(lambda: (mode, batch_shape(args, kwargs)), training=self.current.training)
         self.current.scopes.enter_context(self._standing_back())
         if not seen:

@@ -24,6 +24,12 @@ LONGEST: Final = 40
 """Characters of a value that is shown."""
 
 
+IN_EVALUATION: Final = (
+    "the plan was made for training mode, and the model is in evaluation mode, in which its loss is of all logits at "
+    "once and other things may be kept: call model.train() before forward, or run it under torch.no_grad()"
+)
+
+
 @final
 class Unplanned:
     """Knows what the plan was made for: a forward called with ``args`` and ``kwargs``."""
@@ -31,9 +37,10 @@ class Unplanned:
     def __init__(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._planned = _described(args, kwargs)
 
-    def remark(self, args: Any, kwargs: Mapping[str, Any], waiting: int) -> str:
+    def remark(self, args: Any, kwargs: Mapping[str, Any], waiting: int, *, evaluates: bool) -> str:
         """What a forward that is called with ``args`` and ``kwargs`` asks for that was not planned, and what to change;
-        ``waiting`` forwards before it have no backward yet. Nothing if it is no more than was planned."""
+        ``waiting`` forwards before it have no backward yet, and ``evaluates`` says that it has gradients and the model
+        is in evaluation mode. Nothing if it is no more than was planned."""
         if waiting:
             return (
                 f"the plan was made for one forward before each backward, and this is number {waiting + 1}: prepare a "
@@ -41,7 +48,7 @@ class Unplanned:
             )
         found = {name: now for name, now in _described(args, kwargs).items() if _is_more(self._planned.get(name), now)}
         if not found:
-            return ""
+            return IN_EVALUATION if evaluates else ""
         now = ", ".join(f"{name} {_shown(value)}" for name, value in islice(found.items(), MOST))
         then = ", ".join(
             f"{name} {_shown(self._planned[name])}" if name in self._planned else f"no {name}"
