@@ -32,7 +32,7 @@ class Sample:
     model: nn.Module
     batch: Any
     seq: int | None
-    kind: Kind | None
+    kind: Kind | None = None
 
 
 def sample(name: str, *, batch: int, seq: int, dtype: str, on: str = "meta", layers: int | None = None) -> Sample:
@@ -137,7 +137,7 @@ def _from_function(name: str, batch: int, seq: int, dtype: str, on: str) -> Samp
             f"{name} must return a model, or (model, batch) with batch being what its forward is called with (a dict "
             f"or a tuple of tensors); it returned a {type(made).__name__}"
         )
-    return Sample(name, made[0].train(), made[1], None, None)
+    return Sample(name, made[0].train(), made[1], None)
 
 
 def _find_function(name: str) -> Any:
