@@ -119,7 +119,8 @@ def prepare(
 
     Activation checkpointing that a model of transformers does by itself is left to a plan that knows the activations.
     A loop that runs forward under ``torch.autocast`` calls ``prepare`` under the same: the plan is for a step as it is
-    where it is made. Of a forward under another one there is a warning.
+    where it is made. Of a forward under another one there is a warning. A model in evaluation mode, as
+    ``from_pretrained`` leaves it, is planned as it is in training mode, and left as it is.
 
     Returns the same model, and an optimizer to use in the place of the one given. Raises a ``UsageError`` for input
     that cannot be used and ``DoesNotFit`` when no plan meets the budget; the model is then as it was.
@@ -344,7 +345,8 @@ def close(model: nn.Module) -> None:
 
 
 def load(model: nn.Module, folder: str) -> None:
-    """Loads a folder of safetensors into a prepared model, block by block, straight into its tiers.
+    """Loads a folder of safetensors into a prepared model, block by block, straight into its tiers. Files as they are on
+    the hub are converted as ``from_pretrained`` of transformers does it, a parameter at a time.
 
     Raises ``ConfigError`` naming the first tensor that is missing or has another shape.
     """

@@ -10,7 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from forebay.cli.main import app
 from forebay.errors import ConfigError, ModelError

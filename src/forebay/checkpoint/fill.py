@@ -3,7 +3,7 @@ or at random, block by block: no more than one block is in memory beside the tie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forebay.checkpoint.converted import Converted, as_wanted
 from forebay.checkpoint.weights import Weights
 from forebay.errors import ConfigError, ModelError
 from forebay.phases import PASSING
@@ -32,7 +33,7 @@ class _Source:
     whole: Whole | None = None
     number: int = 0
 
-    def read(self, weights: Weights) -> torch.Tensor:
+    def read(self, weights: Weights | Converted) -> torch.Tensor:
         """The value, which is mapped and not read."""
         value = weights.read(self.name)
         return value if self.whole is None else self.whole.layer.grid.cut(value, self.number)
@@ -41,7 +42,7 @@ class _Source:
 def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
     """Loads every parameter and persistent buffer of ``model`` from a folder of safetensors. Raises ``ConfigError``
     where one is missing or has another shape; nothing has changed then."""
-    weights = Weights(Path(folder))
+    weights = as_wanted(Weights(Path(folder)), model, _names(session, model))
     sources = _sources(weights, session, model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in weights}
     for name, buffer in buffers.items():
@@ -54,7 +55,16 @@ def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
             buffer.copy_(weights.read(name))
 
 
-def _sources(weights: Weights, session: Session, model: nn.Module) -> dict[str, _Source]:
+def _names(session: Session, model: nn.Module) -> Iterator[str]:
+    """Of all that a folder may have for ``model``, tied ones under each of their names."""
+    for whole in wholes_of(model):
+        yield from (whole.name, *whole.aliases)
+    for spec in session.contents.spec_of.values():
+        yield from (spec.name, *spec.aliases)
+    yield from (name for name, _ in model.named_buffers())
+
+
+def _sources(weights: Weights | Converted, session: Session, model: nn.Module) -> dict[str, _Source]:
     found: dict[str, _Source] = {}
     for whole in wholes_of(model):
         name = _expected(weights, whole.name, whole.aliases, whole.layer.grid.shape)
@@ -65,7 +75,7 @@ def _sources(weights: Weights, session: Session, model: nn.Module) -> dict[str, 
     return found
 
 
-def _expected(weights: Weights, name: str, aliases: tuple[str, ...], shape: tuple[int, ...]) -> str:
+def _expected(weights: Weights | Converted, name: str, aliases: tuple[str, ...], shape: tuple[int, ...]) -> str:
     """Under which name ``weights`` have a tensor of this ``shape``: its own or that of a tied one. Raises
     ``ConfigError``."""
     found = next((n for n in (name, *aliases) if n in weights), None)
@@ -78,7 +88,7 @@ def _expected(weights: Weights, name: str, aliases: tuple[str, ...], shape: tupl
     return found
 
 
-def _expect_shape(weights: Weights, name: str, shape: tuple[int, ...]) -> None:
+def _expect_shape(weights: Weights | Converted, name: str, shape: tuple[int, ...]) -> None:
     there = weights.entry(name).shape
     if there != shape:
         raise ConfigError(
