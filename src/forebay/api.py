@@ -345,8 +345,9 @@ def close(model: nn.Module) -> None:
 
 
 def load(model: nn.Module, folder: str) -> None:
-    """Loads a folder of safetensors into a prepared model, block by block, straight into its tiers. Files as they are on
-    the hub are converted as ``from_pretrained`` of transformers does it, a parameter at a time.
+    """Loads a folder of safetensors into a prepared model, block by block, straight into its tiers.
+
+    Files as they are on the hub are converted as ``from_pretrained`` of transformers does it, a parameter at a time.
 
     Raises ``ConfigError`` naming the first tensor that is missing or has another shape.
     """
