@@ -12,6 +12,7 @@ from torch import nn
 
 from forebay import api
 from forebay.checkpoint.archive import write_archive
+from forebay.checkpoint.converted import as_filed
 from forebay.checkpoint.dcp import Later, write_dcp
 from forebay.checkpoint.export import SHARD_NBYTES, write_configuration, write_safetensors
 from forebay.checkpoint.source import ModelSource, Source
@@ -45,7 +46,8 @@ def export(
     """Writes a prepared model into ``folder``, which is new or empty, part of a tensor in memory at a time (``dcp``: a
     tensor).
 
-    ``huggingface`` is what ``from_pretrained`` and ``forebay.load`` read. Parameters are written in full precision, as
+    ``huggingface`` is what ``save_pretrained`` writes, and ``from_pretrained`` and ``forebay.load`` read: a parameter
+    that transformers takes apart for that is in memory whole meanwhile. Parameters are written in full precision, as
     ``dtype`` where one is given. ``dcp`` takes the states of ``optimizer`` along, under the names of
     ``torch.distributed.checkpoint.state_dict``, for another program to go on with. Returns the files.
 
@@ -67,7 +69,9 @@ def export(
             f"the states of {wholes[0].name} are in tiles, which no other program has; leave the optimizer"
         )
     session.contents.whole()  # parameters and states are of the same moment, whichever is read first
-    source = _source(model, session, wide=True)
+    source: Source = _source(model, session, wide=True)
+    if layout == "huggingface":
+        source = as_filed(source, model)
     states = None if optimizer is None else _states(session, optimizer)
     target = new_folder(Path(folder))
     try:

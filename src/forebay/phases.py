@@ -4,9 +4,10 @@ A phase has two parts. What the *ledgers* count: the arenas, the slots, the file
 make. And what is *beside* them: host memory that loading and saving pass bytes through and that no budget counts. The
 second is small (at most about one block) and short, but it is there, so it is said.
 
-Not counted anywhere: the interpreter and its libraries, the page cache (files of weights are mapped), and what the
-caller holds: a model that was built with real weights (build it on the meta device), or a ``state_dict`` of the whole
-model or optimizer (load it with ``mmap=True``).
+Not counted anywhere: the interpreter and its libraries, the page cache (files of weights are mapped), what the caller
+holds: a model that was built with real weights (build it on the meta device), or a ``state_dict`` of the whole model or
+optimizer (load it with ``mmap=True``), and a parameter that transformers puts together of several tensors of a file, or
+takes apart for an export (``checkpoint.conversion``): a trace does not know of that.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import transformers
 
 import forebay
 from forebay.checkpoint.weights import Weights
+from forebay.cli.export import export
 from forebay.errors import ConfigError
 from forebay.recipes.sources import build_as, find, kind_of, read_config
 
@@ -106,3 +107,36 @@ def test_an_expert_that_is_not_there_is_told(tmp_path: Path) -> None:
         forebay.load(model, str(tmp_path))
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     forebay.close(model)
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    weights = Weights(folder)
+    return {name: weights.read(name) for name in weights.names}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_an_export_is_what_save_pretrained_writes(head: str, tmp_path: Path) -> None:
+    saved(head, tmp_path / "saved")
+    model = prepared(tmp_path / "saved")
+    forebay.load(model, str(tmp_path / "saved"))
+    forebay.export(model, tmp_path / "exported")
+    forebay.close(model)
+    expected, found = files_of(tmp_path / "saved"), files_of(tmp_path / "exported")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["as on the hub", "as the model is built"])
+def test_a_run_is_exported_by_either_names(tmp_path: Path, *, own: bool) -> None:
+    model = saved("MixtralForCausalLM", tmp_path / "run")
+    values, expected = model.state_dict(), files_of(tmp_path / "run")
+    if own:
+        save_file({name: value.contiguous() for name, value in values.items()}, tmp_path / "run" / "model.safetensors")
+    export(tmp_path / "run", tmp_path / "exported", dtype="float32")
+    found = files_of(tmp_path / "exported")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    export(tmp_path / "run", tmp_path / "torch", layout="torch")
+    state = torch.load(tmp_path / "torch" / "model.pt", weights_only=True)
+    assert set(state) == set(values)
+    assert all(torch.equal(state[name], value) for name, value in values.items())

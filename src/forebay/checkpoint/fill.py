@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from forebay.checkpoint.converted import Converted, as_wanted
-from forebay.checkpoint.weights import Weights
+from forebay.checkpoint.converted import as_wanted
+from forebay.checkpoint.weights import Tensors, Weights
 from forebay.errors import ConfigError, ModelError
 from forebay.phases import PASSING
 from forebay.runtime.contents import LazyTensors
@@ -33,7 +33,7 @@ class _Source:
     whole: Whole | None = None
     number: int = 0
 
-    def read(self, weights: Weights | Converted) -> torch.Tensor:
+    def read(self, weights: Tensors) -> torch.Tensor:
         """The value, which is mapped and not read."""
         value = weights.read(self.name)
         return value if self.whole is None else self.whole.layer.grid.cut(value, self.number)
@@ -64,7 +64,7 @@ def _names(session: Session, model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_buffers())
 
 
-def _sources(weights: Weights | Converted, session: Session, model: nn.Module) -> dict[str, _Source]:
+def _sources(weights: Tensors, session: Session, model: nn.Module) -> dict[str, _Source]:
     found: dict[str, _Source] = {}
     for whole in wholes_of(model):
         name = _expected(weights, whole.name, whole.aliases, whole.layer.grid.shape)
@@ -75,7 +75,7 @@ def _sources(weights: Weights | Converted, session: Session, model: nn.Module) -
     return found
 
 
-def _expected(weights: Weights | Converted, name: str, aliases: tuple[str, ...], shape: tuple[int, ...]) -> str:
+def _expected(weights: Tensors, name: str, aliases: tuple[str, ...], shape: tuple[int, ...]) -> str:
     """Under which name ``weights`` have a tensor of this ``shape``: its own or that of a tied one. Raises
     ``ConfigError``."""
     found = next((n for n in (name, *aliases) if n in weights), None)
@@ -88,7 +88,7 @@ def _expected(weights: Weights | Converted, name: str, aliases: tuple[str, ...],
     return found
 
 
-def _expect_shape(weights: Weights | Converted, name: str, shape: tuple[int, ...]) -> None:
+def _expect_shape(weights: Tensors, name: str, shape: tuple[int, ...]) -> None:
     there = weights.entry(name).shape
     if there != shape:
         raise ConfigError(

@@ -9,11 +9,11 @@ from typing import final
 import torch
 from torch import nn
 
-from forebay.checkpoint.weights import Entry, Weights
+from forebay.checkpoint.weights import Entry, Tensors
 from forebay.errors import ConfigError
 from forebay.runtime.wholes import wholes_of
 
-__all__ = ["FolderSource", "ModelSource", "Source", "kept_dtype", "saved_buffers"]
+__all__ = ["FolderSource", "ModelSource", "Source", "kept_dtype", "saved_buffers", "saved_names"]
 
 PIECE = 1 << 18
 """Elements that are converted to another dtype at a time."""
@@ -74,17 +74,16 @@ class ModelSource(Source):
 
 @final
 class FolderSource(Source):
-    """A folder of safetensors. ``model``, on the meta device, says which names are tied (None: nobody asks).
+    """A folder of safetensors, by the names of ``model``, which is on the meta device and says which are tied.
 
     Raises ``ConfigError`` for a folder that is not that model's.
     """
 
-    def __init__(self, weights: Weights, model: nn.Module | None = None) -> None:
+    def __init__(self, weights: Tensors, model: nn.Module) -> None:
         self._weights = weights
         self.entries = {name: weights.entry(name) for name in weights.names}
-        self.aliases = {} if model is None else _aliases(model, self.entries)
-        if model is not None:
-            self._expect_whole(model)
+        self.aliases = _aliases(model, self.entries)
+        self._expect_whole(model)
 
     def read(self, name: str) -> torch.Tensor:
         return self._weights.read(name)
@@ -108,6 +107,11 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 saved[name] = buffer
     return saved
+
+
+def saved_names(model: nn.Module) -> list[str]:
+    """Of all parameters, tied ones under each of their names, and of the buffers that belong to the state dict."""
+    return [*(name for name, _ in model.named_parameters(remove_duplicate=False)), *saved_buffers(model)]
 
 
 def kept_dtype(entry: Entry, dtype: torch.dtype | None) -> torch.dtype:

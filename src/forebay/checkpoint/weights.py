@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from forebay.errors import ConfigError
 
-__all__ = ["INDEX", "Entry", "Weights"]
+__all__ = ["INDEX", "Entry", "Tensors", "Weights"]
 
 INDEX: Final = "model.safetensors.index.json"
 
@@ -47,26 +47,49 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+class Tensors(Protocol):
+    """Tensors of ``folder`` by name, each read when it is asked for. What cannot be read raises ``ConfigError``."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def entry(self, name: str) -> Entry:
+        """Shape and dtype of a tensor, without its values."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values of a tensor."""
+
+
 @final
 class Weights:
     """The tensors of a folder of safetensors. Raises ``ConfigError`` where it has none, or they cannot be read."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._folder = folder
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder} to load weights from")
         self._file_of = dict(self._index())
 
     @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, in the order of the index, or of the files."""
+        """In the order of the index, or of the files."""
         return tuple(self._file_of)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
     def entry(self, name: str) -> Entry:
-        """Shape and dtype of a tensor, without its values. Raises ``ConfigError``."""
         path = self._file_of[name]
         with self._open(path) as tensors:
             part = self._named(path, name, lambda: tensors.get_slice(name))
@@ -76,7 +99,6 @@ class Weights:
             return Entry(tuple(part.get_shape()), _DTYPES[kind])
 
     def read(self, name: str) -> torch.Tensor:
-        """The values of a tensor. Raises ``ConfigError``."""
         path = self._file_of[name]
         with self._open(path) as tensors:
             value: torch.Tensor = self._named(path, name, lambda: tensors.get_tensor(name))

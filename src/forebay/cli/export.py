@@ -65,16 +65,18 @@ def export(run: Path, to: Path, *, layout: str | None = None, dtype: str | None 
     Raises a ``UsageError`` for a folder without a model and for a layout or a dtype that there is not, ``StorageError``
     when ``to`` cannot be written.
     """
-    from forebay.checkpoint.source import FolderSource
+    from forebay.checkpoint.converted import as_filed, as_wanted
+    from forebay.checkpoint.source import FolderSource, Source, saved_names
     from forebay.checkpoint.weights import Weights
     from forebay.exporting import new_folder, write
     from forebay.recipes.tasks import build_any
 
     chosen, kept = _layout(layout), _dtype(dtype)
     found = _model_in(run)
-    # The model on the meta device says which names are tied; a folder for transformers has each of them once anyway.
-    model = None if chosen == "huggingface" else build_any(found, dtype or "float32")
-    source = FolderSource(Weights(run), model)
+    model = build_any(found, dtype or "float32")  # on the meta device
+    source: Source = FolderSource(as_wanted(Weights(run), model, saved_names(model)), model)
+    if chosen == "huggingface":
+        source = as_filed(source, model)
     target = new_folder(to)
     try:
         files = write(source, target, chosen, kept)
