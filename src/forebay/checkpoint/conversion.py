@@ -74,12 +74,21 @@ class Group:
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether transformers has anything to do with the names of ``model``: a release before 5 has not."""
+    """Whether transformers has anything to do with the names of ``model``: a release before 5 has not, and what the
+    first ones of 5 do is left to them."""
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return False
     try:
-        import transformers.conversion_mapping  # noqa: F401
+        # All that is used below, where a release that lacks a part of it is none to begin with.
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
+        from transformers.core_model_loading import (  # noqa: F401
+            PrefixChange,
+            apply_converters,
+            apply_renamings,
+            dot_natural_key,
+            rename_source_key,
+        )
     except ImportError:
         return False
     return True
