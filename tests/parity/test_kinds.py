@@ -118,9 +118,10 @@ def test_too_many_tokens_are_refused(tmp_path: Path) -> None:
 
 
 def test_training_is_for_causal_language_models(tmp_path: Path) -> None:
-    name = folder(tmp_path / "it", "BertForMaskedLM", "Bert")
-    with pytest.raises(ModelError, match="is a BertForMaskedLM, a masked language model, and here causal language"):
-        build(find(name), "float32")
+    for head, family in (("BertForMaskedLM", "Bert"), ("BertForPreTraining", "Bert")):
+        name = folder(tmp_path / head, head, family)
+        with pytest.raises(ModelError, match=rf"is a {head}, and here causal language models are trained"):
+            build(find(name), "float32")
 
 
 @pytest.mark.parametrize("head", ["BertForQuestionAnswering", "WhisperForConditionalGeneration"])

@@ -85,11 +85,12 @@ def build(source: ModelSource, dtype: str) -> nn.Module:
     says it is of another one.
     """
     config = read_config(source)
-    kind = kind_of(source, config)
-    if config.architectures and kind is not CAUSAL:
+    classes = tuple(config.architectures or ())
+    head = names_head(classes)
+    if head is not None and named(classes, config.model_type) is not CAUSAL:
         raise ModelError(
-            f"{source.name} is a {config.architectures[0]}, {kind.what}, and here causal language models are trained; "
-            f"in a loop of your own, or with the Trainer of transformers, forebay.prepare takes any model"
+            f"{source.name} is a {head}, and here causal language models are trained; in a loop of your own, or with "
+            f"the Trainer of transformers, forebay.prepare takes any model"
         )
     return build_as(source, dtype, CAUSAL, config)
 
