@@ -210,9 +210,10 @@ def test_with_the_compilers_own_saves_numbers_are_those_of_the_compiled_model(co
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_buffers_that_only_a_later_forward_changes(compiler: str) -> None:
-    """Planned in evaluation, run again in training. Whether torch counts the changes, and whether the block reads what
-    has changed, is the compiler's to say."""
-    plain, evaluated = _normed(compiler), _normed(compiler).eval()
+    """Planned with the block in evaluation, run again in training. Whether torch counts the changes, and whether the
+    block reads what has changed, is the compiler's to say."""
+    plain, evaluated = _normed(compiler), _normed(compiler)
+    evaluated.layers.eval()
     optimizer = torch.optim.AdamW(evaluated.parameters(), lr=1e-2)
     given = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     model, _ = forebay.prepare(evaluated, optimizer, (given,), device_memory="1MiB", policy="recompute", device="cpu")

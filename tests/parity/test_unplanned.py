@@ -77,14 +77,18 @@ def test_an_evaluation(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
 def test_another_argument() -> None:
     """At most two are named, none at length. What is the same, or smaller, is not."""
     planned = Unplanned((torch.zeros(2, 3),), {"mask": [torch.zeros(4)], "scale": 2})
-    assert planned.remark((torch.zeros(2, 2),), {"mask": [torch.zeros(4)], "scale": 2}, 0) == ""
-    said = planned.remark((torch.zeros(2, 3),), {"mask": [torch.zeros(5)], "scale": 2, "note": "a" * 50, "last": 1}, 0)
+    assert planned.remark((torch.zeros(2, 2),), {"mask": [torch.zeros(4)], "scale": 2}, 0, evaluates=False) == ""
+    said = planned.remark(
+        (torch.zeros(2, 3),), {"mask": [torch.zeros(5)], "scale": 2, "note": "a" * 50, "last": 1}, 0, evaluates=True
+    )
     assert said == (
         f"this forward has mask.0 (5,), note '{36 * 'a'}..., and the plan was made for mask.0 (4,), no note: give "
         f"prepare() the batch that takes the most"
     )
-    assert "scale 3, and the plan was made for scale 2:" in planned.remark((), {"scale": 3}, 0)
-    assert planned.remark((), {}, 1).startswith("the plan was made for one forward before each backward, and this is ")
+    assert "scale 3, and the plan was made for scale 2:" in planned.remark((), {"scale": 3}, 0, evaluates=False)
+    assert planned.remark((), {}, 1, evaluates=True).startswith(
+        "the plan was made for one forward before each backward, and this is "
+    )
 
 
 def test_a_second_forward(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
