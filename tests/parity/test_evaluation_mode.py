@@ -4,6 +4,7 @@ is in training mode, within the budget in either, and left in the mode in which 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,28 @@ def test_what_came_in_evaluation_mode_trains_in_either(make: Callable[[], nn.Mod
     assert report.timeline.peaks[Tier.DEVICE] <= least
     values = model.state_dict()
     assert all(torch.equal(values[name], value) for name, value in plain.state_dict().items())
+    forebay.close(model)
+
+
+class Around(nn.Module):
+    """In training mode, around a model that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt2().eval()
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.inner(**batch)
+
+
+def test_a_model_around_one_that_came_in_evaluation_mode() -> None:
+    plain = Around().train()
+    expected = steps(plain, adamw(plain))
+    model, optimizer, least = prepared(Around())
+    assert model.training and not any(module.training for module in model.inner.modules())
+    model.train()
+    assert steps(model, optimizer) == expected
+    assert forebay.report(model).timeline.peaks[Tier.DEVICE] <= least
     forebay.close(model)
 
 

@@ -92,7 +92,7 @@ def capture(
 
     Parameters, buffers and batch may be real or on the meta device; nothing is computed, and nothing is changed: what
     the model's forward does to attributes of its modules is undone (``attributes``). A model in evaluation mode, as
-    ``from_pretrained`` leaves it, is recorded as it is in training mode. The batch's integers are used
+    ``from_pretrained`` leaves it, is recorded as it is in training mode (``modes``). The batch's integers are used
     where the model asks for values (on meta: made-up ones); routes that follow from floats are taken as balanced, and
     where sizes follow from them, the step is captured again for ``Trace.extremes``. ``optimizer`` is one of ``STATES``
     or an optimizer; ``blocks`` are as in ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are

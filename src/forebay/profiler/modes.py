@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,19 +13,38 @@ __all__ = ["as_trained"]
 
 @contextmanager
 def as_trained(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is in training mode; after it every module is in the mode in which it was. Where the model is
-    in training mode already, modules of it that are not (a frozen batch norm, say) stay as they are.
+    """Inside, ``model`` is in training mode, and so is what it was built around that ``from_pretrained`` of
+    transformers leaves in evaluation mode (by adapters, or a class of the user's); after it every module is in the mode
+    in which it was. Other parts of a model in training mode that are not (a frozen batch norm, say) stay as they are.
 
-    ``from_pretrained`` leaves models in evaluation mode, and ``model.train()`` comes before the plan or after it. What
-    dropout keeps has to be in the plan.
+    ``model.train()`` comes before the plan or after it, and what dropout keeps has to be in the plan.
     """
-    if model.training:
-        yield
-        return
-    modes = [(module, module.training) for module in model.modules()]
+    left = list(_left_in_evaluation(model))
+    modes = [(module, module.training) for one in left for module in one.modules()]
     try:
-        model.train()
+        for one in left:
+            one.train()
         yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _left_in_evaluation(module: nn.Module) -> Iterator[nn.Module]:
+    """``module`` itself, or the outermost models of transformers in it, where they are in evaluation mode."""
+    if not module.training:
+        yield module
+        return
+    yield from _pretrained(module)
+
+
+def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    if isinstance(module, library.PreTrainedModel):
+        if not module.training:
+            yield module
+        return
+    for child in module.children():
+        yield from _pretrained(child)
