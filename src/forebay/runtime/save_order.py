@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple, final
+from weakref import WeakKeyDictionary
 
 import torch
 
 from forebay.errors import ForebayError
-from forebay.runtime.by_storage import ByStorage
 from forebay.runtime.stash import Stash, Ticket
 from forebay.treatments import Treatment
 
@@ -85,7 +85,7 @@ class SaveOrder:
         # By the shape of the batch; None: passes are not learned, or not any more.
         self._known: dict[Hashable, _Learned] | None = None if by_op else {}
         # Storages that named ops have made and nobody has saved yet.
-        self._noted = ByStorage[Due]()
+        self._noted = WeakKeyDictionary[torch.UntypedStorage, Due]()
         # Of the pass that runs; ``_like`` is the one that it follows.
         self._pass = _Pass.SEEN
         self._like = _Learned({}, (), 0)
@@ -125,14 +125,14 @@ class SaveOrder:
         if self._by_op:
             self._stash.treat(tensor, due.treatment, due.what, signs=signs)
         else:
-            self._noted.put(tensor.untyped_storage(), due)
+            self._noted[tensor.untyped_storage()] = due
 
     def saved(self, tensor: torch.Tensor) -> Ticket | None:
         """``tensor``, which is no parameter that streams, is saved; its ticket, if its storage is treated."""
         place = self._place
         self._place = place + 1
         if self._pass is not _Pass.FOLLOWED:
-            due = self._noted.pop(tensor.untyped_storage())
+            due = self._noted.pop(tensor.untyped_storage(), None)
             return self._stash.ticket_of(tensor) if due is None else self._treated(tensor, due, place)
         entry = self._like.due.get(place)
         if entry is None:

@@ -34,7 +34,6 @@ from forebay.errors import ForebayError, SessionClosed
 from forebay.layout import MOVED_LEAST
 from forebay.memory import Kind
 from forebay.plans import Streaming
-from forebay.runtime.by_storage import ByStorage
 from forebay.runtime.codes import Coder, Form, decoded, is_codable
 from forebay.runtime.depots import Depot, Range
 from forebay.scheduling.activations import Reloads
@@ -137,8 +136,9 @@ class Stash:
         self.coder = Coder(torch_device)
         self._window = TransferWindow(device, streaming.offload_window)
         self._reloads = Reloads[_Treated](streaming.reload_window, self._reload)
-        # The tickets of this forward, for as long as something may yet save what they stand for.
-        self._made = ByStorage[Ticket]()
+        # The tickets of this forward, for as long as something may yet save what they stand for: each goes with its
+        # storage, in whatever thread lets go of that last.
+        self._made = weakref.WeakKeyDictionary[torch.UntypedStorage, Ticket]()
         # Weak: a job that failed holds its error, whose frames hold the ticket of whoever was told.
         self._live: weakref.WeakSet[_Treated] = weakref.WeakSet()
         # Of tickets that are gone: just so, and until the jobs that use them are done.
@@ -206,7 +206,7 @@ class Stash:
             treated.rest = look[part:].clone()
             self._watch.found(treated.rest, Kind.ACTIVATION)
         del look
-        self._made.put(storage, ticket)
+        self._made[storage] = ticket
         left = None if treated.range is None else treated.range.left
         if left is not None:
             self._reloads.offloaded(treated, in_transit)
