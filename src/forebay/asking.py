@@ -60,10 +60,6 @@ class Asking:
     def plan(self, loss: Loss) -> Plan:
         """The plan with the loss computed as ``loss`` says. Raises ``DoesNotFit``, and ``ModelError`` for a loss that
         cannot be computed so."""
-        with as_trained(self.model):
-            return self._with_loss(loss)
-
-    def _with_loss(self, loss: Loss) -> Plan:
         here = torch.device(self.device.name)
         if loss == "chunked":
             cut = forced_cut(self.model, self.batch, self.budget.device, here)
@@ -130,7 +126,8 @@ class Asking:
             kind = torch.device(self.device.name).type
             # Micro-batches that pass the model together run as written (``runtime.accumulate``).
             take = partial(capture, self.model, self.batch, self.optimizer, kind, self.blocks, piece, self.loss_fn)
-            captured = as_compiled(self.model, kind, take) if self.micro_batches == 1 else take()
+            with as_trained(self.model):
+                captured = as_compiled(self.model, kind, take) if self.micro_batches == 1 else take()
         except CaptureFailed as error:
             # Whatever a model does with values it does not have ends here; the plan says that it does not know.
             warnings.warn(

@@ -20,8 +20,8 @@ from forebay.checkpoint.weights import INDEX, Entry
 from forebay.errors import ConfigError, ModelError, StorageError
 from forebay.layout import needs_master
 from forebay.optim.streamed import groups_with
-from forebay.recipes.tasks import is_transformers
 from forebay.runtime.hooks import prepared_session, session_of
+from forebay.runtime.pretrained import is_pretrained
 from forebay.runtime.session import Session
 from forebay.runtime.wholes import wholes_of
 from forebay.states import form_of, plain_name
@@ -59,7 +59,7 @@ def export(
         raise ModelError("this model is not prepared; save it with its own save_pretrained or torch.save")
     if layout not in LAYOUTS:
         raise ConfigError(f"there is no layout {layout!r}; layouts are {', '.join(LAYOUTS)}")
-    if layout == "huggingface" and not is_transformers(model):
+    if layout == "huggingface" and not is_pretrained(model):
         raise ModelError(f"{type(model).__name__} is not a model of transformers; use layout='torch' or layout='dcp'")
     if optimizer is not None and layout != "dcp":
         raise ConfigError(f"layout {layout!r} holds no optimizer states; leave the optimizer, or use layout='dcp'")

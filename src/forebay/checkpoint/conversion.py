@@ -8,7 +8,6 @@ have the old names. Here it is done by the same table, one parameter at a time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import nn
 
 from forebay.checkpoint.weights import Entry
 from forebay.errors import ConfigError
+from forebay.runtime.pretrained import is_pretrained
 
 __all__ = ["Group", "is_converted", "to_files", "to_model"]
 
@@ -76,14 +76,15 @@ class Group:
 def is_converted(model: nn.Module) -> bool:
     """Whether transformers has anything to do with the names of ``model``: a release before 5 has not, and what the
     first ones of 5 do is left to them."""
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    if not is_pretrained(model):
         return False
     try:
         # All that is used below, where a release that lacks a part of it is none to begin with.
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
         from transformers.core_model_loading import (  # noqa: F401
             PrefixChange,
+            WeightConverter,
+            WeightRenaming,
             apply_converters,
             apply_renamings,
             dot_natural_key,

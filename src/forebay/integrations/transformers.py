@@ -40,8 +40,8 @@ from forebay.integrations.common import (
     stream_quantised,
 )
 from forebay.optim.streamed import StreamedOptimizer
-from forebay.recipes.tasks import is_transformers
 from forebay.runtime.hooks import is_prepared
+from forebay.runtime.pretrained import is_pretrained
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -118,7 +118,7 @@ class ForebayMixin(_Base):
             from forebay.integrations.peft import adapter_state
 
             state_dict = adapter_state(self._trained)  # type: ignore[arg-type]
-        if state_dict is not None or not is_prepared(self._trained) or not is_transformers(self._trained):
+        if state_dict is not None or not is_prepared(self._trained) or not is_pretrained(self._trained):
             super()._save(output_dir, state_dict)
             return
         folder = str(self.args.output_dir) if output_dir is None else output_dir

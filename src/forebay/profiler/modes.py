@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+from forebay.runtime.pretrained import is_pretrained
 
 __all__ = ["as_trained"]
 
@@ -39,10 +40,7 @@ def _left_in_evaluation(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _pretrained(module: nn.Module) -> Iterator[nn.Module]:
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None:
-        return
-    if isinstance(module, library.PreTrainedModel):
+    if is_pretrained(module):
         if not module.training:
             yield module
         return

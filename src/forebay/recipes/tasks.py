@@ -17,7 +17,7 @@ from forebay.recipes.sources import ModelSource, build_as, find, kind_of, read_c
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Sample", "build_any", "depth", "is_transformers", "names_function", "sample"]
+__all__ = ["Sample", "build_any", "depth", "names_function", "sample"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ def _from_function(name: str, batch: int, seq: int, dtype: str, on: str) -> Samp
     import torch
     from torch import nn
 
+    from forebay.runtime.pretrained import is_pretrained
+
     function = _find_function(name)
     try:
         with torch.device(on):
@@ -125,7 +127,7 @@ def _from_function(name: str, batch: int, seq: int, dtype: str, on: str) -> Samp
         # The function is the user's: whatever it raises is an answer to them and not a fault of ours.
         raise ModelError(f"{name} failed on the {on} device: {type(error).__name__}: {_first_line(error)}") from error
     if isinstance(made, nn.Module):
-        if not is_transformers(made):
+        if not is_pretrained(made):
             raise ModelError(
                 f"{name} returned a {type(made).__name__} alone, and forebay knows the inputs of transformers models "
                 f"only; return (model, batch), batch being what the model's forward is called with"
@@ -153,17 +155,6 @@ def _find_function(name: str) -> Any:
     if not callable(function):
         raise ModelError(f"{where} has no function {attribute!r}; a model is given as package.module:function")
     return function
-
-
-def is_transformers(model: nn.Module) -> bool:
-    """Whether ``model`` is one of transformers, if that is installed at all."""
-    from importlib.util import find_spec
-
-    if find_spec("transformers") is None:
-        return False
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel)
 
 
 def _first_line(error: Exception) -> str:

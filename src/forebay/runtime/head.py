@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from forebay.errors import ModelError
 from forebay.runtime.cross_entropy import picked_log_probabilities
+from forebay.runtime.pretrained import is_pretrained
 from forebay.runtime.tiled_loss import picked_from_tiles
 from forebay.runtime.tiles import TiledLinear
 
@@ -56,10 +57,10 @@ class Recognised:
 def recognise(model: nn.Module) -> Recognised | str:
     """The language model, ``model`` itself or a module of it, whose loss can be computed in pieces; or, in words, why
     there is none. Whether its logits reach the loss as the head made them shows when it runs."""
-    library, losses = sys.modules.get("transformers"), sys.modules.get("transformers.loss.loss_utils")
-    if library is None or losses is None:
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    if losses is None:
         return "the model is none of transformers"
-    found = [(m, head) for m in model.modules() if (head := _head_of(m, library.PreTrainedModel)) is not None]
+    found = [(m, head) for m in model.modules() if (head := _head_of(m)) is not None]
     if len(found) != 1:
         return f"there are {len(found)} language models with a linear head in the model"
     whole, head = found[0]
@@ -83,8 +84,8 @@ def _asks_for_loss(kind: type) -> bool:
     return isinstance(wrapped, FunctionType) and "loss_function" in wrapped.__code__.co_names
 
 
-def _head_of(module: Any, of_library: Any) -> nn.Linear | TiledLinear | None:
-    head = module.get_output_embeddings() if isinstance(module, of_library) else None
+def _head_of(module: Any) -> nn.Linear | TiledLinear | None:
+    head = module.get_output_embeddings() if is_pretrained(module) else None
     # Exactly this class: what is made of one (adapters, quantised weights) computes something else.
     return head if type(head) is nn.Linear or isinstance(head, TiledLinear) else None
 

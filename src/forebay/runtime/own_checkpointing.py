@@ -7,13 +7,14 @@ to it: the numbers are the same.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from forebay.plans import Plan
+from forebay.runtime.pretrained import is_pretrained
 
 __all__ = ["LEFT_TO_THE_PLAN", "as_planned", "leave_to_plan", "left_to"]
 
@@ -22,10 +23,7 @@ LEFT_TO_THE_PLAN = "the model's own activation checkpointing is off: the plan sa
 
 def leave_to_plan(model: nn.Module) -> Callable[[], None] | None:
     """Switches it off in all of ``model``. Returns what switches it on again where it was on, None where it was not."""
-    library = sys.modules.get("transformers")
-    if library is None:
-        return None
-    own = [m for m in model.modules() if isinstance(m, library.PreTrainedModel)]
+    own: list[Any] = [module for module in model.modules() if is_pretrained(module)]
     found = {m for whole in own for m in whole.modules() if vars(m).get("gradient_checkpointing") is True}
     if not found:
         return None
