@@ -52,9 +52,6 @@ hundredths."""
 SWEPT_MOST = 1000
 """Buffers of the largest part that is swept: what one more takes grows with those that come before and after it."""
 
-DRAWN_MOST = 1500
-"""Buffers of the largest part of which drawings are looked for: to test one takes 10 microseconds a buffer."""
-
 POOLED_MOST = 3000
 """Buffers of the largest part that is searched with a pool: of 20,000 it finds no lower layouts in 10 seconds."""
 
@@ -103,13 +100,13 @@ def _improvers(table: Table, aim: Aim, best: Found) -> list[Improver]:
     joined = [Multilevel(table, best, target, aim.deadline)] if table.aligned and count <= JOINED_MOST else []
     beams = [Beams(table, task_of(table), best, aim)] if count <= BEAM_MOST else []
     sweeps = [Sweeps(table, best, target)] if table.aligned and count <= SWEPT_MOST else []
-    drawings = [Drawings(table, best, target)] if table.aligned and count <= DRAWN_MOST else []
+    drawings = [Drawings(table, best, target)] if table.aligned else []
     found: list[Improver] = []
     for name in SHAKEN:
         shaken = [Shaker(table, order_by(table, name), target)]
         # Sweeps have every other turn: five of nine hard sets were found so, two before (docs/log.md, 2026-11-23).
         for others in (joined, pools, beams, joined, pools, shaken):
-            found += [*others, *sweeps, *drawings]
+            found += [*drawings, *others, *sweeps]
     return found
 
 

@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import gcd
 
 import networkx as nx
 import numpy as np
+import rustworkx as rx
 
 from forebay.planners.layout.table import Column, Table
 
@@ -35,12 +37,16 @@ TOGETHER = 3
 LOOSE = 24
 """Free pieces, at most, of which some are looked for that end together."""
 
-MANY = 11
+MANY = 14
 """Edges that end at one time, or begin, beyond which they are taken to be at one segment: there are too many ways to
 share more of them."""
 
 WAYS = 60
 """Ways to share the buffers of one time, those with the fewest segments first, that are told apart."""
+
+CHANCE = 1.0
+"""Ways to balance by chance at one time below which one with more segments is the likelier: if bytes balance although
+that was not to be expected, it is because they are at several segments."""
 
 Segment = tuple[tuple[int, ...], tuple[int, ...]]
 """The edges that end at a segment, and those that begin there."""
@@ -60,7 +66,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A rank of time, and the ways to share the edges that end and begin there among segments."""
+    """A rank of time, and the ways to share the edges that end and begin there among segments, the likeliest first."""
 
     time: int
     ways: tuple[Way, ...]
@@ -109,8 +115,17 @@ def moments_of(edges: Sequence[Edge]) -> tuple[Moment, ...]:
     for number, edge in enumerate(edges):
         begins.setdefault(edge.lower, []).append(number)
         ends.setdefault(edge.upper, []).append(number)
-    sizes = [edge.size for edge in edges]
-    return tuple(Moment(time, _ways(ends[time], begins[time], sizes)) for time in sorted(ends) if time in begins)
+    unit = gcd(*(edge.size for edge in edges))
+    sizes = [edge.size // unit for edge in edges]
+    return tuple(Moment(time, _ordered(ends[time], begins[time], sizes)) for time in sorted(ends) if time in begins)
+
+
+def _ordered(ends: Sequence[int], begins: Sequence[int], sizes: Sequence[int]) -> tuple[Way, ...]:
+    """The ways to share what ends and begins at one time, the likeliest first. There are so many pairs of a part of the
+    one and a part of the other, and each has a sum between nothing and all."""
+    ways = _ways(ends, begins, sizes)
+    pairs = 2.0 ** (len(ends) + len(begins) - 2)
+    return ways[::-1] if pairs < CHANCE * sum(sizes[n] for n in ends) else ways
 
 
 def _ways(ends: Sequence[int], begins: Sequence[int], sizes: Sequence[int]) -> tuple[Way, ...]:
@@ -168,12 +183,14 @@ def _placed(edges: Sequence[Edge], ways: Sequence[tuple[int, Way]]) -> tuple[lis
 def drawn(edges: Sequence[Edge], ways: Sequence[tuple[int, Way]]) -> bool:
     """Whether the graph of ``ways``, of as many times as are decided, can be drawn without crossings. An edge of which
     one end is not decided crosses nothing."""
-    graph = nx.Graph([(FIRST, LAST)])
-    tails, heads = _placed(edges, ways)
-    graph.add_edges_from(
-        (tail, head) for tail, head in zip(tails, heads, strict=True) if tail is not None and head is not None
-    )
-    return bool(nx.check_planarity(graph)[0])
+    number: dict[object, int] = {FIRST: 0, LAST: 1}  # of a segment, in the order in which they are met
+    lines = [(0, 1)]
+    for tail, head in zip(*_placed(edges, ways), strict=True):
+        if tail is not None and head is not None:
+            lines.append((number.setdefault(tail, len(number)), number.setdefault(head, len(number))))
+    graph = rx.PyGraph(multigraph=False)
+    graph.extend_from_edge_list(lines)
+    return bool(rx.is_planar(graph))
 
 
 def addresses(edges: Sequence[Edge], ways: Sequence[tuple[int, Way]], count: int) -> Column:

@@ -2,7 +2,7 @@
 
 ``dissections`` says which graph: where it is known of all times how what ends and begins is shared among segments, one
 test tells whether there is a layout, and gives it. At most times there is one way. Those at which there are more are
-decided one after the other, and taken back where what is decided cannot be drawn any more.
+decided one after the other, and what cannot be drawn together is remembered (``conflicts``).
 """
 
 from __future__ import annotations
@@ -14,27 +14,20 @@ from typing import final
 import numpy as np
 
 from forebay.planners.layout.aim import Found
+from forebay.planners.layout.conflicts import Choice, Conflicts, Steps
 from forebay.planners.layout.dissections import Edge, Moment, Way, addresses, drawn, edges_of, moments_of
 from forebay.planners.layout.table import Table
 
 __all__ = ["Drawings"]
 
-SEED = 1
-"""Where the pseudo-random numbers begin: the same search for the same buffers."""
-
-WORK = 4000
-"""Edges that are drawn in one go: some tens of milliseconds."""
-
-TESTS = 60
-"""Drawings of the first try; each further one, which decides in another order, has half as many more."""
+WORK = 80_000
+"""Edges that are drawn in one go, at half a microsecond each: some tens of milliseconds."""
 
 BALANCED = 0.3
 """The share of the times at which as many bytes come as go, below which nothing is tried: memory that is free there
 would be taken for the wrong pieces."""
 
 Decided = list[tuple[int, Way]]
-Steps = Generator[None, None, bool]
-"""A part of the search, which pauses after every drawing; at last whether it is over."""
 
 
 @final
@@ -44,9 +37,7 @@ class Drawings:
 
     def __init__(self, table: Table, best: Found, capacity: int) -> None:
         self._table, self._capacity, self.best = table, capacity // table.unit * table.unit, best
-        self._draw = np.random.default_rng(SEED)
         self._steps = self._search()
-        self._left = 0
 
     def advance(self) -> None:
         """Goes on for some tens of milliseconds; does nothing once there is nothing left to try."""
@@ -64,38 +55,18 @@ class Drawings:
         yield
         if not drawn(edges, decided) or not (yield from _narrowed(edges, decided, unsure)):
             return
-        unsure.sort(key=lambda one: len(one.ways))
-        tests = TESTS
-        over = False
-        while not over:
-            self._left = tests
-            over = yield from self._decide(edges, decided, unsure)
-            unsure = [unsure[place] for place in self._draw.permutation(len(unsure))]
-            tests += tests // 2
 
-    def _decide(self, edges: Sequence[Edge], decided: Decided, unsure: Sequence[Moment]) -> Steps:
-        """Decides the times ``unsure`` in their order, after those of ``decided``. Over once there is a layout, or it
-        is clear that there is none; not if this try has had all its drawings."""
-        if not unsure:
-            offsets = addresses(edges, decided, len(self._table))
+        def decisions(choices: Sequence[Choice]) -> Decided:
+            return [*decided, *((unsure[place].time, unsure[place].ways[way]) for place, way in choices)]
+
+        search = Conflicts([len(one.ways) for one in unsure], lambda choices: drawn(edges, decisions(choices)))
+        choices = yield from search.solve()
+        if choices is not None:
+            offsets = addresses(edges, decisions(choices), len(self._table))
             self.best = Found(offsets, int((offsets + self._table.size).max()), "drawing")
-            return True
-        first, others = unsure[0], unsure[1:]
-        for way in first.ways:
-            if not self._left:
-                return False
-            self._left -= 1
-            yield
-            further = [*decided, (first.time, way)]
-            if drawn(edges, further):
-                before = self.best
-                over = yield from self._decide(edges, further, others)
-                if not over or self.best is not before:
-                    return over
-        return True
 
 
-def _narrowed(edges: Sequence[Edge], decided: Decided, unsure: list[Moment]) -> Steps:
+def _narrowed(edges: Sequence[Edge], decided: Decided, unsure: list[Moment]) -> Steps[bool]:
     """Leaves of the ways of each moment those that can be drawn with what is ``decided``, and moves those that have one
     left to there, until that changes nothing. Whether all have one."""
     before = -1
