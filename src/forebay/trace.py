@@ -330,9 +330,11 @@ class Trace:
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory; of a step that a
-    number decides that is drawn at random (whether a layer is left out), the one with the lowest number. Seconds and
-    simulated bytes are those of the trace itself. The extremes say only what is promised: the most bytes of a plan are
-    the most of any of these traces, each with its own numbers of ops and tensors. Empty where all take the same bytes.
+    number decides that is drawn at random (whether a layer is left out), the one with the lowest number. Of a model
+    whose forward leaves something in its modules for the next one (a mask that is made once), this is a later step, and
+    the first one is an extreme. Seconds and simulated bytes are those of the trace itself. The extremes say only what
+    is promised: the most bytes of a plan are the most of any of these traces, each with its own numbers of ops and
+    tensors. Empty where all take the same bytes.
 
     Raises ``ConfigError`` for another schema, and for extremes of another model or batch, or with extremes of their
     own.

@@ -26,12 +26,20 @@ Function = Callable[["Layer", torch.Tensor], torch.Tensor]
 
 
 class Layer(nn.Module):
-    """Two products with ``between`` between them."""
+    """Two products with ``between`` between them. ``calls`` is counted in a list, where nothing takes it back."""
 
     def __init__(self, between: Function) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.between, self.calls = between, 0
+        self.between, self._counted = between, [0]
+
+    @property
+    def calls(self) -> int:
+        return self._counted[0]
+
+    @calls.setter
+    def calls(self, count: int) -> None:
+        self._counted[0] = count
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1

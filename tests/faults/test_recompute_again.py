@@ -89,7 +89,7 @@ def test_a_forward_that_does_something_else_is_refused(
     forebay.close(model)
 
 
-def test_a_forward_with_side_effects_has_them_twice() -> None:
+def test_what_a_forward_does_to_a_list_it_does_twice() -> None:
     model = prepared(made(plain), ALL)
     one_pass(model)
     assert [layer.calls for layer in model.layers] == [2, 2, 2]

@@ -7,72 +7,119 @@ time. Under fake tensors the counts would be wrong from then on, and the lists a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 from torch import nn
 
-__all__ = ["attributes_put_back"]
+__all__ = ["Attributes", "attributes_put_back"]
+
+
+class _Content(Protocol):
+    """A container, and what was in it."""
+
+    def is_changed(self) -> bool:
+        """Whether something else is in it now."""
+
+    def put_back(self) -> None:
+        """What was in it is in it again."""
+
+
+@final
+class Attributes:
+    """The attributes of all modules of a model as they are now, with what is in the lists, dicts, sets and deques among
+    them, and in these. Other objects that a module refers to are not looked into."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known: dict[int, Any] = {}  # by id; they are held, so that no other object gets one of these ids
+        self._contents: list[_Content] = []
+        for module in model.modules():
+            self._note(module.__dict__)
+
+    def are_changed(self) -> bool:
+        """Whether one of them is another object."""
+        return any(content.is_changed() for content in self._contents)
+
+    def put_back(self) -> None:
+        """All are the same objects as before. What did not change is not touched."""
+        for content in self._contents:
+            if content.is_changed():
+                content.put_back()
+
+    def _note(self, value: Any) -> None:
+        if id(value) in self._known:
+            return
+        if isinstance(value, dict):
+            self._contents.append(_Dict(value, dict(value)))
+            inside = list(value.values())
+        elif isinstance(value, list | deque):
+            self._contents.append(_List(value, list(value)))
+            inside = list(value)
+        elif isinstance(value, set):
+            self._contents.append(_Set(value, set(value)))
+            inside = []
+        elif isinstance(value, tuple):
+            inside = list(value)
+        else:
+            return
+        self._known[id(value)] = value
+        for one in inside:
+            self._note(one)
 
 
 @contextmanager
 def attributes_put_back(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the attributes of all modules of ``model`` are the same objects afterwards, and the lists,
-    dicts, sets and deques among them, and in these, hold the same objects. What did not change is not touched.
-
-    Other objects that a module refers to are not looked into.
-    """
-    known: dict[int, Any] = {}  # by id; they are held, so that no other object gets one of these ids
-    undone: list[Callable[[], None]] = []
-    for module in model.modules():
-        _note(module.__dict__, known, undone)
+    """Whatever runs inside, the ``Attributes`` of ``model`` are afterwards what they were."""
+    before = Attributes(model)
     try:
         yield
     finally:
-        for undo in undone:
-            undo()
+        before.put_back()
 
 
-def _note(value: Any, known: dict[int, Any], undone: list[Callable[[], None]]) -> None:
-    """Adds to ``undone`` what puts the content of a container back, and of those in it."""
-    if id(value) in known:
-        return
-    if isinstance(value, dict):
-        undone.append(partial(_put_back_dict, value, dict(value)))
-        inside = list(value.values())
-    elif isinstance(value, list | deque):
-        undone.append(partial(_put_back_list, value, list(value)))
-        inside = list(value)
-    elif isinstance(value, set):
-        undone.append(partial(_put_back_set, value, set(value)))
-        inside = []
-    elif isinstance(value, tuple):
-        inside = list(value)
-    else:
-        return
-    known[id(value)] = value
-    for one in inside:
-        _note(one, known, undone)
+@final
+@dataclass(frozen=True)
+class _Dict:
+    value: dict[Any, Any]
+    before: dict[Any, Any]
+
+    def is_changed(self) -> bool:
+        now, before = self.value, self.before
+        return not _same(list(now), list(before)) or not _same(list(now.values()), list(before.values()))
+
+    def put_back(self) -> None:
+        self.value.clear()
+        self.value.update(self.before)
 
 
-def _put_back_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if not _same(list(value), list(before)) or not _same(list(value.values()), list(before.values())):
-        value.clear()
-        value.update(before)
+@final
+@dataclass(frozen=True)
+class _List:
+    value: list[Any] | deque[Any]
+    before: list[Any]
+
+    def is_changed(self) -> bool:
+        return not _same(list(self.value), self.before)
+
+    def put_back(self) -> None:
+        self.value.clear()
+        self.value.extend(self.before)
 
 
-def _put_back_list(value: list[Any] | deque[Any], before: list[Any]) -> None:
-    if not _same(list(value), before):
-        value.clear()
-        value.extend(before)
+@final
+@dataclass(frozen=True)
+class _Set:
+    value: set[Any]
+    before: set[Any]
 
+    def is_changed(self) -> bool:
+        return self.value != self.before
 
-def _put_back_set(value: set[Any], before: set[Any]) -> None:
-    if value != before:
-        value.clear()
-        value.update(before)
+    def put_back(self) -> None:
+        self.value.clear()
+        self.value.update(self.before)
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:

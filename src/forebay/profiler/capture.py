@@ -29,7 +29,7 @@ from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerErr
 from forebay.memory import Kind
 from forebay.optim.reading import name_of, read_optimizer
 from forebay.profiler.arrays import Arrays
-from forebay.profiler.attributes import attributes_put_back
+from forebay.profiler.attributes import Attributes, attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
 from forebay.profiler.finish import finish
 from forebay.profiler.guesses import Guess
@@ -139,21 +139,20 @@ def capture(
             unseen_nbytes=step.unseen_nbytes,
             workspace_nbytes=workspaces,
         )
-        return Run(trace, step.recorder, step.arrays.made, step.keeps_cache)
+        return Run(trace, step.recorder, step.arrays.made, step.keeps_cache, step.changes_modules)
 
     def stepped(guess: Guess) -> _Step:
         step = _Step(model, bound, fakes, guess, lambda: None if head is None else ChunkedHead(head, loss_piece))
-        with attributes_put_back(model):
-            step.run(_losing(batch, loss_fn), args, kwargs)
+        step.run(_losing(batch, loss_fn), args, kwargs)
         return step
 
     with as_trained(model), collector_paused(), _one_thread():
         found = guessed(run)
-        if any(extreme.model != found.first.trace.model for extreme in found.extremes):
-            found = guessed(run)  # one of them asked for more than the first run, which asks for it now
-    notes += [*found.notes, *([KEEPS_CACHE] if found.first.keeps_cache else [])]
-    trace = replace(found.first.trace, notes=tuple(notes), extremes=found.extremes)
-    return Captured(trace, found.first.recorder.works.calls)
+        if any(extreme.model != found.typical.trace.model for extreme in found.extremes):
+            found = guessed(run)  # one of them asked for more than the typical one, which asks for it now
+    notes += [*found.notes, *([KEEPS_CACHE] if found.typical.keeps_cache else [])]
+    trace = replace(found.typical.trace, notes=tuple(notes), extremes=found.extremes)
+    return Captured(trace, found.typical.recorder.works.calls)
 
 
 @final
@@ -234,8 +233,10 @@ class _Step:
         self._cut_loss = cut_loss
         self._bound = bound
         self._device = device
+        self._guess = guess
         self.recorder = Recorder(device, guess)
         self.arrays = Arrays()
+        self.changes_modules = False
         self.held_nbytes = 0
         self.unseen_nbytes = 0
         self.keeps_cache = False
@@ -247,14 +248,11 @@ class _Step:
         with as_written(), drawn_alike(), FakeTensorMode(allow_non_fake_inputs=True):
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
-            recorder.follow_modules(self._modules())
-            askers = {name for block in self._bound.model.blocks for name in block.modules}
-            recorder.follow_askers({name: self._model.get_submodule(name) for name in sorted(askers)})
             chunked = self._cut_loss()
             seen = self._model.register_forward_hook(self._see)
             try:
-                with recorder, self.arrays, _quiet_torch():
-                    whole = _Whole(self._model, lambda: self._forward_and_backward(losing, inputs, keywords))
+                with _quiet_torch():
+                    whole = _Whole(self._model, lambda: self._recorded(losing, inputs, keywords))
                     fakes = {f"model.{name}": tensor for name, tensor in at_every_place(self._model, state).items()}
                     # Each place once. With tie_weights a module that occurs twice would be given its fakes by both of
                     # its names, and keep, as what was there before, those that came first.
@@ -276,6 +274,23 @@ class _Step:
 
     def _see(self, model: nn.Module, args: Any, output: Any) -> None:
         self.keeps_cache |= isinstance(output, Mapping) and output.get("past_key_values") is not None
+
+    def _recorded(self, losing: Losing, args: Any, kwargs: Any) -> None:
+        """The step, behind the forward of another one where the guess says so."""
+        recorder = self.recorder
+        with attributes_put_back(self._model):
+            if self._guess.later:
+                # Its own recorder has integers remain real, which the model may keep and ask for.
+                with Recorder(self._device, self._guess), Arrays(), _autocast_on(self._device):
+                    losing(self._model, args, kwargs)
+            recorder.follow_modules(self._modules())
+            askers = {name for block in self._bound.model.blocks for name in block.modules}
+            recorder.follow_askers({name: self._model.get_submodule(name) for name in sorted(askers)})
+            # The hooks are in the modules' attributes, too.
+            before = Attributes(self._model)
+            with recorder, self.arrays:
+                self._forward_and_backward(losing, args, kwargs)
+            self.changes_modules = before.are_changed()
 
     def _forward_and_backward(self, losing: Losing, args: Any, kwargs: Any) -> None:
         recorder = self.recorder

@@ -47,10 +47,12 @@ Place = tuple[str, int]
 @dataclass(frozen=True)
 class Guess:
     """What one run of a capture takes for granted. ``answers`` are those to questions about floats in the places where
-    that of ``draw`` is an error to the model."""
+    that of ``draw`` is an error to the model. ``later``: another step has run before, and the modules have what its
+    forward has left in them (a mask that is made once, say)."""
 
     routing: Routing = Routing.BALANCED
     draw: Draw = Draw.HIGHEST
+    later: bool = False
     answers: Mapping[Place, Draw] = field(default_factory=dict)
 
     def decides(self, place: Place, is_bool: bool) -> bool | float:

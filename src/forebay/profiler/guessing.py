@@ -29,20 +29,23 @@ class Undecided(CaptureFailed):
 @final
 @dataclass(frozen=True)
 class Run:
-    """A step by one guess. ``arrays_made``: NumPy arrays were made up. ``keeps_cache``: its output has one."""
+    """A step by one guess. ``arrays_made``: NumPy arrays were made up. ``keeps_cache``: its output has one.
+    ``changes_modules``: attributes of the model's modules are others behind it."""
 
     trace: Trace
     recorder: Recorder
     arrays_made: bool
     keeps_cache: bool
+    changes_modules: bool
 
 
 @final
 @dataclass(frozen=True)
 class Guessed:
-    """The first run, the traces of others that differ from it, and what is taken for granted, in words."""
+    """The run that is taken for all steps, the traces of others that differ from it, and what is taken for granted, in
+    words."""
 
-    first: Run
+    typical: Run
     extremes: tuple[Trace, ...]
     notes: tuple[str, ...]
 
@@ -55,15 +58,39 @@ Running = Callable[[Guess], Run]
 
 def guessed(run: Running) -> Guessed:
     """``run`` by every guess that makes a difference. Raises ``CaptureFailed`` where there is none that can be
-    recorded."""
-    guess, answers = Guess(), dict[Place, Draw]()
-    first = _settled(run, guess, answers)
-    values = first.recorder.values
+    recorded.
+
+    Where a first step leaves something for the next ones and these run other ops for it, one of these is taken for all,
+    and the first one is an extreme.
+    """
+    guess, answers, notes = Guess(), dict[Place, Draw](), list[str]()
+    typical = _settled(run, guess, answers)
+    begin: tuple[Trace, ...] = ()
+    if typical.changes_modules:
+        later = replace(guess, later=True)
+        try:
+            second = _settled(run, later, answers)
+        except CaptureFailed as error:
+            notes.append(f"every step is taken to be as the first one, since a second one cannot be recorded: {error}")
+        else:
+            if not _is_same(second.trace, typical.trace):
+                begin = (typical.trace, *_by_draws_and_routes(run, guess, typical, answers)[0])
+                guess, typical = later, second
+    others, by_routes, by_draws = _by_draws_and_routes(run, guess, typical, answers)
+    notes += granted(typical.recorder.values, typical.arrays_made, by_routes, by_draws)
+    return Guessed(typical, (*begin, *others), tuple(notes))
+
+
+def _by_draws_and_routes(
+    run: Running, guess: Guess, found: Run, answers: dict[Place, Draw]
+) -> tuple[list[Trace], bool, bool]:
+    """The traces by other routes and draws than those of ``guess``, by which ``found`` is recorded; whether there are
+    some by routes, and some by draws."""
+    values = found.recorder.values
     routes = [replace(guess, routing=routing) for routing in EXTREMES] if values.asked else []
     draws = [replace(guess, draw=guess.draw.other)] if values.drawn or values.decided else []
-    by_routes, by_draws = (_others(first.trace, guesses, run, answers) for guesses in (routes, draws))
-    notes = granted(values, first.arrays_made, bool(by_routes), bool(by_draws))
-    return Guessed(first, (*by_routes, *by_draws), tuple(notes))
+    by_routes, by_draws = (_others(found.trace, guesses, run, answers) for guesses in (routes, draws))
+    return [*by_routes, *by_draws], bool(by_routes), bool(by_draws)
 
 
 def _settled(run: Running, guess: Guess, answers: dict[Place, Draw]) -> Run:

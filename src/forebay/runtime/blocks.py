@@ -51,7 +51,8 @@ def find_blocks(
     that), and so is every tile of a weight; so is every module named in ``override``, where given, instead of those.
     Modules outside of them are merged with their neighbours up to a balanced size. A tied parameter belongs to the
     block of its first owner, and every owner's forward asks for that block; for the blocks named in ``read_outside``
-    the root's does too.
+    the root's does too, and so it does for modules that several of the repeated ones have, or one of them and what lies
+    around: they run while one of these is in use.
 
     Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, and for a root
     that was compiled in place.
@@ -63,8 +64,11 @@ def find_blocks(
     for name, parameter in parameters.items():
         _refuse_immovable(name, parameter)
     modules = dict(root.named_modules())
-    starts = list(whole_blocks(root, override))
-    groups = _group(root, starts, parameters)
+    whole = whole_blocks(root, override)
+    shared = _shared(root, whole.values())
+    starts = [name for name, module in whole.items() if module not in shared]
+    lent = {p for p in parameters if modules[p.rpartition(".")[0]] in shared}
+    groups = _group(starts, parameters, lent)
     owners, asked = _owners(root), _askers(root, groups, starts, parameters)
     blocks = []
     for start, members in groups:
@@ -72,7 +76,7 @@ def find_blocks(
         askers = asked[start]
         held = any(_encloses(owner, other, owners) for owner in askers for other, _ in groups if other != start)
         held = held and start not in starts
-        if start in read_outside:
+        if start in read_outside or members[0] in lent:
             held, askers = True, [*askers, ""]
         blocks.append(Block(start, specs, tuple(dict.fromkeys(askers)), nbytes, held))
     buffers = sum(b.nbytes for b in {id(b): b for b in root.buffers()}.values())
@@ -98,6 +102,22 @@ def _askers(
             inside = home in starts and _within(name, home)
             asked[home] |= dict.fromkeys((home, name) if inside else (name,))
     return {home: list(askers) for home, askers in asked.items()}
+
+
+def _shared(root: nn.Module, wholes: Collection[nn.Module]) -> set[nn.Module]:
+    """Modules that are in several of ``wholes``, or in one of them and outside of it."""
+    around: dict[nn.Module, set[nn.Module]] = {}
+
+    def walk(module: nn.Module, outermost: nn.Module) -> None:
+        known = around.setdefault(module, set())
+        if outermost in known:
+            return
+        known.add(outermost)
+        for child in module.children():
+            walk(child, child if outermost is root and child in wholes else outermost)
+
+    walk(root, root)
+    return {module for module, outer in around.items() if len(outer) > 1}
 
 
 def whole_blocks(root: nn.Module, override: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -204,13 +224,18 @@ def _called(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
-def _group(root: nn.Module, starts: Sequence[str], parameters: dict[str, nn.Parameter]) -> list[tuple[str, list[str]]]:
-    """Names of parameters by block, in the order of the model: first those of ``starts``, then what lies around."""
+def _group(
+    starts: Sequence[str], parameters: dict[str, nn.Parameter], lent: Collection[str]
+) -> list[tuple[str, list[str]]]:
+    """Names of parameters by block, in the order of the model: first those of ``starts``, then what lies around. Those
+    that are ``lent`` to several of these are no part of one, and are by themselves."""
     total = sum(p.nbytes for p in parameters.values())
     groups: list[tuple[str, list[str]]] = []
     loose = 0
     for name, parameter in parameters.items():
-        start = next((s for s in starts if _within(name, s)), None)
+        start = None if name in lent else next((s for s in starts if _within(name, s)), None)
+        if groups and (groups[-1][1][0] in lent) != (name in lent):
+            loose = 0
         if start is not None:
             if groups and groups[-1][0] == start:
                 groups[-1][1].append(name)

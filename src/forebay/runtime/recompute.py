@@ -13,7 +13,8 @@ the parameters again, and what it saves of them holds a lease of the slot until 
 
 Ops of the block that the plan names do not run again (``selective.py``): the region sees them in forward, and gives
 what they made to the recomputation. A forward must do the same things twice; where it is seen not to, backward ends
-with a ``ModelError`` that names the block. What it does beside computing, such as counting its calls, it does twice.
+with a ``ModelError`` that names the block. Buffers and attributes are what they were (``surroundings.py``); what it
+does beside that, such as appending to a list, it does twice.
 
 A block inside a checkpoint of the model's own is left to that one: its hooks are the innermost then. A checkpoint
 inside the block nests: same numbers, but the block is computed once more; choose one of the two.

@@ -8,6 +8,9 @@ buffers      a forward that changes a buffer and computes with it (a running mea
              the first that writes to the buffer. From then on it is made when a forward begins, if it was needed then.
 modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
              they are set as they were, and put back after it.
+attributes   those that the forward has set to something else (a mask that is made once, a count of calls, the state
+             of the step before) are in the second run what they were, and after it what they were in front of it. What
+             is inside of them (of a list, say) is left alone.
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
              ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
 
@@ -21,7 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, final
+from operator import is_
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -84,7 +88,7 @@ class Surroundings:
         modes = tuple([module.training for _, module in self.modules])
         known = self._changed.setdefault(modes, {})
         found = [(m, self._buffers(prefix, m, known)) for prefix, m in self.modules if m._buffers]
-        return Found(self, modes, found, known)
+        return Found(self, modes, found, known, [module.__dict__.copy() for _, module in self.modules])
 
     def copy(self, buffer: torch.Tensor) -> torch.Tensor:
         """What ``buffer`` holds, to be kept."""
@@ -112,8 +116,8 @@ class Surroundings:
 
 @final
 class Found:
-    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any. ``known`` says
-    what forwards in the same modes have done to them."""
+    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, and the
+    ``attributes`` of every module. ``known`` says what forwards in the same modes have done to the buffers."""
 
     def __init__(
         self,
@@ -121,8 +125,10 @@ class Found:
         modes: tuple[bool, ...],
         buffers: Sequence[tuple[nn.Module, Mapping[str, _Buffer | None]]],
         known: dict[str, _Change],
+        attributes: Sequence[dict[str, Any]],
     ) -> None:
         self._around = surroundings
+        self._attributes = attributes
         self._modes = modes
         self._trained = tuple([p.requires_grad for _, p in surroundings.parameters])
         self._versions: tuple[int, ...] | None = None  # None: the forward is not over
@@ -165,6 +171,8 @@ class Found:
     def end(self) -> None:
         """The forward is over: what it has not changed needs no copy."""
         self._versions = tuple([p._version for _, p in self._around.parameters])
+        # Of what was not changed nothing is kept: a tensor may be much.
+        self._attributes = self._changed_attributes()
         for module, buffers in self._buffers:
             for own, buffer in buffers.items():
                 if buffer is None:
@@ -198,17 +206,34 @@ class Found:
         ]
         modes = [(m, m.training, then) for (_, m), then in zip(self._around.modules, self._modes, strict=True)]
         trained = [(p, p.requires_grad, t) for (_, p), t in zip(self._around.parameters, self._trained, strict=True)]
+        earlier = self._changed_attributes() if self._versions is None else self._attributes
+        attributes = [
+            (module.__dict__, then, _those(then, module.__dict__))
+            for then, (_, module) in zip(earlier, self._around.modules, strict=True)
+            if then
+        ]
         try:
+            for own, then, _ in attributes:
+                _set_attributes(own, then)
             for module, _, found in buffers:
                 module._buffers = found
             _set_modes((module, then) for module, now, then in modes if now is not then)
             _set_trained((parameter, then) for parameter, now, then in trained if now is not then)
             yield
         finally:
+            for own, _, now in attributes:
+                _set_attributes(own, now)
             for module, own, _ in buffers:
                 module._buffers = own
             _set_modes((module, now) for module, now, then in modes if now is not then)
             _set_trained((parameter, now) for parameter, now, then in trained if now is not then)
+
+    def _changed_attributes(self) -> list[dict[str, Any]]:
+        """Of each module what the attributes were that are something else now."""
+        return [
+            {} if _is_same(before, module.__dict__) else _those(_differing(before, module.__dict__), before)
+            for before, (_, module) in zip(self._attributes, self._around.modules, strict=True)
+        ]
 
     def _copy(self, buffer: _Buffer | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
         if buffer is None:
@@ -252,6 +277,30 @@ def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 def _set_trained(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
     for parameter, trained in parameters:
         parameter.requires_grad = trained
+
+
+_ABSENT: Final = object()
+"""In the place of an attribute that is not there."""
+
+
+def _is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before.values(), now.values()))
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**before, **now} if before.get(name, _ABSENT) is not now.get(name, _ABSENT)]
+
+
+def _those(names: Iterable[str], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: attributes.get(name, _ABSENT) for name in names}
+
+
+def _set_attributes(attributes: dict[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        if value is _ABSENT:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

@@ -1,0 +1,161 @@
+"""What forwards leave in their modules for the next ones: a mask that is made once, the state of the step before. The
+first step runs other ops than the later ones; both are within the budget and have the bits of plain PyTorch, whatever
+runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import forebay
+from forebay.errors import DoesNotFit
+from forebay.profiler.capture import capture
+
+WIDTH = 64
+
+
+class MakesMasks(nn.Module):
+    """A mask and a bias, made when the first batch of a size comes, by ops that the layer itself runs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mask: torch.Tensor | None = None
+        self.register_buffer("bias", torch.zeros(1, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = (torch.arange(len(x), dtype=x.dtype)[:, None] * 0.1).sin().tanh().add(1).clone()
+            self.bias = torch.ones(len(x), 1).add(0.5).mul(2).exp().tanh()
+        y = torch.tanh(self.up(x))
+        return x + self.down(y * torch.sigmoid(y) * self.mask) * self.bias
+
+
+class Remembers(nn.Module):
+    """Computes with what it has made in the step before, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.before: torch.Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = torch.tanh(self.linear(x)) * (1 + 1 / self.calls)
+        if self.before is not None:
+            y = y * torch.sigmoid(self.before)
+        self.before = y.detach()
+        return x + y
+
+
+class Shows(nn.Module):
+    """Leaves something that its forward never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.shown: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        self.shown = y.detach().mean(1)
+        return x + y
+
+
+LAYERS = (MakesMasks, Remembers, Shows)
+
+
+def model(layer: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for _ in range(5)))
+
+
+def batches(*sizes: int) -> list[torch.Tensor]:
+    return [torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(n)) for n, size in enumerate(sizes)]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor]
+
+    def equals(self, other: Trained) -> bool:
+        ours, others = (*self.losses, *self.weights), (*other.losses, *other.weights)
+        return len(ours) == len(others) and all(map(torch.equal, ours, others))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, given: Sequence[torch.Tensor]) -> Trained:
+    losses = []
+    for x in given:
+        loss = model(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        del loss
+    state = model.state_dict()
+    return Trained(losses, [state[name] for name, _ in model.named_parameters()])
+
+
+def least(layer: Callable[[], nn.Module], policy: str, batch: torch.Tensor) -> int:
+    """Bytes of the device."""
+    refused = model(layer)
+    with pytest.raises(DoesNotFit) as refusal:
+        forebay.prepare(refused, adamw(refused), batch, device_memory=1024, policy=policy, device="cpu")
+    assert refusal.value.needed is not None
+    return refusal.value.needed
+
+
+@pytest.mark.parametrize("room", [1.0, 1.5])
+@pytest.mark.parametrize("policy", ["auto", "recompute", "offload-all", "checkmate", "capuchin"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_all_steps_are_within_the_budget(layer: Callable[[], nn.Module], policy: str, room: float) -> None:
+    given = batches(128, 128, 128)
+    plain = model(layer)
+    expected = trained(plain, adamw(plain), given)
+    # What is needed at least, and the losses that the loop keeps.
+    allowed = int(room * least(layer, policy, given[0])) + 4 * len(given)
+    ours = model(layer)
+    ours, optimizer = forebay.prepare(ours, adamw(ours), given[0], device_memory=allowed, policy=policy, device="cpu")
+    assert trained(ours, optimizer, given).equals(expected)
+    forebay.close(ours)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "checkmate"])
+def test_what_is_made_anew_for_another_size_is_made_anew_when_it_runs_again(policy: str) -> None:
+    given = batches(128, 96, 96, 128)
+    plain = model(MakesMasks)
+    expected = trained(plain, adamw(plain), given)
+    ours = model(MakesMasks)
+    ours, optimizer = forebay.prepare(ours, adamw(ours), given[0], device_memory="64MiB", policy=policy, device="cpu")
+    assert trained(ours, optimizer, given).equals(expected)
+    forebay.close(ours)
+
+
+def test_what_runs_again_counts_once() -> None:
+    (x,) = batches(128)
+    counted = model(Remembers)
+    prepared, _ = forebay.prepare(counted, adamw(counted), x, device_memory="64MiB", policy="recompute", device="cpu")
+    prepared(x).square().mean().backward()
+    layers = [layer for layer in counted if isinstance(layer, Remembers)]
+    assert [layer.calls for layer in layers] == [1] * len(counted)
+    forebay.close(prepared)
+
+
+def test_the_first_step_is_an_extreme_of_the_later_ones() -> None:
+    (x,) = batches(128)
+    made = capture(model(MakesMasks), x).trace
+    (first,) = made.extremes
+    ops = [sum(len(trace.segments[visit.segment].ops) for visit in trace.visits) for trace in (made, first)]
+    assert ops[0] < ops[1]
+    assert capture(model(Shows), x).trace.extremes == ()
