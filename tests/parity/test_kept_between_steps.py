@@ -67,11 +67,63 @@ class Shows(nn.Module):
         return x + y
 
 
-LAYERS = (MakesMasks, Remembers, Shows)
+class Positions(nn.Module):
+    """A table of biases, made when it is asked for more rows than it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, rows: int) -> torch.Tensor:
+        if self.table is None or len(self.table) < rows:
+            self.table = torch.arange(rows, dtype=torch.float32)[:, None].mul(0.1).sin().tanh().sigmoid()
+        table: torch.Tensor = self.table[:rows]
+        return table
 
 
-def model(layer: Callable[[], nn.Module]) -> nn.Sequential:
+class Asks(nn.Module):
+    """Calls the table of positions that it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, positions: nn.Module) -> torch.Tensor:
+        y = torch.tanh(self.up(x))
+        return x + self.down(y * torch.sigmoid(y) * positions(len(x)))
+
+
+class Hands(nn.Module):
+    """Hands its table of positions, or what has parameters of its own, to its layers."""
+
+    def __init__(self, positions: nn.Module) -> None:
+        super().__init__()
+        self.positions = positions
+        self.layers = nn.ModuleList(Asks() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, self.positions)
+        return x
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 1)
+
+    def forward(self, rows: int) -> torch.Tensor:
+        table: torch.Tensor = self.table(torch.arange(rows))
+        return table
+
+
+LAYERS = (MakesMasks, Remembers, Shows, Positions, Learned)
+
+
+def model(layer: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
+    if layer in (Positions, Learned):
+        return Hands(layer())
     return nn.Sequential(*(layer() for _ in range(5)))
 
 
@@ -117,7 +169,7 @@ def least(layer: Callable[[], nn.Module], policy: str, batch: torch.Tensor) -> i
 
 
 @pytest.mark.parametrize("room", [1.0, 1.5])
-@pytest.mark.parametrize("policy", ["auto", "recompute", "offload-all", "checkmate", "capuchin"])
+@pytest.mark.parametrize("policy", ["auto", "recompute", "offload-all", "checkmate", "capuchin", "superneurons"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_all_steps_are_within_the_budget(layer: Callable[[], nn.Module], policy: str, room: float) -> None:
     given = batches(128, 128, 128)
@@ -131,12 +183,15 @@ def test_all_steps_are_within_the_budget(layer: Callable[[], nn.Module], policy:
     forebay.close(ours)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "checkmate"])
-def test_what_is_made_anew_for_another_size_is_made_anew_when_it_runs_again(policy: str) -> None:
-    given = batches(128, 96, 96, 128)
-    plain = model(MakesMasks)
+@pytest.mark.parametrize("policy", ["recompute", "checkmate", "superneurons"])
+@pytest.mark.parametrize("layer", [MakesMasks, Positions])
+def test_what_is_made_anew_for_another_size_is_made_anew_when_it_runs_again(
+    layer: Callable[[], nn.Module], policy: str
+) -> None:
+    given = batches(128, 96, 96, 160)
+    plain = model(layer)
     expected = trained(plain, adamw(plain), given)
-    ours = model(MakesMasks)
+    ours = model(layer)
     ours, optimizer = forebay.prepare(ours, adamw(ours), given[0], device_memory="64MiB", policy=policy, device="cpu")
     assert trained(ours, optimizer, given).equals(expected)
     forebay.close(ours)
@@ -147,8 +202,7 @@ def test_what_runs_again_counts_once() -> None:
     counted = model(Remembers)
     prepared, _ = forebay.prepare(counted, adamw(counted), x, device_memory="64MiB", policy="recompute", device="cpu")
     prepared(x).square().mean().backward()
-    layers = [layer for layer in counted if isinstance(layer, Remembers)]
-    assert [layer.calls for layer in layers] == [1] * len(counted)
+    assert [layer.calls for layer in counted.modules() if isinstance(layer, Remembers)] == [1] * 5
     forebay.close(prepared)
 
 

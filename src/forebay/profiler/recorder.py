@@ -69,7 +69,8 @@ class Recorder(TorchDispatchMode):
         # Modules whose forward is running, innermost last, each with its place.
         self._running: list[tuple[str, tuple[str, int]]] = []
         self._calls = 0
-        # Blocks whose parameters were read while none of the modules ran that ask for them.
+        # Blocks whose parameters were read while none of the modules ran that ask for them, or which ran while another
+        # one was in use: a layer that calls a module which is not inside of it.
         self.read_outside: set[str] = set()
         # Name, tensor, and torch's count of changes when it came.
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
@@ -126,6 +127,8 @@ class Recorder(TorchDispatchMode):
             if self._running and self._running[-1][1][0] == block:
                 place = self._running[-1][1]  # a module inside that of the block: part of the same call
             else:
+                if self._running:
+                    self.read_outside.add(block)
                 self._calls += 1
                 place = (block, self._calls)
                 self.given[self._calls] = self._arguments(args, kwargs)

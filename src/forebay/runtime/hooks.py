@@ -33,6 +33,7 @@ from forebay.runtime.passes import Pass
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
+from forebay.runtime.surroundings import beside_blocks
 from forebay.runtime.tiles import Tiled
 from forebay.runtime.unplanned import Unplanned
 from forebay.runtime.vigil import batch_shape
@@ -145,6 +146,8 @@ class Attachment:
 
     def _attach(self, root: nn.Module, modules: Mapping[str, nn.Module], streamed: Sequence[Block]) -> None:
         keep = self._handles.append
+        named = {block.module for block in self.session.model.blocks}
+        beside = beside_blocks(root, [module for name, module in modules.items() if name in named])
         for block in self.session.model.blocks:
             module, treatments = modules.get(block.module or block.name), self.session.plan.treatments(block.name)
             if module is None:
@@ -153,7 +156,7 @@ class Attachment:
             if compiled:
                 self._handles += self._unseen.attach(module)
             if block.name in self.session.plan.recompute:
-                self._handles += self._recomputation.attach(block.name, module, treatments, compiled=compiled)
+                self._handles += self._recomputation.attach(block.name, module, treatments, beside, compiled=compiled)
             elif treatments:
                 self._handles += self._offloading.attach(block.name, module, treatments)
         for name, blocks in self._asked(streamed).items():

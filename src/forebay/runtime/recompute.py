@@ -47,6 +47,7 @@ from torch.utils.hooks import RemovableHandle
 from forebay.device.base import Watch
 from forebay.device.compiling import outside_of_graphs
 from forebay.errors import ModelError
+from forebay.runtime.backward_end import when_backward_ends
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.selective import Choice, Mover, Record, Replay, not_the_same
 from forebay.runtime.surroundings import Surroundings
@@ -81,14 +82,20 @@ class Recomputation:
         self._again: list[tuple[nn.Module, Replay | None]] = []
 
     def attach(
-        self, block: str, module: nn.Module, treatments: Sequence[Treatment] = (), *, compiled: bool = False
+        self,
+        block: str,
+        module: nn.Module,
+        treatments: Sequence[Treatment] = (),
+        beside: Sequence[nn.Module] = (),
+        *,
+        compiled: bool = False,
     ) -> list[RemovableHandle]:
         """Puts the hooks on ``module``; ``compiled``: it is, and stays so. To be followed by the pre-hook that exposes
-        its parameters, prepended."""
+        its parameters, prepended. ``beside``: as for ``Surroundings``."""
         accepted = inspect.signature(module.forward).parameters
         caches = {name: place for place, name in enumerate(accepted) if name in CACHES}
         choice = Choice(block, treatments, compiled=compiled)
-        surroundings = Surroundings(block, module, self._watch, compiled=compiled)
+        surroundings = Surroundings(block, module, self._watch, beside, compiled=compiled)
         before: Any = partial(self._before, choice, surroundings, caches)
         after: Any = self._after
         if compiled:
@@ -213,8 +220,9 @@ def _explained(block: str, record: Record, holders: list[weakref.ref[_Holder]]) 
 
 
 def _let_go_at_the_end(holders: Sequence[weakref.ref[_Holder]]) -> None:
-    """What is made again in this backward and nobody asks for, as with ``backward(inputs=...)``, goes with its end, and
-    not with the graph: it may be a view of a slot. A later backward of the same graph makes it again."""
+    """What is made again in this backward and nobody asks for, as with ``backward(inputs=...)`` or where it raises,
+    goes with its end, and not with the graph: it may be a view of a slot. A later backward of the same graph makes it
+    again."""
     backward = torch._C._current_graph_task_id()
 
     def let_go() -> None:
@@ -224,7 +232,7 @@ def _let_go_at_the_end(holders: Sequence[weakref.ref[_Holder]]) -> None:
                 holder.handles.pop(backward, None)
 
     if backward != -1:
-        torch.autograd.Variable._execution_engine.queue_callback(let_go)
+        when_backward_ends(let_go)
 
 
 @contextmanager

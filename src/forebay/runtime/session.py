@@ -14,6 +14,7 @@ from forebay.memory import Kind, Tier, TierUsage
 from forebay.optim.rules import UpdateRule
 from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess
+from forebay.runtime.backward_end import when_backward_ends
 from forebay.runtime.contents import Contents
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
@@ -220,7 +221,7 @@ class Session:
             return
         self._whereabouts.phase = Phase.BACKWARD
         self.measure.begin(BACKWARD)
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        when_backward_ends(self.end_backward)
         self.stash.begin_backward()
 
     def _unpacking(self, block: str) -> None:
@@ -232,7 +233,7 @@ class Session:
             self.measure.waited(since)
 
     def end_backward(self) -> None:
-        """Backward is over, or gave up."""
+        """Backward is over, or has raised."""
         self.measure.end()
         self._whereabouts.block = ""
         self._whereabouts.phase = Phase.IDLE

@@ -9,8 +9,9 @@ buffers      a forward that changes a buffer and computes with it (a running mea
 modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
              they are set as they were, and put back after it.
 attributes   those that the forward has set to something else (a mask that is made once, a count of calls, the state
-             of the step before) are in the second run what they were, and after it what they were in front of it. What
-             is inside of them (of a list, say) is left alone.
+             of the step before) are in the second run what they were, and after it what they were in front of it; so
+             are attributes and buffers of modules around the blocks that have nothing but those (a table of positions,
+             which every layer is handed and calls). What is inside of them (of a list, say) is left alone.
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
              ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
 
@@ -38,7 +39,7 @@ from forebay.memory import Kind
 from forebay.runtime.saved import modified
 from forebay.runtime.uncounted import updated_uncounted
 
-__all__ = ["Found", "Surroundings"]
+__all__ = ["Found", "Surroundings", "beside_blocks"]
 
 
 class _Change(Enum):
@@ -68,17 +69,29 @@ class _Buffer:
         return self.content is not None and not torch.equal(self.content, self.tensor)
 
 
+def beside_blocks(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules of ``root`` that are in none of ``blocks``, and have neither parameters nor modules of their own."""
+    inside = {module for block in blocks for module in block.modules()}
+    return [m for m in root.modules() if m not in inside and not m._modules and not any(True for _ in m.parameters())]
+
+
 @final
 class Surroundings:
-    """Those of one block's module, and of the modules in it. ``compiled``: it has no ops to be seen, and a buffer of
-    which nothing is known is copied when a forward begins."""
+    """Those of one block's module, and of the modules in it; of modules ``beside`` it their attributes alone.
+    ``compiled``: it has no ops to be seen, and a buffer of which nothing is known is copied when a forward begins."""
 
-    def __init__(self, block: str, module: nn.Module, watch: Watch, *, compiled: bool = False) -> None:
+    def __init__(
+        self, block: str, module: nn.Module, watch: Watch, beside: Sequence[nn.Module] = (), *, compiled: bool = False
+    ) -> None:
         self.block = block
         self.compiled = compiled
         self.unknown = _Change.COUNTED if compiled else _Change.NONE
         self.parameters = tuple(module.named_parameters())
         self.modules = tuple(module.named_modules())
+        self.attributes: Sequence[dict[str, Any]] = [
+            *(inner.__dict__ for _, inner in self.modules),
+            *(attributes for outer in beside for attributes in (outer.__dict__, outer._buffers)),
+        ]
         self._watch = watch
         # By the modes of all modules: what forwards in these were seen to do to a buffer.
         self._changed: dict[tuple[bool, ...], dict[str, _Change]] = {}
@@ -88,7 +101,7 @@ class Surroundings:
         modes = tuple([module.training for _, module in self.modules])
         known = self._changed.setdefault(modes, {})
         found = [(m, self._buffers(prefix, m, known)) for prefix, m in self.modules if m._buffers]
-        return Found(self, modes, found, known, [module.__dict__.copy() for _, module in self.modules])
+        return Found(self, modes, found, known, [attributes.copy() for attributes in self.attributes])
 
     def copy(self, buffer: torch.Tensor) -> torch.Tensor:
         """What ``buffer`` holds, to be kept."""
@@ -116,8 +129,8 @@ class Surroundings:
 
 @final
 class Found:
-    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, and the
-    ``attributes`` of every module. ``known`` says what forwards in the same modes have done to the buffers."""
+    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, and what was in
+    each of the ``Surroundings.attributes``. ``known`` says what forwards in the same modes have done to the buffers."""
 
     def __init__(
         self,
@@ -208,9 +221,7 @@ class Found:
         trained = [(p, p.requires_grad, t) for (_, p), t in zip(self._around.parameters, self._trained, strict=True)]
         earlier = self._changed_attributes() if self._versions is None else self._attributes
         attributes = [
-            (module.__dict__, then, _those(then, module.__dict__))
-            for then, (_, module) in zip(earlier, self._around.modules, strict=True)
-            if then
+            (own, then, _those(then, own)) for then, own in zip(earlier, self._around.attributes, strict=True) if then
         ]
         try:
             for own, then, _ in attributes:
@@ -229,10 +240,10 @@ class Found:
             _set_trained((parameter, now) for parameter, now, then in trained if now is not then)
 
     def _changed_attributes(self) -> list[dict[str, Any]]:
-        """Of each module what the attributes were that are something else now."""
+        """What the attributes were that are something else now."""
         return [
-            {} if _is_same(before, module.__dict__) else _those(_differing(before, module.__dict__), before)
-            for before, (_, module) in zip(self._attributes, self._around.modules, strict=True)
+            {} if _is_same(before, now) else _those(_differing(before, now), before)
+            for before, now in zip(self._attributes, self._around.attributes, strict=True)
         ]
 
     def _copy(self, buffer: _Buffer | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
