@@ -67,6 +67,17 @@ class Shows(nn.Module):
         return x + y
 
 
+class Normed(nn.Module):
+    """A hook computes its weight anew in every forward, and keeps it in an attribute that nothing reads before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
 class Positions(nn.Module):
     """A table of biases, made when it is asked for more rows than it has."""
 
@@ -117,7 +128,7 @@ class Learned(nn.Module):
         return table
 
 
-LAYERS = (MakesMasks, Remembers, Shows, Positions, Learned)
+LAYERS = (MakesMasks, Remembers, Shows, Normed, Positions, Learned)
 
 
 def model(layer: Callable[[], nn.Module]) -> nn.Module:

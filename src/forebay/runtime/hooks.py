@@ -27,13 +27,13 @@ from forebay.device.base import NoWatch
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
 from forebay.errors import ForebayError, UsageError
 from forebay.plans import Plan
+from forebay.runtime.attributes import beside_blocks
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
 from forebay.runtime.passes import Pass
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
-from forebay.runtime.surroundings import beside_blocks
 from forebay.runtime.tiles import Tiled
 from forebay.runtime.unplanned import Unplanned
 from forebay.runtime.vigil import batch_shape

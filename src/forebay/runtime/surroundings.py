@@ -8,10 +8,7 @@ buffers      a forward that changes a buffer and computes with it (a running mea
              the first that writes to the buffer. From then on it is made when a forward begins, if it was needed then.
 modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
              they are set as they were, and put back after it.
-attributes   those that the forward has set to something else (a mask that is made once, a count of calls, the state
-             of the step before) are in the second run what they were, and after it what they were in front of it; so
-             are attributes and buffers of modules around the blocks that have nothing but those (a table of positions,
-             which every layer is handed and calls). What is inside of them (of a list, say) is left alone.
+attributes   those that the forward has set to something else are in the second run what they were (``attributes.py``).
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
              ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
 
@@ -25,8 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from operator import is_
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -36,10 +32,11 @@ from forebay.device.base import Watch
 from forebay.device.ledger import plain_tensors
 from forebay.errors import ModelError
 from forebay.memory import Kind
+from forebay.runtime.attributes import Attributes, FoundAttributes, storage_key
 from forebay.runtime.saved import modified
 from forebay.runtime.uncounted import updated_uncounted
 
-__all__ = ["Found", "Surroundings", "beside_blocks"]
+__all__ = ["Found", "Surroundings"]
 
 
 class _Change(Enum):
@@ -69,12 +66,6 @@ class _Buffer:
         return self.content is not None and not torch.equal(self.content, self.tensor)
 
 
-def beside_blocks(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Modules of ``root`` that are in none of ``blocks``, and have neither parameters nor modules of their own."""
-    inside = {module for block in blocks for module in block.modules()}
-    return [m for m in root.modules() if m not in inside and not m._modules and not any(True for _ in m.parameters())]
-
-
 @final
 class Surroundings:
     """Those of one block's module, and of the modules in it; of modules ``beside`` it their attributes alone.
@@ -88,10 +79,7 @@ class Surroundings:
         self.unknown = _Change.COUNTED if compiled else _Change.NONE
         self.parameters = tuple(module.named_parameters())
         self.modules = tuple(module.named_modules())
-        self.attributes: Sequence[dict[str, Any]] = [
-            *(inner.__dict__ for _, inner in self.modules),
-            *(attributes for outer in beside for attributes in (outer.__dict__, outer._buffers)),
-        ]
+        self._attributes = Attributes((inner for _, inner in self.modules), beside, compiled=compiled)
         self._watch = watch
         # By the modes of all modules: what forwards in these were seen to do to a buffer.
         self._changed: dict[tuple[bool, ...], dict[str, _Change]] = {}
@@ -101,7 +89,7 @@ class Surroundings:
         modes = tuple([module.training for _, module in self.modules])
         known = self._changed.setdefault(modes, {})
         found = [(m, self._buffers(prefix, m, known)) for prefix, m in self.modules if m._buffers]
-        return Found(self, modes, found, known, [attributes.copy() for attributes in self.attributes])
+        return Found(self, modes, found, known, self._attributes.begin(modes))
 
     def copy(self, buffer: torch.Tensor) -> torch.Tensor:
         """What ``buffer`` holds, to be kept."""
@@ -129,8 +117,8 @@ class Surroundings:
 
 @final
 class Found:
-    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, and what was in
-    each of the ``Surroundings.attributes``. ``known`` says what forwards in the same modes have done to the buffers."""
+    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, and
+    ``attributes``. ``known`` says what forwards in the same modes have done to the buffers."""
 
     def __init__(
         self,
@@ -138,7 +126,7 @@ class Found:
         modes: tuple[bool, ...],
         buffers: Sequence[tuple[nn.Module, Mapping[str, _Buffer | None]]],
         known: dict[str, _Change],
-        attributes: Sequence[dict[str, Any]],
+        attributes: FoundAttributes,
     ) -> None:
         self._around = surroundings
         self._attributes = attributes
@@ -148,9 +136,11 @@ class Found:
         self._buffers = buffers
         self._known = known
         self._lost = set[str]()
-        # Whether the ops of the forward are to be seen: of some buffer nobody knows yet whether they change it.
-        self.looks = not surroundings.compiled and any(
-            b is not None and b.name not in known for _, found in buffers for b in found.values()
+        # Whether the ops of the forward are to be seen: nobody knows yet whether they change some buffer, or read some
+        # attribute.
+        self.looks = not surroundings.compiled and (
+            attributes.looks
+            or any(b is not None and b.name not in known for _, found in buffers for b in found.values())
         )
 
     def written(self, tensor: torch.Tensor) -> None:
@@ -163,6 +153,7 @@ class Found:
         """An op of a forward that ``looks`` is about to run: notes what it reads, and what it updates uncounted."""
         updated = updated_uncounted(func, args)
         for tensor in plain_tensors((*args, *kwargs.values())):
+            self._attributes.read(tensor)
             for buffer in self._over(tensor):
                 if not any(tensor is one for one in updated):
                     buffer.read = True
@@ -178,14 +169,13 @@ class Found:
         storage = tensor.untyped_storage()._cdata
         for _, buffers in self._buffers:
             for buffer in buffers.values():
-                if buffer is not None and _storage(buffer.tensor) == storage:
+                if buffer is not None and storage_key(buffer.tensor) == storage:
                     yield buffer
 
     def end(self) -> None:
         """The forward is over: what it has not changed needs no copy."""
+        self._attributes.end()
         self._versions = tuple([p._version for _, p in self._around.parameters])
-        # Of what was not changed nothing is kept: a tensor may be much.
-        self._attributes = self._changed_attributes()
         for module, buffers in self._buffers:
             for own, buffer in buffers.items():
                 if buffer is None:
@@ -219,32 +209,18 @@ class Found:
         ]
         modes = [(m, m.training, then) for (_, m), then in zip(self._around.modules, self._modes, strict=True)]
         trained = [(p, p.requires_grad, t) for (_, p), t in zip(self._around.parameters, self._trained, strict=True)]
-        earlier = self._changed_attributes() if self._versions is None else self._attributes
-        attributes = [
-            (own, then, _those(then, own)) for then, own in zip(earlier, self._around.attributes, strict=True) if then
-        ]
         try:
-            for own, then, _ in attributes:
-                _set_attributes(own, then)
             for module, _, found in buffers:
                 module._buffers = found
             _set_modes((module, then) for module, now, then in modes if now is not then)
             _set_trained((parameter, then) for parameter, now, then in trained if now is not then)
-            yield
+            with self._attributes.again():
+                yield
         finally:
-            for own, _, now in attributes:
-                _set_attributes(own, now)
             for module, own, _ in buffers:
                 module._buffers = own
             _set_modes((module, now) for module, now, then in modes if now is not then)
             _set_trained((parameter, now) for parameter, now, then in trained if now is not then)
-
-    def _changed_attributes(self) -> list[dict[str, Any]]:
-        """What the attributes were that are something else now."""
-        return [
-            {} if _is_same(before, now) else _those(_differing(before, now), before)
-            for before, now in zip(self._attributes, self._around.attributes, strict=True)
-        ]
 
     def _copy(self, buffer: _Buffer | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
         if buffer is None:
@@ -288,34 +264,6 @@ def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 def _set_trained(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
     for parameter, trained in parameters:
         parameter.requires_grad = trained
-
-
-_ABSENT: Final = object()
-"""In the place of an attribute that is not there."""
-
-
-def _is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return len(before) == len(now) and all(map(is_, before.values(), now.values()))
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**before, **now} if before.get(name, _ABSENT) is not now.get(name, _ABSENT)]
-
-
-def _those(names: Iterable[str], attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: attributes.get(name, _ABSENT) for name in names}
-
-
-def _set_attributes(attributes: dict[str, Any], wanted: Mapping[str, Any]) -> None:
-    for name, value in wanted.items():
-        if value is _ABSENT:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = value
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def _version(tensor: torch.Tensor) -> int:

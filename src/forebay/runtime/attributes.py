@@ -1,0 +1,154 @@
+"""What the forward of a recomputed block finds in the attributes of modules, so that its second run finds the same.
+
+A mask that is made once, a count of calls, the state of the step before: those that the forward has set to something
+else are in the second run what they were, and after it what they were in front of it. What is inside of them (of a
+list, say) is left alone.
+
+Of a tensor that no op of the first forward that finds it reads, a stand-in without values is kept: such a forward has
+replaced it before (``torch.nn.utils.weight_norm`` does so with the weight), and it may be much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+__all__ = ["Attributes", "FoundAttributes", "beside_blocks", "storage_key"]
+
+_ABSENT: Final = object()
+"""In the place of an attribute that is not there."""
+
+_Values = dict[str, Any]
+"""Attributes by name."""
+
+_Reads = dict[tuple[int, str], bool | None]
+"""Whether forwards read the tensor that they find in an attribute, by its place and name. None: it was no tensor yet,
+or nobody has looked."""
+
+
+def beside_blocks(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules of ``root`` that are in none of ``blocks``, and have neither parameters nor modules of their own: a table
+    of positions, say, which every layer is handed and calls."""
+    inside = {module for block in blocks for module in block.modules()}
+    return [m for m in root.modules() if m not in inside and not m._modules and not any(True for _ in m.parameters())]
+
+
+@final
+class Attributes:
+    """Those of ``modules``, and those and the buffers of the ones ``beside`` them. ``compiled``: they have no ops to be
+    seen."""
+
+    def __init__(self, modules: Iterable[nn.Module], beside: Iterable[nn.Module], *, compiled: bool) -> None:
+        self._now: Sequence[_Values] = [
+            *(module.__dict__ for module in modules),
+            *(values for module in beside for values in (module.__dict__, module._buffers)),
+        ]
+        self._compiled = compiled
+        self._reads: dict[tuple[bool, ...], _Reads] = {}  # by the modes of the modules
+
+    def begin(self, modes: tuple[bool, ...]) -> FoundAttributes:
+        """A forward begins, in ``modes``."""
+        reads = self._reads.get(modes)
+        if reads is None:
+            reads = self._reads[modes] = {
+                (place, name): None
+                for place, values in enumerate(self._now)
+                for name, value in values.items()
+                if isinstance(value, torch.Tensor)
+            }
+        return FoundAttributes(self._now, reads, looks=not self._compiled)
+
+
+@final
+class FoundAttributes:
+    """What one forward found in those that are ``now`` what they are. ``reads`` is what is known of forwards in the
+    same modes; with ``looks`` this one finds out the rest."""
+
+    def __init__(self, now: Sequence[_Values], reads: _Reads, *, looks: bool) -> None:
+        self._now = now
+        self._reads = reads
+        # All that there was; once the forward is over, of what it has changed what is needed.
+        self._then: Sequence[_Values] = [values.copy() for values in now]
+        self._over = False
+        unknown = [key for key, read in reads.items() if read is None] if looks else []
+        found = {(place, name): self._then[place].get(name) for place, name in unknown}
+        self._unread = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+
+    @property
+    def looks(self) -> bool:
+        """Whether it is to be told what ops of the forward read."""
+        return bool(self._unread)
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """An op of the forward reads ``tensor``."""
+        storage = storage_key(tensor)
+        for key in [key for key, found in self._unread.items() if storage_key(found) == storage]:
+            del self._unread[key]
+            self._reads[key] = True
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._reads |= dict.fromkeys(self._unread, False)
+        self._unread = {}
+        self._then = [
+            {name: self._needed((place, name), value) for name, value in values.items()}
+            for place, values in enumerate(self._changed())
+        ]
+        self._over = True
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside they are what the forward found."""
+        changed = self._then if self._over else self._changed()
+        put = [(values, then, _those(then, values)) for then, values in zip(changed, self._now, strict=True) if then]
+        try:
+            for values, then, _ in put:
+                _set(values, then)
+            yield
+        finally:
+            for values, _, before in put:
+                _set(values, before)
+
+    def _changed(self) -> list[_Values]:
+        """What those were that are something else now."""
+        return [
+            {} if _is_same(then, now) else _those(_differing(then, now), then)
+            for then, now in zip(self._then, self._now, strict=True)
+        ]
+
+    def _needed(self, key: tuple[int, str], value: Any) -> Any:
+        """What is kept of ``value``, which was there before the forward changed it."""
+        read = self._reads.setdefault(key, None)
+        if read is not False or not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _is_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return len(then) == len(now) and all(map(is_, then.values(), now.values()))
+
+
+def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**then, **now} if then.get(name, _ABSENT) is not now.get(name, _ABSENT)]
+
+
+def _those(names: Iterable[str], values: Mapping[str, Any]) -> _Values:
+    return {name: values.get(name, _ABSENT) for name in names}
+
+
+def _set(values: _Values, wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        if value is _ABSENT:
+            values.pop(name, None)
+        else:
+            values[name] = value
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Which storage that of ``tensor`` is; None if it has none of its own."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
