@@ -66,7 +66,10 @@ class Asking:
             return self._in_pieces(cut)
         if loss != "auto" or self.batch is None:
             return self._made(0)
-        find = partial(cut_for, self.model, self.batch, self.budget.device, here)
+
+        def find(allowed: int | None) -> Cut | str:
+            return cut_for(self.model, self.batch, self.budget.device if allowed is None else allowed, here)
+
         return choose_plan(lambda: self._made(0), self._in_pieces, find)
 
     def _in_pieces(self, cut: Cut) -> Plan:

@@ -40,6 +40,10 @@ from forebay.units import format_apart, format_bytes, format_seconds
 
 __all__ = ["assess", "choose_plan", "choose_report", "problem_of"]
 
+GROWS = 16
+"""One part in so many is more than the need for memory grows by when pieces of a loss become as large as they are under
+a budget that meets it: a piece is a 64th of that at most, and its gradient as much."""
+
 MOST_ALTERNATIVES = 4
 """Alternatives that a report names."""
 
@@ -177,10 +181,13 @@ def _accumulated(plan: Plan, room: Room, micro_batches: int) -> AccumulationFore
     return AccumulationForecast(micro_batches, found.seconds, found.moved, peaks, loop.seconds, loop.moved)
 
 
-def choose_plan(plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find: Callable[[], Cut | str]) -> Plan:
+def choose_plan(
+    plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find: Callable[[int | None], Cut | str]
+) -> Plan:
     """The plan of ``plain``, or the one of ``chunked`` where it gains by that and gives the same bits.
 
-    ``find`` says how the loss would be cut, or why not. It is not asked, and ``chunked`` is not made, where that could
+    ``find`` says how the loss would be cut under so many bytes of the device (None: those allowed), or why not. It is
+    not asked, and ``chunked`` is not made, where that could
     gain nothing; nor is ``chunked`` where the bits are not known to be the same: whoever wants it asks for it. Raises
     what ``plain`` raises where there is no plan.
     """
@@ -189,7 +196,7 @@ def choose_plan(plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find:
     except CannotServe:
         raise  # whatever the loss takes
     except DoesNotFit as refusal:
-        cut = find()
+        cut = find(None)
         if isinstance(cut, str):
             raise
         if not cut.exact:
@@ -207,13 +214,38 @@ def choose_plan(plain: Callable[[], Plan], chunked: Callable[[Cut], Plan], find:
             if isinstance(refusal, NoRoomTogether) and not _is_faster(other.alone, refusal.alone):
                 raise refusal from None
             raise
-    if gives_up_nothing(first) or isinstance(cut := find(), str) or not cut.exact:
+        except DoesNotFit as other:
+            raise _when_allowed(refusal, other, cut, chunked, find) from None
+    if gives_up_nothing(first) or isinstance(cut := find(None), str) or not cut.exact:
         return first
     try:
         second = chunked(cut)
     except (DoesNotFit, ModelError):
         return first
     return second if _is_faster(second, first) else first
+
+
+def _when_allowed(
+    plain: DoesNotFit,
+    pieces: DoesNotFit,
+    cut: Cut,
+    chunked: Callable[[Cut], Plan],
+    find: Callable[[int | None], Cut | str],
+) -> DoesNotFit:
+    """What is to be answered where neither all logits at once (``plain``) nor pieces as in ``cut`` have room: who
+    allows what ``pieces`` asks for is given larger pieces, or none."""
+    if pieces.tier != Tier.DEVICE.value:
+        return pieces
+    larger = find(pieces.needed + pieces.needed // GROWS)
+    if isinstance(larger, str):
+        return plain
+    if larger.piece == cut.piece:
+        return pieces
+    try:
+        chunked(larger)
+    except DoesNotFit as more:
+        return more
+    return pieces
 
 
 def _is_faster(plan: Plan, other: Plan) -> bool:

@@ -19,12 +19,16 @@ from tests.null.test_plan_report import PLAN, STEP
 EXACT, OTHER = Cut(1024, 65536, exact=True), Cut(1024, 65536, exact=False)
 
 
-def exact() -> Cut:
+def exact(allowed: int | None) -> Cut:
     return EXACT
 
 
-def other() -> Cut:
+def other(allowed: int | None) -> Cut:
     return OTHER
+
+
+def little(allowed: int | None) -> str:
+    return "it is little"
 
 
 def taking(seconds: float) -> Callable[..., Plan]:
@@ -86,6 +90,27 @@ def test_pieces_are_taken_where_nothing_else_fits() -> None:
     assert choose_plan(taking(2.0), unfit, exact).step_seconds == 2.0
 
 
+@pytest.mark.parametrize(("allows", "needed"), [(64, 1064), (16, 1024), (None, 4000)])
+def test_a_refusal_says_what_is_needed_once_that_is_allowed(allows: int | None, needed: int) -> None:
+    """Pieces become larger with the budget, and above some budget nobody thinks of them."""
+
+    def find(allowed: int | None) -> Cut | str:
+        if allowed is None:
+            return Cut(16, 2048, exact=True)
+        assert 1024 < allowed < 1100
+        return "it is little" if allows is None else Cut(allows, 2048, exact=True)
+
+    def plain() -> NoReturn:
+        raise DoesNotFit("too little", tier="device", needed=4000, allowed=5)
+
+    def chunked(cut: Cut) -> NoReturn:
+        raise DoesNotFit("too little", tier="device", needed=1024 + (40 if cut.piece == 64 else 0), allowed=5)
+
+    with pytest.raises(DoesNotFit) as error:
+        choose_plan(plain, chunked, find)
+    assert error.value.needed == needed
+
+
 def test_what_may_round_otherwise_is_named_and_not_taken() -> None:
     assert choose_plan(taking(2.0), never, other).step_seconds == 2.0
     with pytest.raises(DoesNotFit, match=r"loss='chunked' takes 1.0 KiB of logits .* instead of 64.0 KiB") as error:
@@ -94,9 +119,9 @@ def test_what_may_round_otherwise_is_named_and_not_taken() -> None:
 
 
 def test_a_loss_that_is_not_cut_has_one_plan() -> None:
-    assert choose_plan(taking(2.0), never, lambda: "it is little").step_seconds == 2.0
+    assert choose_plan(taking(2.0), never, little).step_seconds == 2.0
     with pytest.raises(DoesNotFit, match=r"too little$"):
-        choose_plan(refused, never, lambda: "it is little")
+        choose_plan(refused, never, little)
 
 
 def test_where_all_fits_nobody_asks_how_the_loss_could_be_cut() -> None:
