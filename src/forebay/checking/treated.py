@@ -84,18 +84,21 @@ def treated_by(step: Step, plan: Plan, *, extreme: bool = False) -> Treated:
                     raise _invalid(block, treatment, text)
                 named.add(op)
             if treatment.changes_bytes:
-                ways.update(_ways(step, plan, block, treatment, op))
+                ways.update(_ways(step, plan, block, treatment, op, extreme=extreme))
     return Treated(frozenset(named), ways)
 
 
-def _ways(step: Step, plan: Plan, block: str, treatment: Treatment, op: int) -> dict[int, StandIn]:
-    """What becomes of the roots that ``op`` makes and that are large enough."""
+def _ways(step: Step, plan: Plan, block: str, treatment: Treatment, op: int, *, extreme: bool) -> dict[int, StandIn]:
+    """What becomes of the roots that ``op`` makes and that are large enough. With other routes, ``extreme``, one that
+    is saved for backward elsewhere need not be."""
     found: dict[int, StandIn] = {}
     made = step.ops[op].made
     if treatment.bits == MASK_BITS:
         made = tuple(r for r in made if step.dtypes[r] == "bool") or made
     for root in (r for r in made if step.nbytes[r] >= MOVED_LEAST):
         if block not in plan.recompute and not step.saved[root]:
+            if extreme:
+                continue
             text = f"nobody saves its {step.name(root)} for backward, which would be treated for nothing"
             raise _invalid(block, treatment, f"{text}; leave the op out")
         if treatment.bits == MASK_BITS and step.dtypes[root] != "bool":

@@ -235,6 +235,9 @@ class Layout:
             again = self._again.get(place)
             for op, treatment in sorted(ops.items()):
                 treats = self._treats(place, op, treatment)
+                if self._block(place) not in self._base.recompute:
+                    # With other routes nobody may save what the plan names.
+                    treats = [number for number in treats if self._index.roots[number].saved]
                 for order, number in enumerate(self._index.made_by(place, op)):
                     root = self._index.roots[number]
                     if number in treats and root.nbytes >= MOVED_LEAST:
