@@ -187,9 +187,8 @@ def choose_plan(
     """The plan of ``plain``, or the one of ``chunked`` where it gains by that and gives the same bits.
 
     ``find`` says how the loss would be cut under so many bytes of the device (None: those allowed), or why not. It is
-    not asked, and ``chunked`` is not made, where that could
-    gain nothing; nor is ``chunked`` where the bits are not known to be the same: whoever wants it asks for it. Raises
-    what ``plain`` raises where there is no plan.
+    not asked, and ``chunked`` is not made, where that could gain nothing; nor is ``chunked`` where the bits are not
+    known to be the same: whoever wants it asks for it. Raises what ``plain`` raises where there is no plan.
     """
     try:
         first = plain()

@@ -235,9 +235,6 @@ class Layout:
             again = self._again.get(place)
             for op, treatment in sorted(ops.items()):
                 treats = self._treats(place, op, treatment)
-                if self._block(place) not in self._base.recompute:
-                    # With other routes nobody may save what the plan names.
-                    treats = [number for number in treats if self._index.roots[number].saved]
                 for order, number in enumerate(self._index.made_by(place, op)):
                     root = self._index.roots[number]
                     if number in treats and root.nbytes >= MOVED_LEAST:
@@ -255,10 +252,15 @@ class Layout:
     def _treats(self, place: int, op: int, treatment: Treatment) -> Collection[int]:
         """The roots of an op that do not stay as they are, if they are large enough. Of an op that makes what is true
         or false beside something else, a mask is of that alone."""
-        made = self._index.made_by(place, op)
+        if not treatment.changes_bytes:
+            return ()
+        made: Sequence[int] = self._index.made_by(place, op)
         if treatment.bits == MASK_BITS:
-            return [root for root in made if self._index.dtype_of(root) == "bool"] or made
-        return made if treatment.changes_bytes else ()
+            made = [root for root in made if self._index.dtype_of(root) == "bool"] or made
+        if self._block(place) in self._base.recompute:
+            return made
+        # With other routes nobody may save what the plan names.
+        return [root for root in made if self._index.roots[root].saved]
 
     def _sent(self, number: int, root: Root) -> tuple[int, ...]:
         """The number of the op behind which a root is treated, and what says which of those behind that op is first."""

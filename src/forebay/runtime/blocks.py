@@ -65,7 +65,7 @@ def find_blocks(
         _refuse_immovable(name, parameter)
     modules = dict(root.named_modules())
     whole = whole_blocks(root, override)
-    shared = _shared(root, whole.values())
+    shared = _shared(root, set(whole.values()))
     starts = [name for name, module in whole.items() if module not in shared]
     lent = {p for p in parameters if modules[p.rpartition(".")[0]] in shared}
     groups = _group(starts, parameters, lent)
@@ -104,7 +104,7 @@ def _askers(
     return {home: list(askers) for home, askers in asked.items()}
 
 
-def _shared(root: nn.Module, wholes: Collection[nn.Module]) -> set[nn.Module]:
+def _shared(root: nn.Module, wholes: set[nn.Module]) -> set[nn.Module]:
     """Modules that are in several of ``wholes``, or in one of them and outside of it."""
     around: dict[nn.Module, set[nn.Module]] = {}
 

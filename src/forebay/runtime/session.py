@@ -290,7 +290,7 @@ class Session:
         """The passes since the last step are followed by none: it is skipped, or they have failed on the way. Gradients
         are the caller's to drop."""
         self.expect_open()
-        if self.phase is Phase.BACKWARD:  # it has raised, and autograd has not said so
+        if self.phase is Phase.BACKWARD:  # a turn of micro-batches that pass together
             self.end_backward()
         self.stepping.give_up()
         self.between_passes()

@@ -23,8 +23,8 @@ SEED = 1
 
 FAILURES = 30
 """Nogoods that tests have given before the search begins again, with another order of the variables and what it has
-learned; each further time half as many more. Without, of 20 sets whose sizes are powers of two 12 were found, not 18
-(docs/log.md, 2026-11-29)."""
+learned; each further time half as many more. Of 20 sets whose sizes are powers of two a prototype found 12 without, and
+18 with it (docs/log.md, 2026-11-29)."""
 
 Choice = tuple[int, int]
 """A variable, and one of its options."""
