@@ -164,7 +164,7 @@ def prepare(
         if switch_on is not None:
             attachment_of(model).at_end(switch_on)
         if batch is not None:
-            attachment_of(model).planned_for = Unplanned(*call_arguments(batch))
+            attachment_of(model).planned_for = Unplanned(model.forward, *call_arguments(batch))
         if made_here:
             attachment_of(model).at_end(warn_of_other_casts(model, torch.device(opened.name).type).remove)
         undo.pop_all()

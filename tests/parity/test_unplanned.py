@@ -74,9 +74,13 @@ def test_an_evaluation(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
         model(**batch(40, 64))
 
 
+def by_place(first: torch.Tensor, *rest: Any, **more: Any) -> None:
+    """A forward."""
+
+
 def test_another_argument() -> None:
     """At most two are named, none at length. What is the same, or smaller, is not."""
-    planned = Unplanned((torch.zeros(2, 3),), {"mask": [torch.zeros(4)], "scale": 2})
+    planned = Unplanned(by_place, (torch.zeros(2, 3),), {"mask": [torch.zeros(4)], "scale": 2})
     assert planned.remark((torch.zeros(2, 2),), {"mask": [torch.zeros(4)], "scale": 2}, 0, evaluates=False) == ""
     said = planned.remark(
         (torch.zeros(2, 3),), {"mask": [torch.zeros(5)], "scale": 2, "note": "a" * 50, "last": 1}, 0, evaluates=True
@@ -89,6 +93,47 @@ def test_another_argument() -> None:
     assert planned.remark((), {}, 1, evaluates=True).startswith(
         "the plan was made for one forward before each backward, and this is "
     )
+
+
+def test_an_argument_by_place_is_the_one_of_its_name() -> None:
+    planned = Unplanned(by_place, (), {"first": torch.zeros(2, 3)})
+    assert planned.remark((torch.zeros(2, 3),), {}, 0, evaluates=False) == ""
+    assert "has first (4, 3), and the plan was made for first (2, 3):" in planned.remark(
+        (torch.zeros(4, 3),), {}, 0, evaluates=False
+    )
+    said = planned.remark((torch.zeros(2, 3), torch.zeros(1)), {}, 0, evaluates=False)
+    assert "has 1 (1,), and the plan was made for no 1:" in said
+
+
+@pytest.mark.parametrize(
+    "whole", [torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3) > 0]
+)
+def test_padding(whole: torch.Tensor) -> None:
+    """A mask that leaves something out, where the one that was planned leaves nothing out."""
+    padded = whole.clone()
+    padded[0, 0] = not padded[0, 0]
+    planned = Unplanned(by_place, (), {"mask": whole})
+    assert planned.remark((), {"mask": whole[:1]}, 0, evaluates=False) == ""
+    said = planned.remark((), {"mask": padded}, 0, evaluates=False)
+    assert "has mask with padding, and the plan was made for mask without: give prepare()" in said
+    assert Unplanned(by_place, (), {"mask": padded}).remark((), {"mask": whole}, 0, evaluates=False) == ""
+
+
+def test_a_batch_with_padding() -> None:
+    """transformers makes a mask only then, and it takes memory that a plan for a batch without has not."""
+    whole = torch.ones(4, 32, dtype=torch.long)
+    padded = whole.clone()
+    padded[0, :16] = 0
+    model = CASE.model(torch.float32)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    planned = batch() | {"attention_mask": whole}
+    with pytest.raises(DoesNotFit) as refused:
+        forebay.prepare(model, optimizer, planned, device_memory=1, device="cpu")
+    model, optimizer = forebay.prepare(model, optimizer, planned, device_memory=refused.value.needed, device="cpu")
+    step(model, optimizer, **planned)
+    said = refusal(model, planned | {"attention_mask": padded})
+    assert "has attention_mask with padding, and the plan was made for attention_mask without" in said
+    forebay.close(model)
 
 
 def test_a_second_forward(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:

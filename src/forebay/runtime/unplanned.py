@@ -6,8 +6,8 @@ does not, what is to be changed is seldom the batch: a plan for it may keep to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import islice
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -32,10 +32,14 @@ IN_EVALUATION: Final = (
 
 @final
 class Unplanned:
-    """Knows what the plan was made for: a forward called with ``args`` and ``kwargs``."""
+    """Knows what the plan was made for: ``forward`` called with ``args`` and ``kwargs``."""
 
-    def __init__(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._planned = _described(args, kwargs)
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._places = tuple(_places(forward))
+        given = dict(self._given(args, kwargs))
+        self._planned = {name: _described(value) for name, value in given.items()}
+        # Where a mask says that nothing is padded models do without, and one that they need takes memory.
+        self._unpadded = {name for name, value in given.items() if _is_without_padding(value)}
 
     def remark(self, args: Any, kwargs: Mapping[str, Any], waiting: int, *, evaluates: bool) -> str:
         """What a forward that is called with ``args`` and ``kwargs`` asks for that was not planned, and what to change;
@@ -46,23 +50,51 @@ class Unplanned:
                 f"the plan was made for one forward before each backward, and this is number {waiting + 1}: prepare a "
                 f"module whose forward is all of them"
             )
-        found = {name: now for name, now in _described(args, kwargs).items() if _is_more(self._planned.get(name), now)}
-        if not found:
+        given = dict(self._given(args, kwargs))
+        found = {name: _described(value) for name, value in given.items()}
+        more = [name for name, now in found.items() if _is_more(self._planned.get(name), now)]
+        alike = [name for name in given if name in self._unpadded and name not in more]
+        padded = [name for name in alike if not _is_without_padding(given[name])]
+        now = [*(f"{name} {_shown(found[name])}" for name in more), *(f"{name} with padding" for name in padded)]
+        then = [
+            *(f"{name} {_shown(self._planned[name])}" if name in self._planned else f"no {name}" for name in more),
+            *(f"{name} without" for name in padded),
+        ]
+        if not now:
             return IN_EVALUATION if evaluates else ""
-        now = ", ".join(f"{name} {_shown(value)}" for name, value in islice(found.items(), MOST))
-        then = ", ".join(
-            f"{name} {_shown(self._planned[name])}" if name in self._planned else f"no {name}"
-            for name in islice(found, MOST)
+        return (
+            f"this forward has {', '.join(now[:MOST])}, and the plan was made for {', '.join(then[:MOST])}: give "
+            f"prepare() the batch that takes the most"
         )
-        return f"this forward has {now}, and the plan was made for {then}: give prepare() the batch that takes the most"
+
+    def _given(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """What a forward is called with, by name where it has one, else by place."""
+        named = dict(zip(self._places, args, strict=False)) | dict(kwargs)
+        beyond = {str(place): value for place, value in enumerate(args) if place >= len(self._places)}
+        for path, leaf in tree_flatten_with_path(((), named | beyond))[0]:
+            yield argument_name(path), leaf
 
 
-def _described(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The shapes of tensors, and other values as they are, by name or place."""
-    found: dict[str, Any] = {}
-    for path, leaf in tree_flatten_with_path((args, dict(kwargs)))[0]:
-        found[argument_name(path)] = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf)
-    return found
+def _places(forward: Callable[..., Any]) -> Iterator[str]:
+    """The names of what ``forward`` takes by place."""
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            return
+        yield parameter.name
+
+
+def _described(value: Any) -> Any:
+    """The shape of a tensor, and other values as they are shown."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _is_without_padding(value: Any) -> bool:
+    """Whether ``value`` is a mask of one value only. Nothing is asked of another device, which would wait for that."""
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.numel():
+        return False
+    if value.dtype is torch.bool:
+        return bool((value == value.flatten()[0]).all())
+    return not value.is_floating_point() and not value.is_complex() and bool((value == 1).all())
 
 
 def _is_more(then: Any, now: Any) -> bool:
