@@ -136,6 +136,28 @@ def test_a_batch_with_padding() -> None:
     forebay.close(model)
 
 
+class Unread(nn.Sequential):
+    """Has a mask that it does not read."""
+
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        assert mask.numel()
+        return super().forward(inputs)
+
+
+def test_looking_at_a_mask_takes_nothing_of_the_device() -> None:
+    """Before a pass that an account is open for, since a forward before it waits for its backward."""
+    model: nn.Module = Unread(*[nn.Linear(16, 16) for _ in range(3)])
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs, mask = torch.randn(8, 16), torch.ones(1 << 20, dtype=torch.int8)
+    model, optimizer = forebay.prepare(model, optimizer, (inputs, mask), device_memory="64KiB", device="cpu")
+    loss = model(inputs, mask).sum()
+    with torch.no_grad():
+        model(inputs, mask)
+    loss.backward()
+    optimizer.step()
+    forebay.close(model)
+
+
 def test_a_second_forward(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
     """The plan is for one before each backward. Behind a step the next one is the first."""
     model, optimizer = pair

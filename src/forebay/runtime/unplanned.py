@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Final, final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path
 
 from forebay.runtime.passes import argument_name
@@ -50,28 +52,26 @@ class Unplanned:
                 f"the plan was made for one forward before each backward, and this is number {waiting + 1}: prepare a "
                 f"module whose forward is all of them"
             )
-        given = dict(self._given(args, kwargs))
-        found = {name: _described(value) for name, value in given.items()}
-        more = [name for name, now in found.items() if _is_more(self._planned.get(name), now)]
-        alike = [name for name in given if name in self._unpadded and name not in more]
-        padded = [name for name in alike if not _is_without_padding(given[name])]
-        now = [*(f"{name} {_shown(found[name])}" for name in more), *(f"{name} with padding" for name in padded)]
-        then = [
-            *(f"{name} {_shown(self._planned[name])}" if name in self._planned else f"no {name}" for name in more),
-            *(f"{name} without" for name in padded),
-        ]
-        if not now:
+        found = list(islice(self._beyond(args, kwargs), MOST))
+        if not found:
             return IN_EVALUATION if evaluates else ""
-        return (
-            f"this forward has {', '.join(now[:MOST])}, and the plan was made for {', '.join(then[:MOST])}: give "
-            f"prepare() the batch that takes the most"
-        )
+        now, then = (", ".join(said) for said in zip(*found, strict=True))
+        return f"this forward has {now}, and the plan was made for {then}: give prepare() the batch that takes the most"
+
+    def _beyond(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """What a forward is called with that may take more memory than what was planned, and what that was."""
+        for name, value in self._given(args, kwargs):
+            now, then = _described(value), self._planned.get(name)
+            if _is_more(then, now):
+                yield f"{name} {_shown(now)}", f"no {name}" if then is None else f"{name} {_shown(then)}"
+            elif name in self._unpadded and not _is_without_padding(value):
+                yield f"{name} with padding", f"{name} without"
 
     def _given(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """What a forward is called with, by name where it has one, else by place."""
-        named = dict(zip(self._places, args, strict=False)) | dict(kwargs)
-        beyond = {str(place): value for place, value in enumerate(args) if place >= len(self._places)}
-        for path, leaf in tree_flatten_with_path(((), named | beyond))[0]:
+        beyond = map(str, range(len(self._places), len(args)))
+        named = dict(zip((*self._places, *beyond), args, strict=False)) | dict(kwargs)
+        for path, leaf in tree_flatten_with_path(((), named))[0]:
             yield argument_name(path), leaf
 
 
@@ -92,9 +92,13 @@ def _is_without_padding(value: Any) -> bool:
     """Whether ``value`` is a mask of one value only. Nothing is asked of another device, which would wait for that."""
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.numel():
         return False
-    if value.dtype is torch.bool:
-        return bool((value == value.flatten()[0]).all())
-    return not value.is_floating_point() and not value.is_complex() and bool((value == 1).all())
+    if value.is_floating_point() or value.is_complex():
+        return False
+    # No op of the user's step: counted as one, it could itself be what there is no room for.
+    with _disable_current_modes():
+        if value.dtype is torch.bool:
+            return bool(value.all()) or not bool(value.any())
+        return bool((value == 1).all())
 
 
 def _is_more(then: Any, now: Any) -> bool:
