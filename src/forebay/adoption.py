@@ -65,7 +65,7 @@ def adopt_plan(
         raise ConfigError(f"the plan keeps {format_bytes(plan.disk)} on disk; give disk=PATH or PATH:SIZE")
     limits = limits_of(budget)
     for tier, needed, allowed in (
-        (Tier.DEVICE, plan.device, budget.device),
+        (Tier.DEVICE, plan.device, budget.planned_device),
         (Tier.HOST, plan.host, limits[Tier.HOST]),
         (Tier.DISK, plan.disk, limits[Tier.DISK]),
     ):

@@ -76,6 +76,7 @@ def prepare(
     batch: Any = None,
     *,
     device_memory: Size,
+    device_reserve: Size = 0,
     host_memory: Size | None = None,
     disk: str | None = None,
     policy: str = "auto",
@@ -95,8 +96,10 @@ def prepare(
 
     ``batch`` is what the model's forward will be called with (a dict or a tuple), in the shapes and dtypes of the
     largest batch of training, such as ``input_ids`` of (sequences, tokens): with it the plan knows the activations; its
-    values do not count. Budgets are sizes (``"24GiB"``); ``host_memory`` None is what the machine has, ``disk`` is
-    ``PATH`` or ``PATH:SIZE``, or several of these with commas between them, over which the bytes are spread. ``loss``
+    values do not count. Budgets are sizes (``"24GiB"``); ``device_reserve`` is the part of ``device_memory`` that no
+    plan takes, for what the loop has on the device beside the model's step (another model, a second forward before the
+    backward, copies of gradients); ``host_memory`` None is what the machine has, ``disk`` is ``PATH`` or ``PATH:SIZE``,
+    or several of these with commas between them, over which the bytes are spread. ``loss``
     says how a causal language model of transformers computes its own: ``plain``, from all logits at once; ``chunked``,
     in pieces; ``auto``, in pieces where that gives the same bits on this device and the plan gains by it. ``compress``
     is 0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other
@@ -132,7 +135,7 @@ def prepare(
         )
     rule = read_optimizer(optimizer)
     expect_loss(loss)
-    budget = Budget.of(device_memory, host_memory, disk)
+    budget = Budget.of(device_memory, host_memory, disk, device_reserve)
     expect_disk(budget.disk, checksums=checksums)
     with ExitStack() as undo:  # what has been begun, where something is refused
         opened = open_device(device, budget.device)
@@ -164,7 +167,9 @@ def prepare(
         if switch_on is not None:
             attachment_of(model).at_end(switch_on)
         if batch is not None:
-            attachment_of(model).planned_for = Unplanned(model.forward, *call_arguments(batch))
+            attachment_of(model).planned_for = Unplanned(
+                model.forward, *call_arguments(batch), activations=bool(plan.fingerprint)
+            )
         if made_here:
             attachment_of(model).at_end(warn_of_other_casts(model, torch.device(opened.name).type).remove)
         undo.pop_all()
@@ -307,10 +312,12 @@ def _expect_room(session: Session, micro_batches: int) -> None:
     needs, ledgers = session.plan.accumulation, session.resources.ledgers
     if needs is None:
         return
-    for ledger in (session.device.ledger, ledgers.host, ledgers.disk):
-        needed, allowed = needs.needed(ledger.tier, micro_batches), ledger.limit
-        if allowed is None or needed <= allowed:
+    reserve = session.plan.budget.device_reserve
+    for ledger, of_the_loop in ((session.device.ledger, reserve), (ledgers.host, 0), (ledgers.disk, 0)):
+        needed, limit = needs.needed(ledger.tier, micro_batches), ledger.limit
+        if limit is None or needed <= limit - of_the_loop:
             continue
+        allowed = limit - of_the_loop
         most = needs.most(ledger.tier, allowed)
         fit = "two do not fit: use a loop"
         if most > 1:

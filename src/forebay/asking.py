@@ -62,13 +62,13 @@ class Asking:
         cannot be computed so."""
         here = torch.device(self.device.name)
         if loss == "chunked":
-            cut = forced_cut(self.model, self.batch, self.budget.device, here)
+            cut = forced_cut(self.model, self.batch, self.budget.planned_device, here)
             return self._in_pieces(cut)
         if loss != "auto" or self.batch is None:
             return self._made(0)
 
         def find(allowed: int | None) -> Cut | str:
-            return cut_for(self.model, self.batch, self.budget.device if allowed is None else allowed, here)
+            return cut_for(self.model, self.batch, self.budget.planned_device if allowed is None else allowed, here)
 
         return choose_plan(lambda: self._made(0), self._in_pieces, find)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay.errors import ConfigError
-from forebay.units import parse_bytes, parse_disks
+from forebay.units import format_apart, parse_bytes, parse_disks
 
 __all__ = ["Budget", "DiskBudget", "DiskShare", "Size", "expect_disk"]
 
@@ -76,25 +76,44 @@ class DiskBudget:
 class Budget:
     """Bytes allowed per tier: ``device``, ``host``, ``pinned`` (of the host, page-locked), ``disk`` (None: no disk).
 
-    ``host`` and ``pinned`` None: what the machine (or its cgroup) has. Raises ``ConfigError`` for 0 bytes or less.
+    ``host`` and ``pinned`` None: what the machine (or its cgroup) has. ``device_reserve`` of the device's are in no
+    plan: they are for what the training loop has there beside the model's step, such as another model. Raises
+    ``ConfigError`` for 0 bytes or less, and for a reserve that is not less than ``device``.
     """
 
     device: int
     host: int | None = None
     pinned: int | None = None
     disk: DiskBudget | None = None
+    device_reserve: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (("device", self.device), ("host", self.host), ("pinned", self.pinned)):
             if value is not None and value <= 0:
                 raise ConfigError(f"the {name} budget must be more than 0 bytes, got {value}")
+        if not 0 <= self.device_reserve < self.device:
+            reserve, device = format_apart(self.device_reserve, self.device)
+            raise ConfigError(
+                f"device_reserve is the part of device_memory that no plan takes, got {reserve} of {device}; reserve "
+                f"less, or raise device_memory"
+            )
+
+    @property
+    def planned_device(self) -> int:
+        """Bytes of the device that a plan may take."""
+        return self.device - self.device_reserve
+
+    def with_planned_device(self, nbytes: int) -> Budget:
+        """The same, but that a plan may take ``nbytes`` of the device."""
+        return replace(self, device=nbytes + self.device_reserve)
 
     @classmethod
-    def of(cls, device: Size, host: Size | None = None, disk: str | None = None) -> Budget:
+    def of(cls, device: Size, host: Size | None = None, disk: str | None = None, device_reserve: Size = 0) -> Budget:
         """The budget of sizes as they are written, ``disk`` as ``DiskBudget.of`` reads it. Raises ``UnitError`` for
         what cannot be read and ``ConfigError`` for sizes of 0."""
         folder = None if disk is None else DiskBudget.of(disk)
-        return cls(parse_bytes(device), None if host is None else parse_bytes(host), None, folder)
+        most = None if host is None else parse_bytes(host)
+        return cls(parse_bytes(device), most, None, folder, parse_bytes(device_reserve))
 
 
 def expect_disk(disk: object | None, *, checksums: bool) -> None:

@@ -91,7 +91,11 @@ def test_what_memory_asks_for_is_what_prepare_is_asked_for() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given: list[dict[str, object]] = []
     memory = Memory(
-        "1MiB", "2GiB", "/d", "stream", "plain", 8, ("0",), checksums=True, accumulates=False, update="backward"
+        *("1MiB", "2GiB", "/d", "stream", "plain", 8, ("0",)),
+        checksums=True,
+        accumulates=False,
+        update="backward",
+        device_reserve="1KiB",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "prepare", lambda model, optimizer, batch, **more: (given.append(more), optimizer))

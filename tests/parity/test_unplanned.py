@@ -14,7 +14,7 @@ from torch import nn
 import forebay
 from forebay.device.cpu import CpuDevice
 from forebay.errors import DeviceOutOfMemory, DoesNotFit
-from forebay.runtime.unplanned import Unplanned
+from forebay.runtime.unplanned import BESIDE, Unplanned
 from tests.parity.models import CASES, VOCABULARY
 
 CASE = CASES["llama"]
@@ -81,7 +81,7 @@ def by_place(first: torch.Tensor, *rest: Any, **more: Any) -> None:
 def test_another_argument() -> None:
     """At most two are named, none at length. What is the same, or smaller, is not."""
     planned = Unplanned(by_place, (torch.zeros(2, 3),), {"mask": [torch.zeros(4)], "scale": 2})
-    assert planned.remark((torch.zeros(2, 2),), {"mask": [torch.zeros(4)], "scale": 2}, 0, evaluates=False) == ""
+    assert planned.remark((torch.zeros(2, 2),), {"mask": [torch.zeros(4)], "scale": 2}, 0, evaluates=False) == BESIDE
     said = planned.remark(
         (torch.zeros(2, 3),), {"mask": [torch.zeros(5)], "scale": 2, "note": "a" * 50, "last": 1}, 0, evaluates=True
     )
@@ -97,12 +97,17 @@ def test_another_argument() -> None:
 
 def test_an_argument_by_place_is_the_one_of_its_name() -> None:
     planned = Unplanned(by_place, (), {"first": torch.zeros(2, 3)})
-    assert planned.remark((torch.zeros(2, 3),), {}, 0, evaluates=False) == ""
+    assert planned.remark((torch.zeros(2, 3),), {}, 0, evaluates=False) == BESIDE
     assert "has first (4, 3), and the plan was made for first (2, 3):" in planned.remark(
         (torch.zeros(4, 3),), {}, 0, evaluates=False
     )
     said = planned.remark((torch.zeros(2, 3), torch.zeros(1)), {}, 0, evaluates=False)
     assert "has 1 (1,), and the plan was made for no 1:" in said
+
+
+def test_a_plan_that_does_not_know_activations_blames_nobody() -> None:
+    unknown = Unplanned(by_place, (), {"first": torch.zeros(2, 3)}, activations=False)
+    assert unknown.remark((torch.zeros(2, 3),), {}, 0, evaluates=False) == ""
 
 
 @pytest.mark.parametrize(
@@ -113,10 +118,10 @@ def test_padding(whole: torch.Tensor) -> None:
     padded = whole.clone()
     padded[0, 0] = not padded[0, 0]
     planned = Unplanned(by_place, (), {"mask": whole})
-    assert planned.remark((), {"mask": whole[:1]}, 0, evaluates=False) == ""
+    assert planned.remark((), {"mask": whole[:1]}, 0, evaluates=False) == BESIDE
     said = planned.remark((), {"mask": padded}, 0, evaluates=False)
     assert "has mask with padding, and the plan was made for mask without: give prepare()" in said
-    assert Unplanned(by_place, (), {"mask": padded}).remark((), {"mask": whole}, 0, evaluates=False) == ""
+    assert Unplanned(by_place, (), {"mask": padded}).remark((), {"mask": whole}, 0, evaluates=False) == BESIDE
 
 
 def test_a_batch_with_padding() -> None:
@@ -163,7 +168,7 @@ def test_a_second_forward(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None
     model, optimizer = pair
     said = refusal(model, batch(), 40)
     assert "made for one forward before each backward, and this is number" in said
-    assert ": prepare a module whose forward is all of them; or use" in said
+    assert "whose forward is all of them, or leave room for the others with device_reserve; or use" in said
     optimizer.zero_grad()
     step(model, optimizer, **batch())
     assert "number" not in refusal(model, batch(16))

@@ -161,7 +161,8 @@ def staying_gradients(trace: Trace, plan: Plan) -> int:
 
 
 def allowances(machine: Machine, plan: Plan) -> dict[Tier, int]:
-    """Bytes allowed in every tier: the budget, or what the machine has where that is less or there is no budget."""
+    """Bytes that the plan may take of every tier: the budget, or what the machine has where that is less or there is no
+    budget; of the device without the part that is the loop's."""
     budget = plan.budget
     disk = machine.disk.capacity if machine.disk is not None else 0
     if budget.disk is None:
@@ -169,7 +170,7 @@ def allowances(machine: Machine, plan: Plan) -> dict[Tier, int]:
     elif budget.disk.nbytes is not None:
         disk = min(disk, budget.disk.nbytes)
     return {
-        Tier.DEVICE: min(budget.device, machine.device_capacity),
+        Tier.DEVICE: max(0, min(budget.device, machine.device_capacity) - budget.device_reserve),
         Tier.HOST: min(budget.host or machine.host_capacity, machine.host_capacity),
         Tier.PINNED: min(budget.pinned or machine.pinned_capacity, machine.pinned_capacity),
         Tier.DISK: disk,

@@ -46,8 +46,9 @@ FOLDER: Final = "forebay"
 @dataclass(frozen=True)
 class Memory:
     """What ``forebay.prepare`` is asked for, in its words; None: what that takes where nobody says. ``example`` is what
-    the model is called with for the largest batch that training will see; None: the first of the training data, which
-    is right where all have one length."""
+    the model is called with for the largest batch that training will see (for a Trainer: a batch as its collator makes
+    it, if that is what it trains on); None: the first of the training data, which is right where all have one
+    length."""
 
     device_memory: int | str
     host_memory: int | str | None = None
@@ -60,9 +61,10 @@ class Memory:
     accumulates: bool | None = None
     update: UpdateTime | None = None
     example: Any = None
+    device_reserve: int | str | None = None
 
     def __post_init__(self) -> None:
-        Budget.of(self.device_memory, self.host_memory, self.disk)
+        Budget.of(self.device_memory, self.host_memory, self.disk, self.device_reserve or 0)
         if self.loss is not None:
             expect_loss(self.loss)
         if self.update not in (None, *get_args(UpdateTime)):

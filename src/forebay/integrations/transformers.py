@@ -171,13 +171,21 @@ class ForebayMixin(_Base):
 
     def _example(self) -> Any:
         """What the model's forward will be called with: as ``compute_loss`` calls it, whatever trainer's that is."""
-        batch = self._memory.example
-        if batch is None:
-            if self.train_dataset is None:
+        batch, drawn = self._memory.example, self._drawn()
+        if drawn is not None and not isinstance(drawn, Mapping):
+            # As GRPO does, which generates them: nobody knows how to call ``compute_loss`` before it trains.
+            if batch is None:
                 raise ConfigError(
-                    "there is no training data to plan for; give Memory an example: a batch as the collator makes it"
+                    f"{type(self).__name__} makes the batches of its model while it trains, so there is no step to "
+                    f"plan for; give Memory an example: what the model is called with for the largest of them, such as "
+                    f"input_ids and attention_mask of (sequences, tokens)"
                 )
-            batch = next(iter(self.get_train_dataloader()))
+            return batch
+        batch = drawn if batch is None else batch
+        if batch is None:
+            raise ConfigError(
+                "there is no training data to plan for; give Memory an example: a batch as the collator makes it"
+            )
         inputs: dict[str, Any] = dict(batch)
         counted = (inputs["labels"] != -100).sum() if "labels" in inputs else None
         try:
@@ -188,6 +196,10 @@ class ForebayMixin(_Base):
             f"compute_loss of {type(self).__name__} does not call the model that it is given, so there is no step to "
             f"plan for; call it there, or train with forebay.prepare in a loop of your own"
         )
+
+    def _drawn(self) -> Any:
+        """The first batch of the training data; None where there is no such data."""
+        return None if self.train_dataset is None else next(iter(self.get_train_dataloader()))
 
 
 @final

@@ -112,8 +112,10 @@ _OF_A_MACHINE = {Tier.DEVICE: "of device memory", Tier.HOST: "of host memory", T
 def larger(problem: Problem, tier: Tier, needed: int) -> Remedy:
     """A larger budget of ``tier``, or another machine where this one has less than ``needed`` bytes: an entry of the
     catalogue is a card in one of the hosts that it comes in (``catalogue.in_host``)."""
-    size, there, machine = format_enough(needed), _there(problem, tier), problem.machine
-    if there is None or needed <= there:
+    # A plan has less of the device than the user gives.
+    given = needed + (problem.budget.device_reserve if tier is Tier.DEVICE else 0)
+    size, there, machine = format_enough(given), _there(problem, tier), problem.machine
+    if there is None or given <= there:
         return Remedy(tier.value, needed, problem.limit(tier), f"{_AS_ASKED[tier]} {size}")
     if machine is not None and tier is not Tier.DEVICE and is_listed(machine):
         listed = f"{machine.name} is listed with {format_bytes(there)}"
@@ -132,10 +134,10 @@ def _there(problem: Problem, tier: Tier) -> int | None:
 
 
 def with_larger(problem: Problem, tier: Tier, nbytes: int) -> Problem:
-    """``problem`` with a budget of ``nbytes`` of ``tier``."""
+    """``problem`` with a budget of which a plan may take ``nbytes`` of ``tier``."""
     budget = problem.budget
     if tier is Tier.DEVICE:
-        return replace(problem, budget=replace(budget, device=nbytes))
+        return replace(problem, budget=budget.with_planned_device(nbytes))
     if tier is Tier.HOST:
         return replace(problem, budget=replace(budget, host=nbytes), host_limit=nbytes)
     sized = budget.disk is not None and budget.disk.nbytes is not None

@@ -39,7 +39,7 @@ def with_pages(bench: Bench, make: Callable[[Problem, Bench], Plan]) -> Plan:
         refusal = pages_too_small(bench, plan, needed)
         if made == ROUNDS:
             raise refused(bench, refusal, Draft.of(plan))
-        less = replace(problem, budget=replace(problem.budget, device=limit - (needed - PAGES)))
+        less = replace(problem, budget=problem.budget.with_planned_device(limit - (needed - PAGES)))
         try:
             found = make(less, bench.with_limits(less))
         except DoesNotFit as error:

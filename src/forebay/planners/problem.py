@@ -94,9 +94,10 @@ class Problem:
         return 0 if self.trace is None else self.trace.workspace_nbytes
 
     def limit(self, tier: Tier) -> int:
-        """Bytes that a plan may take of ``tier``: what is allowed, and no more than the machine has."""
+        """Bytes that a plan may take of ``tier``: what is allowed, and no more than the machine has, without the part
+        of the device that is the loop's."""
         allowed = {
-            Tier.DEVICE: self.budget.device,
+            Tier.DEVICE: self.budget.planned_device,
             Tier.HOST: self.host_limit,
             Tier.PINNED: self.host_limit if self.budget.pinned is None else self.budget.pinned,
             Tier.DISK: self.disk_limit,
@@ -104,7 +105,7 @@ class Problem:
         if self.machine is None:
             return allowed
         there = {
-            Tier.DEVICE: self.machine.device_capacity,
+            Tier.DEVICE: max(0, self.machine.device_capacity - self.budget.device_reserve),
             Tier.HOST: self.machine.host_capacity,
             Tier.PINNED: self.machine.pinned_capacity,
             Tier.DISK: 0 if self.machine.disk is None else self.machine.disk.capacity,

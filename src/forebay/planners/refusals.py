@@ -7,10 +7,13 @@ from forebay.errors import DoesNotFit
 from forebay.memory import PAGES, Tier
 from forebay.planners.bench import Bench
 from forebay.planners.parts import Draft
+from forebay.planners.problem import Problem
 from forebay.plans import Plan
 from forebay.units import format_apart, format_bytes
 
 __all__ = ["device_too_small", "disk_too_small", "host_too_small", "pages_too_small"]
+
+_LESS_OF_THE_DEVICE = "raise device_memory, or use a smaller batch or a shorter sequence"
 
 
 def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:
@@ -34,8 +37,8 @@ def device_too_small(bench: Bench, draft: Draft) -> DoesNotFit:
     parts.append(f"{format_bytes(bench.beside(draft) - workspaces)} for the activations of one step{again}")
     if workspaces:
         parts.append(f"{format_bytes(workspaces)} for workspaces and pages of the allocator")
-    why = f": {', '.join(parts)}; raise device_memory, or use a smaller batch or a shorter sequence"
-    return _too_small(Tier.DEVICE, "device memory", need, limit, why)
+    why = f": {', '.join(parts)}; {_LESS_OF_THE_DEVICE}"
+    return _too_small(Tier.DEVICE, _of_the_device(problem), need, limit, why)
 
 
 def pages_too_small(bench: Bench, plan: Plan, pages: int) -> DoesNotFit:
@@ -43,9 +46,9 @@ def pages_too_small(bench: Bench, plan: Plan, pages: int) -> DoesNotFit:
     live = plan.device - PAGES
     why = (
         f": {format_bytes(live)} for what is there, {format_bytes(pages)} that pages of the allocator have more than "
-        f"is in them; raise device_memory, or use a smaller batch or a shorter sequence"
+        f"is in them; {_LESS_OF_THE_DEVICE}"
     )
-    return _too_small(Tier.DEVICE, "device memory", live + pages, bench.problem.limit(Tier.DEVICE), why)
+    return _too_small(Tier.DEVICE, _of_the_device(bench.problem), live + pages, bench.problem.limit(Tier.DEVICE), why)
 
 
 def disk_too_small(bench: Bench, sizes: Arenas) -> DoesNotFit:
@@ -68,6 +71,12 @@ def host_too_small(bench: Bench, sizes: Arenas, policy: str = "") -> DoesNotFit:
     disk = "" if bench.problem.limit(Tier.DISK) else ", or give disk=PATH:SIZE for the optimizer states"
     why = f"policy {policy} keeps {held} there and nothing on disk" if policy else f"{held}; raise host_memory{disk}"
     return _too_small(Tier.HOST, "host memory", sizes.host, bench.problem.limit(Tier.HOST), f": {why}")
+
+
+def _of_the_device(problem: Problem) -> str:
+    """What there is too little of."""
+    reserve = problem.budget.device_reserve
+    return f"device memory beside device_reserve={format_bytes(reserve)}" if reserve else "device memory"
 
 
 def _too_small(tier: Tier, what: str, need: int, limit: int, why: str) -> DoesNotFit:

@@ -138,7 +138,7 @@ def _never(problem: Problem, micro_batches: int, bench: Bench) -> bool:
 def _scaled(problem: Problem, share: float, tiers: Collection[Tier]) -> Problem:
     """The problem with that share of what is allowed of ``tiers``."""
     limits = {t: max(1, int(problem.limit(t) * share)) if t in tiers else problem.limit(t) for t in TIERS}
-    budget = replace(problem.budget, device=limits[Tier.DEVICE])
+    budget = problem.budget.with_planned_device(limits[Tier.DEVICE])
     return replace(problem, budget=budget, host_limit=limits[Tier.HOST], disk_limit=limits[Tier.DISK])
 
 

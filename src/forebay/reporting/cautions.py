@@ -8,7 +8,7 @@ from forebay.memory import Tier
 from forebay.reporting.losses import StepLine
 from forebay.reporting.run import RunReport
 from forebay.timeline import Lane
-from forebay.units import format_apart, format_seconds
+from forebay.units import format_apart, format_bytes, format_seconds
 
 __all__ = ["cautions"]
 
@@ -45,10 +45,13 @@ def _of_numbers(report: RunReport) -> Iterator[str]:
 
 def _of_memory(report: RunReport) -> Iterator[str]:
     measured, promised = report.measured_peaks(), report.predicted_peaks()
+    reserve = report.plan.budget.device_reserve
     for tier in Tier:
-        if promised[tier] and measured[tier] > promised[tier]:
+        of_the_loop = reserve if tier is Tier.DEVICE else 0
+        if promised[tier] and measured[tier] > promised[tier] + of_the_loop:
             over, said = format_apart(measured[tier], promised[tier])
-            yield f"{tier.value}: the peak was {over}, and the plan had promised {said}"
+            beside = f" beside the loop's {format_bytes(of_the_loop)}" if of_the_loop else ""
+            yield f"{tier.value}: the peak was {over}, and the plan had promised {said}{beside}"
 
 
 def _of_speed(report: RunReport) -> Iterator[str]:

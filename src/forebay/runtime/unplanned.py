@@ -31,12 +31,21 @@ IN_EVALUATION: Final = (
     "once and other things may be kept: call model.train() before forward, or run it under torch.no_grad()"
 )
 
+BESIDE: Final = (
+    "the plan has room for this forward and its backward; where the loop keeps or makes something on the device beside "
+    "them (another model, copies of gradients), leave room for it with device_reserve"
+)
+
 
 @final
 class Unplanned:
-    """Knows what the plan was made for: ``forward`` called with ``args`` and ``kwargs``."""
+    """Knows what the plan was made for: ``forward`` called with ``args`` and ``kwargs``, of which it knows the
+    ``activations`` or not."""
 
-    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, activations: bool = True
+    ) -> None:
+        self._activations = activations
         self._places = tuple(_places(forward))
         given = dict(self._given(args, kwargs))
         self._planned = {name: _described(value) for name, value in given.items()}
@@ -46,15 +55,18 @@ class Unplanned:
     def remark(self, args: Any, kwargs: Mapping[str, Any], waiting: int, *, evaluates: bool) -> str:
         """What a forward that is called with ``args`` and ``kwargs`` asks for that was not planned, and what to change;
         ``waiting`` forwards before it have no backward yet, and ``evaluates`` says that it has gradients and the model
-        is in evaluation mode. Nothing if it is no more than was planned."""
+        is in evaluation mode. If it is no more than was planned, what else there may be; nothing where the plan does
+        not know."""
         if waiting:
             return (
                 f"the plan was made for one forward before each backward, and this is number {waiting + 1}: prepare a "
-                f"module whose forward is all of them"
+                f"module whose forward is all of them, or leave room for the others with device_reserve"
             )
         found = list(islice(self._beyond(args, kwargs), MOST))
         if not found:
-            return IN_EVALUATION if evaluates else ""
+            if evaluates:
+                return IN_EVALUATION
+            return BESIDE if self._activations else ""
         now, then = (", ".join(said) for said in zip(*found, strict=True))
         return f"this forward has {now}, and the plan was made for {then}: give prepare() the batch that takes the most"
 
