@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import forebay
@@ -202,6 +203,29 @@ def test_the_example_draws_no_random_numbers(tmp_path: Path, opened: list[Noting
     own.create_optimizer()
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+class Unread(Dataset[Any]):
+    """Data that may not be looked at yet."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> Any:
+        raise AssertionError(f"row {row} was read")
+
+
+def test_a_given_example_leaves_the_data_alone(tmp_path: Path, opened: list[Noting]) -> None:
+    """Only where nobody gives one is a batch of them read."""
+    ids = torch.stack([row["input_ids"] for row in data(4)])
+    example = {"input_ids": ids, "labels": ids}
+    given = {"model": model(), "args": arguments(tmp_path), "train_dataset": Unread(), "eval_dataset": data(4)}
+    own = Planned(memory=Memory(BUDGET, example=example), **given)
+    opened.append(own)
+    own.create_optimizer()
+    assert forebay.report(own.model).plan.fingerprint
+    with pytest.raises(AssertionError, match="was read"):
+        Planned(memory=Memory(BUDGET), **given | {"model": model()}).create_optimizer()
 
 
 @pytest.mark.parametrize(

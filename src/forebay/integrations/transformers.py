@@ -171,35 +171,39 @@ class ForebayMixin(_Base):
 
     def _example(self) -> Any:
         """What the model's forward will be called with: as ``compute_loss`` calls it, whatever trainer's that is."""
-        batch, drawn = self._memory.example, self._drawn()
-        if drawn is not None and not isinstance(drawn, Mapping):
-            # As GRPO does, which generates them: nobody knows how to call ``compute_loss`` before it trains.
-            if batch is None:
-                raise ConfigError(
-                    f"{type(self).__name__} makes the batches of its model while it trains, so there is no step to "
-                    f"plan for; give Memory an example: what the model is called with for the largest of them, such as "
-                    f"input_ids and attention_mask of (sequences, tokens)"
-                )
-            return batch
-        batch = drawn if batch is None else batch
-        if batch is None:
-            raise ConfigError(
-                "there is no training data to plan for; give Memory an example: a batch as the collator makes it"
-            )
+        example = self._memory.example
+        batch = self._first_batch() if example is None else example
         inputs: dict[str, Any] = dict(batch)
         counted = (inputs["labels"] != -100).sum() if "labels" in inputs else None
         try:
             self.compute_loss(_Listener(self._trained), inputs, num_items_in_batch=counted)  # type: ignore[arg-type]
         except _Called as call:
             return call.keywords or call.arguments
+        except KeyError:
+            if example is None:
+                raise
+            # A trainer that makes its batches while it trains, as GRPO does: the example is none of those.
+            return example
         raise ConfigError(
             f"compute_loss of {type(self).__name__} does not call the model that it is given, so there is no step to "
             f"plan for; call it there, or train with forebay.prepare in a loop of your own"
         )
 
-    def _drawn(self) -> Any:
-        """The first batch of the training data; None where there is no such data."""
-        return None if self.train_dataset is None else next(iter(self.get_train_dataloader()))
+    def _first_batch(self) -> Mapping[str, Any]:
+        """Of the training data, as its collator makes it. Raises ``ConfigError`` where there is none, and where it is
+        not what ``compute_loss`` takes."""
+        if self.train_dataset is None:
+            raise ConfigError(
+                "there is no training data to plan for; give Memory an example: a batch as the collator makes it"
+            )
+        batch = next(iter(self.get_train_dataloader()))
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__} makes the batches of its model while it trains, so there is no step to plan "
+                f"for; give Memory an example: what the model is called with for the largest of them, such as "
+                f"input_ids and attention_mask of (sequences, tokens)"
+            )
+        return batch
 
 
 @final
