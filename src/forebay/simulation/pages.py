@@ -58,6 +58,6 @@ class Played:
                     allocator.free(-1 - event)
                 else:
                     allocator.allocate(event, self._nbytes[event], 0)
-            if allocator.out_of_memory:
-                return False
-        return True
+                    if allocator.out_of_memory:
+                        return False
+        return not allocator.out_of_memory
