@@ -99,11 +99,11 @@ def prepare(
     values do not count. Budgets are sizes (``"24GiB"``); ``device_reserve`` is the part of ``device_memory`` that no
     plan takes, for what the loop has on the device beside the model's step (another model, a second forward before the
     backward, copies of gradients); ``host_memory`` None is what the machine has, ``disk`` is ``PATH`` or ``PATH:SIZE``,
-    or several of these with commas between them, over which the bytes are spread. ``loss``
-    says how a causal language model of transformers computes its own: ``plain``, from all logits at once; ``chunked``,
-    in pieces; ``auto``, in pieces where that gives the same bits on this device and the plan gains by it. ``compress``
-    is 0, or the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other
-    numbers, and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one;
+    or several of these with commas between them, over which the bytes are spread. ``loss`` says how a causal language
+    model of transformers computes its own: ``plain``, from all logits at once; ``chunked``, in pieces; ``auto``, in
+    pieces where that gives the same bits on this device and the plan gains by it. ``compress`` is 0, or the bits (8, 4
+    or 2) that activations may be kept as where the plan gains by it: then gradients are other numbers, and the plan
+    says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one;
     ``blocks`` names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as
     many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``accumulates``
     False: the loop takes one backward a step, and calls ``zero_grad`` before the next forward. What the gradients of
@@ -312,12 +312,13 @@ def _expect_room(session: Session, micro_batches: int) -> None:
     needs, ledgers = session.plan.accumulation, session.resources.ledgers
     if needs is None:
         return
-    reserve = session.plan.budget.device_reserve
-    for ledger, of_the_loop in ((session.device.ledger, reserve), (ledgers.host, 0), (ledgers.disk, 0)):
-        needed, limit = needs.needed(ledger.tier, micro_batches), ledger.limit
-        if limit is None or needed <= limit - of_the_loop:
+    for ledger in (session.device.ledger, ledgers.host, ledgers.disk):
+        if ledger.limit is None:
             continue
-        allowed = limit - of_the_loop
+        needed = needs.needed(ledger.tier, micro_batches)
+        allowed = ledger.limit - session.plan.budget.reserve(ledger.tier)
+        if needed <= allowed:
+            continue
         most = needs.most(ledger.tier, allowed)
         fit = "two do not fit: use a loop"
         if most > 1:

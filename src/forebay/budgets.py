@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from forebay.errors import ConfigError
+from forebay.memory import Tier
 from forebay.units import format_apart, parse_bytes, parse_disks
 
 __all__ = ["Budget", "DiskBudget", "DiskShare", "Size", "expect_disk"]
@@ -102,6 +103,10 @@ class Budget:
     def planned_device(self) -> int:
         """Bytes of the device that a plan may take."""
         return self.device - self.device_reserve
+
+    def reserve(self, tier: Tier) -> int:
+        """Bytes of what is allowed of ``tier`` that no plan takes."""
+        return self.device_reserve if tier is Tier.DEVICE else 0
 
     def with_planned_device(self, nbytes: int) -> Budget:
         """The same, but that a plan may take ``nbytes`` of the device."""

@@ -124,6 +124,17 @@ def test_padding(whole: torch.Tensor) -> None:
     assert Unplanned(by_place, (), {"mask": padded}).remark((), {"mask": whole}, 0, evaluates=False) == BESIDE
 
 
+@pytest.mark.parametrize(
+    "later",
+    [torch.tensor([[5, 17, 1]]), torch.zeros(1, 3, dtype=torch.long, device="meta")],
+    ids=["tokens", "elsewhere"],
+)
+def test_what_is_not_known_to_be_padding_is_not_called_so(later: torch.Tensor) -> None:
+    """Token numbers that were planned for as ones are no mask, and a mask on another device is not looked at."""
+    planned = Unplanned(by_place, (), {"ids": torch.ones(2, 3, dtype=torch.long)})
+    assert planned.remark((), {"ids": later}, 0, evaluates=False) == BESIDE
+
+
 def test_a_batch_with_padding() -> None:
     """transformers makes a mask only then, and it takes memory that a plan for a batch without has not."""
     whole = torch.ones(4, 32, dtype=torch.long)

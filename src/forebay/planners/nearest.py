@@ -113,7 +113,7 @@ def larger(problem: Problem, tier: Tier, needed: int) -> Remedy:
     """A larger budget of ``tier``, or another machine where this one has less than ``needed`` bytes: an entry of the
     catalogue is a card in one of the hosts that it comes in (``catalogue.in_host``)."""
     # A plan has less of the device than the user gives.
-    given = needed + (problem.budget.device_reserve if tier is Tier.DEVICE else 0)
+    given = needed + problem.budget.reserve(tier)
     size, there, machine = format_enough(given), _there(problem, tier), problem.machine
     if there is None or given <= there:
         return Remedy(tier.value, needed, problem.limit(tier), f"{_AS_ASKED[tier]} {size}")

@@ -45,9 +45,8 @@ def _of_numbers(report: RunReport) -> Iterator[str]:
 
 def _of_memory(report: RunReport) -> Iterator[str]:
     measured, promised = report.measured_peaks(), report.predicted_peaks()
-    reserve = report.plan.budget.device_reserve
     for tier in Tier:
-        of_the_loop = reserve if tier is Tier.DEVICE else 0
+        of_the_loop = report.plan.budget.reserve(tier)
         if promised[tier] and measured[tier] > promised[tier] + of_the_loop:
             over, said = format_apart(measured[tier], promised[tier])
             beside = f" beside the loop's {format_bytes(of_the_loop)}" if of_the_loop else ""

@@ -50,7 +50,7 @@ class Unplanned:
         given = dict(self._given(args, kwargs))
         self._planned = {name: _described(value) for name, value in given.items()}
         # Where a mask says that nothing is padded models do without, and one that they need takes memory.
-        self._unpadded = {name for name, value in given.items() if _is_without_padding(value)}
+        self._unpadded = {name for name, value in given.items() if _leaves_out(value) is False}
 
     def remark(self, args: Any, kwargs: Mapping[str, Any], waiting: int, *, evaluates: bool) -> str:
         """What a forward that is called with ``args`` and ``kwargs`` asks for that was not planned, and what to change;
@@ -76,7 +76,7 @@ class Unplanned:
             now, then = _described(value), self._planned.get(name)
             if _is_more(then, now):
                 yield f"{name} {_shown(now)}", f"no {name}" if then is None else f"{name} {_shown(then)}"
-            elif name in self._unpadded and not _is_without_padding(value):
+            elif name in self._unpadded and _leaves_out(value):
                 yield f"{name} with padding", f"{name} without"
 
     def _given(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -100,17 +100,21 @@ def _described(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _is_without_padding(value: Any) -> bool:
-    """Whether ``value`` is a mask of one value only. Nothing is asked of another device, which would wait for that."""
+def _leaves_out(value: Any) -> bool | None:
+    """Whether ``value`` is a mask that leaves something out. None: it is no mask, or nobody knows, as of one on another
+    device, which would be waited for."""
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.numel():
-        return False
+        return None
     if value.is_floating_point() or value.is_complex():
-        return False
+        return None
     # No op of the user's step: counted as one, it could itself be what there is no room for.
     with _disable_current_modes():
         if value.dtype is torch.bool:
-            return bool(value.all()) or not bool(value.any())
-        return bool((value == 1).all())
+            return bool(value.any()) and not bool(value.all())
+        ones = value == 1
+        if bool(ones.all()):
+            return False
+        return True if bool((ones | (value == 0)).all()) else None
 
 
 def _is_more(then: Any, now: Any) -> bool:
