@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-PROGRAMS = re.findall(
-    r"<!-- run by \S+test_integrations_docs\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL
-)
+from tests.parity.page_programs import programs
+
+PAGE = "integrations.md"
+PROGRAMS = programs(PAGE, "test_integrations_docs.py")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -26,7 +26,7 @@ def test_a_program_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyP
     GradientState._reset_state()
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        exec(compile(program, str(PAGE), "exec"), {"__name__": "__main__"})
+        exec(compile(program, PAGE, "exec"), {"__name__": "__main__"})
     assert re.search(r"device.*: \d", said.getvalue())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,16 @@ from forebay.reporting.cautions import cautions
 from forebay.reporting.run import RunReport
 from forebay.units import MiB
 from tests.parity.models import CASES, VOCABULARY
+from tests.parity.page_programs import programs
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "does-not-fit.md"
 CASE = CASES["llama"]
 ROOM = 24 * MiB
 
 
 def program() -> str:
     """The one of the page: a generator and a discriminator in one loop."""
-    pattern = r"<!-- run by \S+test_reserve\.py -->\n```python\n(.*?)```"
-    (found,) = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    return str(found).replace("lr=2e-4", "lr=2e-4, fused=True")
+    (found,) = programs("does-not-fit.md", "test_reserve.py")
+    return found.replace("lr=2e-4", "lr=2e-4, fused=True")
 
 
 def run(text: str, names: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from forebay.device.cpu import CpuDevice
 from forebay.errors import DeviceOutOfMemory, DoesNotFit
 from forebay.runtime.unplanned import BESIDE, Unplanned
 from tests.parity.models import CASES, VOCABULARY
+from tests.parity.page_programs import programs
 
 CASE = CASES["llama"]
 
@@ -210,13 +209,9 @@ def test_what_is_planned_is_not_spoken_of() -> None:
     forebay.close(model)
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "does-not-fit.md"
-
-
 def test_the_program_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     """Two calls of a model in one forward; everything kept would take more than it has."""
-    pattern = r"<!-- run by \S+test_unplanned\.py -->\n```python\n(.*?)```"
-    (program,) = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (program,) = programs("does-not-fit.md", "test_unplanned.py")
     with pytest.raises(DoesNotFit):
         exec(program.replace('device="cpu"', 'device="cpu", policy="keep"'), {"__name__": "page"})
     exec(program, {"__name__": "page"})
