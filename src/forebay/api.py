@@ -144,7 +144,7 @@ def prepare(
         switch_on = leave_to_plan(model) if plan is not None or batch is not None else None
         if switch_on is not None:
             undo.callback(switch_on)
-        bound = find_blocks(model, blocks, masters=rule.masters)
+        bound = find_blocks(model, blocks, keeping=rule.keeping)
         expect_trainable(model, bound, optimizer, opened)
         kept = None if crash_safe is None else keep_in(crash_safe, budget.disk)
         if kept is not None:
@@ -160,7 +160,7 @@ def prepare(
         plan = with_tiles(plan, model, rule.state_names, batch, torch.device(opened.name))
         expect_served(plan, two_places=kept is not None, checksums=checksums)
         if plan.read_outside:
-            bound = find_blocks(model, blocks, plan.read_outside, masters=rule.masters)
+            bound = find_blocks(model, blocks, plan.read_outside, keeping=rule.keeping)
         plan = plan if switch_on is None else left_to(plan, switch_on)
         owns = opened is not device
         prepared = open_session(model, optimizer, bound, rule, plan, opened, owns_device=owns, kept=kept)

@@ -30,10 +30,13 @@ OptimizerWithoutMasters = Literal[
 ]
 """Those of forebay that round parameters in bf16 by chance (stochastic rounding)."""
 
-OptimizerName = Literal[
-    "adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", OptimizerWithoutMasters
+OptimizerWithMasters = Literal[
+    "adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", "muon"
 ]
-"""``torch.optim``'s, and forebay's own of few bytes (``optim/``)."""
+"""``torch.optim``'s, and forebay's own (``optim/``)."""
+
+OptimizerName = Literal[OptimizerWithMasters, OptimizerWithoutMasters]
+"""All that go by name."""
 
 
 NonFinite = Literal["stop", "skip"]

@@ -192,6 +192,6 @@ def _of_parameter(session: Session, name: str) -> dict[str, Later]:
     found = {"step": Later(Entry((), torch.float32), lambda: session.read_states(name)["step"])}
     for stream in session.contents.state(name).streams_of(spec):
         key, form = plain_name(stream), form_of(stream)
-        entry = Entry(form.shape_for(spec.shape) or (), getattr(torch, form.dtype))
+        entry = Entry(form.shape_for(spec) or (), getattr(torch, form.dtype))
         found[key] = Later(entry, lambda key=key: session.read_states(name)[key])  # type: ignore[misc]
     return found

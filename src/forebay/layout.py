@@ -26,7 +26,7 @@ from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.states import BLOCK, Masters, StateForm, form_of, is_factored, is_wide
+from forebay.states import BLOCK, Masters, StateForm, form_of, is_wide, takes_wholes
 from forebay.trace import Block, Parameter
 
 __all__ = [
@@ -108,7 +108,7 @@ def has_stream(stream: str, parameter: Parameter) -> bool:
     """Whether ``parameter``, which is trained, has values of ``stream``."""
     if stream in (MASTER, LOWER):
         return needs_master(parameter)
-    return form_of(stream).shape_for(parameter.shape) is not None
+    return form_of(stream).shape_for(parameter) is not None
 
 
 def is_same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
@@ -194,8 +194,8 @@ class Piece:
 
     def values(self, form: StateForm) -> tuple[int, int]:
         """Of the values that its parameter has in ``form``: which is the first of this piece, and how many it has."""
-        if form.is_factored:
-            return 0, form.count_for(self.parameter.shape)
+        if form.is_of_wholes:
+            return 0, form.count_for(self.parameter)
         return form.count(self.start), form.count(self.stop - self.start)
 
 
@@ -211,9 +211,9 @@ class Chunk:
 
     def before(self, form: StateForm, piece: Piece) -> int:
         """Values in ``form`` that its stream has before those of ``piece``."""
-        if not form.is_factored:
+        if not form.is_of_wholes:
             return form.count(piece.offset)
-        return sum(form.count_for(p.parameter.shape) for p in self.pieces if p.offset < piece.offset)
+        return sum(form.count_for(p.parameter) for p in self.pieces if p.offset < piece.offset)
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ def touched_nbytes(streams: Iterable[str], parameter: Parameter) -> int:
 
 def states_nbytes(streams: Iterable[str], parameter: Parameter) -> int:
     """Bytes of ``streams`` for all of ``parameter``."""
-    return sum(form_of(stream).nbytes_for(parameter.shape) for stream in streams)
+    return sum(form_of(stream).nbytes_for(parameter) for stream in streams)
 
 
 def _touched(states: int, nbytes: int) -> int:
@@ -355,8 +355,8 @@ def _chunk_nbytes(streams: Iterable[str], elements: int, pieces: Iterable[Piece]
 
 
 def _stream_nbytes(form: StateForm, elements: int, pieces: Sequence[Piece]) -> int:
-    if form.is_factored:
-        return sum(form.nbytes_for(piece.parameter.shape) for piece in pieces)
+    if form.is_of_wholes:
+        return sum(form.nbytes_for(piece.parameter) for piece in pieces)
     return form.nbytes(elements)
 
 
@@ -382,7 +382,7 @@ def state_layout(
     needed = any(needs_master(p) for p in block.parameters)
     streams = with_masters(state_names, masters) if needed else state_names
     step, most = _step(state_names, masters), chunk_elements(update_chunk, state_names, masters)
-    whole = is_factored(state_names)
+    whole = takes_wholes(state_names)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     filled = end = 0

@@ -155,7 +155,7 @@ def _read(number: int, model: nn.Module, optimizer: torch.optim.Optimizer, batch
         if batch is None:
             raise ModelError("it has no batch, and a budget is divided by what a step takes; give one")
         rule = read_optimizer(optimizer)
-        bound = find_blocks(model, masters=rule.masters)
+        bound = find_blocks(model, keeping=rule.keeping)
         expect_trainable(model, bound, optimizer, device)
         return _Found(model, optimizer, batch, bound, rule)
     except UsageError as error:
@@ -202,11 +202,9 @@ def _opened(found: Sequence[_Found], plans: Sequence[Plan], whole: CpuDevice, bu
         for one, plan in zip(found, plans, strict=True):
             device = CpuDevice(plan.budget.device, of=whole)
             said = with_tiles(plan, one.model, one.rule.state_names, one.batch, torch.device(device.name))
-            bound = (
-                find_blocks(one.model, read_outside=said.read_outside, masters=one.rule.masters)
-                if said.read_outside
-                else one.bound
-            )
+            bound = one.bound
+            if said.read_outside:
+                bound = find_blocks(one.model, read_outside=said.read_outside, keeping=one.rule.keeping)
             given = one.model, one.optimizer, bound, one.rule, said, device
             prepared.append(open_session(*given, owns_device=True, within=ledgers))
             attachment_of(one.model).at_end(warn_of_other_casts(one.model, torch.device(device.name).type).remove)

@@ -1,5 +1,5 @@
-"""Optimizer states and how they lie: fp32, bf16, codes of 8 or 4 bits with a scale for every block, or a number for
-each row and each column of a matrix. No torch.
+"""Optimizer states and how they lie: fp32, bf16, codes of 8 or 4 bits with a scale for every block, a number for each
+row and each column of a matrix, or of some parameters and not of others. No torch.
 
 Masters, the fp32 copies of parameters of 16 bits, lie as they are or, beside parameters in bf16, as their lower halves
 (``Masters``).
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from forebay.errors import ConfigError, ForebayError
 
@@ -26,23 +26,27 @@ __all__ = [
     "DRAWN",
     "FACTORED",
     "MOMENTS",
+    "MUON",
     "OF_FOREBAY",
     "TIES",
     "Extent",
     "Masters",
     "Moments",
+    "Shape",
+    "Shaped",
     "StateForm",
     "element_nbytes",
     "form_of",
-    "is_factored",
     "is_fp32",
     "is_made_at_once",
+    "is_orthogonal",
     "is_wide",
     "masters_fault",
     "masters_for",
     "moment_states",
     "plain_name",
     "state_changes",
+    "takes_wholes",
     "update_kind",
 ]
 
@@ -56,6 +60,26 @@ MOMENTS: tuple[Moments, ...] = get_args(Moments)
 """All of them, the widest first."""
 
 
+class Shaped(Protocol):
+    """A parameter, for whoever asks which states it has."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether its updates are made orthogonal, as Muon does with the matrices that it is given."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``Shaped`` and nothing else."""
+
+    shape: tuple[int, ...]
+    orthogonal: bool = False
+
+
 class Extent(StrEnum):
     """What of a parameter has values of a state."""
 
@@ -67,6 +91,14 @@ class Extent(StrEnum):
     """Every column, along its last dimension but one; of what has two dimensions or more."""
     VECTOR = "vector"
     """Every element of what has fewer."""
+    ORTHOGONAL = "orthogonal"
+    """Every element of a matrix whose updates are made orthogonal."""
+    OTHER = "other"
+    """Every element of any other parameter."""
+
+
+_SOME = (Extent.ORTHOGONAL, Extent.OTHER)
+"""Where some parameters have a state, of their shape, and the others have none."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +120,7 @@ class StateForm:
     def count(self, elements: int) -> int:
         """The values of ``elements`` elements from the first of a block on: a block that is not whole has as many as it
         has elements, if it would not have fewer. Only of blocks: others belong to whole parameters."""
-        if self.is_factored:
+        if self.is_of_wholes:
             raise ForebayError(f"a state as {self.name} has values of whole parameters, not of some elements")
         whole, rest = divmod(elements, BLOCK)
         return whole * self.entries + min(rest, self.entries)
@@ -97,11 +129,14 @@ class StateForm:
         """Bytes of ``elements`` elements from the first of a block on."""
         return self.count(elements) * self.itemsize
 
-    def shape_for(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of the state of a whole parameter of ``shape``; None of one that has none."""
+    def shape_for(self, parameter: Shaped) -> tuple[int, ...] | None:
+        """The shape of the state of a whole ``parameter``; None of one that has none."""
+        shape = parameter.shape
         matrix = len(shape) >= 2
         if self.extent is Extent.BLOCKS:
             return shape if self.is_elementwise else (self.count(prod(shape)),)
+        if self.extent in _SOME:
+            return shape if parameter.orthogonal is (self.extent is Extent.ORTHOGONAL) else None
         if self.extent is Extent.VECTOR:
             return None if matrix else shape
         if not matrix:
@@ -109,29 +144,31 @@ class StateForm:
         kept = (1,) if self.keepdim else ()
         return (*shape[:-1], *kept) if self.extent is Extent.ROWS else (*shape[:-2], *kept, shape[-1])
 
-    def count_for(self, shape: tuple[int, ...]) -> int:
-        """The values of a whole parameter of ``shape``."""
-        own = self.shape_for(shape)
+    def count_for(self, parameter: Shaped) -> int:
+        """The values of a whole ``parameter``."""
+        own = self.shape_for(parameter)
         return 0 if own is None else prod(own)
 
-    def nbytes_for(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a whole parameter of ``shape``."""
-        return self.count_for(shape) * self.itemsize
+    def nbytes_for(self, parameter: Shaped) -> int:
+        """Bytes of a whole ``parameter``."""
+        return self.count_for(parameter) * self.itemsize
 
     @property
-    def is_factored(self) -> bool:
-        """Whether its values are those of whole parameters, and no part of one has some of them."""
+    def is_of_wholes(self) -> bool:
+        """Whether its values are those of whole parameters, and no update of a part of one has some of them."""
         return self.extent is not Extent.BLOCKS
 
     @property
     def is_coded(self) -> bool:
         """Whether it means something to nobody but who wrote it: codes, scales, and halves of other numbers."""
-        return not self.is_factored and not self.is_elementwise
+        return not self.is_of_wholes and not self.is_elementwise
 
     @property
     def is_elementwise(self) -> bool:
         """Whether every element has a value of its own, so that a state has the shape of its parameter."""
-        return not self.is_factored and self.dtype != "uint8" and self.entries == BLOCK
+        if self.extent in _SOME:
+            return True
+        return not self.is_of_wholes and self.dtype != "uint8" and self.entries == BLOCK
 
 
 _FORMS = {
@@ -153,6 +190,8 @@ _FORMS = {
         StateForm("rows-flat", "float32", 4, extent=Extent.ROWS, keepdim=False, at_once=True),
         StateForm("columns-flat", "float32", 4, extent=Extent.COLUMNS, keepdim=False, at_once=True),
         StateForm("vector", "float32", 4, extent=Extent.VECTOR),
+        StateForm("orthogonal", "float32", 4, extent=Extent.ORTHOGONAL, at_once=True),
+        StateForm("other", "float32", 4, extent=Extent.OTHER, at_once=True),
     )
 }
 
@@ -199,10 +238,10 @@ def is_fp32(states: Iterable[str]) -> bool:
     return all(form_of(state).dtype == "float32" for state in states)
 
 
-def is_factored(states: Iterable[str]) -> bool:
-    """Whether some of ``states`` are factored: an update looks at whole parameters then, and no chunk has a part of
-    one."""
-    return any(form_of(state).is_factored for state in states)
+def takes_wholes(states: Iterable[str]) -> bool:
+    """Whether an update of ``states`` looks at whole parameters, as where they are factored: no chunk has a part of one
+    then."""
+    return any(form_of(state).is_of_wholes for state in states)
 
 
 def is_made_at_once(states: Iterable[str]) -> bool:
@@ -210,9 +249,17 @@ def is_made_at_once(states: Iterable[str]) -> bool:
     return any(form_of(state).at_once for state in states)
 
 
+def is_orthogonal(states: Iterable[str]) -> bool:
+    """Whether ``states`` are those of an optimizer that makes updates of matrices orthogonal."""
+    return any(form_of(state).extent is Extent.ORTHOGONAL for state in states)
+
+
 def element_nbytes(states: Iterable[str]) -> float:
-    """Bytes of ``states`` for each element of a parameter. Of factored ones there are too few to count."""
-    return sum(form.nbytes(BLOCK) / BLOCK for form in map(form_of, states) if not form.is_factored)
+    """Bytes of ``states`` for each element of a parameter, of the parameters that have most. Of factored ones there are
+    too few to count."""
+    forms = tuple(map(form_of, states))
+    some = max(sum(form.itemsize for form in forms if form.extent is extent) for extent in _SOME)
+    return some + sum(form.nbytes(BLOCK) / BLOCK for form in forms if not form.is_of_wholes)
 
 
 def masters_for(states: Iterable[str], trained: Iterable[str]) -> Masters:
@@ -270,6 +317,9 @@ def state_changes(states: Iterable[str]) -> tuple[str, ...]:
 FACTORED = ("row_var:rows", "col_var:columns", "variance:vector")
 """The states of forebay's Adafactor."""
 
+MUON = ("momentum_buffer:orthogonal", "exp_avg:other", "exp_avg_sq:other")
+"""The states of Muon: one of the matrices whose updates it makes orthogonal, AdamW's of everything else."""
+
 DRAWN = "-sr"
 """How the name of an optimizer ends that rounds parameters in bf16 by chance and keeps no masters of them (stochastic
 rounding)."""
@@ -284,4 +334,5 @@ OF_FOREBAY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "adafactor": FACTORED,
     }
 )
-"""The states of forebay's own optimizers by name; each has one with ``DRAWN`` behind it, too."""
+"""The states of forebay's own optimizers by name that may do without masters: each has one with ``DRAWN`` behind it,
+too."""

@@ -17,7 +17,7 @@ from forebay.runtime.grids import Grid, grid_of
 from forebay.runtime.hooks import is_prepared
 from forebay.runtime.tiles import Tiled, TiledEmbedding, TiledLinear, is_exact
 from forebay.runtime.wholes import Whole, wholes_of
-from forebay.states import is_factored
+from forebay.states import takes_wholes
 from forebay.units import format_bytes, parse_bytes
 
 __all__ = ["ROUNDED_OTHERWISE", "noted_tiles", "notes_of", "tile", "with_tiles"]
@@ -119,7 +119,7 @@ def with_tiles(plan: Plan, model: nn.Module, states: Iterable[str], batch: Any, 
         return plan
     tried: dict[tuple[Grid, torch.dtype, bool], bool] = {}
     changes = [
-        f"{name}: {OF_TILES}" for name, layer in layers if is_factored(states) and layer.parts()[0].requires_grad
+        f"{name}: {OF_TILES}" for name, layer in layers if takes_wholes(states) and layer.parts()[0].requires_grad
     ]
     for name, layer in layers:
         if not isinstance(layer, TiledLinear):
@@ -141,8 +141,8 @@ def with_tiles(plan: Plan, model: nn.Module, states: Iterable[str], batch: Any, 
 NORMS = "a norm of gradients is taken over tiles like over parameters: clipping by it may differ in the last bit"
 
 OF_TILES = (
-    "the optimizer sums up the rows and columns of each tile by itself, and sees to the size of its update, where it "
-    "would do so for the whole weight"
+    "the optimizer looks at each tile by itself (its rows and columns, the size of its update, what makes that "
+    "orthogonal), where it would look at the whole weight"
 )
 
 ROUNDED_OTHERWISE = (

@@ -59,7 +59,8 @@ class Parameter:
 
     Its ``nbytes`` lie in the block's buffer from ``offset`` (bytes) on. ``trainable``: it requires grad. ``aliases``
     are further names of the same parameter (tied weights). ``master``: if it is trained in 16 bits, an fp32 copy is
-    kept of it; else what an update makes of it is rounded up or down by chance.
+    kept of it; else what an update makes of it is rounded up or down by chance. ``orthogonal``: its updates are made
+    orthogonal (``forebay.optim.Muon``).
     """
 
     name: str
@@ -71,6 +72,12 @@ class Parameter:
     trainable: bool
     aliases: tuple[str, ...] = ()
     master: bool = True
+    orthogonal: bool = False
+
+    @property
+    def sort(self) -> tuple[object, ...]:
+        """What parameters have in common whose bytes and states are alike."""
+        return self.shape, self.nbytes, self.dtype, self.trainable, self.master, self.orthogonal
 
     @property
     def numel(self) -> int:
@@ -439,4 +446,5 @@ def fingerprint_of(model: Model, inputs: Iterable[tuple[str, str, int]], state_n
 
 def _in_fingerprint(parameter: Parameter) -> tuple[object, ...]:
     said = parameter.name, parameter.shape, parameter.dtype, parameter.trainable
-    return said if parameter.master else (*said, "no master")
+    of_states = {"no master": not parameter.master, "orthogonal": parameter.orthogonal}
+    return (*said, *(word for word, holds in of_states.items() if holds))

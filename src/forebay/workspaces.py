@@ -4,10 +4,11 @@ of a whole parameter, or of a part of one. No torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 
 from forebay.layout import LOWER, MASTER, STATE_ITEMSIZE, align, in_order, is_drawn, needs_master, states_nbytes
 from forebay.memory import ALIGNMENT
-from forebay.states import Masters, form_of, is_factored, is_made_at_once, is_wide
+from forebay.states import Masters, form_of, is_made_at_once, is_orthogonal, is_wide, takes_wholes
 from forebay.trace import Parameter
 
 __all__ = ["PART", "PIECE", "part_elements", "widened_copies", "workspace_nbytes"]
@@ -41,14 +42,16 @@ def workspace_nbytes(states: Iterable[str], largest: int, widened: int, paramete
 
     Where ``states`` are factored, whole ``parameters``, one after the other: what of one is widened, its update, a sum
     for each of its rows and columns, and norms. If they are not made at once: of a part of one that, and its parameter
-    and its gradient in fp32 in any case.
+    and its gradient in fp32 in any case. Of Muon what of one is widened, and what making an update orthogonal takes.
     """
     states = tuple(state for state in states if state not in (MASTER, LOWER))
     parameters = tuple(parameters)
     drawn = any(map(is_drawn, parameters))
+    if is_orthogonal(states):
+        return max((_muon_nbytes(parameter) for parameter in parameters), default=0)
     if is_made_at_once(states):
         return max((_whole_nbytes(p, (1 + widened_copies(p, Masters.WHOLE)) * p.numel) for p in parameters), default=0)
-    if is_factored(states):
+    if takes_wholes(states):
         return max((_whole_nbytes(p, 3 * part_elements(p)) for p in parameters), default=0)
     piece = min(PIECE, largest)
     if not is_wide(states):
@@ -61,6 +64,16 @@ def workspace_nbytes(states: Iterable[str], largest: int, widened: int, paramete
 def _whole_nbytes(parameter: Parameter, elements: int) -> int:
     sums = states_nbytes(("sum:rows", "sum:columns"), parameter)
     return align(STATE_ITEMSIZE * elements + sums) + ALIGNMENT
+
+
+def _muon_nbytes(parameter: Parameter) -> int:
+    """A gradient that is widened; of a matrix its update in fp32, where two in bf16 come later, one in bf16, and two
+    squares in bf16 as wide as its shorter side, each of the four at its alignment."""
+    numbers = widened_copies(parameter, Masters.WHOLE) * parameter.numel
+    if parameter.orthogonal:
+        side = min(parameter.shape)
+        numbers += parameter.numel + ceil(parameter.numel / 2) + 2 * ceil(side * side / 2)
+    return align(STATE_ITEMSIZE * numbers) + 4 * ALIGNMENT * parameter.orthogonal
 
 
 def part_elements(parameter: Parameter) -> int:

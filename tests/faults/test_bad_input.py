@@ -118,7 +118,7 @@ TABLE: dict[str, Bad] = {
         OptimizerError,
         (
             "Adagrad is not an optimizer that forebay runs",
-            "use AdamW, Adam, SGD or Adafactor of torch.optim, AdamW, Lion or Adafactor of forebay.optim",
+            "use AdamW, Adam, SGD, Adafactor or Muon of torch.optim, AdamW, Lion, Adafactor or Muon of forebay.optim",
         ),
     ),
     "subclass of an optimizer": Bad(

@@ -13,6 +13,7 @@ from forebay.device.cuda import CudaDevice
 from forebay.plans import Update
 from tests.parity.content import states_of
 from tests.parity.test_adafactor_prepared import MAKERS, batch, groups_of, network, streamed_by
+from tests.parity.test_muon_prepared import muon
 from tests.parity.test_stochastic_rounding import MAKERS as DRAWN
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +23,8 @@ STEPS = 3
 
 EVERY = {
     **{name: (torch.float32, lambda m, make=make: make(groups_of(m))) for name, make in MAKERS.items()},
+    "muon": (torch.float32, muon),
+    "muon-bf16": (torch.bfloat16, muon),
     **{f"{name}-sr": (torch.bfloat16, lambda m, make=make: make(m.parameters())) for name, make in DRAWN.items()},
 }
 

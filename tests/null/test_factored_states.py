@@ -17,7 +17,7 @@ from forebay.layout import MASTER, align, chunk_elements, has_stream, state_layo
 from forebay.planners import make_plan
 from forebay.simulation.costs import Costs
 from forebay.simulation.update_rates import FACTORED
-from forebay.states import Masters, element_nbytes, form_of, is_factored, is_fp32, is_wide, masters_for
+from forebay.states import MUON, Masters, Shape, element_nbytes, form_of, is_fp32, is_wide, masters_for, takes_wholes
 from forebay.trace import Block, Model, Parameter
 from forebay.workspaces import PART, workspace_nbytes
 from tests.null.planning import ENOUGH, asked, chain, machine
@@ -52,8 +52,8 @@ def block(*shapes: tuple[int, ...], dtype: str = "float32") -> Block:
 )
 def test_shapes(shape: tuple[int, ...], torchs: object, flat: object) -> None:
     for states in (OWN, TORCH):
-        assert tuple(form_of(state).shape_for(shape) for state in states) == torchs
-    assert tuple(form_of(state).shape_for(shape) for state in TRANSFORMERS[1:]) == flat
+        assert tuple(form_of(state).shape_for(Shape(shape)) for state in states) == torchs
+    assert tuple(form_of(state).shape_for(Shape(shape)) for state in TRANSFORMERS[1:]) == flat
     own = parameter("p", shape)
     for states, shapes in ((TORCH, torchs), (TRANSFORMERS[1:], flat)):
         assert isinstance(shapes, tuple)
@@ -63,10 +63,10 @@ def test_shapes(shape: tuple[int, ...], torchs: object, flat: object) -> None:
 
 def test_what_they_are() -> None:
     assert (
-        is_factored(OWN)
-        and is_factored(TORCH)
-        and is_factored(TRANSFORMERS)
-        and not is_factored(("exp_avg", "exp_avg_sq"))
+        takes_wholes(OWN)
+        and takes_wholes(TORCH)
+        and takes_wholes(TRANSFORMERS)
+        and not takes_wholes(("exp_avg", "exp_avg_sq"))
     )
     assert is_fp32(TRANSFORMERS) and not is_wide(TRANSFORMERS) and not is_fp32(("exp_avg:8bit", "exp_avg_scale:scale"))
     assert element_nbytes(TORCH) == 0 and element_nbytes(TRANSFORMERS) == 4
@@ -79,10 +79,11 @@ def test_what_they_are() -> None:
 SHAPES = st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple), min_size=1, max_size=6)
 
 
-@given(SHAPES, st.sampled_from([OWN, TORCH, TRANSFORMERS]), st.sampled_from(["float32", "bfloat16"]))
+@given(SHAPES, st.sampled_from([OWN, TORCH, TRANSFORMERS, MUON]), st.sampled_from(["float32", "bfloat16"]))
 def test_chunks_have_whole_parameters(shapes: list[tuple[int, ...]], states: tuple[str, ...], dtype: str) -> None:
     """As many as fit, in their order; no two streams of any two share a byte."""
     made = block(*shapes, dtype=dtype)
+    made = replace(made, parameters=tuple(replace(p, orthogonal=len(p.shape) == 2) for p in made.parameters))
     layout = state_layout(made, states, 1024)
     pieces = [piece for chunk in layout.chunks for piece in chunk.pieces]
     assert [piece.parameter for piece in pieces] == list(made.parameters)
@@ -96,7 +97,7 @@ def test_chunks_have_whole_parameters(shapes: list[tuple[int, ...]], states: tup
                 if has_stream(stream, piece.parameter):
                     begin = start + chunk.before(form, piece) * form.itemsize
                     first, count = piece.values(form)
-                    assert first == 0 and count == form.count_for(piece.parameter.shape)
+                    assert first == 0 and count == form.count_for(piece.parameter)
                     assert start <= begin <= begin + count * form.itemsize <= start + nbytes
                     taken.append((begin, begin + count * form.itemsize))
         taken.sort()

@@ -13,7 +13,7 @@ from forebay.errors import OptimizerError
 from forebay.optim import Adafactor, adafactor_parts
 from forebay.optim.factored import AdafactorRule
 from forebay.optim.parts import Part
-from forebay.states import form_of
+from forebay.states import Shape, form_of
 from forebay.trace import Parameter
 
 NUMBERS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -98,7 +98,7 @@ def test_part_by_part(part: int, drawn: bool, monkeypatch: pytest.MonkeyPatch) -
             value.to(dtype).flatten(),
             torch.zeros(value.numel()),
             None,
-            tuple(torch.zeros(form_of(state).count_for(shape)) for state in rule.state_names),
+            tuple(torch.zeros(form_of(state).count_for(Shape(shape))) for state in rule.state_names),
             shape=shape,
             stride=stride,
         )

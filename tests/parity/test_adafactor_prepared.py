@@ -130,9 +130,7 @@ def streamed_by(
 ) -> Plan:
     """Every block on the host or on ``disk``, in chunks of 1,024 elements or of one parameter, with this ``update``."""
     model = network(dtype)
-    optimizer = make(model)
-    rule = read_optimizer(optimizer)
-    model, _ = forebay.prepare(model, optimizer, device_memory=AMPLE, policy="stream", device="cpu")
+    model, _ = forebay.prepare(model, make(model), device_memory=AMPLE, policy="stream", device="cpu")
     made = forebay.report(model).plan
     forebay.close(model)
     home = Tier.DISK if disk else Tier.HOST
@@ -142,7 +140,9 @@ def streamed_by(
     window = 8 * MiB if update is Update.DEVICE else 0
     plan = replace(made, placements=tuple(replace(p, states=home) for p in homes), streaming=how)
     plan = updating(plan, update, [p.block for p in homes], streaming=replace(how, update_window=window))
-    sizes = arenas_of(find_blocks(network(dtype), masters=rule.masters).model, plan, rule.state_names)
+    bare = network(dtype)
+    rule = read_optimizer(make(bare))
+    sizes = arenas_of(find_blocks(bare, keeping=rule.keeping).model, plan, rule.state_names)
     return replace(plan, device=sizes.device, host=sizes.host, disk=sizes.disk)
 
 
@@ -305,5 +305,5 @@ def test_rows_of_a_tile_are_no_rows_of_the_weight() -> None:
     optimizer = torch.optim.Adafactor(model.parameters())
     model, _ = forebay.prepare(model, optimizer, torch.ones(2, 256), device_memory=AMPLE, device="cpu")
     (said,) = forebay.report(model).plan.changes_numbers
-    assert said.startswith("0: the optimizer sums up the rows and columns of each tile")
+    assert said.startswith("0: the optimizer looks at each tile by itself")
     forebay.close(model)

@@ -227,7 +227,8 @@ def test_what_is_no_loss_is_refused(loss_fn: Any, words: str) -> None:
 
 @pytest.mark.parametrize("name", STATES)
 def test_an_optimizer_goes_by_name(name: str) -> None:
-    trace = capture(nn.Linear(8, 4), (torch.randn(3, 8),), optimizer=name).trace
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    trace = capture(model, (torch.randn(3, 8),), optimizer=name).trace
     assert (trace.optimizer, trace.state_names) == (name.removesuffix(DRAWN), STATES[name])
 
 

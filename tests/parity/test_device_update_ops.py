@@ -18,7 +18,7 @@ from forebay.optim.choosing import torch_arithmetic
 from forebay.optim.parts import Part
 from forebay.optim.reading import name_of, read_optimizer
 from forebay.simulation.device_updates import CALL, ops_of
-from forebay.states import Masters, form_of
+from forebay.states import Masters, Shape, form_of
 from forebay.trace import Parameter
 from forebay.workspaces import PART, PIECE, widened_copies, workspace_nbytes
 
@@ -44,6 +44,8 @@ MAKERS: Mapping[str, Make] = {
     "adafactor": lambda p: own.Adafactor(p),
     "adafactor-sr": lambda p: own.Adafactor(p, stochastic_rounding=True),
     "adafactor-torch": lambda p: torch.optim.Adafactor(p),
+    "muon": lambda p: torch.optim.Muon(p),
+    "muon-other": lambda p: own.Muon([{"params": p, "use_muon": False}]),
 }
 
 CASES = [
@@ -106,7 +108,8 @@ def _nbytes(values: Any) -> int:
 def parameter_of(rule: Any, dtype: torch.dtype, shape: tuple[int, int]) -> Parameter:
     nbytes = shape[0] * shape[1] * dtype.itemsize
     name = str(dtype).removeprefix("torch.")
-    return Parameter("w", shape, (shape[1], 1), name, 0, nbytes, True, master=rule.masters)
+    how = {"master": rule.keeping.masters, "orthogonal": bool(rule.keeping.orthogonal)}
+    return Parameter("w", shape, (shape[1], 1), name, 0, nbytes, True, **how)
 
 
 def part_of(rule: Any, dtype: torch.dtype, masters: Masters, shape: tuple[int, int]) -> Part:
@@ -116,9 +119,10 @@ def part_of(rule: Any, dtype: torch.dtype, masters: Masters, shape: tuple[int, i
     states = []
     for state in rule.state_names:
         form = form_of(state)
-        states.append(torch.zeros(form.count_for(shape), dtype=getattr(torch, form.dtype)))
+        values = form.count_for(Shape(shape, bool(rule.keeping.orthogonal)))
+        states.append(torch.zeros(values, dtype=getattr(torch, form.dtype)))
     master = None
-    if dtype is BF16 and rule.masters:
+    if dtype is BF16 and rule.keeping.masters:
         master = value.float() if masters is Masters.WHOLE else torch.zeros(count, dtype=torch.int16)
     return Part(value, gradient, master, tuple(states), 0, None, shape, (shape[1], 1))
 

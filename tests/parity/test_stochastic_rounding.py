@@ -21,7 +21,7 @@ from forebay.optim.lean import LeanOptimizer
 from forebay.optim.parts import Held, Part
 from forebay.plans import Plan, Update
 from forebay.runtime.blocks import find_blocks
-from forebay.states import MOMENTS, form_of
+from forebay.states import MOMENTS, Shape, form_of
 from tests.parity.test_adafactor_prepared import AMPLE, batch, network, streamed_by, train
 
 BF16 = torch.bfloat16
@@ -83,7 +83,7 @@ def part_of(optimizer: LeanOptimizer, shape: tuple[int, ...], place: int = 77) -
     generator = torch.Generator().manual_seed(5)
     numel = torch.Size(shape).numel()
     states = tuple(
-        torch.zeros(form_of(s).count_for(shape), dtype=getattr(torch, form_of(s).dtype))
+        torch.zeros(form_of(s).count_for(Shape(shape)), dtype=getattr(torch, form_of(s).dtype))
         for s in optimizer.rule.state_names
     )
     strides = torch.empty(shape).stride()

@@ -27,7 +27,7 @@ from forebay.layout import LOWER, MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayo
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.states import Masters, form_of, is_factored, is_fp32, is_made_at_once
+from forebay.states import Masters, form_of, is_fp32, is_made_at_once, is_orthogonal, takes_wholes
 from forebay.timeline import Lane
 from forebay.trace import Parameter, Trace
 from forebay.workspaces import PART, PIECE
@@ -230,9 +230,10 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     piece that is rounded by chance, or whose states are not fp32, two numbers more for each element, and of the latter
     each moment, the gradient and the parameter. With factored states one parameter at a time: that, its update, and a
     line more than sums of rows and columns take; if they are not made at once, gradient, parameter and update of a part
-    of it."""
+    of it. With Muon, of a matrix, six bytes more for each element and four for each of a square, in four parts at their
+    alignment."""
     copies = {piece.parameter.name: _copies(piece.parameter, layout) for piece in chunk.pieces}
-    if not is_factored(layout.streams):
+    if not takes_wholes(layout.streams):
         drawn = any(not p.parameter.master and p.parameter.dtype == "bfloat16" for p in chunk.pieces)
         moments = [s for s in layout.streams if s not in (MASTER, LOWER) and form_of(s).name != "scale"]
         largest = min(PIECE, max((p.stop - p.start for p in chunk.pieces), default=0))
@@ -244,6 +245,11 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     found = 0
     for piece in chunk.pieces:
         own, numel = piece.parameter, piece.parameter.numel
+        if is_orthogonal(layout.streams):
+            shorter = min(own.shape) if own.orthogonal else 0
+            made = 4 * numel * copies[own.name] + (6 * numel + 4 * shorter**2 + 4 * ALIGNMENT if own.orthogonal else 0)
+            found = max(found, _aligned(made))
+            continue
         sums = sum(numel // size for size in own.shape[-2:]) if len(own.shape) > 1 else 0
         if is_made_at_once(layout.streams):
             made = numel * (1 + copies[own.name])

@@ -107,10 +107,10 @@ def entry_of(state: str, parameter: Parameter) -> Entry:
     if state in (VALUE, UPPER):
         return Entry(name, dtype_name(parameter.dtype), shape)
     form = form_of(state)
-    own = shape if form.is_elementwise else form.shape_for(parameter.shape)
+    own = form.shape_for(parameter)
     if own is None:
         raise ModelError(f"{parameter.name} has no {plain_name(state)}")
-    return Entry(name, dtype_name(form.dtype), own)
+    return Entry(name, dtype_name(form.dtype), shape if form.is_elementwise else own)
 
 
 def value_of(parameter: Parameter, masters: Masters) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,13 +36,12 @@ def device_of(wanted: str | None) -> str:
     return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def optimizer_of(
-    name: OptimizerName, parameters: Iterable[nn.Parameter], lr: float, **options: Any
-) -> torch.optim.Optimizer:
-    """The optimizer that ``--optimizer`` names, with ``options`` beside the learning rate."""
+def optimizer_of(name: OptimizerName, model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of ``model`` that ``--optimizer`` names, with ``options`` beside the learning rate, which Muon has
+    in the measure of AdamW's."""
     import torch
 
-    from forebay.optim import Adafactor, AdamW, Lion
+    from forebay.optim import Adafactor, AdamW, Lion, Muon, muon_groups
 
     of_torch: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": torch.optim.AdamW,
@@ -57,6 +56,9 @@ def optimizer_of(
         "lion": Lion,
         "adafactor": Adafactor,
     }
+    if name == "muon":
+        return Muon(muon_groups(model), lr=lr, adjust_lr_fn="match_rms_adamw", **options)
+    parameters = model.parameters()
     if name.endswith(DRAWN):
         return own[name.removesuffix(DRAWN)](parameters, lr=lr, stochastic_rounding=True, **options)
     return {**own, **of_torch}[name](parameters, lr=lr, **options)
@@ -117,7 +119,7 @@ class Preparing:
         config = self.config
         return self.engine.prepare(
             self.model,
-            optimizer_of(config.optimizer, self.model.parameters(), config.lr),
+            optimizer_of(config.optimizer, self.model, config.lr),
             self.batch,
             device_memory=config.device_memory,
             host_memory=config.host_memory,

@@ -85,7 +85,7 @@ class Trials:
 
     def _run(self, plan: Plan, budget: Budget) -> Measured:
         model, batch = self._model()
-        optimizer = optimizer_of(self._settings.optimizer, model.parameters(), LEARNING_RATE)
+        optimizer = optimizer_of(self._settings.optimizer, model, LEARNING_RATE)
         model, optimizer = self._prepared(model, optimizer, batch, plan, budget)
         try:
             torch.manual_seed(SEED)  # dropout draws the same in every run
@@ -112,7 +112,7 @@ class Trials:
 
     def _run_plain(self, plan: Plan) -> tuple[float, ...]:
         model, batch = self._model()
-        made = optimizer_of(self._settings.optimizer, model.parameters(), LEARNING_RATE)
+        made = optimizer_of(self._settings.optimizer, model, LEARNING_RATE)
         model, _ = self._prepared(model, made, batch, plan, plan.budget)
         api.close(model)
         for parameter in model.parameters():
@@ -122,14 +122,14 @@ class Trials:
 
     def _plain_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer as it is without forebay's tiers."""
-        name, parameters = self._settings.optimizer, list(model.parameters())
+        name = self._settings.optimizer
         if self._settings.dtype == "float32" and name in ("adamw", "adam", "sgd"):
-            return optimizer_of(name, parameters, LEARNING_RATE, fused=True)
+            return optimizer_of(name, model, LEARNING_RATE, fused=True)
         if name == "adamw":
             from forebay.optim import AdamW
 
-            return AdamW(parameters, lr=LEARNING_RATE)  # torch's own keeps no fp32 copy of 16-bit parameters
-        return optimizer_of(name, parameters, LEARNING_RATE)
+            return AdamW(model.parameters(), lr=LEARNING_RATE)  # torch's own keeps no fp32 copy of 16-bit parameters
+        return optimizer_of(name, model, LEARNING_RATE)
 
     def _model(self) -> tuple[nn.Module, Any]:
         """The model, its parameters from the seed or still without values, and a batch with values."""

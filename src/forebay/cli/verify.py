@@ -245,7 +245,7 @@ def _text_batches(asked: PlanSettings, extent: Extent, found: Sample, count: int
 
 
 def _optimizer(asked: PlanSettings, model: nn.Module) -> torch.optim.Optimizer:
-    return optimizer_of(asked.optimizer, model.parameters(), LEARNING_RATE)
+    return optimizer_of(asked.optimizer, model, LEARNING_RATE)
 
 
 @final

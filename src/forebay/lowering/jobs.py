@@ -48,8 +48,7 @@ class Jobs:
     def __init__(self, trace: Trace) -> None:
         self._state_names = trace.state_names
         self._alike: Mapping[str, Hashable] = {
-            block.name: tuple((p.shape, p.nbytes, p.dtype, p.trainable, p.master, p.offset) for p in block.parameters)
-            for block in trace.model.blocks
+            block.name: tuple((p.sort, p.offset) for p in block.parameters) for block in trace.model.blocks
         }
         self._jobs: dict[Hashable, tuple[Job, ...]] = {}
         self._moves: dict[Hashable, tuple[Moves, ...]] = {}

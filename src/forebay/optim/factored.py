@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from forebay.kernels.adafactor_step import AdafactorStep
-from forebay.optim.rules import UpdateRule, WholeRule
+from forebay.optim.rules import Keeping, UpdateRule, WholeRule
 from forebay.states import FACTORED
 
 __all__ = ["AdafactorRule", "TorchAdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
@@ -29,7 +29,7 @@ class AdafactorRule(UpdateRule):
     state_names = FACTORED
 
     def __init__(self, *, masters: bool = True) -> None:
-        self.masters = masters
+        self.keeping = Keeping(masters=masters)
 
 
 @final

@@ -22,7 +22,7 @@ from forebay.optim.flat import laid_flat
 from forebay.optim.parts import Arithmetic, Part, place_of
 from forebay.optim.reading import RuledOptimizer
 from forebay.optim.rules import UpdateRule
-from forebay.optim.streamed import check_states, frozen_group
+from forebay.optim.streamed import check_states, frozen_group, shape_of
 from forebay.states import form_of, plain_name
 
 __all__ = ["LeanOptimizer", "check_numbers", "in_order", "needs_copy"]
@@ -70,7 +70,7 @@ class LeanOptimizer(RuledOptimizer):
 
         Raises ``OptimizerError`` for a sparse gradient and for parameters that are not floating point or not dense.
         """
-        loss, masters = None, self.rule.masters
+        loss, masters = None, self.rule.keeping.masters
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -91,10 +91,11 @@ class LeanOptimizer(RuledOptimizer):
         """
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
+        rule = self.rule
         for key, parameter in zip(keys, parameters, strict=False):
             saved = state_dict["state"].get(key)
             if saved:
-                check_states(f"parameter {key}", parameter, saved, self.rule.state_names)
+                check_states(f"parameter {key}", shape_of(parameter, rule.keeping.orthogonal), saved, rule.state_names)
         super().load_state_dict(state_dict)
         # torch casts states to their parameter's dtype: codes, scales and masters stay what they are.
         for key, parameter in zip(keys, parameters, strict=True):
@@ -120,14 +121,17 @@ class LeanOptimizer(RuledOptimizer):
 
     def _new_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The states before the first step, without ``step`` and master."""
-        made = {}
-        for name in self.rule.state_names:
+        made, rule = {}, self.rule
+        shaped = shape_of(parameter, rule.keeping.orthogonal)
+        for name in rule.state_names:
             form = form_of(name)
             dtype: torch.dtype = getattr(torch, form.dtype)
-            shape = form.shape_for(tuple(parameter.shape))
+            shape = form.shape_for(shaped)
+            if shape is None:
+                continue
             if form.is_elementwise:
                 made[plain_name(name)] = torch.zeros_like(parameter, dtype=dtype)
-            elif shape is not None:
+            else:
                 made[plain_name(name)] = torch.zeros(shape, dtype=dtype, device=parameter.device)
         return made
 
@@ -162,7 +166,9 @@ def _part(parameter: torch.Tensor, state_of: Mapping[str, Any], names: Sequence[
     flat = partial(in_order, like=parameter)
 
     def values(name: str) -> torch.Tensor:
-        state = state_of.get(plain_name(name), _NOTHING)
+        state = state_of.get(plain_name(name))
+        if state is None:
+            return _NOTHING
         return flat(state) if form_of(name).is_elementwise else state.view(-1)
 
     return Part(
@@ -178,7 +184,7 @@ def _part(parameter: torch.Tensor, state_of: Mapping[str, Any], names: Sequence[
 
 def needs_copy(parameter: torch.Tensor, *, masters: bool) -> bool:
     """Whether an fp32 copy of ``parameter`` is kept: it has 16 bits, and is not rounded by chance
-    (``UpdateRule.masters``)."""
+    (``Keeping.masters``)."""
     return parameter.dtype is torch.float16 or (parameter.dtype is torch.bfloat16 and masters)
 
 

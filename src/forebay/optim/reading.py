@@ -9,11 +9,12 @@ import torch
 
 from forebay.errors import OptimizerError
 from forebay.optim.factored import TorchAdafactorRule, TransformersAdafactorRule
+from forebay.optim.orthogonal import MuonRule
 from forebay.optim.rules import AdamRule, SgdRule, UpdateRule
 
 __all__ = ["RuledOptimizer", "name_of", "read_optimizer"]
 
-_OF_TORCH: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor)
+_OF_TORCH: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon)
 
 _OF_TRANSFORMERS: Final = "transformers.optimization.Adafactor"
 """By its name: transformers is not imported for it."""
@@ -36,8 +37,8 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adafactor``, of ``transformers.Adafactor``,
-    or of an optimizer of ``forebay.optim``.
+    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adafactor`` or ``Muon``, of
+    ``transformers.Adafactor``, or of an optimizer of ``forebay.optim``.
 
     Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
     forebay does not run.
@@ -46,8 +47,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not (isinstance(optimizer, RuledOptimizer) or kind in _OF_TORCH or name == _OF_TRANSFORMERS):
         raise OptimizerError(
-            f"{name} is not an optimizer that forebay runs; use AdamW, Adam, SGD or Adafactor of torch.optim, AdamW, "
-            f"Lion or Adafactor of forebay.optim, or Adafactor of transformers"
+            f"{name} is not an optimizer that forebay runs; use AdamW, Adam, SGD, Adafactor or Muon of torch.optim, "
+            f"AdamW, Lion, Adafactor or Muon of forebay.optim, or Adafactor of transformers"
         )
     if optimizer.state:
         raise OptimizerError(
@@ -62,6 +63,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
         raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
     if kind is torch.optim.Adafactor:
         return TorchAdafactorRule()
+    if kind is torch.optim.Muon:
+        return MuonRule(id(p) for group in groups for p in group["params"])
     if kind is torch.optim.SGD:
         return SgdRule(momentum=any(group["momentum"] != 0 for group in groups))
     decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,18 +18,27 @@ from forebay.errors import OptimizerError
 from forebay.states import Moments, moment_states
 from forebay.workspaces import PIECE
 
-__all__ = ["AdamRule", "ElementRule", "LionRule", "SgdRule", "UpdateRule", "WholeRule"]
+__all__ = ["AdamRule", "ElementRule", "Keeping", "LionRule", "SgdRule", "UpdateRule", "WholeRule"]
 
 States = Mapping[str, Sequence[torch.Tensor]]
 
 
+@final
+@dataclass(frozen=True)
+class Keeping:
+    """How an optimizer keeps parameters. ``masters``: of those in bf16 fp32 copies are kept; else what a step makes of
+    them is rounded up or down by chance. ``orthogonal``: those whose updates it makes orthogonal, by ``id``."""
+
+    masters: bool = True
+    orthogonal: frozenset[int] = frozenset()
+
+
 class UpdateRule(ABC):
     """One optimizer's arithmetic. ``state_names`` are its states, in torch's own names, and how they lie
-    (``forebay.states``). ``masters``: of parameters in bf16 fp32 copies are kept; else what a step makes of them is
-    rounded up or down by chance."""
+    (``forebay.states``), of parameters kept as ``keeping`` says."""
 
     state_names: tuple[str, ...]
-    masters: bool = True
+    keeping: Keeping = Keeping()
 
 
 class ElementRule(UpdateRule):
@@ -51,7 +61,7 @@ class ElementRule(UpdateRule):
 
 
 class WholeRule(UpdateRule):
-    """Looks at a whole parameter before it changes an element. Its states are factored."""
+    """Looks at a whole parameter before it changes an element."""
 
     @abstractmethod
     def update(
@@ -82,7 +92,7 @@ class AdamRule(ElementRule):
             raise OptimizerError(f"amsgrad keeps no moments as {moments}; set amsgrad=False, or moments='bfloat16'")
         self.decoupled = decoupled
         self.moments = moments
-        self.masters = masters
+        self.keeping = Keeping(masters=masters)
         self._kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         self._amsgrad = amsgrad
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()))
@@ -90,7 +100,7 @@ class AdamRule(ElementRule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The kernel is torch's and is found again by its name where the rule is needed.
-        return _adam_rule, (self.decoupled, self._amsgrad, self.moments, self.masters)
+        return _adam_rule, (self.decoupled, self._amsgrad, self.moments, self.keeping.masters)
 
     def update(
         self,
@@ -163,7 +173,7 @@ class LionRule(ElementRule):
     state_names = ("exp_avg",)
 
     def __init__(self, *, masters: bool = True) -> None:
-        self.masters = masters
+        self.keeping = Keeping(masters=masters)
 
     def update(
         self,

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, NoReturn, Protocol, SupportsIndex, final
 
+import numpy as np
 import torch
 
 from forebay.errors import OptimizerError
-from forebay.states import form_of, plain_name
+from forebay.states import Shape, Shaped, form_of, plain_name
 
-__all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group", "groups_with"]
+__all__ = ["StateHost", "StreamedOptimizer", "check_states", "frozen_group", "groups_with", "shape_of"]
 
 
 class StateHost(Protocol):
@@ -20,6 +21,9 @@ class StateHost(Protocol):
     @property
     def state_names(self) -> tuple[str, ...]:
         """The optimizer's states, and how they lie."""
+
+    def parameter(self, name: str) -> Shaped:
+        """The parameter called ``name``."""
 
     def follow(self, hyperparameters: Callable[[Collection[str]], Mapping[str, Mapping[str, object]]]) -> None:
         """Told once by whom the hyperparameters of parameters, by name, can be asked for at any time."""
@@ -131,8 +135,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         states: dict[str, Mapping[str, torch.Tensor]] = {}
         for key, parameter in zip(keys, self._parameters(), strict=True):
             entry = state_dict["state"].get(key, {})
-            check_states(self._names[id(parameter)], parameter, entry, self._host.state_names)
-            states[self._names[id(parameter)]] = entry
+            name = self._names[id(parameter)]
+            check_states(name, self._host.parameter(name), entry, self._host.state_names)
+            states[name] = entry
         self._host.write_states(states)
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
@@ -148,21 +153,27 @@ def groups_with(names: Mapping[int, Any], groups: Iterable[Mapping[str, Any]]) -
 
 def frozen_group(group: Mapping[str, Any]) -> dict[str, object]:
     """A copy of a group's hyperparameters: a scheduler may change the group while the update is still queued, and a
-    learning rate that is a tensor is changed in place."""
+    learning rate that is a tensor is changed in place. One in fp32 still rounds what it is multiplied by to fp32."""
 
     def plain(value: Any) -> object:
         if isinstance(value, torch.Tensor):
-            return value.item()
+            return np.float32(value.item()) if value.dtype is torch.float32 else value.item()
         return tuple(map(plain, value)) if isinstance(value, tuple | list) else value
 
     return {key: plain(value) for key, value in group.items() if key != "params"}
 
 
-def check_states(name: str, parameter: torch.Tensor, entry: Mapping[str, Any], required: Iterable[str]) -> None:
+def shape_of(parameter: torch.Tensor, orthogonal: Collection[int]) -> Shape:
+    """What there is to know of ``parameter`` for whoever asks which states it has. ``orthogonal``: those whose updates
+    are made so, by ``id``."""
+    return Shape(tuple(parameter.shape), orthogonal=id(parameter) in orthogonal)
+
+
+def check_states(name: str, parameter: Shaped, entry: Mapping[str, Any], required: Iterable[str]) -> None:
     """Raises ``OptimizerError`` where the saved states in ``entry`` are not those of the parameter ``name``."""
     for state in required if entry else ():
         key, form = plain_name(state), form_of(state)
-        wanted, value = form.shape_for(tuple(parameter.shape)), entry.get(key)
+        wanted, value = form.shape_for(parameter), entry.get(key)
         if wanted is None:
             continue
         if not isinstance(value, torch.Tensor):

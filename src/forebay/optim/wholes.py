@@ -13,7 +13,7 @@ import torch
 from forebay.optim.coding import Take
 from forebay.optim.parts import Arithmetic, Part, Prepared, Room, brought
 from forebay.optim.rules import UpdateRule, WholeRule
-from forebay.states import form_of, plain_name
+from forebay.states import Shape, form_of, plain_name
 
 __all__ = ["AtOnceArithmetic", "WholeArithmetic", "as_parameter", "expect_whole", "states_of"]
 
@@ -66,11 +66,10 @@ def states_of(rule: UpdateRule, part: Part) -> dict[str, torch.Tensor]:
     found = {}
     for name, state in zip(rule.state_names, part.states, strict=True):
         form = form_of(name)
-        shape = form.shape_for(part.shape)
-        if form.is_elementwise:
-            found[plain_name(name)] = as_parameter(state, part)
-        elif shape is not None:
-            found[plain_name(name)] = state.view(shape)
+        if not state.numel():
+            continue
+        shape = None if form.is_elementwise else form.shape_for(Shape(part.shape))
+        found[plain_name(name)] = as_parameter(state, part) if shape is None else state.view(shape)
     return found
 
 

@@ -351,6 +351,7 @@ class Bench:
         sizer, there = self.sizer(draft.streaming.update_chunk), (Update.DEVICE, Update.STORAGE)
         hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
         states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted if p.update is not Update.STORAGE]
+        updated = [b for b, p in hosted if p.update not in there]
         # A trained block comes at least once a step, because its update made what a slot holds stale.
         trained = sum(b.nbytes for b, _ in hosted if b.gradient_nbytes)
         gradients = sum(b.gradient_nbytes for b, _ in hosted)
@@ -359,7 +360,7 @@ class Bench:
             self.computing(draft) + self.updating(draft),
             (trained + moved) / machine.h2d.curve.best,
             gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
-            2 * sum(sizer.state_nbytes(b.name) for b, p in hosted if p.update not in there) / self.costs.update_rate,
+            sum(self.costs.update_seconds(b.name, 2 * sizer.state_nbytes(b.name)) for b in updated),
         ]
         if machine.disk is not None:
             written = sum(nbytes for nbytes, tier in states if tier is Tier.DISK)

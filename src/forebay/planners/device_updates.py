@@ -23,6 +23,7 @@ from math import ceil
 
 from forebay.arenas import UPDATE_CELLS, Sizer
 from forebay.layout import needs_master
+from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home_anew, on_host
@@ -32,7 +33,7 @@ from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alik
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace, settled_seconds
-from forebay.states import Masters, is_factored, is_fp32
+from forebay.states import Masters, is_fp32, is_orthogonal, takes_wholes
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
 
@@ -107,7 +108,16 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     able = trained & {p.block for p in placements if not p.resident and p.update not in others}
     used = dict.fromkeys(visit.block for visit in trace.visits if visit.phase is Phase.FORWARD)
     found = tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
-    return _of_like_cells(bench, draft, found) if is_factored(bench.problem.state_names) else found
+    if is_orthogonal(bench.problem.state_names):
+        found = tuple(name for name in found if _takes_longer_than_its_way(bench, name, machine))
+    return _of_like_cells(bench, draft, found) if takes_wholes(bench.problem.state_names) else found
+
+
+def _takes_longer_than_its_way(bench: Bench, name: str, machine: Machine) -> bool:
+    """Whether the host is longer at the update of block ``name`` than what it touches is on the link, half of it each
+    way: where updates are not alike, so that the order of the forward is not the order of their worth."""
+    touched = bench.costs.touched(bench.model.block(name))
+    return bench.costs.update_seconds(name, touched) > touched / (machine.h2d.curve.best + machine.d2h.curve.best)
 
 
 def _of_like_cells(bench: Bench, draft: Draft, names: Sequence[str]) -> tuple[str, ...]:

@@ -27,7 +27,9 @@ from forebay.collector import collector_paused
 from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
 from forebay.memory import Kind
+from forebay.optim.muon import muon_groups
 from forebay.optim.reading import name_of, read_optimizer
+from forebay.optim.rules import Keeping
 from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import Attributes, attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
@@ -44,7 +46,7 @@ from forebay.runtime.generators import drawn_alike
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.passes import argument_name
-from forebay.states import DRAWN, OF_FOREBAY
+from forebay.states import DRAWN, MUON, OF_FOREBAY, is_orthogonal
 from forebay.trace import Trace
 
 __all__ = ["Captured", "capture"]
@@ -57,6 +59,7 @@ STATES: Mapping[str, tuple[str, ...]] = {
     "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
+    "muon": MUON,
 }
 """The states of each optimizer that goes by name, in torch's own names (``optim/rules.py``) with how they
 lie."""
@@ -105,11 +108,11 @@ def capture(
     ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
     that is not known.
     """
-    name, states, masters = _optimizer(optimizer)
+    name, states, keeping = _optimizer(optimizer, model)
     args, kwargs = call_arguments(batch)
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
         raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
-    bound, outside = find_blocks(model, blocks, masters=masters), set[str]()
+    bound, outside = find_blocks(model, blocks, keeping=keeping), set[str]()
     head = _head(model) if loss_piece else None
     wanted = torch.device(device)
     notes: list[str] = []
@@ -126,7 +129,7 @@ def capture(
         if step.recorder.read_outside:
             # What such parameters are there for shows only when the step runs: from now on the root asks for them.
             outside.update(step.recorder.read_outside)
-            bound = find_blocks(model, blocks, outside, masters=masters)
+            bound = find_blocks(model, blocks, outside, keeping=keeping)
             step = stepped(guess)
         trace = finish(
             step.recorder,
@@ -192,15 +195,17 @@ def _head(model: nn.Module) -> Recognised:
     return found
 
 
-def _optimizer(optimizer: str | torch.optim.Optimizer) -> tuple[str, tuple[str, ...], bool]:
-    """Its name, its states, and whether it keeps masters of parameters in bf16."""
+def _optimizer(optimizer: str | torch.optim.Optimizer, model: nn.Module) -> tuple[str, tuple[str, ...], Keeping]:
+    """Its name, its states, and how it keeps the parameters of ``model``."""
     if isinstance(optimizer, torch.optim.Optimizer):
         rule = read_optimizer(optimizer)
-        return name_of(optimizer), rule.state_names, rule.masters
+        return name_of(optimizer), rule.state_names, rule.keeping
     name = optimizer.lower()
     if name not in STATES:
         raise OptimizerError(f"optimizer {optimizer!r} is not known; use one of {', '.join(STATES)}")
-    return name.removesuffix(DRAWN), STATES[name], not name.endswith(DRAWN)
+    matrices = muon_groups(model)[0]["params"] if is_orthogonal(STATES[name]) else ()
+    keeping = Keeping(masters=not name.endswith(DRAWN), orthogonal=frozenset(map(id, matrices)))
+    return name.removesuffix(DRAWN), STATES[name], keeping
 
 
 @final

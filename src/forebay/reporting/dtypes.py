@@ -74,4 +74,4 @@ def _add_states(
         form = form_of(name)
         # Codes are bytes to torch: the form says how many bits of them an element has.
         dtype = f"{form.name} codes" if form.dtype == "uint8" else form.dtype
-        found[f"state {plain_name(name)}", dtype, tier] += form.nbytes_for(parameter.shape)
+        found[f"state {plain_name(name)}", dtype, tier] += form.nbytes_for(parameter)

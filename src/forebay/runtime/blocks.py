@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from forebay.device.compiling import compiled_modules, refuse_compiled_root
 from forebay.errors import ModelError
 from forebay.layout import align
+from forebay.optim.rules import Keeping
 from forebay.runtime.tiles import Tiled
 from forebay.trace import Block, Model, Parameter
 
@@ -42,10 +43,9 @@ def find_blocks(
     override: Sequence[str] | None = None,
     read_outside: Collection[str] = (),
     *,
-    masters: bool = True,
+    keeping: Keeping = Keeping(),  # noqa: B008 - frozen
 ) -> BoundModel:
-    """The blocks of ``root``. ``masters``: of parameters in bf16 that are trained an fp32 copy is kept
-    (``UpdateRule.masters``).
+    """The blocks of ``root``, whose parameters the optimizer keeps as ``keeping`` says.
 
     Every child of a repeated ``ModuleList`` or ``Sequential`` is a block (of one that is a list itself, every child of
     that), and so is every tile of a weight; so is every module named in ``override``, where given, instead of those.
@@ -72,7 +72,8 @@ def find_blocks(
     owners, asked = _owners(root), _askers(root, groups, starts, parameters)
     blocks = []
     for start, members in groups:
-        specs, nbytes = _lay_out([(p, parameters[p]) for p in members], names, masters=masters)
+        laid = [(p, parameters[p]) for p in members]
+        specs, nbytes = _lay_out(laid, names, keeping)
         askers = asked[start]
         held = any(_encloses(owner, other, owners) for owner in askers for other, _ in groups if other != start)
         held = held and start not in starts
@@ -285,7 +286,7 @@ def _encloses(owner: str, other: str, owners: set[str]) -> bool:
 
 
 def _lay_out(
-    members: Sequence[tuple[str, nn.Parameter]], names: dict[int, list[str]], *, masters: bool
+    members: Sequence[tuple[str, nn.Parameter]], names: dict[int, list[str]], keeping: Keeping
 ) -> tuple[tuple[Parameter, ...], int]:
     specs, end = [], 0
     for name, parameter in members:
@@ -300,7 +301,8 @@ def _lay_out(
                 offset=end,
                 trainable=parameter.requires_grad,
                 aliases=aliases,
-                master=masters or parameter.dtype is not torch.bfloat16,
+                master=keeping.masters or parameter.dtype is not torch.bfloat16,
+                orthogonal=id(parameter) in keeping.orthogonal,
             )
         )
         end += align(parameter.nbytes)

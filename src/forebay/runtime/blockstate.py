@@ -223,7 +223,7 @@ class BlockState:
         """Copies on the host of state streams of ``parameter`` (1-D), by their names. One chunk of the block is looked
         at after the other: of what is on disk no more is in memory."""
         forms = {name: form_of(name) for name in names}
-        made = {n: torch.empty(f.count_for(parameter.shape), dtype=getattr(torch, f.dtype)) for n, f in forms.items()}
+        made = {n: torch.empty(f.count_for(parameter), dtype=getattr(torch, f.dtype)) for n, f in forms.items()}
         upper = self.upper_halves()
         for chunk in self._chunks_of({parameter.name}):
             content = self.states.look(chunk.offset, chunk.nbytes)

@@ -208,7 +208,7 @@ def _streams(state: BlockState, spec: Parameter, saved: Mapping[str, torch.Tenso
         if value is not None:
             made[stream] = state_flat(value, stream, spec)
         elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
-            made[stream] = torch.zeros(1).expand(form_of(stream).count_for(spec.shape))
+            made[stream] = torch.zeros(1).expand(form_of(stream).count_for(spec))
     return made
 
 

@@ -330,6 +330,10 @@ class Session:
         """The optimizer's states per element (``optim.streamed.StateHost``)."""
         return self.rule.state_names
 
+    def parameter(self, name: str) -> Parameter:
+        """The record of a parameter that is trained."""
+        return self.contents.spec_of[name]
+
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of the states of one parameter (``contents``)."""
         self.expect_open()

@@ -71,7 +71,7 @@ def state_shaped(values: torch.Tensor, state: str, parameter: Parameter) -> torc
     """All ``values`` (1-D) that ``parameter`` has of ``state``, as saved states have them: where every element has one
     in the shape and strides of the parameter, rows and columns in theirs, else in one dimension."""
     form = form_of(state)
-    own = form.shape_for(parameter.shape)
+    own = form.shape_for(parameter)
     if own is None or form.is_elementwise:
         return shaped(values, parameter)
     return values.view(own)

@@ -23,6 +23,7 @@ from forebay.simulation.update_rates import (
     apart,
     kept,
     rate_on_device,
+    rates_by_block,
     states_share,
     storage_rate,
     touched,
@@ -124,8 +125,10 @@ class Costs:
         self.trace = trace
         self.machine = machine
         self.update_rate = update_rate(trace, machine, masters)
-        """Bytes/s of an update on the host, in place, with the states of ``trace`` and ``masters`` kept so."""
+        """Bytes/s of an update on the host, in place, with the states of ``trace`` and ``masters`` kept so: of all
+        blocks together."""
         self.device_update_rate = rate_on_device(trace, machine, masters)
+        self._by_block = rates_by_block(trace, machine)
         self._apart = apart(trace.state_names)
         self.storage_rate = storage_rate(trace, machine, self.update_rate)
         """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
@@ -143,7 +146,7 @@ class Costs:
         seen."""
         self._rates: dict[str, tuple[float, str]] = {}
         # Seconds of transfers, updates, reads and writes: few differ, since layers are alike.
-        self._moves: dict[tuple[Verb, Lane, int, bool, int, tuple[int, ...]], float] = {}
+        self._moves: dict[tuple[Verb, Lane, int, bool, int, tuple[int, ...], str], float] = {}
         # Seconds of ranges of ops: every step of every program has much the same.
         self._computed: dict[tuple[int, int], float] = {}
         self._works = tuple(self._cost(work) for work in trace.works)
@@ -174,6 +177,21 @@ class Costs:
     def states(self, block: Block) -> int:
         """Bytes of the optimizer states of ``block``, master included."""
         return kept((block,), self.trace.state_names)
+
+    @property
+    def fastest_update_rate(self) -> float:
+        """Bytes/s of an update on the host of the block whose are the most."""
+        return max((host for host, _ in self._by_block.values()), default=self.update_rate)
+
+    def update_seconds(self, block: str, nbytes: int) -> float:
+        """Seconds of an update on the host, in place, that touches ``nbytes`` of ``block``."""
+        host, _ = self._by_block.get(block, (self.update_rate, 0.0))
+        return nbytes / host
+
+    def device_update_seconds(self, block: str, nbytes: int) -> float:
+        """The same on the device."""
+        _, device = self._by_block.get(block, (0.0, self.device_update_rate))
+        return max(nbytes / device, self.machine.launch_seconds)
 
     def work(self, index: int) -> Cost:
         """The cost of ``trace.works[index]``."""
@@ -207,7 +225,8 @@ class Costs:
             return seconds + (last - first) * (more + self.treat_seconds * action.treated)
         if verb is Verb.ENCODE or verb is Verb.DECODE:
             return self._coding(action)
-        key = verb, action.lane, action.nbytes, action.apart, action.chosen_from, action.pieces
+        whose = action.block if self._by_block else ""
+        key = verb, action.lane, action.nbytes, action.apart, action.chosen_from, action.pieces, whose
         known = self._moves.get(key)
         if known is None:
             known = self._moves[key] = self._move(action)
@@ -250,8 +269,8 @@ class Costs:
             case Verb.UPDATE:
                 # Where the device is the host's processor, what is on it is updated as at home.
                 if action.lane is Lane.COMPUTE or (action.lane is Lane.DEVICE_UPDATE and machine.device_kind != "cpu"):
-                    return max(nbytes / self.device_update_rate, machine.launch_seconds)
-                return nbytes / self.update_rate * (self._apart if action.apart else 1.0)
+                    return self.device_update_seconds(action.block, nbytes)
+                return self.update_seconds(action.block, nbytes) * (self._apart if action.apart else 1.0)
             case Verb.READ:
                 return self._disk(action).read.seconds(nbytes)
         return self._disk(action).write.seconds(nbytes)
@@ -298,7 +317,7 @@ class Costs:
             return action.nbytes / disk.update_rate
         states = round(self.states_share * action.nbytes)
         moved = (disk.read.seconds(states) + disk.write.seconds(states)) / disk.alternation
-        return disk.order_seconds + moved + action.nbytes / self.update_rate
+        return disk.order_seconds + moved + self.update_seconds(action.block, action.nbytes)
 
     def _tensor(self, action: Action | Outline) -> Tensor:
         visits = self.trace.visits

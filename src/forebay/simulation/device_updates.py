@@ -16,11 +16,11 @@ from typing import Final
 
 from forebay.layout import is_drawn, needs_master, touched_nbytes, with_masters
 from forebay.machine import Machine
-from forebay.states import Masters, form_of, is_factored, is_made_at_once, is_wide, plain_name
+from forebay.states import Masters, form_of, is_made_at_once, is_orthogonal, is_wide, plain_name, takes_wholes
 from forebay.trace import Block, Parameter
 from forebay.workspaces import PIECE
 
-__all__ = ["CALL", "Ops", "device_update_rate", "ops_of"]
+__all__ = ["CALL", "ITERATIONS", "Ops", "bf16_rate", "device_update_rate", "ops_of"]
 
 CALL: Final = 4 << 20
 """Elements that go through a call at a time: those of a chunk of the usual size."""
@@ -28,14 +28,15 @@ CALL: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """What ops cost: bytes that they read and write for each element, and launches: of a call of ``CALL`` elements,
-    whoever's they are (``shared``), of each parameter in a call (``calls``), of each ``PIECE`` of a parameter
-    (``pieces``)."""
+    """What ops cost: bytes that they read and write for each element, floating-point operations in bf16 of each, and
+    launches: of a call of ``CALL`` elements, whoever's they are (``shared``), of each parameter in a call (``calls``),
+    of each ``PIECE`` of a parameter (``pieces``)."""
 
     nbytes: float = 0.0
     shared: int = 0
     calls: int = 0
     pieces: int = 0
+    flops: float = 0.0
 
     def __add__(self, other: Ops) -> Ops:
         return Ops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -80,12 +81,31 @@ _AT_ONCE: Final = Ops(68, calls=20)
 """Adafactor of torch and of transformers, all of a parameter at once, in fp32."""
 
 
+_ALONE: Final = Ops(28, calls=2)
+"""A fused update of AdamW, of one parameter."""
+
+ITERATIONS: Final = 5
+"""Of Newton and Schulz in an update of Muon, as often as torch does them where nobody says otherwise."""
+
+
+def _orthogonal(parameter: Parameter) -> Ops:
+    """What an update of a matrix of Muon costs, in fp32: around the iterations 54 bytes and 8 launches; in each a
+    square of the shorter side, its polynomial, and the product with that (``forebay.optim.orthogonal``)."""
+    shorter, longer = sorted(parameter.shape)
+    squares = shorter / longer  # elements of one, over those of the matrix
+    flops = ITERATIONS * (4 + 2 * squares) * shorter
+    return Ops(54 + ITERATIONS * (10 + 12 * squares), calls=8 + 3 * ITERATIONS, flops=flops)
+
+
 def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> Ops:
     """What an update of ``parameter`` costs."""
     draw = _DRAW + _CAST if is_drawn(parameter) else Ops()
+    casts = _CAST + _CAST if needs_master(parameter) else Ops()
+    if is_orthogonal(states):
+        return casts + (_orthogonal(parameter) if parameter.orthogonal else _ALONE)
     if is_made_at_once(states):
-        return _AT_ONCE + (_CAST + _CAST if needs_master(parameter) else Ops())
-    if is_factored(states):
+        return _AT_ONCE + casts
+    if takes_wholes(states):
         return _IN_PARTS + draw
     moments = [state for state in states if form_of(state).name != "scale"]
     made = _RULES.get(tuple(map(plain_name, moments)), _RULES["exp_avg", "exp_avg_sq"])
@@ -102,12 +122,19 @@ def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> O
 def device_update_rate(blocks: Iterable[Block], states: tuple[str, ...], machine: Machine, masters: Masters) -> float:
     """Bytes/s, of the bytes that an update touches at least, of updates on the device, which follow each other while
     the host launches ahead; 0 where nothing is trained."""
-    touched = moved = launches = 0.0
+    touched = moved = launches = flops = 0.0
     for parameter in (p for block in blocks for p in block.parameters if p.trainable):
         streams = with_masters(states, masters) if needs_master(parameter) else states
         ops = ops_of(parameter, states, masters)
         touched += touched_nbytes(streams, parameter)
         moved += parameter.numel * ops.nbytes
         launches += ops.launches(parameter.numel)
-    seconds = max(moved / machine.device_bandwidth, launches * machine.launch_seconds)
+        flops += parameter.numel * ops.flops
+    busy = moved / machine.device_bandwidth + flops / bf16_rate(machine)
+    seconds = max(busy, launches * machine.launch_seconds)
     return touched / seconds if seconds else 0.0
+
+
+def bf16_rate(machine: Machine) -> float:
+    """FLOP/s of the device in bf16, or in the slowest dtype where the machine states none for that."""
+    return machine.compute.get("bfloat16", min(machine.compute.values()))

@@ -150,7 +150,6 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
         Lane.COMPUTE: machine.device_bandwidth,
         Lane.H2D: machine.h2d.curve.best,
         Lane.D2H: machine.out_rate,
-        Lane.UPDATE: costs.update_rate,
         Lane.DEVICE_UPDATE: costs.update_rate if machine.device_kind == "cpu" else machine.device_bandwidth,
     }
     if machine.disk is not None:
@@ -161,6 +160,8 @@ def _limits(program: Program, costs: Costs) -> dict[Lane, float]:
         }
     moved = _moved(program)
     seconds = {lane: nbytes / rates[lane] if lane in rates else 0.0 for lane, nbytes in moved.items()}
+    updates = (a for a in program.actions if a.lane is Lane.UPDATE and a.step in program.settled)
+    seconds[Lane.UPDATE] = sum(costs.update_seconds(a.block, a.nbytes) for a in updates) / program.round
     if machine.disk is not None and machine.disk.update_rate is None:
         # What goes to a process on the host that updates beside the storage goes from memory to memory.
         for action in program.actions:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from forebay.layout import needs_master, states_nbytes, touched_nbytes, with_masters
 from forebay.machine import Machine
-from forebay.simulation.device_updates import device_update_rate
-from forebay.states import Masters, form_of, is_factored, is_wide, plain_name, update_kind
+from forebay.simulation.device_updates import bf16_rate, device_update_rate, ops_of
+from forebay.states import Masters, form_of, is_orthogonal, is_wide, plain_name, takes_wholes, update_kind
 from forebay.trace import Block, Parameter, Trace
 
-__all__ = ["APART", "apart", "kept", "rate_on_device", "states_share", "storage_rate", "touched", "update_rate"]
+__all__ = [
+    "APART",
+    "apart",
+    "kept",
+    "rate_on_device",
+    "rates_by_block",
+    "states_share",
+    "storage_rate",
+    "touched",
+    "update_rate",
+]
 
-APART: Mapping[str, float] = MappingProxyType({"float32": 1.2, "8bit": 1.04, "4bit": 1.1, "rows": 1.45})
+APART: Mapping[str, float] = MappingProxyType(
+    {"float32": 1.2, "8bit": 1.04, "4bit": 1.1, "rows": 1.45, "orthogonal": 1.0, "other": 1.0}
+)
 """By the form of the moments: how many times as long an update takes that reads one copy of a block and writes another
 as one in place. AdamW, one thread of an EPYC 9004, 8M elements, medians in nanoseconds an element: 1.09 beside 0.93 in
 place (bf16 with fp32 masters), 0.94 beside 0.76 (fp32); with moments in codes the cores bind (docs/log.md, 2026-11-22).
 Factored states (``rows``) are copied first and updated there: a matrix of 16M elements, two threads of an EPYC, 1.53
-(fp32) and 1.38 (bf16 with fp32 masters; docs/log.md, 2026-11-28). Forms that nobody has measured are taken for fp32."""
+(fp32) and 1.38 (bf16 with fp32 masters; docs/log.md, 2026-11-28). Of Muon products of matrices take all the time, 0.99
+(docs/log.md, 2026-11-29). Forms that nobody has measured are taken for fp32."""
 
 FACTORED: Mapping[str, float] = MappingProxyType(
     {"adafactor": 1.05, "adafactor-torch": 7.5, "adafactor-transformers": 2.7}
@@ -26,6 +39,11 @@ FACTORED: Mapping[str, float] = MappingProxyType(
 """By the name of the optimizer: how many times as long an element with factored states takes on the host as one of
 AdamW with moments in fp32. Ours has kernels, the others are torch's ops; of torch's own the norms of columns take more
 than half. A matrix of 16M elements, two threads of an EPYC (docs/log.md, 2026-11-28)."""
+
+
+HOST_FLOPS = 4e11
+"""FLOP/s in bf16 of a host beside a device of its own, which nobody measures: some 2 cores of an EPYC 9004 reach twice
+that, cores without instructions for bf16 a quarter (docs/log.md, 2026-11-29)."""
 
 
 def update_rate(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
@@ -52,7 +70,9 @@ def _rate_of_whole(trace: Trace, machine: Machine, elements: int) -> float:
     known = machine.update_elements.get(update_kind(trace.state_names))
     if known is not None:
         return min(machine.update_rate, known * own)
-    if is_factored(trace.state_names):
+    if is_orthogonal(trace.state_names):
+        return _muon_rate(trace.model.blocks, trace.state_names, machine)
+    if takes_wholes(trace.state_names):
         return machine.update_rate * _factored_rate(trace)
     if is_wide(trace.state_names):
         return machine.update_rate
@@ -67,13 +87,47 @@ def _factored_rate(trace: Trace) -> float:
     return less / FACTORED.get(trace.optimizer, max(FACTORED.values()))
 
 
+def rates_by_block(trace: Trace, machine: Machine) -> Mapping[str, tuple[float, float]]:
+    """Of blocks by name, where one rate is not that of all: bytes/s of an update on the host, and on the device."""
+    if not is_orthogonal(trace.state_names):
+        return {}
+    blocks = (block for block in trace.model.blocks if block.trainable_numel)
+    return {block.name: _block_rates(block, trace.state_names, machine) for block in blocks}
+
+
+def _block_rates(block: Block, states: tuple[str, ...], machine: Machine) -> tuple[float, float]:
+    there = _muon_rate((block,), states, machine)
+    cpu = machine.device_kind == "cpu"
+    return there, there if cpu else device_update_rate((block,), states, machine, Masters.WHOLE)
+
+
+def _muon_rate(blocks: Sequence[Block], states: tuple[str, ...], machine: Machine) -> float:
+    """Bytes/s of an update of Muon by torch's ops on the host: by what they move and compute of matrices, and as long
+    as with AdamW of all else."""
+    flops = bf16_rate(machine) if machine.device_kind == "cpu" else HOST_FLOPS
+    seconds = 0.0
+    for streams, parameter in _streams(blocks, states):
+        if parameter.orthogonal:
+            ops = ops_of(parameter, states, Masters.WHOLE)
+            seconds += parameter.numel * (ops.nbytes / machine.host_bandwidth + ops.flops / flops)
+            seconds += ops.launches(parameter.numel) * machine.launch_seconds
+        else:
+            seconds += touched_nbytes(streams, parameter) / machine.update_rate
+    return touched(blocks, states) / seconds
+
+
 def rate_on_device(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
     """Bytes/s of an update on the device, by torch's ops. Where the device is the host's processor, what is on it is
     updated as at home: at the bytes/s of its memory."""
     blocks, states = trace.model.blocks, trace.state_names
     if machine.device_kind == "cpu":
-        trained = any(block.trainable_numel for block in blocks)
-        return machine.device_bandwidth * (_factored_rate(trace) if is_factored(states) and trained else 1.0)
+        if not (takes_wholes(states) and any(block.trainable_numel for block in blocks)):
+            return machine.device_bandwidth
+        return (
+            _muon_rate(blocks, states, machine)
+            if is_orthogonal(states)
+            else machine.device_bandwidth * _factored_rate(trace)
+        )
     return device_update_rate(blocks, states, machine, masters) or machine.device_bandwidth
 
 
@@ -109,7 +163,8 @@ def kept(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
 
 def apart(states: tuple[str, ...]) -> float:
     """``APART`` of an optimizer with ``states``."""
-    forms = {"rows"} if is_factored(states) else {form_of(state).name for state in states} - {"scale"} or {"float32"}
+    factored = takes_wholes(states) and not is_orthogonal(states)
+    forms = {"rows"} if factored else {form_of(state).name for state in states} - {"scale"} or {"float32"}
     return max(APART.get(form, APART["float32"]) for form in forms)
 
 

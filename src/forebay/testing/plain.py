@@ -80,7 +80,7 @@ class PlainOptimizer:
         wide = (
             isinstance(stepped, LeanOptimizer)
             and parameter.requires_grad
-            and needs_copy(parameter, masters=stepped.rule.masters)
+            and needs_copy(parameter, masters=stepped.rule.keeping.masters)
         )
         return parameter.detach().to(WIDE) if wide else parameter.detach()
 
@@ -105,7 +105,7 @@ class PlainOptimizer:
             if not states and value.dtype is parameter.dtype:
                 return
             # Makes what a first step would make.
-            kept = self._stepped._state_of(parameter, masters=self._stepped.rule.masters)
+            kept = self._stepped._state_of(parameter, masters=self._stepped.rule.keeping.masters)
             kept.update(held)
             if MASTER in kept:
                 kept[MASTER].copy_(value)

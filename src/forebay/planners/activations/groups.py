@@ -115,7 +115,7 @@ def memory_seconds(costs: Costs) -> tuple[float, float]:
     R at most. So with ``r = max(R, M)`` and a copied byte counted as 1 / r, there is no instant at which more than a
     second a second is counted if an updated byte counts as (1 - (M - U) / r) / U.
     """
-    machine, updates = costs.machine, costs.update_rate
+    machine, updates = costs.machine, costs.fastest_update_rate
     # On a cpu a copied byte is in host memory twice.
     twice = 2.0 if machine.device_kind == "cpu" else 1.0
     links = [twice * rate for rate in (machine.h2d.curve.best, machine.out_rate)]
@@ -251,7 +251,7 @@ class _Grouping:
     # Parameters, gradients, states.
 
     def _parameters(self, block: Block) -> object:
-        shapes = tuple((p.shape, p.dtype, p.nbytes, p.trainable) for p in block.parameters)
+        shapes = tuple(p.sort for p in block.parameters)
         trained = frozenset(self._trained.get(block.name, ()))
         return shapes, block.held, trained, frozenset(self._reads.get(block.name, ()))
 
@@ -266,9 +266,9 @@ class _Grouping:
         gradients = 0 if self._problem.update == "backward" else gradient_offsets(block)[1]
         fetch = machine.h2d.seconds(block.nbytes)
         leave = sum(machine.d2h.seconds(p.nbytes) for p in trained)
-        update = touched / self._costs.update_rate
+        update = self._costs.update_seconds(block.name, touched)
         hosted = block.nbytes + gradients + states
-        on_device = max(touched / self._costs.device_update_rate, machine.launch_seconds) if trained else 0.0
+        on_device = self._costs.device_update_seconds(block.name, touched) if trained else 0.0
         # Gradients that no forward finds there are none at the turning point, nor those that backward uses up.
         found_there = self._problem.accumulates and self._problem.update == "step"
         standing = block.nbytes + block.gradient_nbytes * found_there + states
@@ -308,6 +308,7 @@ class _Grouping:
         layout = state_layout(block, states, 1 << 22, self._problem.masters)
         held = sum(states_nbytes(layout.streams, p) for p in trained)
         nbytes = sum(p.nbytes for p in trained)
+        touched = sum(touched_nbytes(layout.streams, p) for p in trained)
         come = held + nbytes + sum(p.nbytes for p in trained if layout.reads(p))
         seconds, stores = come / machine.h2d.curve.best, (held + nbytes) / machine.d2h.curve.best
         crossing = (come + held + nbytes) * self._copied
@@ -315,7 +316,7 @@ class _Grouping:
         for home in self._homes(block):
             if home.tiers != RESIDENT:
                 fetches, use = home.use.fetches + seconds, home.use
-                memory = use.memory - use.update * self._costs.update_rate * self._updated + crossing
+                memory = use.memory - touched * self._updated + crossing
                 use = replace(use, fetches=fetches, update=0.0, stores=stores, memory=memory)
                 found.append(replace(home, use=use))
         return tuple(found)
