@@ -118,7 +118,8 @@ TABLE: dict[str, Bad] = {
         OptimizerError,
         (
             "Adagrad is not an optimizer that forebay runs",
-            "use AdamW, Adam, SGD, Adafactor or Muon of torch.optim, AdamW, Lion, Adafactor or Muon of forebay.optim",
+            "use AdamW, Adam, SGD, Adafactor or Muon of torch.optim, AdamW, Lion, Adafactor or Muon of forebay.optim, "
+            "Adafactor of transformers, or CAME of came_pytorch",
         ),
     ),
     "subclass of an optimizer": Bad(

@@ -22,7 +22,11 @@ BUDGET = 2 * 2**30
 STEPS = 3
 
 EVERY = {
-    **{name: (torch.float32, lambda m, make=make: make(groups_of(m))) for name, make in MAKERS.items()},
+    **{
+        name: (torch.float32, lambda m, make=make: make(groups_of(m)))
+        for name, make in MAKERS.items()
+        if not name.startswith("came")
+    },
     "muon": (torch.float32, muon),
     "muon-bf16": (torch.bfloat16, muon),
     **{f"{name}-sr": (torch.bfloat16, lambda m, make=make: make(m.parameters())) for name, make in DRAWN.items()},

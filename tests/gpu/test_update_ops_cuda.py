@@ -39,6 +39,8 @@ def moved(part: Part, device: str) -> Part:
 
 @pytest.mark.parametrize(("name", "dtype", "masters"), CASES, ids=IDS)
 def test_on_a_card(name: str, dtype: torch.dtype, masters: Masters, record_property: Record) -> None:
+    if name == "came":
+        pytest.importorskip("came_pytorch")
     optimizer = MAKERS[name]([torch.nn.Parameter(torch.zeros(4, 4))])
     rule, group = read_optimizer(optimizer), optimizer.param_groups[0]
     parameter, arithmetic = parameter_of(rule, dtype, SHAPE), torch_arithmetic(rule)
@@ -46,8 +48,9 @@ def test_on_a_card(name: str, dtype: torch.dtype, masters: Masters, record_prope
     there, count = moved(here, CARD), SHAPE[0] * SHAPE[1]
     arithmetic.update([here], 1, group)
     arithmetic.update([there], 1, group)
-    # What is rounded by chance is the same up to the roundings before it.
-    same = (here.parameter == there.parameter.cpu()).float().mean()
+    # What is rounded by chance is the same up to the roundings before it; products in bf16 are summed in another order.
+    near = 1e-6 if rule.keeping.orthogonal else 0.0
+    same = ((here.parameter.float() - there.parameter.cpu().float()).abs() <= near).float().mean()
     assert same > 0.98, float(same)
     nbytes = workspace_nbytes(
         with_masters(rule.state_names, masters), count, count * widened_copies(parameter, masters), [parameter]

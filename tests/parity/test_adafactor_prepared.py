@@ -1,4 +1,4 @@
-"""Adafactor behind ``forebay.prepare``: the last bits of the optimizer that was given, wherever an update runs."""
+"""Adafactor and CAME behind ``forebay.prepare``: the last bits of the optimizer that is given, wherever updates run."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ WORDS, WIDTH = 300, 48
 
 Groups = list[dict[str, Any]]
 
+
+def came(groups: Any, **numbers: Any) -> torch.optim.Optimizer:
+    """That of came_pytorch, which machines with a card may lack."""
+    from came_pytorch import CAME
+
+    made: torch.optim.Optimizer = CAME(groups, lr=1e-3, **numbers)
+    return made
+
+
 MAKERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "forebay": lambda g: Adafactor(g, lr=1e-2, weight_decay=0.1),
     "torch": lambda g: torch.optim.Adafactor(g, lr=1e-2, weight_decay=0.1),
@@ -40,6 +49,8 @@ MAKERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "transformers-momentum": lambda g: TransformersAdafactor(
         g, lr=1e-3, relative_step=False, scale_parameter=False, weight_decay=0.1, beta1=0.9
     ),
+    "came": lambda g: came(g),
+    "came-other": lambda g: came(g, eps=(1e-20, 1e-12), clip_threshold=0.5, betas=(0.8, 0.99, 0.999), weight_decay=0.1),
 }
 
 
@@ -186,7 +197,7 @@ def wide(dtype: torch.dtype, name: str) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 @pytest.mark.parametrize("policy", ["resident", "stream"])
-@pytest.mark.parametrize("name", ["torch", "transformers-momentum"])
+@pytest.mark.parametrize("name", ["torch", "transformers-momentum", "came-other"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits_have_masters(dtype: torch.dtype, name: str, policy: str) -> None:
     values, masters = wide(dtype, name)
@@ -199,7 +210,7 @@ def test_16_bits_have_masters(dtype: torch.dtype, name: str, policy: str) -> Non
     forebay.close(model)
 
 
-@pytest.mark.parametrize("name", ["forebay", "torch", "transformers"])
+@pytest.mark.parametrize("name", ["forebay", "torch", "transformers", "came"])
 def test_plain_and_prepared_load_each_others_states(name: str) -> None:
     losses, _, _ = plain(name)
     one, two = network(), network()
@@ -277,7 +288,7 @@ def test_what_the_host_holds(name: str, dtype: torch.dtype) -> None:
     assert host.peak == plan.host
 
 
-@pytest.mark.parametrize("name", ["forebay", "torch", "transformers-momentum"])
+@pytest.mark.parametrize("name", ["forebay", "torch", "transformers-momentum", "came"])
 def test_the_least_device_memory_is_enough(name: str) -> None:
     """What an update makes on the device is within the budget, where all is there and where nothing stays."""
     losses, _, _ = plain(name)

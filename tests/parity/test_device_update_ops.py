@@ -21,6 +21,7 @@ from forebay.simulation.device_updates import CALL, ops_of
 from forebay.states import Masters, Shape, form_of
 from forebay.trace import Parameter
 from forebay.workspaces import PART, PIECE, widened_copies, workspace_nbytes
+from tests.parity.test_adafactor_prepared import came
 
 BF16, FP32 = torch.bfloat16, torch.float32
 VIEWS = ("detach", "alias", "slice", "select", "split", "unsqueeze", "empty", "view", "as_strided")
@@ -44,6 +45,7 @@ MAKERS: Mapping[str, Make] = {
     "adafactor": lambda p: own.Adafactor(p),
     "adafactor-sr": lambda p: own.Adafactor(p, stochastic_rounding=True),
     "adafactor-torch": lambda p: torch.optim.Adafactor(p),
+    "came": came,
     "muon": lambda p: torch.optim.Muon(p),
     "muon-other": lambda p: own.Muon([{"params": p, "use_muon": False}]),
 }

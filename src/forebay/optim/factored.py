@@ -1,8 +1,8 @@
-"""Adafactor as update rules, forebay's, torch's and that of transformers: each looks at a whole parameter before it
-changes an element.
+"""Adafactor and CAME as update rules, Adafactor that of forebay, of torch and of transformers: each looks at a whole
+parameter before it changes an element.
 
-The last two do what those do, operation by operation, in memory that they are given: the last bits are those of the
-optimizers that they stand for.
+All but forebay's do what those do, operation by operation, in memory that they are given: the last bits are those of
+the optimizers that they stand for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forebay.kernels.adafactor_step import AdafactorStep
 from forebay.optim.rules import Keeping, UpdateRule, WholeRule
 from forebay.states import FACTORED
 
-__all__ = ["AdafactorRule", "TorchAdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
+__all__ = ["AdafactorRule", "CameRule", "TorchAdafactorRule", "TransformersAdafactorRule", "adafactor_step"]
 
 
 @final
@@ -93,17 +93,9 @@ class TransformersAdafactorRule(WholeRule):
         made = room(parameter.numel()).view(parameter.shape)
         torch.mul(gradient, gradient, out=made).add_(group["eps"][0])
         if parameter.dim() >= 2:
-            row, column = states["exp_avg_sq_row"], states["exp_avg_sq_col"]
-            by_row, by_column = (room(held.numel()).view(held.shape) for held in (row, column))
-            for held, sums, dim in ((row, by_row, -1), (column, by_column, -2)):
-                torch.mean(made, dim=dim, out=sums)
-                held.mul_(1.0 - fresh).add_(sums, alpha=1.0 - (1.0 - fresh))
-            # Of each matrix one mean, where the column factor will be.
-            mean = by_column.view(-1)[: prod(row.shape[:-1])].view(*row.shape[:-1], 1)
-            torch.mean(row, dim=-1, keepdim=True, out=mean)
-            torch.div(row, mean, out=by_row).rsqrt_()
-            torch.rsqrt(column, out=by_column)
-            torch.mul(by_row.unsqueeze(-1), by_column.unsqueeze(-2), out=made)
+            factors = _Factors(states["exp_avg_sq_row"], states["exp_avg_sq_col"], room)
+            factors.follow(made, 1.0 - fresh)
+            factors.approximate(made)
         else:
             held = states["exp_avg_sq"]
             held.mul_(1.0 - fresh).add_(made, alpha=1.0 - (1.0 - fresh))
@@ -115,6 +107,86 @@ class TransformersAdafactorRule(WholeRule):
         if group["weight_decay"] != 0:
             parameter.add_(parameter, alpha=-group["weight_decay"] * lr)
         parameter.sub_(made)
+
+
+@final
+class CameRule(WholeRule):
+    """``came_pytorch.CAME`` (Luo et al., ACL 2023, "CAME: confidence-guided adaptive memory efficient optimization",
+    algorithm 2), on fp32 masters where parameters have 16 bits."""
+
+    state_names = (
+        *("exp_avg", "exp_avg_sq_row:rows-flat", "exp_avg_sq_col:columns-flat", "exp_avg_sq:vector-torch"),
+        *("exp_avg_res_row:rows-flat", "exp_avg_res_col:columns-flat"),
+    )
+
+    def update(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+        room: Callable[[int], torch.Tensor],
+    ) -> None:
+        (first, second, third), (least, least_unsure) = group["betas"], group["eps"]
+        made, average = room(parameter.numel()).view(parameter.shape), states["exp_avg"]
+        torch.mul(gradient, gradient, out=made).add_(least)
+        factors = None
+        if parameter.dim() >= 2:
+            factors = _Factors(states["exp_avg_sq_row"], states["exp_avg_sq_col"], room)
+            factors.follow(made, second)
+            factors.approximate(made)
+        else:
+            held = states["exp_avg_sq"]
+            held.mul_(second).add_(made, alpha=1.0 - second)
+            torch.rsqrt(held, out=made)
+        made.mul_(gradient)
+        made.div_((_root_mean_square(made) / group["clip_threshold"]).clamp_(min=1.0))
+        average.mul_(first).add_(made, alpha=1 - first)
+        if factors is None:
+            made.copy_(average)
+        else:
+            # How far the update is from its average says how little it is to be trusted.
+            made.sub_(average)
+            torch.mul(made, made, out=made).add_(least_unsure)
+            unsure = factors.of(states["exp_avg_res_row"], states["exp_avg_res_col"])
+            unsure.follow(made, third)
+            unsure.approximate(made)
+            made.mul_(average)
+        if group["weight_decay"] != 0:
+            parameter.add_(parameter, alpha=-group["weight_decay"] * group["lr"])
+        parameter.sub_(made.mul_(group["lr"]))
+
+
+@final
+class _Factors:
+    """A number for each ``row`` and each ``column`` of a parameter, averages of means along them, from which all of its
+    elements are approximated; ``room`` gives memory for as many numbers more."""
+
+    def __init__(self, row: torch.Tensor, column: torch.Tensor, room: Callable[[int], torch.Tensor]) -> None:
+        self._row, self._column = row, column
+        self._by_row, self._by_column = (room(held.numel()).view(held.shape) for held in (row, column))
+
+    def of(self, row: torch.Tensor, column: torch.Tensor) -> _Factors:
+        """Others of the same parameter, in the same memory."""
+        memory = iter((self._by_row, self._by_column))
+        return _Factors(row, column, lambda count: next(memory))
+
+    def follow(self, values: torch.Tensor, kept: float) -> None:
+        """Averages go on with the means of ``values``, and keep a share of ``kept`` of what they were."""
+        for held, means, dim in ((self._row, self._by_row, -1), (self._column, self._by_column, -2)):
+            torch.mean(values, dim=dim, out=means)
+            held.mul_(kept).add_(means, alpha=1.0 - kept)
+
+    def approximate(self, made: torch.Tensor) -> None:
+        """Sets ``made`` to one over the square root of what the factors stand for."""
+        row, by_row, by_column = self._row, self._by_row, self._by_column
+        # Of each matrix one mean, where the column factor will be.
+        mean = by_column.view(-1)[: prod(row.shape[:-1])].view(*row.shape[:-1], 1)
+        torch.mean(row, dim=-1, keepdim=True, out=mean)
+        torch.div(row, mean, out=by_row).rsqrt_()
+        torch.rsqrt(self._column, out=by_column)
+        torch.mul(by_row.unsqueeze(-1), by_column.unsqueeze(-2), out=made)
 
 
 def _transformers_lr(parameter: torch.Tensor, step: int, group: Mapping[str, Any]) -> float | torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from forebay.errors import OptimizerError
-from forebay.optim.factored import TorchAdafactorRule, TransformersAdafactorRule
+from forebay.optim.factored import CameRule, TorchAdafactorRule, TransformersAdafactorRule
 from forebay.optim.orthogonal import MuonRule
 from forebay.optim.rules import AdamRule, SgdRule, UpdateRule
 
@@ -17,7 +17,8 @@ __all__ = ["RuledOptimizer", "name_of", "read_optimizer"]
 _OF_TORCH: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon)
 
 _OF_TRANSFORMERS: Final = "transformers.optimization.Adafactor"
-"""By its name: transformers is not imported for it."""
+_CAME: Final = "came_pytorch.CAME.CAME"
+"""By their names: what has them is not imported for it."""
 
 
 class RuledOptimizer(torch.optim.Optimizer, ABC):
@@ -38,17 +39,17 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
     """The rule of an ordinary ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adafactor`` or ``Muon``, of
-    ``transformers.Adafactor``, or of an optimizer of ``forebay.optim``.
+    ``transformers.Adafactor``, of ``came_pytorch.CAME``, or of an optimizer of ``forebay.optim``.
 
     Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
     forebay does not run.
     """
     groups, kind = optimizer.param_groups, type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if not (isinstance(optimizer, RuledOptimizer) or kind in _OF_TORCH or name == _OF_TRANSFORMERS):
+    if not (isinstance(optimizer, RuledOptimizer) or kind in _OF_TORCH or name in (_OF_TRANSFORMERS, _CAME)):
         raise OptimizerError(
             f"{name} is not an optimizer that forebay runs; use AdamW, Adam, SGD, Adafactor or Muon of torch.optim, "
-            f"AdamW, Lion, Adafactor or Muon of forebay.optim, or Adafactor of transformers"
+            f"AdamW, Lion, Adafactor or Muon of forebay.optim, Adafactor of transformers, or CAME of came_pytorch"
         )
     if optimizer.state:
         raise OptimizerError(
@@ -59,6 +60,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
         return optimizer.rule
     if name == _OF_TRANSFORMERS:
         return TransformersAdafactorRule(momentum=any(group["beta1"] is not None for group in groups))
+    if name == _CAME:
+        return CameRule()
     if any(group.get("differentiable") for group in groups):
         raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
     if kind is torch.optim.Adafactor:

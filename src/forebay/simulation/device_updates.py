@@ -80,6 +80,9 @@ _IN_PARTS: Final = Ops(136, calls=29)
 _AT_ONCE: Final = Ops(68, calls=20)
 """Adafactor of torch and of transformers, all of a parameter at once, in fp32."""
 
+_UNSURE: Final = Ops(80, calls=17)
+"""What CAME does more: an average of updates, and factors of what these are off by."""
+
 
 _ALONE: Final = Ops(28, calls=2)
 """A fused update of AdamW, of one parameter."""
@@ -104,7 +107,7 @@ def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> O
     if is_orthogonal(states):
         return casts + (_orthogonal(parameter) if parameter.orthogonal else _ALONE)
     if is_made_at_once(states):
-        return _AT_ONCE + casts
+        return _AT_ONCE + casts + (_UNSURE if any(map(_is_unsure, states)) else Ops())
     if takes_wholes(states):
         return _IN_PARTS + draw
     moments = [state for state in states if form_of(state).name != "scale"]
@@ -117,6 +120,11 @@ def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> O
         return made
     back = _HALVES if masters is Masters.LOWER else _CAST
     return made + _CAST + (draw if is_drawn(parameter) else back)
+
+
+def _is_unsure(state: str) -> bool:
+    """Whether it is one of those of CAME that no other optimizer has."""
+    return plain_name(state).startswith("exp_avg_res")
 
 
 def device_update_rate(blocks: Iterable[Block], states: tuple[str, ...], machine: Machine, masters: Masters) -> float:

@@ -34,11 +34,12 @@ Factored states (``rows``) are copied first and updated there: a matrix of 16M e
 (docs/log.md, 2026-11-29). Forms that nobody has measured are taken for fp32."""
 
 FACTORED: Mapping[str, float] = MappingProxyType(
-    {"adafactor": 1.05, "adafactor-torch": 7.5, "adafactor-transformers": 2.7}
+    {"adafactor": 1.15, "adafactor-torch": 9.2, "adafactor-transformers": 3.7, "came": 5.3}
 )
 """By the name of the optimizer: how many times as long an element with factored states takes on the host as one of
 AdamW with moments in fp32. Ours has kernels, the others are torch's ops; of torch's own the norms of columns take more
-than half. A matrix of 16M elements, two threads of an EPYC (docs/log.md, 2026-11-28)."""
+than half. A matrix of 16M elements, two threads of an EPYC: between two days on which AdamW took 0.63 and 0.44 ns an
+element (docs/log.md, 2026-11-28 and 29)."""
 
 
 HOST_FLOPS = 4e11
