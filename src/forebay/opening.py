@@ -69,6 +69,12 @@ def ledgers_of(budget: Budget, within: Ledgers | None = None, returning: int = 0
 
 def expect_pair(model: object, optimizer: object) -> None:
     """Raises ``UsageError`` for what is no model and its optimizer."""
+    several = optimizer if isinstance(optimizer, list | tuple) else ()
+    if several and all(isinstance(one, torch.optim.Optimizer) for one in several):
+        raise UsageError(
+            f"prepare takes one optimizer, got {len(several)}: make one with their parameters in groups of it, each "
+            f"with its own hyperparameters (forebay.optim.Muon updates matrices as Muon does and all else as AdamW)"
+        )
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         found = f"{type(model).__name__} and {type(optimizer).__name__}"
         raise UsageError(f"prepare takes a torch.nn.Module, and then its torch.optim.Optimizer, got {found}")

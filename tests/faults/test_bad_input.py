@@ -223,6 +223,13 @@ def test_the_optimizer_first() -> None:
         forebay.prepare(adamw(model), model, device_memory="64MiB", device="cpu")  # type: ignore[arg-type]
 
 
+def test_two_optimizers() -> None:
+    model = network()
+    both = [torch.optim.SGD([p], lr=0.1) for p in list(model.parameters())[:2]]
+    with pytest.raises(UsageError, match=r"takes one optimizer, got 2: .* in groups of it, .*forebay\.optim\.Muon"):
+        forebay.prepare(model, both, device_memory="64MiB", device="cpu")  # type: ignore[arg-type]
+
+
 def test_a_batch_that_the_model_cannot_take_is_warned_of() -> None:
     """The plan does not know the activations then: a promise that nobody has made."""
     model = network()
