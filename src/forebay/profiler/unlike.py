@@ -4,7 +4,8 @@ oneDNN's LSTM leaves a workspace to its backward, some 16 times its output, of w
 backward makes a gradient for each of two biases, which are one tensor under fake tensors. The statistics that a batch
 norm keeps of 16-bit activations (autocast) have the dtype of its weight. What a batch norm makes on the host lies as
 its input's memory format says, channels last or in order; a fake result lies as the input does, transposed as it may
-be, and what reads it next may be taken to copy, or not to.
+be, and what reads it next may be taken to copy, or not to. Some losses are computed element by element where their
+result will be, and then summed up there: the one number that is left keeps the bytes of all (``ATen/native/Loss.cpp``).
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ _IN_FORMAT: Final = {aten.native_batch_norm.default: 0, aten.native_batch_norm_b
 """By op, which argument is the input whose memory format its first result has on the host."""
 
 
+_SUMMED: Final = {
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+}
+"""By op, which argument says whether the losses of all elements are summed up (0: they are not; else they are, which is
+the default)."""
+
+
 @final
 class TrueResults:
     """Results as the op would have made them. The bytes of a workspace are found by running the op once for each kind
@@ -56,6 +67,8 @@ class TrueResults:
             nbytes = self._nbytes(func, place, args, kwargs)
             whole = torch.empty(nbytes, dtype=torch.uint8, device=result[place].device)
             return (*result[:place], whole, *result[place + 1 :])
+        if func in _SUMMED and _argument(_SUMMED[func], "reduction", args, kwargs):
+            return _in_the_bytes_of_all(result, *args[:2])
         return result
 
     def _nbytes(self, func: Any, place: int, args: Any, kwargs: Any) -> int:
@@ -65,6 +78,16 @@ class TrueResults:
                 given, named = tree_map_only(torch.Tensor, _zeros, (args, kwargs))
                 self._found[key] = func(*given, **named)[place].nbytes
         return self._found[key]
+
+
+def _argument(place: int, name: str, args: Any, kwargs: Any, default: int = 1) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name, default)
+
+
+def _in_the_bytes_of_all(result: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``result``, a single number, where the losses of all elements were."""
+    elements = torch.broadcast_shapes(one.shape, other.shape).numel()
+    return result.new_empty(max(elements, 1)).as_strided((), ())
 
 
 def _in_format(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
