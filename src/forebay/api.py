@@ -97,26 +97,26 @@ def prepare(
     ``batch`` is what the model's forward will be called with (a dict or a tuple), in the shapes and dtypes of the
     largest batch of training, such as ``input_ids`` of (sequences, tokens): with it the plan knows the activations; its
     values do not count. Budgets are sizes (``"24GiB"``); ``device_reserve`` is the part of ``device_memory`` that no
-    plan takes, for what the loop has on the device beside the model's step (another model, a second forward before the
-    backward, copies of gradients); ``host_memory`` None is what the machine has, ``disk`` is ``PATH`` or ``PATH:SIZE``,
-    or several of these with commas between them, over which the bytes are spread. ``loss`` says how a causal language
-    model of transformers computes its own: ``plain``, from all logits at once; ``chunked``, in pieces; ``auto``, in
-    pieces where that gives the same bits on this device and the plan gains by it. ``compress`` is 0, or the bits (8, 4
-    or 2) that activations may be kept as where the plan gains by it: then gradients are other numbers, and the plan
-    says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one;
-    ``blocks`` names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as
-    many as ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``accumulates``
-    False: the loop takes one backward a step, and calls ``zero_grad`` before the next forward. What the gradients of
-    blocks that stay on the device will take is room for activations until they are made; a training forward that finds
-    one is refused. ``update`` "backward" lets blocks be updated in backward, as soon as their gradients are complete,
-    and these be used up: a step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a
-    folder on the disk of ``disk`` where what is at home there has two places, of which no update writes the one that
-    the last checkpoint has: ``save`` to this folder copies none of it. It belongs to this model until ``close``.
-    ``checksums`` (off where nobody says): what is read of parameters and states on disk is held against checksums of
-    what was written (``StorageError`` where it is not that, before anything is computed with it). ``loss_fn`` is what
-    the loop computes its loss by, of the model and a batch, as ``accumulate`` takes it: what it lets go of, like the
-    model's output, no plan leaves room for. None: the loop names the output (``output = model(**batch)``), which then
-    lives while the next forward runs.
+    plan takes, for what the loop has on the device beside the model's step (another model, a forward that is in no
+    ``loss_fn``, copies of gradients); ``host_memory`` None is what the machine has, ``disk`` is ``PATH`` or
+    ``PATH:SIZE``, or several of these with commas between them, over which the bytes are spread. ``loss`` says how a
+    causal language model of transformers computes its own: ``plain``, from all logits at once; ``chunked``, in pieces;
+    ``auto``, in pieces where that gives the same bits on this device and the plan gains by it. ``compress`` is 0, or
+    the bits (8, 4 or 2) that activations may be kept as where the plan gains by it: then gradients are other numbers,
+    and the plan says so (``Plan.changes_numbers``). ``plan`` executes a given plan instead of making one; ``blocks``
+    names the modules that are streamed as one, instead of those that forebay finds. ``micro_batches`` are as many as
+    ``accumulate`` will be given at a time: the plan leaves room for what all of them keep. ``accumulates`` False: the
+    loop takes one backward a step, and calls ``zero_grad`` before the next forward. What the gradients of blocks that
+    stay on the device will take is room for activations until they are made; a training forward that finds one is
+    refused. ``update`` "backward" lets blocks be updated in backward, as soon as their gradients are complete, and
+    these be used up: a step is one backward, and nobody may clip gradients or read them. ``crash_safe`` is a folder on
+    the disk of ``disk`` where what is at home there has two places, of which no update writes the one that the last
+    checkpoint has: ``save`` to this folder copies none of it. It belongs to this model until ``close``. ``checksums``
+    (off where nobody says): what is read of parameters and states on disk is held against checksums of what was written
+    (``StorageError`` where it is not that, before anything is computed with it). ``loss_fn`` is what the loop computes
+    its loss by, of the model and a batch, as ``accumulate`` takes it: what it lets go of, like the model's output, no
+    plan leaves room for; where it calls the model several times, the plan is for all of that. None: the loop names the
+    output (``output = model(**batch)``), which then lives while the next forward runs.
 
     A ``batch`` that forward cannot be looked at with is warned of, and the plan does not know the activations.
 
@@ -168,7 +168,10 @@ def prepare(
             attachment_of(model).at_end(switch_on)
         if batch is not None:
             attachment_of(model).planned_for = Unplanned(
-                model.forward, *call_arguments(batch), activations=bool(plan.fingerprint)
+                model.forward,
+                *call_arguments(batch),
+                activations=bool(plan.fingerprint),
+                by_loss=loss_fn is not None,
             )
         if made_here:
             attachment_of(model).at_end(warn_of_other_casts(model, torch.device(opened.name).type).remove)

@@ -12,7 +12,7 @@ from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import Bench, make_plan
 from forebay.planners.activations.coding import Coded
-from forebay.planners.activations.items import Item, Items, together
+from forebay.planners.activations.items import INPUT, Item, Items, together
 from forebay.simulation import simulate
 from forebay.trace import Trace
 from tests.null.planning import ENOUGH, asked, machine
@@ -39,8 +39,8 @@ def shared(runs: int = RUNS) -> Trace:
 def test_what_two_runs_make_is_added_up() -> None:
     """But for what is there for backward, which goes through one of them at a time."""
     one = Items((item("mm", codes=CODES),), 7, (item("mm", reruns=True),), 0.5, 0.125, 0.25)
-    two = together([one, one], [{("mm", 0)}, {("mm", 0)}])
-    assert together([one], [{("mm", 0)}]) is one
+    two = together([one, one])
+    assert together([one]) is one
     assert two.kept == (Item("mm", 0, 0.0, 200, 200, 100, 1.0, 2.0, codes=CODES.beside(CODES), handover_seconds=1.0),)
     assert two.kept[0].codes == Coded(4, 60, 40, 2.0, 4.0, 6.0, 8.0, 1.0)
     assert two.again == (replace(two.kept[0], seconds=0.5, reruns=True, named=True, codes=None),)
@@ -48,21 +48,28 @@ def test_what_two_runs_make_is_added_up() -> None:
 
 
 def test_what_one_run_cannot_move_no_run_moves() -> None:
-    """A plan says the same of all runs: of one that saves nothing there, or whose op may not be named."""
+    """A plan says the same of all runs: of one that saves nothing there, or that has no such op."""
     still, moving = item("mm", moves=False), item("mm", codes=CODES)
-    (mixed,) = together([Items((moving,)), Items((still,))], [{("mm", 0)}] * 2).kept
+    (mixed,) = together([Items((moving,)), Items((still,))]).kept
     assert (mixed.held, mixed.moved, mixed.link_seconds, mixed.codes) == (200, 0, 0.0, None)
-    (alone,) = together([Items((moving,)), Items(())], [{("mm", 0)}] * 2).kept
+    (alone,) = together([Items((moving,)), Items(())]).kept
     assert (alone.held, alone.moved, alone.link_seconds, alone.codes) == (100, 0, 0.0, None)
-    (unnamed,) = together([Items((moving,)), Items(())], [{("mm", 0)}, set()]).kept
-    assert unnamed == moving
+
+
+def test_what_only_one_run_has_runs_again_in_any_case() -> None:
+    """No plan names it; of what comes in there is one item for all runs."""
+    common, own, given = (item(op, reruns=True) for op in ("mm", "add", INPUT))
+    both = together([Items((), again=(common, own, given), again_seconds=0.5), Items((), again=(common,))])
+    assert both.again == (common.beside(common), given)
+    assert both.again_seconds == 0.5 + own.seconds
 
 
 def test_a_run_that_saves_nothing_has_nothing_that_runs_again() -> None:
     again, never = Items((), again=(item("mm", reruns=True),)), Items((item("add"),))
-    both = together([again, never], [{("mm", 0)}, {("add", 0)}])
-    assert both.again == again.again and both.kept == never.kept
-    assert together([never, never], [{("add", 0)}] * 2).again is None
+    both = together([again, never])
+    assert both.again == () and both.again_seconds == 0.25
+    assert both.kept == (item("add", moves=False),)
+    assert together([never, never]).again is None
 
 
 def test_all_runs_are_kept_or_none() -> None:

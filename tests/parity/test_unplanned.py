@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import forebay
 from forebay.device.cpu import CpuDevice
 from forebay.errors import DeviceOutOfMemory, DoesNotFit
-from forebay.runtime.unplanned import BESIDE, Unplanned
+from forebay.runtime.unplanned import BESIDE, BY_LOSS, Unplanned
 from tests.parity.models import CASES, VOCABULARY
 from tests.parity.page_programs import programs
 
@@ -65,6 +66,42 @@ def test_a_larger_batch(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
     step(model, optimizer, **batch())
     step(model, optimizer, **batch(2))
     assert "(4, 64)" in refusal(model, batch(4, 64))
+
+
+def test_what_a_loss_makes_of_the_batch() -> None:
+    """Of forwards that are not called with it nobody knows what was planned; nor how many."""
+    planned = Unplanned(by_place, (), {"first": torch.zeros(2, 3), "second": torch.zeros(2, 3)}, by_loss=True)
+    assert planned.remark((), {"third": torch.zeros(2, 3)}, 0, evaluates=False) == BY_LOSS
+    assert planned.remark((torch.zeros(2, 3),), {}, 1, evaluates=False) == BY_LOSS
+    assert "first (4, 3), and the plan was made for first (2, 3)" in planned.remark(
+        (torch.zeros(4, 3),), {}, 0, evaluates=False
+    )
+
+
+def test_several_forwards_of_a_loss() -> None:
+    """As many as were planned, of more than was planned."""
+
+    def loss_of(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = torch.stack([model(input_ids=ids, labels=ids)["loss"] for ids in given.values()]).sum()
+        return loss
+
+    def texts(size: int = 4) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(("question", "answer"), batch(size)["input_ids"])
+
+    model = CASE.model(torch.float32)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared = partial(forebay.prepare, model, optimizer, texts(), loss_fn=loss_of, device="cpu", policy="stream")
+    with pytest.raises(DoesNotFit) as refused:
+        prepared(device_memory=1)
+    model, optimizer = prepared(device_memory=refused.value.needed)
+    loss_of(model, texts()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(DeviceOutOfMemory) as error:
+        loss_of(model, texts(16)).backward()
+    assert BY_LOSS in str(error.value)
+    del error
+    forebay.close(model)
 
 
 def test_an_evaluation(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
@@ -178,7 +215,7 @@ def test_a_second_forward(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None
     model, optimizer = pair
     said = refusal(model, batch(), 40)
     assert "made for one forward before each backward, and this is number" in said
-    assert "whose forward is all of them, or leave room for the others with device_reserve; or use" in said
+    assert "give prepare() a loss_fn that makes all of them, or leave room for the others with device_reserve" in said
     optimizer.zero_grad()
     step(model, optimizer, **batch())
     assert "number" not in refusal(model, batch(16))

@@ -179,16 +179,26 @@ class Step:
     def partners(self, blocks: Collection[str]) -> dict[int, frozenset[int]]:
         """For every forward visit of ``blocks`` the backward visits that belong to it (places in ``Trace.visits``).
 
-        Calls of the same module go backward in reverse order, one visit each; where the numbers of visits differ,
-        every backward visit of the block belongs to each of its forward visits.
+        Calls of the same module go backward in reverse order, one visit each; where there are too many, those that save
+        nothing go not. Where the numbers of visits differ, or autograd has let go of what was saved before, every
+        backward visit of the block belongs to each of its forward visits.
         """
         pairs: dict[int, frozenset[int]] = {}
         for block in blocks:
             own = [(place, v.phase) for place, v in enumerate(self.trace.visits) if v.block == block]
             forward = [place for place, phase in own if phase is Phase.FORWARD]
             backward = [place for place, phase in own if phase is Phase.BACKWARD]
-            if len(forward) == len(backward):
-                pairs.update((f, frozenset((b,))) for f, b in zip(forward, reversed(backward), strict=True))
+            going = forward
+            if len(forward) > len(backward):
+                going = [f for f in forward if self.trace.segments[self.trace.visits[f].segment].saves]
+            partner = dict(zip(going, reversed(backward), strict=False))
+            if len(going) == len(backward) and not any(self._is_over(f, b) for f, b in partner.items()):
+                pairs.update((f, frozenset({partner[f]} if f in partner else ())) for f in forward)
             else:
                 pairs.update((f, frozenset(backward)) for f in forward)
         return pairs
+
+    def _is_over(self, forward: int, backward: int) -> bool:
+        """Whether what a forward visit has saved is gone before a backward one begins."""
+        kept_until = self.trace.visits[forward].kept_until
+        return NO_SAVES < kept_until < self.trace.visits[backward].first_op

@@ -332,8 +332,10 @@ class TraceIndex:
     def partners(self, blocks: frozenset[str]) -> dict[int, frozenset[int]]:
         """For every forward visit of ``blocks`` the backward visits that belong to it.
 
-        Calls of a module go backward in reverse order. Where the numbers differ (a backward that autograd interrupts)
-        every backward visit of the block belongs to each of its forward visits.
+        Calls of a module go backward in reverse order, those that save nothing (without gradients) not at all where
+        there are more forward visits than backward ones. Where the numbers differ (a backward that autograd
+        interrupts), or autograd has let go before, every backward visit of the block belongs to each of its forward
+        visits.
         """
         pairs: dict[int, frozenset[int]] = {}
         places: dict[tuple[str, Phase], list[int]] = {}
@@ -342,11 +344,22 @@ class TraceIndex:
         for block in blocks:
             forward = places.get((block, Phase.FORWARD), [])
             backward = places.get((block, Phase.BACKWARD), [])
-            if len(forward) == len(backward):
-                pairs.update((f, frozenset((b,))) for f, b in zip(forward, reversed(backward), strict=True))
-            else:
-                pairs.update((f, frozenset(backward)) for f in forward)
+            pairs.update((f, frozenset(backward)) for f in forward)
+            saving = forward if len(forward) <= len(backward) else [f for f in forward if self._saves(f)]
+            reverse = list(zip(saving, reversed(backward), strict=False))
+            if len(saving) == len(backward) and not any(self._has_let_go(f, before=b) for f, b in reverse):
+                pairs.update((f, frozenset((b,))) for f, b in reverse)
+                pairs.update((f, frozenset()) for f in forward if f not in saving)
         return pairs
+
+    def _saves(self, place: int) -> bool:
+        """Whether autograd saves anything in a visit."""
+        return self._patterns[self.trace.visits[place].segment].saves_until != NO_SAVES
+
+    def _has_let_go(self, place: int, before: int) -> bool:
+        """Whether autograd has let go of all that was saved in a visit when visit ``before`` begins."""
+        kept_until = self.trace.visits[place].kept_until
+        return kept_until != NO_SAVES and kept_until < self.trace.visits[before].first_op
 
     def copied_nbytes(self, place: int) -> int:
         """Bytes of the buffers of a visit's module: recomputing it works on a copy of them (``runtime/recompute.py``),
@@ -380,7 +393,7 @@ class TraceIndex:
         before the first of them: autograd asks for what is saved, read or not. One that saves nothing never does.
         """
         found: dict[int, tuple[int, ...]] = {}
-        saving = [p for p in partners if self._patterns[self.trace.visits[p].segment].saves_until != NO_SAVES]
+        saving = [p for p in partners if self._saves(p)]
         waiting = set(saving)
         forward_of: dict[int, list[int]] = {}
         for forward in saving:

@@ -37,15 +37,29 @@ BESIDE: Final = (
 )
 
 
+BY_LOSS: Final = (
+    "the plan has room for what loss_fn made of the batch that prepare() was given, and its backward: give prepare() "
+    "the batch that takes the most and a loss_fn that does what the loop does, or leave room for what it does beside "
+    "that with device_reserve"
+)
+
+
 @final
 class Unplanned:
     """Knows what the plan was made for: ``forward`` called with ``args`` and ``kwargs``, of which it knows the
-    ``activations`` or not."""
+    ``activations`` or not; or, ``by_loss``, whatever a loss function made of them."""
 
     def __init__(
-        self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], *, activations: bool = True
+        self,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        activations: bool = True,
+        by_loss: bool = False,
     ) -> None:
         self._activations = activations
+        self._by_loss = by_loss
         self._places = tuple(_places(forward))
         given = dict(self._given(args, kwargs))
         self._planned = {name: _described(value) for name, value in given.items()}
@@ -57,10 +71,12 @@ class Unplanned:
         ``waiting`` forwards before it have no backward yet, and ``evaluates`` says that it has gradients and the model
         is in evaluation mode. If it is no more than was planned, what else there may be; nothing where the plan does
         not know."""
+        if self._by_loss and (waiting or not self._is_of_the_batch(args, kwargs)):
+            return BY_LOSS
         if waiting:
             return (
-                f"the plan was made for one forward before each backward, and this is number {waiting + 1}: prepare a "
-                f"module whose forward is all of them, or leave room for the others with device_reserve"
+                f"the plan was made for one forward before each backward, and this is number {waiting + 1}: give "
+                f"prepare() a loss_fn that makes all of them, or leave room for the others with device_reserve"
             )
         found = list(islice(self._beyond(args, kwargs), MOST))
         if not found:
@@ -69,6 +85,10 @@ class Unplanned:
             return BESIDE if self._activations else ""
         now, then = (", ".join(said) for said in zip(*found, strict=True))
         return f"this forward has {now}, and the plan was made for {then}: give prepare() the batch that takes the most"
+
+    def _is_of_the_batch(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a forward is called with what is in the batch, by its names."""
+        return all(name in self._planned for name, _ in self._given(args, kwargs))
 
     def _beyond(self, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """What a forward is called with that may take more memory than what was planned, and what that was."""

@@ -202,14 +202,13 @@ class _Grouping:
         moves: bool,
     ) -> Items:
         """The items of a block with such ``runs``: of each the segment, and the places of ops by name."""
-        found, names = [], []
+        found = []
         for segment, places in runs:
-            names.append(dict(sorted(places, key=lambda pair: pair[1])))
             found.append(
                 items_of(
                     self._costs,
                     self._trace.segments[segment],
-                    names[-1],
+                    dict(sorted(places, key=lambda pair: pair[1])),
                     recomputes=recomputes,
                     arriving=arriving,
                     arriving_moves=moves,
@@ -217,7 +216,7 @@ class _Grouping:
                 )
             )
             arriving = 0  # it is what comes in of all runs
-        return together(found, names)
+        return together(found)
 
     def _arriving(self, block: Block) -> tuple[int, tuple[str, str, int] | None]:
         """Bytes that a recomputed ``block`` holds of what came in, and who made them if that is one op of a block that

@@ -7,7 +7,8 @@ that others share, an encoder of pairs) has those of all its runs together: a pl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -144,31 +145,34 @@ def items_of(
     return Items(kept, maker.nameless, tuple(again), rest, treated, stop * costs.treat_seconds)
 
 
-def together(runs: Sequence[Items], named: Sequence[Collection[tuple[str, int]]]) -> Items:
-    """The items of a block that a step runs several times; ``named`` are the ops of each of its ``runs`` that a plan
-    can name. What a plan moves is moved in every run: so it may be where each has something to move."""
+def together(runs: Sequence[Items]) -> Items:
+    """The items of a block that a step runs several times, in ``runs`` that may have other ops. What a plan names is
+    treated alike in every run: so it may name what each run makes. Of a block that does not run again the rest stays;
+    of one that does it runs again in any case."""
     if len(runs) == 1:
         return runs[0]
-    again = [items.again for items in runs if items.again is not None]
+    kept, staying = _together([items.kept for items in runs])
+    again, rest = _together([items.again or () for items in runs])
     return Items(
-        _together([items.kept for items in runs], named),
+        (*kept, *(item.staying() for item in staying)),
         sum(items.kept_held for items in runs),
-        _together([items.again or () for items in runs], named) if again else None,
-        sum(items.again_seconds for items in runs),
+        again if any(items.again is not None for items in runs) else None,
+        sum(items.again_seconds for items in runs) + sum(item.seconds for item in rest),
         sum(items.treat_seconds for items in runs),
         sum(items.treat_again_seconds for items in runs),
     )
 
 
-def _together(runs: Sequence[Sequence[Item]], named: Sequence[Collection[tuple[str, int]]]) -> tuple[Item, ...]:
+def _together(runs: Sequence[Sequence[Item]]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """Those that every run has, all in one, and those that only some have. What comes in is that of all runs."""
     found: dict[tuple[str, int], Item] = {}
-    made: dict[tuple[str, int], int] = {}
+    made: Counter[tuple[str, int]] = Counter()
     for item in (item for items in runs for item in items):
         name = item.op, item.occurrence
         found[name] = found[name].beside(item) if name in found else item
-        made[name] = made.get(name, 0) + 1
-    could = {name: sum(name in names for names in named) for name in found}
-    return tuple(item if made[name] >= could[name] else item.staying() for name, item in found.items())
+        made[name] += len(runs) if item.op == INPUT else 1
+    everywhere = tuple(item for name, item in found.items() if made[name] >= len(runs))
+    return everywhere, tuple(item for name, item in found.items() if made[name] < len(runs))
 
 
 class _Maker:
