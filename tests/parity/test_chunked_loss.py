@@ -184,6 +184,58 @@ def test_evaluation_generation_and_passes_without_labels_have_their_logits(closi
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), wanted)
 
 
+def test_logits_that_nobody_computed_are_not_read(closing: list[nn.Module]) -> None:
+    """They have a shape, and may be brought elsewhere; a mean of them would be NaN."""
+    model = prepared(llama, closing)
+    for form in (batch(0), {**batch(0), "return_dict": True}):
+        logits = model(**form).logits
+        assert logits.shape == logits.detach().cpu().to(torch.bfloat16).shape == (2, 0, WORDS)
+        for read in (torch.mean, torch.argmax, lambda made: made[:, :-1], lambda made: made.log_softmax(-1)):
+            with pytest.raises(ModelError, match=r"logits of the model are read, .* there are none; use loss='plain'"):
+                read(logits)
+
+
+def agreeing(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the model's loss, and of its logits."""
+    made = model(**given)
+    loss: torch.Tensor = made.loss + made.logits.square().mean()
+    return loss
+
+
+def test_a_loss_of_logits_has_all_of_them(closing: list[nn.Module]) -> None:
+    """Within a budget in which the model's own loss is computed in pieces."""
+    torch.manual_seed(0)
+    plain: Any = llama().train()
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    expected = []
+    for step in range(2):
+        loss = agreeing(plain, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    def under(budget: int | str, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: Any = llama().train()
+        made = torch.optim.AdamW(model.parameters(), fused=True)
+        return forebay.prepare(model, made, batch(0), device_memory=budget, device="cpu", **more)
+
+    with pytest.raises(ModelError, match="logits of the model are read"):
+        under("64MiB", loss_fn=agreeing, loss="chunked")
+    with pytest.raises(DoesNotFit) as refused:
+        under(4096, loss_fn=agreeing, policy="stream-recompute")
+    model, prepared_optimizer = under(refused.value.needed, loss_fn=agreeing, policy="stream-recompute")
+    closing.append(model)
+    assert forebay.report(model).plan.loss_piece == 0
+    for step in range(2):
+        loss = agreeing(model, batch(step))
+        loss.backward()
+        prepared_optimizer.step()
+        prepared_optimizer.zero_grad()
+        assert loss.item() == expected[step]
+
+
 def test_close_leaves_the_model_as_it_was() -> None:
     model = prepared(llama, [])
     assert model.loss_function != ForCausalLMLoss

@@ -96,6 +96,7 @@ def test_what_memory_asks_for_is_what_prepare_is_asked_for() -> None:
         accumulates=False,
         update="backward",
         device_reserve="1KiB",
+        loss_fn=lambda model, batch: model(batch).sum(),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "prepare", lambda model, optimizer, batch, **more: (given.append(more), optimizer))

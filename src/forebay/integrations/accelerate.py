@@ -130,10 +130,10 @@ class ForebayAccelerator(Accelerator):  # type: ignore[misc]
                 "model is called with"
             )
         batch = next(iter(loader))
-        if not isinstance(batch, Mapping | torch.Tensor):
+        if not isinstance(batch, Mapping | torch.Tensor) and self._memory.loss_fn is None:
             raise ConfigError(
                 f"the data loader's batches are of {type(batch).__name__}, of which nobody knows what the model is "
-                f"called with; give Memory an example: what it is called with"
+                f"called with; give Memory an example: what it is called with, or a loss_fn that takes such a batch"
             )
         return batch
 

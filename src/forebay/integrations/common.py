@@ -23,6 +23,7 @@ from forebay.plans import Plan, UpdateTime
 from forebay.runtime import generators
 from forebay.runtime.blocks import whole_blocks
 from forebay.runtime.hooks import attachment_of, is_prepared, prepared_session
+from forebay.runtime.losses import LossFunction
 from forebay.units import format_bytes, format_seconds
 
 __all__ = [
@@ -48,7 +49,9 @@ class Memory:
     """What ``forebay.prepare`` is asked for, in its words; None: what that takes where nobody says. ``example`` is what
     the model is called with for the largest batch that training will see (for a Trainer: a batch as its collator makes
     it, if that is what it trains on); None: the first of the training data, which is right where all have one
-    length."""
+    length. ``loss_fn`` is how a loop that calls the model several times before a backward makes its loss, of the model
+    and a batch: then ``example`` is a batch as that takes it. None: the model is called once, and its output has the
+    loss."""
 
     device_memory: int | str
     host_memory: int | str | None = None
@@ -62,6 +65,7 @@ class Memory:
     update: UpdateTime | None = None
     example: Any = None
     device_reserve: int | str | None = None
+    loss_fn: LossFunction | None = None
 
     def __post_init__(self) -> None:
         Budget.of(self.device_memory, self.host_memory, self.disk, self.device_reserve or 0)

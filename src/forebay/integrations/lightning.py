@@ -391,6 +391,7 @@ def _expect_served(
     refused = (
         (module._compiler_ctx is not None, "torch.compile of all of it", "compile() its layers instead, before fit"),
         (not module.automatic_optimization, "manual optimization", "let Lightning optimize, or use forebay.prepare"),
+        (memory.loss_fn is not None, "Memory(loss_fn=)", "leave it out: training_step is what a plan is made for"),
         (len(optimizers) != 1, f"{len(optimizers)} optimizers", "make one, with a parameter group for each"),
         (
             isinstance(precision, MixedPrecision) and precision.scaler is not None,

@@ -170,9 +170,12 @@ class ForebayMixin(_Base):
         return optimizer
 
     def _example(self) -> Any:
-        """What the model's forward will be called with: as ``compute_loss`` calls it, whatever trainer's that is."""
+        """What the model's forward will be called with: as ``compute_loss`` calls it, whatever trainer's that is. A
+        batch where ``Memory.loss_fn`` makes the loss of that."""
         example = self._memory.example
         batch = self._first_batch() if example is None else example
+        if self._memory.loss_fn is not None:
+            return dict(batch) if isinstance(batch, Mapping) else batch
         inputs: dict[str, Any] = dict(batch)
         counted = (inputs["labels"] != -100).sum() if "labels" in inputs else None
         try:

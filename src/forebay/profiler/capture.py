@@ -45,6 +45,7 @@ from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
 from forebay.runtime.generators import drawn_alike
 from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
+from forebay.runtime.no_logits import NO_LOGITS
 from forebay.runtime.passes import argument_name
 from forebay.states import DRAWN, MUON, OF_FOREBAY, is_orthogonal
 from forebay.trace import Trace
@@ -254,7 +255,7 @@ class _Step:
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
             chunked = self._cut_loss()
-            seen = self._model.register_forward_hook(self._see)
+            seen = self._model.register_forward_hook(partial(self._see, chunked))
             try:
                 with _quiet_torch():
                     whole = _Whole(self._model, lambda: self._recorded(losing, inputs, keywords))
@@ -277,7 +278,10 @@ class _Step:
                     chunked.remove()
                 recorder.remove_hooks()
 
-    def _see(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _see(self, chunked: ChunkedHead | None, model: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output) if chunked is not None else ():
+            if isinstance(tensor, torch.Tensor) and not tensor.numel():
+                self.recorder.refuse_reads(tensor, NO_LOGITS)
         self.keeps_cache |= isinstance(output, Mapping) and output.get("past_key_values") is not None
 
     def _recorded(self, losing: Losing, args: Any, kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from forebay.errors import CaptureFailed
+from forebay.errors import CaptureFailed, ModelError
 from forebay.memory import Kind
 from forebay.profiler.guesses import Guess
 from forebay.profiler.roots import Handle, Roots
@@ -60,6 +60,7 @@ class Recorder(TorchDispatchMode):
         self.works = Works()
         self.values = Values(self.roots, guess)
         self._true = TrueResults()
+        self._unreadable: dict[int, str] = {}
         self.ops: list[RawOp] = []
         self.phase = Phase.FORWARD
         self.backward_begins = 0
@@ -207,6 +208,11 @@ class Recorder(TorchDispatchMode):
             if tensor._version != version or self._root_of(tensor) in uncounted
         )
 
+    def refuse_reads(self, tensor: torch.Tensor, why: str) -> None:
+        """From now on no op may read ``tensor``, which the step has made: ``ModelError`` says ``why``."""
+        if self.roots.find(tensor) is not None:
+            self._unreadable[self._root_of(tensor)] = why
+
     def parameter(self, tensor: torch.Tensor, name: str, block: Block) -> None:
         """``tensor`` is the parameter ``name`` of ``block``."""
         root = self.roots.add(tensor, source=Kind.PARAMETER, name=name)
@@ -222,6 +228,12 @@ class Recorder(TorchDispatchMode):
         updated = {self._root_of(tensor) for tensor in updated_uncounted(func, args)}
         self._updated |= updated
         self._read |= {self.roots.made[number].root.number for number in numbers} - updated
+
+    def _expect_readable(self, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            why = self._unreadable.get(self.roots.made[number].root.number)
+            if why is not None:
+                raise ModelError(why)
 
     def _follow_reads(self, numbers: tuple[int, ...]) -> None:
         """Notes the blocks whose parameters a forward reads where they are not asked for."""
@@ -296,6 +308,8 @@ class Recorder(TorchDispatchMode):
         # What a lifted constant is lifted from lies on the host: no source of the step.
         lifted = func in LIFTS
         numbers = () if lifted else tuple(dict.fromkeys([self._number(t) for t in inputs]))
+        if self._unreadable:
+            self._expect_readable(numbers)
         result = self._run(func, args, kwargs, inputs)
         outputs = tensors_in(result)
         # Before the silent ones are left out: what views a weight is about to read it.

@@ -6,8 +6,8 @@ the hidden state that it was called with. The ``loss_function`` put here calls t
 state and the index of the entries asked for, upon which a hook computes their log-probabilities in pieces. So the
 parameters are used inside the head's forward, like any other use of them. The rest of the loss is torch's own.
 
-The model's output then holds logits of no tokens. Evaluation, generation, and passes without labels, without gradients
-or under autocast are as they were.
+The model's output then holds logits of no tokens, with which nobody can compute (``no_logits``). Evaluation,
+generation, and passes without labels, without gradients or under autocast are as they were.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, final
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from forebay.errors import ModelError
 from forebay.runtime.cross_entropy import picked_log_probabilities
+from forebay.runtime.no_logits import REMEDY, NoLogits
 from forebay.runtime.pretrained import is_pretrained
 from forebay.runtime.tiled_loss import picked_from_tiles
 from forebay.runtime.tiles import TiledLinear
@@ -35,8 +36,6 @@ __all__ = ["REMEDY", "ChunkedHead", "Recognised", "recognise"]
 
 INDEX = "forebay_index"
 """The keyword by which the loss tells the hooks of the head what to compute."""
-
-REMEDY = "use loss='plain' (--loss plain)"
 
 
 @final
@@ -156,6 +155,11 @@ class ChunkedHead:
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         unused = bool(self._waiting) and output is not None
+        head = self._head()
+        if head is not None and self._is_active() and isinstance(output, MutableMapping):
+            for name, value in output.items():
+                if type(value) is torch.Tensor and not value.numel() and value.shape[-1:] == (head.out_features,):
+                    output[name] = value.as_subclass(NoLogits)
         self._forget()
         if unused:
             raise ModelError(f"the model's head was called and its logits did not go to the model's loss; {REMEDY}")
