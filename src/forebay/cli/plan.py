@@ -84,7 +84,7 @@ def plan(settings: PlanSettings) -> PlanReport:
     """Answers ``settings``; that nothing fits is an answer too. Raises a ``UsageError`` for what cannot be used."""
     import torch
 
-    from forebay.profiler.capture import STATES
+    from forebay.profiler.optimizers import STATES
     from forebay.recipes.tasks import sample
     from forebay.tiling import noted_tiles, notes_of, tile, with_tiles
 

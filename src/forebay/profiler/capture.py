@@ -25,11 +25,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflat
 
 from forebay.collector import collector_paused
 from forebay.device.compiling import as_written
-from forebay.errors import CaptureFailed, ForebayError, ModelError, OptimizerError
+from forebay.errors import CaptureFailed, ForebayError, ModelError
 from forebay.memory import Kind
-from forebay.optim.muon import muon_groups
-from forebay.optim.reading import name_of, read_optimizer
-from forebay.optim.rules import Keeping
 from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import Attributes, attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
@@ -37,6 +34,7 @@ from forebay.profiler.finish import finish
 from forebay.profiler.guesses import Guess
 from forebay.profiler.guessing import Run, Undecided, guessed
 from forebay.profiler.modes import as_trained
+from forebay.profiler.optimizers import optimizer_kept
 from forebay.profiler.recorder import Recorder
 from forebay.profiler.work import Call
 from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
@@ -47,24 +45,9 @@ from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.no_logits import NO_LOGITS
 from forebay.runtime.passes import argument_name
-from forebay.states import DRAWN, MUON, OF_FOREBAY, is_orthogonal
 from forebay.trace import Trace
 
 __all__ = ["Captured", "capture"]
-
-STATES: Mapping[str, tuple[str, ...]] = {
-    **OF_FOREBAY,
-    **{f"{name}{DRAWN}": states for name, states in OF_FOREBAY.items()},
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "sgd": (),
-    "sgd-momentum": ("momentum_buffer",),
-    "muon": MUON,
-}
-"""The states of each optimizer that goes by name, in torch's own names (``optim/rules.py``) with how they
-lie."""
-
 
 KEEPS_CACHE = (
     "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
@@ -98,18 +81,18 @@ def capture(
     the model's forward does to attributes of its modules is undone (``attributes``). A model in evaluation mode, as
     ``from_pretrained`` leaves it, is recorded as it is in training mode (``modes``). The batch's integers are used
     where the model asks for values (on meta: made-up ones); routes that follow from floats are taken as balanced, and
-    where sizes follow from them, the step is captured again for ``Trace.extremes``. ``optimizer`` is one of ``STATES``
-    or an optimizer; ``blocks`` are as in ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and loss are
-    recorded with it, backward without. ``loss_piece`` (0: not) is the most bytes of logits that the model's loss is
-    computed from at a time (``runtime/head.py``). ``loss_fn`` is what the loop computes its loss by, of the model and
-    the batch: what it lets go of is gone when backward begins. None: the loop names the model's output, which lives
-    while the next forward runs, and what it computes of it is allowed for.
+    where sizes follow from them, the step is captured again for ``Trace.extremes``. ``optimizer`` is one, or one of
+    ``optimizers.STATES``; ``blocks`` are as in ``runtime.blocks.find_blocks``. Under ``torch.autocast`` forward and
+    loss are recorded with it, backward without. ``loss_piece`` (0: not) is the most bytes of logits that the model's
+    loss is computed from at a time (``runtime/head.py``). ``loss_fn`` is what the loop computes its loss by, of the
+    model and the batch: what it lets go of is gone when backward begins. None: the loop names the model's output, which
+    lives while the next forward runs, and what it computes of it is allowed for.
 
     Raises ``ModelError`` for a batch without tensors and for a loss that cannot be computed in pieces,
     ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
     that is not known.
     """
-    name, states, keeping = _optimizer(optimizer, model)
+    name, states, keeping = optimizer_kept(optimizer, model)
     args, kwargs = call_arguments(batch)
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
         raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
@@ -194,19 +177,6 @@ def _head(model: nn.Module) -> Recognised:
     if isinstance(found, str):
         raise ModelError(f"the loss cannot be computed in pieces: {found}; {REMEDY}")
     return found
-
-
-def _optimizer(optimizer: str | torch.optim.Optimizer, model: nn.Module) -> tuple[str, tuple[str, ...], Keeping]:
-    """Its name, its states, and how it keeps the parameters of ``model``."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        rule = read_optimizer(optimizer)
-        return name_of(optimizer), rule.state_names, rule.keeping
-    name = optimizer.lower()
-    if name not in STATES:
-        raise OptimizerError(f"optimizer {optimizer!r} is not known; use one of {', '.join(STATES)}")
-    matrices = muon_groups(model)[0]["params"] if is_orthogonal(STATES[name]) else ()
-    keeping = Keeping(masters=not name.endswith(DRAWN), orthogonal=frozenset(map(id, matrices)))
-    return name.removesuffix(DRAWN), STATES[name], keeping
 
 
 @final
