@@ -185,10 +185,7 @@ class Sizer:
         self._sizes: list[_StateSizes] = []
         kinds: dict[object, int] = {}
         for block in model.blocks:
-            shape = (
-                block.nbytes,
-                *(p.sort for p in block.parameters),
-            )
+            shape = block.nbytes, *(p.sort for p in block.parameters)
             if shape not in kinds:
                 kinds[shape] = len(kinds)
                 self._first.append(block)

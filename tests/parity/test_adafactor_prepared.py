@@ -31,6 +31,11 @@ WORDS, WIDTH = 300, 48
 
 Groups = list[dict[str, Any]]
 
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+Left = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Losses of a run, and the parameters and states that it leaves."""
+
 
 def came(groups: Any, **numbers: Any) -> torch.optim.Optimizer:
     """That of came_pytorch, which machines with a card may lack."""
@@ -122,7 +127,12 @@ def states_of(optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> dict[
     return {f"{i}.{k}": v.clone() for i, state in saved.items() for k, v in state.items() if k in kept}
 
 
-def plain(name: str, clip: bool = True) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def by(name: str) -> Make:
+    """Makes the optimizer called ``name`` for a model."""
+    return lambda model: MAKERS[name](groups_of(model))
+
+
+def plain(name: str, clip: bool = True) -> Left:
     """Losses, parameters and states of plain PyTorch."""
     model = network()
     optimizer = MAKERS[name](groups_of(model))
@@ -131,14 +141,7 @@ def plain(name: str, clip: bool = True) -> tuple[list[float], dict[str, torch.Te
     return losses, {n: p.detach() for n, p in model.named_parameters()}, states
 
 
-def streamed(name: str, folder: Path, update: Update, *, disk: bool) -> Plan:
-    """``streamed_by`` the optimizer called ``name``."""
-    return streamed_by(lambda model: MAKERS[name](groups_of(model)), torch.float32, update, disk=disk)
-
-
-def streamed_by(
-    make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype, update: Update, *, disk: bool
-) -> Plan:
+def streamed_by(make: Make, dtype: torch.dtype, update: Update, *, disk: bool) -> Plan:
     """Every block on the host or on ``disk``, in chunks of 1,024 elements or of one parameter, with this ``update``."""
     model = network(dtype)
     model, _ = forebay.prepare(model, make(model), device_memory=AMPLE, policy="stream", device="cpu")
@@ -160,23 +163,30 @@ def streamed_by(
 WAYS = [(how, disk) for how in (Update.STEP, Update.AHEAD, Update.DEVICE) for disk in (False, True)]
 
 
-@pytest.mark.parametrize(("update", "disk"), [*WAYS, (Update.STORAGE, True)])
-@pytest.mark.parametrize("name", MAKERS)
-def test_wherever_an_update_runs(name: str, update: Update, disk: bool, tmp_path: Path) -> None:
-    losses, parameters, states = plain(name)
-    plan = streamed(name, tmp_path, update, disk=disk)
+def assert_the_same_wherever(
+    make: Make, names: tuple[str, ...], expected: Left, update: Update, folder: Path, *, disk: bool
+) -> None:
+    """Losses, states called ``names`` and parameters are ``expected`` where updates run as ``update`` says."""
+    losses, parameters, states = expected
+    plan = streamed_by(make, torch.float32, update, disk=disk)
     model = network()
     model, optimizer = forebay.prepare(
-        model, MAKERS[name](groups_of(model)), plan=plan, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu"
+        model, make(model), plan=plan, device_memory=AMPLE, disk=f"{folder}:64MiB", device="cpu"
     )
     assert train(model, optimizer, range(STEPS)) == losses
-    found = states_of(optimizer, read_optimizer(MAKERS[name](groups_of(network()))).state_names)
+    found = states_of(optimizer, names)
     assert found.keys() == states.keys()
     assert all(torch.equal(found[key], value) for key, value in states.items())
     assert all(torch.equal(forebay.parameters(model)[n], p) for n, p in parameters.items())
     counted = forebay.report(model).timeline.counters
     assert update is not Update.AHEAD or (counted["committed"] > 0 and counted["redone"] > 0)
     forebay.close(model)
+
+
+@pytest.mark.parametrize(("update", "disk"), [*WAYS, (Update.STORAGE, True)])
+@pytest.mark.parametrize("name", MAKERS)
+def test_wherever_an_update_runs(name: str, update: Update, disk: bool, tmp_path: Path) -> None:
+    assert_the_same_wherever(by(name), read_states(name), plain(name), update, tmp_path, disk=disk)
 
 
 def wide(dtype: torch.dtype, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -210,51 +220,59 @@ def test_16_bits_have_masters(dtype: torch.dtype, name: str, policy: str) -> Non
     forebay.close(model)
 
 
-@pytest.mark.parametrize("name", ["forebay", "torch", "transformers", "came"])
-def test_plain_and_prepared_load_each_others_states(name: str) -> None:
-    losses, _, _ = plain(name)
+def assert_states_are_exchanged(make: Make, losses: list[float], refused: str) -> None:
+    """Plain and prepared go on from each other's states, to ``losses``; those of AdamW are ``refused``."""
     one, two = network(), network()
-    first = MAKERS[name](groups_of(one))
+    first = make(one)
     begun = train(one, first, range(2))
     two.load_state_dict(one.state_dict())
-    prepared, second = forebay.prepare(
-        two, MAKERS[name](groups_of(two)), device_memory=AMPLE, policy="stream", device="cpu"
-    )
+    prepared, second = forebay.prepare(two, make(two), device_memory=AMPLE, policy="stream", device="cpu")
     second.load_state_dict(first.state_dict())
     assert begun + train(prepared, second, range(2, STEPS)) == losses
     three = network()
     three.load_state_dict(prepared.state_dict())
-    third = MAKERS[name](groups_of(three))
+    third = make(three)
     third.load_state_dict(second.state_dict())
     assert train(prepared, second, range(STEPS, 5)) == train(three, third, range(STEPS, 5))
     assert all(torch.equal(forebay.parameters(prepared)[n], p) for n, p in three.named_parameters())
     other = network()
-    wrong = torch.optim.AdamW(groups_of(other))
+    wrong = torch.optim.AdamW([{"params": group["params"]} for group in make(other).param_groups])
     train(other, wrong, range(1))
-    with pytest.raises(OptimizerError, match=r"has no .*; it is another optimizer's"):
+    with pytest.raises(OptimizerError, match=refused):
         second.load_state_dict(wrong.state_dict())
     forebay.close(prepared)
 
 
-@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
-def test_saved_and_resumed_under_another_plan(disk: bool, tmp_path: Path) -> None:
-    losses, parameters, states = plain("torch")
-    folder = tmp_path / "run"
-    plan = streamed("torch", tmp_path, Update.STEP, disk=disk)
+@pytest.mark.parametrize("name", ["forebay", "torch", "transformers", "came"])
+def test_plain_and_prepared_load_each_others_states(name: str) -> None:
+    losses, _, _ = plain(name)
+    assert_states_are_exchanged(by(name), losses, r"has no .*; it is another optimizer's")
+
+
+def assert_resumes(make: Make, names: tuple[str, ...], expected: Left, folder: Path, *, disk: bool) -> None:
+    """Saved with states at home on the host or on ``disk``, and resumed under another plan: what is ``expected``."""
+    losses, parameters, states = expected
+    saved = folder / "run"
+    plan = streamed_by(make, torch.float32, Update.STEP, disk=disk)
     model = network()
     model, optimizer = forebay.prepare(
-        model, MAKERS["torch"](groups_of(model)), plan=plan, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu"
+        model, make(model), plan=plan, device_memory=AMPLE, disk=f"{folder}:64MiB", device="cpu"
     )
     begun = train(model, optimizer, range(2))
-    forebay.save(model, optimizer, folder, step=2)
+    forebay.save(model, optimizer, saved, step=2)
     forebay.close(model)
     other = network()
-    other, resumed = forebay.prepare(other, MAKERS["torch"](groups_of(other)), device_memory=AMPLE, device="cpu")
-    forebay.resume(other, resumed, folder)
+    other, resumed = forebay.prepare(other, make(other), device_memory=AMPLE, device="cpu")
+    forebay.resume(other, resumed, saved)
     assert begun + train(other, resumed, range(2, STEPS)) == losses
     assert all(torch.equal(forebay.parameters(other)[n], p) for n, p in parameters.items())
-    assert all(torch.equal(value, states[k]) for k, value in states_of(resumed, read_states("torch")).items())
+    assert all(torch.equal(value, states[k]) for k, value in states_of(resumed, names).items())
     forebay.close(other)
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
+def test_saved_and_resumed_under_another_plan(disk: bool, tmp_path: Path) -> None:
+    assert_resumes(by("torch"), read_states("torch"), plain("torch"), tmp_path, disk=disk)
 
 
 def read_states(name: str) -> tuple[str, ...]:

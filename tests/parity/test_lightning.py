@@ -338,6 +338,9 @@ def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path, ForebayStrategy(Memory(BUDGET)), accumulate_grad_batches=1, gradient_clip_val=None)
     with pytest.raises(ConfigError, match="manual optimization, which forebay does not serve"):
         made.fit(Manual(), loader(8))
+    made = trainer(tmp_path, ForebayStrategy(Memory(BUDGET, loss_fn=lambda module, batch: module(batch).sum())))
+    with pytest.raises(ConfigError, match=r"Memory\(loss_fn=\), which forebay does not serve: .* training_step is"):
+        made.fit(Net(), loader(8))
     with pytest.raises(
         ConfigError, match=r"torch\.compile of all of it, which forebay does not serve: compile\(\) its"
     ):

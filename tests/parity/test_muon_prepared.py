@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import forebay
-from forebay.errors import DoesNotFit, OptimizerError
+from forebay.errors import DoesNotFit
 from forebay.layout import PAGE, align, state_layout
 from forebay.memory import Kind, Tier
 from forebay.optim import Muon, muon_groups
@@ -24,10 +24,13 @@ from tests.parity.test_adafactor_prepared import (
     WAYS,
     WIDTH,
     WORDS,
+    Left,
+    assert_resumes,
+    assert_states_are_exchanged,
+    assert_the_same_wherever,
     batch,
     network,
     states_of,
-    streamed_by,
     train,
 )
 
@@ -71,7 +74,7 @@ class Pair(torch.optim.Optimizer):
         return {key: value for key, value in found.items() if not key.endswith(".step")}
 
 
-def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def plain(name: str) -> Left:
     """Losses, parameters and states of plain PyTorch."""
     model = network()
     if name == "forebay":
@@ -86,20 +89,7 @@ def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, to
 @pytest.mark.parametrize(("update", "disk"), [*WAYS, (Update.STORAGE, True)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_wherever_an_update_runs(name: str, update: Update, disk: bool, tmp_path: Path) -> None:
-    losses, parameters, states = plain(name)
-    plan = streamed_by(MAKERS[name], torch.float32, update, disk=disk)
-    model = network()
-    model, optimizer = forebay.prepare(
-        model, MAKERS[name](model), plan=plan, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu"
-    )
-    assert train(model, optimizer, range(STEPS)) == losses
-    found = states_of(optimizer, MUON)
-    assert found.keys() == states.keys()
-    assert all(torch.equal(found[key], value) for key, value in states.items())
-    assert all(torch.equal(forebay.parameters(model)[n], p) for n, p in parameters.items())
-    counted = forebay.report(model).timeline.counters
-    assert update is not Update.AHEAD or (counted["committed"] > 0 and counted["redone"] > 0)
-    forebay.close(model)
+    assert_the_same_wherever(MAKERS[name], MUON, plain(name), update, tmp_path, disk=disk)
 
 
 @pytest.mark.parametrize("policy", ["resident", "stream"])
@@ -128,47 +118,12 @@ def test_16_bits_have_masters(dtype: torch.dtype, policy: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_plain_and_prepared_load_each_others_states(name: str) -> None:
     losses, _, _ = plain(name)
-    one, two = network(), network()
-    first = MAKERS[name](one)
-    begun = train(one, first, range(2))
-    two.load_state_dict(one.state_dict())
-    prepared, second = forebay.prepare(two, MAKERS[name](two), device_memory=AMPLE, policy="stream", device="cpu")
-    second.load_state_dict(first.state_dict())
-    assert begun + train(prepared, second, range(2, STEPS)) == losses
-    three = network()
-    three.load_state_dict(prepared.state_dict())
-    third = MAKERS[name](three)
-    third.load_state_dict(second.state_dict())
-    assert train(prepared, second, range(STEPS, 5)) == train(three, third, range(STEPS, 5))
-    assert all(torch.equal(forebay.parameters(prepared)[n], p) for n, p in three.named_parameters())
-    other = network()
-    groups = [group["params"] for group in MAKERS[name](other).param_groups]
-    wrong = torch.optim.AdamW([{"params": members} for members in groups])
-    train(other, wrong, range(1))
-    with pytest.raises(OptimizerError, match=r"has no momentum_buffer; it is another optimizer's"):
-        second.load_state_dict(wrong.state_dict())
-    forebay.close(prepared)
+    assert_states_are_exchanged(MAKERS[name], losses, r"has no momentum_buffer; it is another optimizer's")
 
 
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
 def test_saved_and_resumed_under_another_plan(disk: bool, tmp_path: Path) -> None:
-    losses, parameters, states = plain("forebay")
-    folder = tmp_path / "run"
-    plan = streamed_by(muon, torch.float32, Update.STEP, disk=disk)
-    model = network()
-    model, optimizer = forebay.prepare(
-        model, muon(model), plan=plan, device_memory=AMPLE, disk=f"{tmp_path}:64MiB", device="cpu"
-    )
-    begun = train(model, optimizer, range(2))
-    forebay.save(model, optimizer, folder, step=2)
-    forebay.close(model)
-    other = network()
-    other, resumed = forebay.prepare(other, muon(other), device_memory=AMPLE, device="cpu")
-    forebay.resume(other, resumed, folder)
-    assert begun + train(other, resumed, range(2, STEPS)) == losses
-    assert all(torch.equal(forebay.parameters(other)[n], p) for n, p in parameters.items())
-    assert all(torch.equal(value, states[k]) for k, value in states_of(resumed, MUON).items())
-    forebay.close(other)
+    assert_resumes(muon, MUON, plain("forebay"), tmp_path, disk=disk)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -91,17 +91,8 @@ class TransformersAdafactorRule(WholeRule):
     ) -> None:
         lr, fresh = _transformers_lr(parameter, step, group), math.pow(step, float(group["decay_rate"]))
         made = room(parameter.numel()).view(parameter.shape)
-        torch.mul(gradient, gradient, out=made).add_(group["eps"][0])
-        if parameter.dim() >= 2:
-            factors = _Factors(states["exp_avg_sq_row"], states["exp_avg_sq_col"], room)
-            factors.follow(made, 1.0 - fresh)
-            factors.approximate(made)
-        else:
-            held = states["exp_avg_sq"]
-            held.mul_(1.0 - fresh).add_(made, alpha=1.0 - (1.0 - fresh))
-            torch.rsqrt(held, out=made)
-        made.mul_(gradient)
-        made.div_((_root_mean_square(made) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        _normalise(made, gradient, states, 1.0 - fresh, group, room)
+        made.mul_(lr)
         if group["beta1"] is not None:
             made = states["exp_avg"].mul_(group["beta1"]).add_(made, alpha=1 - group["beta1"])
         if group["weight_decay"] != 0:
@@ -128,20 +119,9 @@ class CameRule(WholeRule):
         group: Mapping[str, Any],
         room: Callable[[int], torch.Tensor],
     ) -> None:
-        (first, second, third), (least, least_unsure) = group["betas"], group["eps"]
+        (first, second, third), (_, least_unsure) = group["betas"], group["eps"]
         made, average = room(parameter.numel()).view(parameter.shape), states["exp_avg"]
-        torch.mul(gradient, gradient, out=made).add_(least)
-        factors = None
-        if parameter.dim() >= 2:
-            factors = _Factors(states["exp_avg_sq_row"], states["exp_avg_sq_col"], room)
-            factors.follow(made, second)
-            factors.approximate(made)
-        else:
-            held = states["exp_avg_sq"]
-            held.mul_(second).add_(made, alpha=1.0 - second)
-            torch.rsqrt(held, out=made)
-        made.mul_(gradient)
-        made.div_((_root_mean_square(made) / group["clip_threshold"]).clamp_(min=1.0))
+        factors = _normalise(made, gradient, states, second, group, room)
         average.mul_(first).add_(made, alpha=1 - first)
         if factors is None:
             made.copy_(average)
@@ -156,6 +136,31 @@ class CameRule(WholeRule):
         if group["weight_decay"] != 0:
             parameter.add_(parameter, alpha=-group["weight_decay"] * group["lr"])
         parameter.sub_(made.mul_(group["lr"]))
+
+
+def _normalise(
+    made: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    kept: float,
+    group: Mapping[str, Any],
+    room: Callable[[int], torch.Tensor],
+) -> _Factors | None:
+    """Sets ``made`` to ``gradient`` over the root of its second moment, of which a share of ``kept`` stays, and clips
+    it. Returns the factors of that moment; None where it is one of elements."""
+    torch.mul(gradient, gradient, out=made).add_(group["eps"][0])
+    factors = None
+    if made.dim() >= 2:
+        factors = _Factors(states["exp_avg_sq_row"], states["exp_avg_sq_col"], room)
+        factors.follow(made, kept)
+        factors.approximate(made)
+    else:
+        held = states["exp_avg_sq"]
+        held.mul_(kept).add_(made, alpha=1.0 - kept)
+        torch.rsqrt(held, out=made)
+    made.mul_(gradient)
+    made.div_((_root_mean_square(made) / group["clip_threshold"]).clamp_(min=1.0))
+    return factors
 
 
 @final

@@ -86,24 +86,22 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
 
     Raises ``OptimizerError`` where there is no such matrix.
     """
-    hidden: dict[nn.Parameter, None] = {}
-    kept: set[nn.Parameter] = set()
+    hidden, embeddings = set[nn.Parameter](), set[nn.Parameter]()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            kept.update(module.parameters())
+            embeddings.update(module.parameters())
         kinds = [type(child) for child in module.children()]
         alike = isinstance(module, nn.Sequential) and len(set(kinds)) < len(kinds)
         if alike or isinstance(module, nn.ModuleList):
-            hidden.update(dict.fromkeys(p for p in module.parameters() if p.ndim == 2))
+            hidden.update(p for p in module.parameters() if p.ndim == 2)
+    hidden -= embeddings
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p in hidden and p not in kept]
+    matrices, others = ([p for p in trained if (p in hidden) is chosen] for chosen in (True, False))
     if not matrices:
         raise OptimizerError(
             "the model has no layers in a list with matrices that are trained; give Muon groups of your own, with "
             "use_muon=True and use_muon=False"
         )
-    chosen = set(matrices)
-    others = [p for p in trained if p not in chosen]
     return [{"params": matrices, "use_muon": True}, *([{"params": others, "use_muon": False}] if others else [])]
 
 

@@ -23,7 +23,6 @@ from math import ceil
 
 from forebay.arenas import UPDATE_CELLS, Sizer
 from forebay.layout import needs_master
-from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home_anew, on_host
@@ -109,15 +108,11 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     used = dict.fromkeys(visit.block for visit in trace.visits if visit.phase is Phase.FORWARD)
     found = tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
     if is_orthogonal(bench.problem.state_names):
-        found = tuple(name for name in found if _takes_longer_than_its_way(bench, name, machine))
+        # Updates are not alike there, so that the order of the forward is not the order of their worth: of no worth are
+        # those at which the host is no longer than what they touch is on the link, half of it each way.
+        both_ways = machine.h2d.curve.best + machine.d2h.curve.best
+        found = tuple(name for name in found if bench.costs.update_seconds(name, 1) > 1 / both_ways)
     return _of_like_cells(bench, draft, found) if takes_wholes(bench.problem.state_names) else found
-
-
-def _takes_longer_than_its_way(bench: Bench, name: str, machine: Machine) -> bool:
-    """Whether the host is longer at the update of block ``name`` than what it touches is on the link, half of it each
-    way: where updates are not alike, so that the order of the forward is not the order of their worth."""
-    touched = bench.costs.touched(bench.model.block(name))
-    return bench.costs.update_seconds(name, touched) > touched / (machine.h2d.curve.best + machine.d2h.curve.best)
 
 
 def _of_like_cells(bench: Bench, draft: Draft, names: Sequence[str]) -> tuple[str, ...]:

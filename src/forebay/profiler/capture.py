@@ -41,9 +41,9 @@ from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
 from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
 from forebay.runtime.generators import drawn_alike
-from forebay.runtime.head import REMEDY, ChunkedHead, Recognised, recognise
+from forebay.runtime.head import ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
-from forebay.runtime.no_logits import NO_LOGITS
+from forebay.runtime.no_logits import NO_LOGITS, REMEDY
 from forebay.runtime.passes import argument_name
 from forebay.trace import Trace
 

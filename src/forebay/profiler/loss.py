@@ -11,7 +11,8 @@ from forebay.errors import ModelError
 from forebay.loss import DEFAULT, Cut, LossPolicy, logits_nbytes
 from forebay.profiler.batch import call_arguments, count_tokens
 from forebay.runtime.cross_entropy import is_exact
-from forebay.runtime.head import REMEDY, recognise
+from forebay.runtime.head import recognise
+from forebay.runtime.no_logits import REMEDY
 from forebay.runtime.tiles import TiledLinear
 from forebay.units import format_bytes
 

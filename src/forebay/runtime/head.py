@@ -32,7 +32,7 @@ from forebay.runtime.pretrained import is_pretrained
 from forebay.runtime.tiled_loss import picked_from_tiles
 from forebay.runtime.tiles import TiledLinear
 
-__all__ = ["REMEDY", "ChunkedHead", "Recognised", "recognise"]
+__all__ = ["ChunkedHead", "Recognised", "recognise"]
 
 INDEX = "forebay_index"
 """The keyword by which the loss tells the hooks of the head what to compute."""

@@ -43,8 +43,8 @@ element (docs/log.md, 2026-11-28 and 29)."""
 
 
 HOST_FLOPS = 4e11
-"""FLOP/s in bf16 of a host beside a device of its own, which nobody measures: some 2 cores of an EPYC 9004 reach twice
-that, cores without instructions for bf16 a quarter (docs/log.md, 2026-11-29)."""
+"""FLOP/s in bf16 of a host beside a device of its own, which nobody measures: between what two cores of an EPYC reach
+with instructions for bf16 and what they reach in fp32, without (docs/log.md, 2026-11-29)."""
 
 
 def update_rate(trace: Trace, machine: Machine, masters: Masters = Masters.WHOLE) -> float:
