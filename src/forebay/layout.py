@@ -26,7 +26,7 @@ from math import ceil
 
 from forebay.errors import ConfigError
 from forebay.memory import ALIGNMENT
-from forebay.states import BLOCK, Masters, StateForm, form_of, is_wide, takes_wholes
+from forebay.states import BLOCK, Masters, StateForm, form_of, is_wide, reach_of
 from forebay.trace import Block, Parameter
 
 __all__ = [
@@ -382,7 +382,7 @@ def state_layout(
     needed = any(needs_master(p) for p in block.parameters)
     streams = with_masters(state_names, masters) if needed else state_names
     step, most = _step(state_names, masters), chunk_elements(update_chunk, state_names, masters)
-    whole = takes_wholes(state_names)
+    whole = reach_of(state_names).takes_wholes
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     filled = end = 0

@@ -32,21 +32,20 @@ __all__ = [
     "Extent",
     "Masters",
     "Moments",
+    "Reach",
     "Shape",
     "Shaped",
     "StateForm",
     "element_nbytes",
     "form_of",
     "is_fp32",
-    "is_made_at_once",
-    "is_orthogonal",
     "is_wide",
     "masters_fault",
     "masters_for",
     "moment_states",
     "plain_name",
+    "reach_of",
     "state_changes",
-    "takes_wholes",
     "update_kind",
 ]
 
@@ -238,20 +237,37 @@ def is_fp32(states: Iterable[str]) -> bool:
     return all(form_of(state).dtype == "float32" for state in states)
 
 
-def takes_wholes(states: Iterable[str]) -> bool:
-    """Whether an update of ``states`` looks at whole parameters, as where they are factored: no chunk has a part of one
-    then."""
-    return any(form_of(state).is_of_wholes for state in states)
+class Reach(StrEnum):
+    """What of a parameter an update looks at together. Whoever cuts updates into chunks, sizes their memory or says
+    how long they take goes by it."""
+
+    ELEMENTS = "elements"
+    """Each by itself, in fp32."""
+    PIECES = "pieces"
+    """Some at a time: states of fewer bits become fp32 for an update, and are what they were behind it."""
+    PARTS = "parts"
+    """Some rows at a time, for sums of all: states are factored, and made by kernels of forebay's."""
+    WHOLES = "wholes"
+    """All, in the order of torch's ops: states are factored."""
+    MATRICES = "matrices"
+    """All of a matrix, of which products make an orthogonal one; of other parameters each element by itself."""
+
+    @property
+    def takes_wholes(self) -> bool:
+        """Whether it has to have whole parameters, so that no chunk has a part of one."""
+        return self not in (Reach.ELEMENTS, Reach.PIECES)
 
 
-def is_made_at_once(states: Iterable[str]) -> bool:
-    """Whether some of ``states`` are made of whole parameters at once (``StateForm.at_once``)."""
-    return any(form_of(state).at_once for state in states)
-
-
-def is_orthogonal(states: Iterable[str]) -> bool:
-    """Whether ``states`` are those of an optimizer that makes updates of matrices orthogonal."""
-    return any(form_of(state).extent is Extent.ORTHOGONAL for state in states)
+def reach_of(states: Iterable[str]) -> Reach:
+    """What of a parameter an update looks at together, with an optimizer that keeps ``states``, masters left out."""
+    forms = tuple(map(form_of, states))
+    if any(form.extent is Extent.ORTHOGONAL for form in forms):
+        return Reach.MATRICES
+    if any(form.at_once for form in forms):
+        return Reach.WHOLES
+    if any(form.is_of_wholes for form in forms):
+        return Reach.PARTS
+    return Reach.ELEMENTS if all(form.name == "float32" for form in forms) else Reach.PIECES
 
 
 def element_nbytes(states: Iterable[str]) -> float:

@@ -17,7 +17,7 @@ from forebay.runtime.grids import Grid, grid_of
 from forebay.runtime.hooks import is_prepared
 from forebay.runtime.tiles import Tiled, TiledEmbedding, TiledLinear, is_exact
 from forebay.runtime.wholes import Whole, wholes_of
-from forebay.states import takes_wholes
+from forebay.states import reach_of
 from forebay.units import format_bytes, parse_bytes
 
 __all__ = ["ROUNDED_OTHERWISE", "noted_tiles", "notes_of", "tile", "with_tiles"]
@@ -118,9 +118,8 @@ def with_tiles(plan: Plan, model: nn.Module, states: Iterable[str], batch: Any, 
     if not layers:
         return plan
     tried: dict[tuple[Grid, torch.dtype, bool], bool] = {}
-    changes = [
-        f"{name}: {OF_TILES}" for name, layer in layers if takes_wholes(states) and layer.parts()[0].requires_grad
-    ]
+    whole = reach_of(states).takes_wholes
+    changes = [f"{name}: {OF_TILES}" for name, layer in layers if whole and layer.parts()[0].requires_grad]
     for name, layer in layers:
         if not isinstance(layer, TiledLinear):
             continue

@@ -8,7 +8,7 @@ from math import ceil
 
 from forebay.layout import LOWER, MASTER, STATE_ITEMSIZE, align, in_order, is_drawn, needs_master, states_nbytes
 from forebay.memory import ALIGNMENT
-from forebay.states import Masters, form_of, is_made_at_once, is_orthogonal, is_wide, takes_wholes
+from forebay.states import Masters, Reach, form_of, reach_of
 from forebay.trace import Parameter
 
 __all__ = ["PART", "PIECE", "part_elements", "widened_copies", "workspace_nbytes"]
@@ -47,18 +47,24 @@ def workspace_nbytes(states: Iterable[str], largest: int, widened: int, paramete
     states = tuple(state for state in states if state not in (MASTER, LOWER))
     parameters = tuple(parameters)
     drawn = any(map(is_drawn, parameters))
-    if is_orthogonal(states):
-        return max((_muon_nbytes(parameter) for parameter in parameters), default=0)
-    if is_made_at_once(states):
-        return max((_whole_nbytes(p, (1 + widened_copies(p, Masters.WHOLE)) * p.numel) for p in parameters), default=0)
-    if takes_wholes(states):
-        return max((_whole_nbytes(p, 3 * part_elements(p)) for p in parameters), default=0)
     piece = min(PIECE, largest)
-    if not is_wide(states):
-        moments = sum(form_of(state).name != "scale" for state in states)
-        return (moments + 2 + drawn + 2) * piece * STATE_ITEMSIZE
-    # Lion, for which torch has no fused op, takes two numbers of a piece, too; not while it is rounded.
-    return (widened + 2 * piece * (drawn or states == LION)) * STATE_ITEMSIZE
+    match reach_of(states):
+        case Reach.ELEMENTS:
+            # Lion, for which torch has no fused op, takes two numbers of a piece, too; not while it is rounded.
+            return (widened + 2 * piece * (drawn or states == LION)) * STATE_ITEMSIZE
+        case Reach.PIECES:
+            moments = sum(form_of(state).name != "scale" for state in states)
+            return (moments + 2 + drawn + 2) * piece * STATE_ITEMSIZE
+        case reach:
+            return max((_nbytes_at_once(reach, parameter) for parameter in parameters), default=0)
+
+
+def _nbytes_at_once(reach: Reach, parameter: Parameter) -> int:
+    if reach is Reach.MATRICES:
+        return _muon_nbytes(parameter)
+    if reach is Reach.WHOLES:
+        return _whole_nbytes(parameter, (1 + widened_copies(parameter, Masters.WHOLE)) * parameter.numel)
+    return _whole_nbytes(parameter, 3 * part_elements(parameter))
 
 
 def _whole_nbytes(parameter: Parameter, elements: int) -> int:

@@ -17,7 +17,7 @@ from forebay.layout import MASTER, align, chunk_elements, has_stream, state_layo
 from forebay.planners import make_plan
 from forebay.simulation.costs import Costs
 from forebay.simulation.update_rates import FACTORED
-from forebay.states import MUON, Masters, Shape, element_nbytes, form_of, is_fp32, is_wide, masters_for, takes_wholes
+from forebay.states import MUON, Masters, Reach, Shape, element_nbytes, form_of, is_fp32, is_wide, masters_for, reach_of
 from forebay.trace import Block, Model, Parameter
 from forebay.workspaces import PART, workspace_nbytes
 from tests.null.planning import ENOUGH, asked, chain, machine
@@ -62,12 +62,8 @@ def test_shapes(shape: tuple[int, ...], torchs: object, flat: object) -> None:
 
 
 def test_what_they_are() -> None:
-    assert (
-        takes_wholes(OWN)
-        and takes_wholes(TORCH)
-        and takes_wholes(TRANSFORMERS)
-        and not takes_wholes(("exp_avg", "exp_avg_sq"))
-    )
+    assert reach_of(OWN) is Reach.PARTS
+    assert reach_of(TORCH) is Reach.WHOLES and reach_of(TRANSFORMERS) is Reach.WHOLES
     assert is_fp32(TRANSFORMERS) and not is_wide(TRANSFORMERS) and not is_fp32(("exp_avg:8bit", "exp_avg_scale:scale"))
     assert element_nbytes(TORCH) == 0 and element_nbytes(TRANSFORMERS) == 4
     # A state with that name and another form says nothing about the halves of a master.

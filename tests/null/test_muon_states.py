@@ -16,14 +16,13 @@ from forebay.simulation.update_rates import HOST_FLOPS
 from forebay.states import (
     MUON,
     Masters,
+    Reach,
     Shape,
     element_nbytes,
     form_of,
     is_fp32,
-    is_made_at_once,
-    is_orthogonal,
     masters_for,
-    takes_wholes,
+    reach_of,
 )
 from forebay.trace import Block, Trace
 from forebay.workspaces import workspace_nbytes
@@ -48,8 +47,8 @@ def test_shapes() -> None:
 
 
 def test_what_they_are() -> None:
-    assert takes_wholes(MUON) and is_made_at_once(MUON) and is_fp32(MUON) and is_orthogonal(MUON)
-    assert not is_orthogonal(("momentum_buffer",))
+    assert reach_of(MUON) is Reach.MATRICES and is_fp32(MUON)
+    assert reach_of(("momentum_buffer",)) is Reach.ELEMENTS
     assert element_nbytes(MUON) == 8
     assert masters_for(MUON, ["bfloat16"]) is Masters.WHOLE
 

@@ -17,10 +17,12 @@ from forebay.states import (
     BLOCK,
     MOMENTS,
     Moments,
+    Reach,
     form_of,
     is_wide,
     moment_states,
     plain_name,
+    reach_of,
     state_changes,
 )
 from forebay.trace import Block, Parameter
@@ -45,6 +47,9 @@ def test_names_say_how_states_lie() -> None:
     assert coded == ("exp_avg:8bit", "exp_avg_scale:scale", "exp_avg_sq:8bit", "exp_avg_sq_scale:scale")
     assert [plain_name(state) for state in coded] == ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"]
     assert is_wide(NAMES) and not is_wide(coded)
+    assert reach_of(()) is Reach.ELEMENTS and reach_of(NAMES) is Reach.ELEMENTS
+    assert reach_of(coded) is Reach.PIECES and reach_of(moment_states(NAMES, "bfloat16")) is Reach.PIECES
+    assert [reach for reach in Reach if reach.takes_wholes] == [Reach.PARTS, Reach.WHOLES, Reach.MATRICES]
     assert form_of("exp_avg").is_elementwise and form_of("m:bfloat16").is_elementwise
     assert not any(form_of(state).is_elementwise for state in coded)
     with pytest.raises(ConfigError, match="there is no form '3bit'"):

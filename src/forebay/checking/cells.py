@@ -27,7 +27,7 @@ from forebay.layout import LOWER, MASTER, PAGE, STATE_ITEMSIZE, Chunk, StateLayo
 from forebay.memory import ALIGNMENT, Kind
 from forebay.plans import Plan, Update
 from forebay.program import Action, Program, Verb
-from forebay.states import Masters, form_of, is_fp32, is_made_at_once, is_orthogonal, takes_wholes
+from forebay.states import Masters, Reach, form_of, is_fp32, reach_of
 from forebay.timeline import Lane
 from forebay.trace import Parameter, Trace
 from forebay.workspaces import PART, PIECE
@@ -232,31 +232,32 @@ def widened(chunk: Chunk, layout: StateLayout, *, exactly: bool = False) -> int:
     line more than sums of rows and columns take; if they are not made at once, gradient, parameter and update of a part
     of it. With Muon, of a matrix, six bytes more for each element and four for each of a square, in four parts at their
     alignment."""
-    copies = {piece.parameter.name: _copies(piece.parameter, layout) for piece in chunk.pieces}
-    if not takes_wholes(layout.streams):
-        drawn = any(not p.parameter.master and p.parameter.dtype == "bfloat16" for p in chunk.pieces)
-        moments = [s for s in layout.streams if s not in (MASTER, LOWER) and form_of(s).name != "scale"]
-        largest = min(PIECE, max((p.stop - p.start for p in chunk.pieces), default=0))
-        if any(form_of(moment).dtype != "float32" for moment in moments):
-            return STATE_ITEMSIZE * (len(moments) + 4 + drawn) * largest
-        every = sum(copies[p.parameter.name] * (p.stop - p.start) for p in chunk.pieces)
-        wide = every if exactly else chunk.elements * max(copies.values(), default=0)
-        return STATE_ITEMSIZE * (wide + 2 * (drawn or moments == ["exp_avg"]) * largest)
-    found = 0
-    for piece in chunk.pieces:
-        own, numel = piece.parameter, piece.parameter.numel
-        if is_orthogonal(layout.streams):
-            shorter = min(own.shape) if own.orthogonal else 0
-            made = 4 * numel * copies[own.name] + (6 * numel + 4 * shorter**2 + 4 * ALIGNMENT if own.orthogonal else 0)
-            found = max(found, _aligned(made))
-            continue
-        sums = sum(numel // size for size in own.shape[-2:]) if len(own.shape) > 1 else 0
-        if is_made_at_once(layout.streams):
-            made = numel * (1 + copies[own.name])
-        else:
-            made = 3 * (min(numel, max((PART, *own.shape[-1:]))) if in_order(own) else numel)
-        found = max(found, _aligned(STATE_ITEMSIZE * (made + sums)) + ALIGNMENT)
-    return found
+    own = [state for state in layout.streams if state not in (MASTER, LOWER)]
+    reach = reach_of(own)
+    if reach.takes_wholes:
+        return max((_widened_whole(reach, piece.parameter, layout) for piece in chunk.pieces), default=0)
+    moments = [state for state in own if form_of(state).name != "scale"]
+    drawn = any(not p.parameter.master and p.parameter.dtype == "bfloat16" for p in chunk.pieces)
+    largest = min(PIECE, max((p.stop - p.start for p in chunk.pieces), default=0))
+    if reach is Reach.PIECES:
+        return STATE_ITEMSIZE * (len(moments) + 4 + drawn) * largest
+    copies = [(_copies(p.parameter, layout), p.stop - p.start) for p in chunk.pieces]
+    every = sum(count * elements for count, elements in copies)
+    wide = every if exactly else chunk.elements * max((count for count, _ in copies), default=0)
+    return STATE_ITEMSIZE * (wide + 2 * (drawn or moments == ["exp_avg"]) * largest)
+
+
+def _widened_whole(reach: Reach, own: Parameter, layout: StateLayout) -> int:
+    numel, copies = own.numel, _copies(own, layout)
+    if reach is Reach.MATRICES:
+        shorter = min(own.shape) if own.orthogonal else 0
+        return _aligned(4 * numel * copies + (6 * numel + 4 * shorter**2 + 4 * ALIGNMENT if own.orthogonal else 0))
+    sums = sum(numel // size for size in own.shape[-2:]) if len(own.shape) > 1 else 0
+    if reach is Reach.WHOLES:
+        made = numel * (1 + copies)
+    else:
+        made = 3 * (min(numel, max((PART, *own.shape[-1:]))) if in_order(own) else numel)
+    return _aligned(STATE_ITEMSIZE * (made + sums)) + ALIGNMENT
 
 
 def _copies(parameter: Parameter, layout: StateLayout) -> int:

@@ -32,7 +32,7 @@ from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alik
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace, settled_seconds
-from forebay.states import Masters, is_fp32, is_orthogonal, takes_wholes
+from forebay.states import Masters, Reach, is_fp32, reach_of
 from forebay.timeline import Lane
 from forebay.trace import Block, Phase
 
@@ -107,12 +107,13 @@ def candidates(bench: Bench, draft: Draft) -> tuple[str, ...]:
     able = trained & {p.block for p in placements if not p.resident and p.update not in others}
     used = dict.fromkeys(visit.block for visit in trace.visits if visit.phase is Phase.FORWARD)
     found = tuple(name for name in dict.fromkeys((*used, *sorted(able))) if name in able)
-    if is_orthogonal(bench.problem.state_names):
+    reach = reach_of(bench.problem.state_names)
+    if reach is Reach.MATRICES:
         # Updates are not alike there, so that the order of the forward is not the order of their worth: of no worth are
         # those at which the host is no longer than what they touch is on the link, half of it each way.
         both_ways = machine.h2d.curve.best + machine.d2h.curve.best
         found = tuple(name for name in found if bench.costs.update_seconds(name, 1) > 1 / both_ways)
-    return _of_like_cells(bench, draft, found) if takes_wholes(bench.problem.state_names) else found
+    return _of_like_cells(bench, draft, found) if reach.takes_wholes else found
 
 
 def _of_like_cells(bench: Bench, draft: Draft, names: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from forebay.errors import OptimizerError
 from forebay.optim.muon import muon_groups
 from forebay.optim.reading import name_of, read_optimizer
 from forebay.optim.rules import Keeping
-from forebay.states import DRAWN, MUON, OF_FOREBAY, is_orthogonal
+from forebay.states import DRAWN, MUON, OF_FOREBAY, Reach, reach_of
 
 __all__ = ["STATES", "optimizer_kept"]
 
@@ -37,6 +37,6 @@ def optimizer_kept(optimizer: str | torch.optim.Optimizer, model: nn.Module) -> 
     name = optimizer.lower()
     if name not in STATES:
         raise OptimizerError(f"optimizer {optimizer!r} is not known; use one of {', '.join(STATES)}")
-    matrices = muon_groups(model)[0]["params"] if is_orthogonal(STATES[name]) else ()
+    matrices = muon_groups(model)[0]["params"] if reach_of(STATES[name]) is Reach.MATRICES else ()
     keeping = Keeping(masters=not name.endswith(DRAWN), orthogonal=frozenset(map(id, matrices)))
     return name.removesuffix(DRAWN), STATES[name], keeping

@@ -16,7 +16,7 @@ from typing import Final
 
 from forebay.layout import is_drawn, needs_master, touched_nbytes, with_masters
 from forebay.machine import Machine
-from forebay.states import Masters, form_of, is_made_at_once, is_orthogonal, is_wide, plain_name, takes_wholes
+from forebay.states import Masters, Reach, form_of, plain_name, reach_of
 from forebay.trace import Block, Parameter
 from forebay.workspaces import PIECE
 
@@ -104,15 +104,16 @@ def ops_of(parameter: Parameter, states: tuple[str, ...], masters: Masters) -> O
     """What an update of ``parameter`` costs."""
     draw = _DRAW + _CAST if is_drawn(parameter) else Ops()
     casts = _CAST + _CAST if needs_master(parameter) else Ops()
-    if is_orthogonal(states):
+    reach = reach_of(states)
+    if reach is Reach.MATRICES:
         return casts + (_orthogonal(parameter) if parameter.orthogonal else _ALONE)
-    if is_made_at_once(states):
+    if reach is Reach.WHOLES:
         return _AT_ONCE + casts + (_UNSURE if any(map(_is_unsure, states)) else Ops())
-    if takes_wholes(states):
+    if reach is Reach.PARTS:
         return _IN_PARTS + draw
     moments = [state for state in states if form_of(state).name != "scale"]
     made = _RULES.get(tuple(map(plain_name, moments)), _RULES["exp_avg", "exp_avg_sq"])
-    if not is_wide(moments):
+    if reach is Reach.PIECES:
         made += _PIECEWISE
     for moment in moments:
         made += _MOMENT.get(form_of(moment).name, Ops())

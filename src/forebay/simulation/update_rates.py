@@ -8,7 +8,7 @@ from types import MappingProxyType
 from forebay.layout import needs_master, states_nbytes, touched_nbytes, with_masters
 from forebay.machine import Machine
 from forebay.simulation.device_updates import bf16_rate, device_update_rate, ops_of
-from forebay.states import Masters, form_of, is_orthogonal, is_wide, plain_name, takes_wholes, update_kind
+from forebay.states import Masters, Reach, form_of, plain_name, reach_of, update_kind
 from forebay.trace import Block, Parameter, Trace
 
 __all__ = [
@@ -71,14 +71,16 @@ def _rate_of_whole(trace: Trace, machine: Machine, elements: int) -> float:
     known = machine.update_elements.get(update_kind(trace.state_names))
     if known is not None:
         return min(machine.update_rate, known * own)
-    if is_orthogonal(trace.state_names):
-        return _muon_rate(trace.model.blocks, trace.state_names, machine)
-    if takes_wholes(trace.state_names):
-        return machine.update_rate * _factored_rate(trace)
-    if is_wide(trace.state_names):
-        return machine.update_rate
-    moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
-    return machine.update_rate * own * elements / touched(trace.model.blocks, moments)
+    match reach_of(trace.state_names):
+        case Reach.MATRICES:
+            return _muon_rate(trace.model.blocks, trace.state_names, machine)
+        case Reach.WHOLES | Reach.PARTS:
+            return machine.update_rate * _factored_rate(trace)
+        case Reach.PIECES:
+            moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
+            return machine.update_rate * own * elements / touched(trace.model.blocks, moments)
+        case Reach.ELEMENTS:
+            return machine.update_rate
 
 
 def _factored_rate(trace: Trace) -> float:
@@ -90,7 +92,7 @@ def _factored_rate(trace: Trace) -> float:
 
 def rates_by_block(trace: Trace, machine: Machine) -> Mapping[str, tuple[float, float]]:
     """Of blocks by name, where one rate is not that of all: bytes/s of an update on the host, and on the device."""
-    if not is_orthogonal(trace.state_names):
+    if reach_of(trace.state_names) is not Reach.MATRICES:
         return {}
     blocks = (block for block in trace.model.blocks if block.trainable_numel)
     return {block.name: _block_rates(block, trace.state_names, machine) for block in blocks}
@@ -121,15 +123,14 @@ def rate_on_device(trace: Trace, machine: Machine, masters: Masters = Masters.WH
     """Bytes/s of an update on the device, by torch's ops. Where the device is the host's processor, what is on it is
     updated as at home: at the bytes/s of its memory."""
     blocks, states = trace.model.blocks, trace.state_names
-    if machine.device_kind == "cpu":
-        if not (takes_wholes(states) and any(block.trainable_numel for block in blocks)):
-            return machine.device_bandwidth
-        return (
-            _muon_rate(blocks, states, machine)
-            if is_orthogonal(states)
-            else machine.device_bandwidth * _factored_rate(trace)
-        )
-    return device_update_rate(blocks, states, machine, masters) or machine.device_bandwidth
+    if machine.device_kind != "cpu":
+        return device_update_rate(blocks, states, machine, masters) or machine.device_bandwidth
+    reach = reach_of(states)
+    if not (reach.takes_wholes and any(block.trainable_numel for block in blocks)):
+        return machine.device_bandwidth
+    if reach is Reach.MATRICES:
+        return _muon_rate(blocks, states, machine)
+    return machine.device_bandwidth * _factored_rate(trace)
 
 
 def storage_rate(trace: Trace, machine: Machine, on_host: float) -> float:
@@ -164,7 +165,7 @@ def kept(blocks: Iterable[Block], states: tuple[str, ...]) -> int:
 
 def apart(states: tuple[str, ...]) -> float:
     """``APART`` of an optimizer with ``states``."""
-    factored = takes_wholes(states) and not is_orthogonal(states)
+    factored = reach_of(states) in (Reach.PARTS, Reach.WHOLES)
     forms = {"rows"} if factored else {form_of(state).name for state in states} - {"scale"} or {"float32"}
     return max(APART.get(form, APART["float32"]) for form in forms)
 
