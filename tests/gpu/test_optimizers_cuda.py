@@ -63,8 +63,9 @@ def test_brought_to_the_card_as_if_they_stayed(name: str) -> None:
     assert all(torch.equal(made[key], value) for key, value in resident.items())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "muon-bf16"])
 def test_what_stays_is_a_plain_model(name: str) -> None:
+    """Muon in bf16 has masters in fp32, which a plain model has not."""
     dtype, make = EVERY[name]
     model = network(dtype).to("cuda")
     optimizer = make(model)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.recipes import load_recipe, recipe_names
 
-TRAINABLE = {"demo", "llama-135m", "tiny"}
+TRAINABLE = {"demo", "demo-card", "llama-135m", "tiny"}
 """The recipes that bring settings for ``train``, or are small enough to need none."""
 
 SEQUENCES = {"t5", "vit"}

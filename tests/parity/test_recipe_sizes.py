@@ -21,6 +21,7 @@ from forebay.recipes.tasks import sample
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "demo": 25_960_960,
+    "demo-card": 103_057_920,
     "flan-t5-base": 247_577_856,
     "flan-t5-large": 783_150_080,
     "flan-t5-small": 76_961_152,

