@@ -148,7 +148,7 @@ def test_predictions_have_what_ops_move(name: str, dtype: torch.dtype, masters: 
     assert counted.launches == pytest.approx(expected.launches(count), rel=0.1, abs=1.5)
 
 
-@pytest.mark.parametrize("rows", [3, 300, PIECE // 256 + 77])
+@pytest.mark.parametrize("rows", [3, 300, 2 * PIECE // 256 + 77])
 @pytest.mark.parametrize(("name", "dtype", "masters"), CASES, ids=IDS)
 def test_plans_have_room_for_what_ops_take(name: str, dtype: torch.dtype, masters: Masters, rows: int) -> None:
     """In a workspace of so many bytes nothing is made beside it but scales of blocks, flags of them, and numbers; and

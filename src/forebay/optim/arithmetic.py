@@ -86,28 +86,34 @@ class TorchArithmetic(Arithmetic):
             torch._foreach_copy_([part.parameter for part in whole], [master_of(part) for part in whole])
 
     def _update_coded(self, part: Part, moments: Sequence[Moment], step: int, group: Mapping[str, Any]) -> None:
+        numel = part.parameter.numel()
+        for start in range(0, numel, PIECE):
+            self._update_piece(part, slice(start, min(start + PIECE, numel)), moments, step, group)
+        if part.master is not None:
+            part.parameter.copy_(part.master)
+
+    def _update_piece(
+        self, part: Part, span: slice, moments: Sequence[Moment], step: int, group: Mapping[str, Any]
+    ) -> None:
+        """Of one piece, of which nothing is there any more when the next one begins."""
         target, drawn = part.parameter if part.master is None else part.master, part.drawn
         firsts = [sum(m.width for m in moments[:i]) for i in range(len(moments))]
         held = [part.states[first : first + m.width] for first, m in zip(firsts, moments, strict=True)]
-        for start in range(0, target.numel(), PIECE):
-            span = slice(start, min(start + PIECE, target.numel()))
-            take = partial(Room(self._workspace).take, device=target.device)
-            spare = take(2 * (span.stop - span.start))
-            pairs, ends = zip(moments, held, strict=True), (span.start, span.stop)
-            wide = [moment.read(states, *ends, take, spare) for moment, states in pairs]
-            by_name = {name: [value] for name, value in zip(self._names, wide, strict=True)}
-            piece, gradient = target[span], part.gradient[span]
-            if drawn:
-                piece = take(piece.numel()).copy_(piece)
-            if gradient.dtype is not _WIDE:
-                gradient = take(gradient.numel()).copy_(gradient)
-            self._rule.update([piece], [gradient], by_name, step, group)
-            if drawn:
-                draw_parameter(target[span], piece, step, part.place + span.start, spare)
-            for moment, states, value in zip(moments, held, wide, strict=True):
-                moment.write(states, start, value, step, part.place, spare)
-        if part.master is not None:
-            part.parameter.copy_(part.master)
+        take = partial(Room(self._workspace).take, device=target.device)
+        spare = take(2 * (span.stop - span.start))
+        pairs, ends = zip(moments, held, strict=True), (span.start, span.stop)
+        wide = [moment.read(states, *ends, take, spare) for moment, states in pairs]
+        by_name = {name: [value] for name, value in zip(self._names, wide, strict=True)}
+        piece, gradient = target[span], part.gradient[span]
+        if drawn:
+            piece = take(piece.numel()).copy_(piece)
+        if gradient.dtype is not _WIDE:
+            gradient = take(gradient.numel()).copy_(gradient)
+        self._rule.update([piece], [gradient], by_name, step, group)
+        if drawn:
+            draw_parameter(target[span], piece, step, part.place + span.start, spare)
+        for moment, states, value in zip(moments, held, wide, strict=True):
+            moment.write(states, span.start, value, step, part.place, spare)
 
 
 @final

@@ -192,3 +192,4 @@ class LionRule(ElementRule):
                 # torch's sign of NaN is 0: what is added says so.
                 parameter.mul_(1 - lr * decay).sub_(other.mul_(lr).add_(direction.mul_(0)))
                 average.mul_(beta2).add_(torch.mul(gradient, 1 - beta2, out=other))
+                del direction, other  # before those of the next piece are made
