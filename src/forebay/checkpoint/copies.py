@@ -154,7 +154,7 @@ def _stays(state: BlockState, pieces: Iterable[Piece], in_place: Collection[str]
 def _write_block(state: BlockState, copy: BlockCopy, in_place: Collection[str], writer: PieceWriter) -> None:
     passing = Passing()
     alone, moving = _alone(state, in_place), _moving(state, in_place)
-    values_at_home = torch.empty(0, dtype=torch.uint8)
+    values_at_home = torch.empty(0, dtype=torch.uint8, device="cpu")
     if alone or (moving and state.layout.masters is Masters.LOWER):
         values_at_home = copy.parameters.held(0, copy.parameters.nbytes)
     for name, parameter in alone.items():

@@ -77,7 +77,7 @@ def _tensor(said: Mapping[str, Any]) -> torch.Tensor:
         raise ValueError(said["dtype"])
     data = bytearray.fromhex(said["data"])
     if not data:
-        return torch.empty(0, dtype=dtype).reshape(said["shape"])
+        return torch.empty(0, dtype=dtype, device="cpu").reshape(said["shape"])
     return torch.frombuffer(data, dtype=dtype).reshape(said["shape"])
 
 

@@ -134,7 +134,9 @@ def _initialize_block(
 ) -> None:
     # NaN first: what the initialisation does not reach is found afterwards.
     values = {
-        spec.name: torch.full(spec.shape, float("nan") if dtype_of(spec).is_floating_point else 0, dtype=dtype_of(spec))
+        spec.name: torch.full(
+            spec.shape, float("nan") if dtype_of(spec).is_floating_point else 0, dtype=dtype_of(spec), device="cpu"
+        )
         for spec in block.parameters
         if spec.name not in done
     }

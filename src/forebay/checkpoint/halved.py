@@ -66,7 +66,7 @@ class JoiningReader:
 
     def _join(self, halved: Halved, offset: int, buffer: memoryview) -> None:
         master = torch.frombuffer(buffer, dtype=torch.float32)
-        upper, lower = (torch.empty(len(master), dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+        upper, lower = (torch.empty(len(master), dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.int16))
         ties, spare = torch.empty_like(master), torch.empty_like(master)
         for half, name in ((upper, halved.upper.name), (lower, halved.lower)):
             self._read(name, offset // 2, half.view(torch.uint8).numpy().data)

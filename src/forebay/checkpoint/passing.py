@@ -60,5 +60,5 @@ class Passing:
 
     def _host(self) -> torch.Tensor:
         if self._buffer is None:
-            self._buffer = torch.empty(PASSING, dtype=torch.uint8)
+            self._buffer = torch.empty(PASSING, dtype=torch.uint8, device="cpu")
         return self._buffer

@@ -215,7 +215,7 @@ def _places(state: BlockState, name: str, chunk: Chunk, states: torch.Tensor) ->
     form, own = form_of(name), [piece for piece in chunk.pieces if name in state.streams_of(piece.parameter)]
     if state.layout.masters is Masters.LOWER:
         for piece in own:
-            yield piece, torch.empty(piece.values(form)[1], dtype=getattr(torch, form.dtype))
+            yield piece, torch.empty(piece.values(form)[1], dtype=getattr(torch, form.dtype), device="cpu")
     else:
         yield from ((piece, view) for piece, view in state.views(name, chunk, states) if piece in own)
 

@@ -64,7 +64,7 @@ class Windows:
         self._seed = seed
         self._beside = dict(beside or {})
         self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._order = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def tokens(self) -> int:
@@ -89,7 +89,7 @@ class Windows:
         epoch, place = divmod(index, self.per_epoch)
         if epoch != self._epoch:
             order = torch.Generator().manual_seed((self._seed + epoch) % 2**63)
-            self._order = torch.randperm(self._windows.shape[0], generator=order)
+            self._order = torch.randperm(self._windows.shape[0], generator=order, device="cpu")
             self._epoch = epoch
         rows = self._order[place * self._batch : (place + 1) * self._batch]
         input_ids = self._windows[rows].to(torch.int64)

@@ -59,7 +59,7 @@ class FolderTokenizer(Tokenizer):
     def encode(self, text: str) -> torch.Tensor:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         end: int | None = self._tokenizer.eos_token_id
-        return torch.tensor(tokens if end is None else [*tokens, end], dtype=torch.int32)
+        return torch.tensor(tokens if end is None else [*tokens, end], dtype=torch.int32, device="cpu")
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)

@@ -106,7 +106,7 @@ class CpuDevice(Device):
         if headroom is not None and nbytes > headroom:
             raise self.history.told(self.ledger.exceeded(kind, nbytes, what), nbytes, what or kind.value)
         try:
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise DeviceOutOfMemory(
                 f"this machine has no {format_bytes(nbytes)} of memory for {what or kind.value}; lower device_memory",

@@ -164,7 +164,7 @@ def _draw(target: torch.Tensor, value: torch.Tensor, salt: int, spare: torch.Ten
     """In place, since on a GPU each op goes over memory. What is drawn is what ``kernels.native.store_drawn`` draws."""
     count = value.numel()
     word, other = (spare[at : at + count].view(torch.int32) for at in (0, count))
-    torch.arange(count, out=word)
+    torch.arange(count, out=word, device=word.device)
     word.add_(_signed(salt))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         # There is no shift of int32 that brings in zeros.

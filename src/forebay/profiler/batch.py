@@ -72,11 +72,11 @@ def integers_for(name: str, tensor: torch.Tensor, model: nn.Module, seed: int = 
         if not tensor.is_meta:
             return tensor.detach()
         if tensor.dtype is torch.bool or "mask" in last:
-            return torch.ones(tensor.shape, dtype=tensor.dtype)
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         if "type" in last:
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if "position" in last and tensor.dim():
-            return torch.arange(tensor.shape[-1], dtype=tensor.dtype).expand(tensor.shape).clone()
+            return torch.arange(tensor.shape[-1], dtype=tensor.dtype, device="cpu").expand(tensor.shape).clone()
         tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         high = max(min([*tables, torch.iinfo(tensor.dtype).max]), 2) if tables else 2
         generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def integers_for(name: str, tensor: torch.Tensor, model: nn.Module, seed: int = 
                 f"{name} alone, of shape {tuple(tensor.shape)}, takes {format_bytes(nbytes)}, and this machine has "
                 f"{format_bytes(free)} of memory free; ask for a smaller batch or a shorter sequence"
             )
-        return torch.randint(0, high, tensor.shape, generator=generator).to(tensor.dtype)
+        return torch.randint(0, high, tensor.shape, generator=generator, device="cpu").to(tensor.dtype)
 
 
 def moved_to(batch: Any, device: torch.device | str) -> Any:
@@ -103,7 +103,7 @@ def with_values(batch: Any, model: nn.Module, device: torch.device | str, seed: 
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.is_floating_point() and leaf.is_meta:
-                leaf = torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+                leaf = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf.dtype)
             elif leaf.is_meta:
                 leaf = integers_for(str(getattr(path[-1], "key", "")) if path else "", leaf, model, seed)
             leaf = leaf.to(device)

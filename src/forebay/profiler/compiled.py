@@ -107,7 +107,7 @@ class Measuring:
 def _real(like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, FakeTensor):
         return like.detach().clone().requires_grad_(like.requires_grad)
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
     made = made.normal_() if made.is_floating_point() else made.zero_()
     return made.requires_grad_(like.requires_grad)
 

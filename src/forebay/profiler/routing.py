@@ -47,10 +47,10 @@ _SPARE: Mapping[Routing, int] = MappingProxyType({Routing.EARLY: 1, Routing.EARL
 def route(routing: Routing, tokens: int, k: int, n: int) -> torch.Tensor:
     """Which ``k`` of ``n`` experts each token picks, all of a row distinct: (tokens, k), for n > k >= 1."""
     if routing is Routing.BALANCED:
-        return (torch.arange(tokens * k) % n).reshape(tokens, k)
+        return (torch.arange(tokens * k, device="cpu") % n).reshape(tokens, k)
     first = n - k if routing is Routing.LATE else 0
-    picks = torch.arange(first, first + k).repeat(tokens, 1)
+    picks = torch.arange(first, first + k, device="cpu").repeat(tokens, 1)
     if routing in _SPARE:
         spare = min(_SPARE[routing], n - k, tokens - 1)
-        picks[tokens - spare :, 0] = torch.arange(n - spare, n)
+        picks[tokens - spare :, 0] = torch.arange(n - spare, n, device="cpu")
     return picks

@@ -242,7 +242,7 @@ class Values:
             picks = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype, device=indices.device)
             # A whole row (k = n) comes out as 0, 1, 2 ...
             rows = picks.movedim(dim, -1) if indices.dim() == source.dim() else picks
-            made = route(self._guess.routing, tokens, k, n) if routed else torch.arange(picks.numel()) % n
+            made = route(self._guess.routing, tokens, k, n) if routed else torch.arange(picks.numel(), device="cpu") % n
             rows.copy_(made.reshape(rows.shape))
         if isinstance(result, torch.Tensor):
             return picks

@@ -133,7 +133,7 @@ class BlockState:
         masters are kept as halves, one of which they are; else nothing."""
         if self.layout.masters is Masters.LOWER:
             return self.parameters.look(0, self.parameters.nbytes)
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @contextmanager
     def upper_halves_edited(self) -> Iterator[torch.Tensor]:
@@ -142,7 +142,7 @@ class BlockState:
             with self.parameters.edit(0, self.parameters.nbytes) as content:
                 yield content
         else:
-            yield torch.empty(0, dtype=torch.uint8)
+            yield torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def expect_not_updated(self) -> None:
         """Raises ``GradientUsedUp`` while the block is at home as a step leaves it that is not taken yet: whatever
@@ -223,7 +223,10 @@ class BlockState:
         """Copies on the host of state streams of ``parameter`` (1-D), by their names. One chunk of the block is looked
         at after the other: of what is on disk no more is in memory."""
         forms = {name: form_of(name) for name in names}
-        made = {n: torch.empty(f.count_for(parameter), dtype=getattr(torch, f.dtype)) for n, f in forms.items()}
+        made = {
+            n: torch.empty(f.count_for(parameter), dtype=getattr(torch, f.dtype), device="cpu")
+            for n, f in forms.items()
+        }
         upper = self.upper_halves()
         for chunk in self._chunks_of({parameter.name}):
             content = self.states.look(chunk.offset, chunk.nbytes)

@@ -238,7 +238,7 @@ def is_exact(width: int, dtype: torch.dtype, device: torch.device, *, bias: bool
         hidden = numbers(tokens, width, spread=1.0)
         weight = numbers(vocabulary, width, spread=4 * width**-0.5)
         leaves = [hidden, weight, *([numbers(vocabulary, spread=1.0)] if bias else [])]
-        index = torch.randint(0, vocabulary, (tokens, 1), generator=generator).to(device)
+        index = torch.randint(0, vocabulary, (tokens, 1), generator=generator, device="cpu").to(device)
         offset = leaves[2] if bias else None
         whole = torch.log_softmax(F.linear(hidden, weight, offset).float(), 1).gather(1, index)
         # So small that both cuts are the finest.

@@ -142,7 +142,7 @@ class Cutter:
     """Cuts one forward. All of it runs in one thread, whose numbering of nodes says what was made when."""
 
     def __init__(self) -> None:
-        self._key = torch.zeros((), requires_grad=True)
+        self._key = torch.zeros((), requires_grad=True, device="cpu")
         # The number of the first node of each segment but the first.
         self._marks: list[int] = []
         self._cuts: list[_Cut] = []

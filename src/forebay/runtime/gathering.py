@@ -165,7 +165,7 @@ class _Parked:
         self._device, self._ledger, self._name = landing.device, ledger, name
         self._place = gradient.shape, gradient.stride(), gradient.dtype, gradient.device
         ledger.charge(Kind.GRADIENT, gradient.nbytes, f"what one of several micro-batches contributes to {name}")
-        self._host = torch.empty(gradient.nbytes, dtype=torch.uint8)
+        self._host = torch.empty(gradient.nbytes, dtype=torch.uint8, device="cpu")
         landing.window.admit(gradient.nbytes)
         # The mark: the copy must not start before the kernel that makes the gradient is done.
         after = (landing.device.mark(),)

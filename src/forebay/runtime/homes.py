@@ -236,7 +236,7 @@ class DiskHome(Home):
         self.settle()
         length = self.nbytes - offset if nbytes is None else nbytes
         first = offset // PAGE * PAGE
-        copy = torch.empty(align(offset + length, PAGE) - first, dtype=torch.uint8)
+        copy = torch.empty(align(offset + length, PAGE) - first, dtype=torch.uint8, device="cpu")
         self._file.read(self.offset + first, copy)
         return copy[offset - first : offset - first + length]
 
@@ -290,7 +290,7 @@ class StorageHome(Home):
         raise ForebayError("optimizer states are updated beside the storage; none of them is fetched")
 
     def check_out(self, offset: int, nbytes: int, what: str, into: Self) -> Checkout:
-        return Checkout(torch.empty(0, dtype=torch.uint8), ())
+        return Checkout(torch.empty(0, dtype=torch.uint8, device="cpu"), ())
 
     def check_in(self, loan: Checkout, offset: int, after: Completion, what: str) -> Completion:
         self.written = after

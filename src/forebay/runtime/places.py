@@ -69,7 +69,7 @@ class Places:
                 return StorageHome(self._on_disk("states", nbytes, self._cells, what))
             return self._on_disk("states", nbytes, self._chunks, what)
         if arena is None or not nbytes:
-            return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8), what)
+            return MemoryHome(self._device, torch.empty(0, dtype=torch.uint8, device="cpu"), what)
         return MemoryHome(self._device, arena.carve(nbytes), what)
 
     def alternate(self, block: Block, homes: BlockCopy) -> Alternate | None:

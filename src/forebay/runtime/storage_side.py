@@ -249,5 +249,5 @@ class StorageSide:
     def close(self) -> None:
         """Ends the process and lets go of the memory. The caller has waited for all jobs."""
         self._cells.close()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.worker.close()

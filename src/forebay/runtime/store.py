@@ -69,7 +69,7 @@ class Store:
         device.ledger.charge(Kind.BUFFER, model.buffer_nbytes, "the model's buffers")
         self._stack.callback(device.ledger.discharge, Kind.BUFFER, model.buffer_nbytes)
         self.blocks: dict[str, BlockState] = {}
-        self.workspace = self._staging = torch.empty(0, dtype=torch.uint8)
+        self.workspace = self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         # Where activations go that leave the device, by fate.
         self.depots: dict[Fate, Depot] = {}
         self._micro_batches = 1

@@ -59,7 +59,7 @@ class SharedArena:
     def close(self) -> None:
         """Takes the bytes off the ledger; a second call does nothing. Whoever calls drops the tensors."""
         self._release()
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> SharedArena:
         return self
