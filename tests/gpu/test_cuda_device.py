@@ -111,6 +111,7 @@ def test_events_lie_on_the_clock_of_the_device(device: CudaDevice) -> None:
     assert all(first.end <= second.start + 1e-5 for first, second in pairwise(events))
 
 
+@pytest.mark.real
 def test_a_fresh_buffer_is_not_written_under_its_last_reader(device: CudaDevice) -> None:
     """The allocator hands out bytes that queued kernels still read; a fetch on another stream must come after."""
     seen = torch.zeros(4 * MIB, device="cuda")

@@ -23,6 +23,7 @@ SMALL = Effort(
 )
 
 
+@pytest.mark.real
 @pytest.mark.gpu
 def test_a_gpu_is_measured(tmp_path: Path) -> None:
     machine = probe("cuda", folder=tmp_path, effort=SMALL)
