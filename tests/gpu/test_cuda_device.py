@@ -195,6 +195,22 @@ def test_the_budget_holds_for_forebay_and_for_the_step() -> None:
     assert torch.empty(96 * MIB, dtype=torch.uint8, device="cuda").nbytes == 96 * MIB
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_budgets_of_one_gpu_add_up_and_end_in_any_order(first: int) -> None:
+    """What the limit was comes back when nobody is there, and with it whatever the user had set."""
+    total = max(torch.cuda.get_device_properties(0).total_memory, torch.cuda.mem_get_info(0)[1])
+    before = torch.cuda.get_per_process_memory_fraction(0)
+    devices = [CudaDevice(0, total // 8), CudaDevice(0, total // 4)]
+    assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(3 / 8)
+    whole = CudaDevice(0)
+    assert torch.cuda.get_per_process_memory_fraction(0) == before
+    whole.close()
+    devices[first].close()
+    assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx([1 / 4, 1 / 8][first])
+    devices[1 - first].close()
+    assert torch.cuda.get_per_process_memory_fraction(0) == before
+
+
 def test_a_budget_beyond_the_gpu_is_refused() -> None:
     with pytest.raises(ModelError, match="device_memory"):
         CudaDevice(0, 2**60)

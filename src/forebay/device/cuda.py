@@ -32,6 +32,7 @@ from forebay.device.base import Completion, Delays, Device, NoDelays
 from forebay.device.completions import DONE, LaneCompletion, WorkerCompletion, dependency_failure
 from forebay.device.cpu import as_bytes, copies_bytes
 from forebay.device.cuda_clock import CudaClock
+from forebay.device.cuda_limit import limit_of
 from forebay.device.event_log import EventLog
 from forebay.device.history import History
 from forebay.device.lanes import WorkerLanes
@@ -129,7 +130,8 @@ class CudaDevice(Device):
     """GPU number ``index`` with ``budget`` bytes of memory (None: all there is).
 
     The budget is torch's per-process limit, so that it holds for what the step allocates too, not only for what
-    forebay places; it counts whole segments of the allocator. Raises ``ModelError`` if there is no such GPU or the
+    forebay places; it counts whole segments of the allocator. Of several devices on one GPU the limit is that of all
+    (``SharedLimit``). Raises ``ModelError`` if there is no such GPU or the
     budget is more than it has.
     """
 
@@ -150,12 +152,9 @@ class CudaDevice(Device):
                 f"device_memory is {format_bytes(budget)} and {self.name} has {format_bytes(self._total)}; "
                 f"ask for {format_bytes(self._total)} or less"
             )
-        self._earlier_fraction = torch.cuda.get_per_process_memory_fraction(index)
         # What torch keeps for later of tensors that are gone (a model that was on the device while it was made, say)
         # counts under the limit, in segments as they were before.
         torch.cuda.empty_cache()
-        if budget is not None:
-            torch.cuda.set_per_process_memory_fraction(budget / self._total, index)
         self._streams = {
             # Fetches must not queue behind compute: the next block arrives while this one is computed.
             Lane.H2D: torch.cuda.Stream(index),
@@ -172,6 +171,8 @@ class CudaDevice(Device):
         self._lock = threading.Lock()
         self._buffers: dict[int, tuple[torch.Tensor, Kind]] = {}
         self._closed = False
+        self._share = None if budget is None else budget / self._total
+        limit_of(index).enter(self._share)
 
     @property
     def dropped_events(self) -> int:
@@ -335,7 +336,7 @@ class CudaDevice(Device):
             return
         for buffer, kind in held:
             self.ledger.discharge(kind, buffer.nbytes)
-        torch.cuda.set_per_process_memory_fraction(self._earlier_fraction, self._index)
+        limit_of(self._index).leave(self._share)
         # A fetch may still be writing into a buffer, which goes when this function returns.
         for stream in self._streams.values():
             stream.synchronize()
