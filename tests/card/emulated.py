@@ -187,6 +187,8 @@ _CUDA: dict[str, Any] = {
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "set_device": lambda device: None,
+    "_exchange_device": lambda index: 0,
+    "_maybe_exchange_device": lambda index: 0,
     "get_device_name": lambda device=None: NAME,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: _PROPERTIES,
