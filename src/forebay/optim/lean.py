@@ -139,7 +139,7 @@ class LeanOptimizer(RuledOptimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             _expect_dense(parameter)
-            state.update(step=torch.tensor(0.0, device="cpu"), **self._new_states(parameter))
+            state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **self._new_states(parameter))
         if needs_copy(parameter, masters=masters) and MASTER not in state:
             state[MASTER] = parameter.detach().float()
         return state

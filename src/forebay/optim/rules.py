@@ -120,7 +120,7 @@ class AdamRule(ElementRule):
             list(states["exp_avg_sq"]),
             list(states["max_exp_avg_sq"]) if amsgrad else [],
             # One tensor for all: the kernel only reads it, and on a GPU each one would be a copy of its own.
-            [torch.full((), float(step), device=device)] * len(parameters),
+            [torch.full((), float(step), dtype=torch.float32, device=device)] * len(parameters),
             amsgrad=amsgrad,
             lr=float(group["lr"]),
             beta1=float(beta1),

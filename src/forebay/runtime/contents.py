@@ -165,7 +165,7 @@ class Contents:
             streams[plain_name(stream)] = state_shaped(values, stream, spec)
         if name in state.residuals:
             streams[RESIDUAL] = shaped(state.residuals[name], spec).clone()
-        return {"step": torch.tensor(float(steps), device="cpu"), **streams}
+        return {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"), **streams}
 
     def write_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replaces the states of the parameters named; an empty mapping stands for "no step yet". Raises
@@ -208,7 +208,7 @@ def _streams(state: BlockState, spec: Parameter, saved: Mapping[str, torch.Tenso
         if value is not None:
             made[stream] = state_flat(value, stream, spec)
         elif stream != MASTER:  # a plain optimizer keeps no master: the one made from the parameter stands
-            made[stream] = torch.zeros(1, device="cpu").expand(form_of(stream).count_for(spec))
+            made[stream] = torch.zeros(1, dtype=torch.float32, device="cpu").expand(form_of(stream).count_for(spec))
     return made
 
 

@@ -243,7 +243,7 @@ def is_exact(width: int, dtype: torch.dtype, device: torch.device, *, bias: bool
         whole = torch.log_softmax(F.linear(hidden, weight, offset).float(), 1).gather(1, index)
         # So small that both cuts are the finest.
         cut = picked_log_probabilities(hidden, weight, offset, index, ITEMSIZE)
-        upstream = torch.linspace(0.0, 1.0, tokens, device=device)[:, None]
+        upstream = torch.linspace(0.0, 1.0, tokens, dtype=torch.float32, device=device)[:, None]
         pairs = zip(*(torch.autograd.grad(made, leaves, upstream) for made in (whole, cut)), strict=True)
         return torch.equal(whole, cut) and all(torch.equal(one, other) for one, other in pairs)
 
