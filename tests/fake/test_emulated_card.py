@@ -64,7 +64,7 @@ def test_it_shows_who_does_not_wait_and_what_is_elsewhere() -> None:
     ("file", "some"),
     [
         ("test_cuda_device", "not real"),
-        ("test_streaming_cuda", "llama"),
+        ("test_streaming_cuda", "llama and dtype0"),
         ("test_optimizers_cuda", "muon"),
         ("test_update_ops_cuda", "lion"),
         ("test_plans_cuda", "test_every_policy and (stream-recompute or offload-all)"),

@@ -107,7 +107,8 @@ class Attachment:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UsageError(
-            "a prepared model cannot be copied or pickled; save its state_dict(), or forebay.close() it first"
+            "a prepared model cannot be copied or pickled; save its state_dict(), or forebay.close() it first; an "
+            "average of its weights is made of forebay.parameters(model)"
         )
 
     def __init__(self, session: Session, root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
