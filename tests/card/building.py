@@ -34,7 +34,8 @@ def built() -> Path:
     folder = torch_folder()
     if folder is None:
         raise RuntimeError(why_not())
-    key = hashlib.sha256(SOURCE.read_bytes() + (folder / "version.py").read_bytes()).hexdigest()[:16]
+    made_of = SOURCE.read_bytes() + (folder / "version.py").read_bytes() + bytes(folder)  # whose path is in it
+    key = hashlib.sha256(made_of).hexdigest()[:16]
     library = BUILDS / f"card-{key}.so"
     if not library.exists():
         BUILDS.mkdir(exist_ok=True)
