@@ -21,6 +21,8 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.card.building import built
 
 TOTAL = 6 * 2**30
@@ -234,18 +236,18 @@ def _install() -> None:
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Skips what asks for kernels, speed or an allocator of a card's own."""
-    import pytest
-
     for item in items:
         if item.get_closest_marker("real") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a card of silicon"))
 
 
-def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
-    """Fails a run in which a copy came too late for its memory."""
-    if lost() and not exitstatus:
-        session.exitstatus = 1
-        print(f"\n{lost()} copies ran when their memory had been given back")
+@pytest.fixture(autouse=True)
+def _no_copy_too_late() -> Iterator[None]:
+    """Fails a test in which a copy came too late for its memory; in whatever process of pytest's it runs."""
+    before = lost()
+    yield
+    _synchronize()
+    assert lost() == before, "copies ran when their memory had been given back"
 
 
 _install()
