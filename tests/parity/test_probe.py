@@ -396,3 +396,10 @@ def test_doctor_prints_a_table_of_80_columns(
     assert max(len(line) for line in stdout.splitlines()) <= 80
     for said in ("Capacities", "compute, float32", "disk write", "Worth knowing", "How these were found", "--refresh"):
         assert said in stdout, said
+
+
+def test_where_a_program_has_its_tensors_made_is_no_matter(tmp_path: Path) -> None:
+    """Nothing can be measured on ``meta``, which stands for a card that is not asked about."""
+    with torch.device("meta"):
+        machine = probe("cpu", folder=tmp_path, effort=SMALL)
+    assert machine.source == "measured" and {"float32", "bfloat16"} <= set(machine.compute)

@@ -115,7 +115,7 @@ def fresh_bandwidth(watch: Stopwatch, effort: Effort) -> float:
 
     def fill() -> None:
         # More than malloc ever recycles from its heap (DEFAULT_MMAP_THRESHOLD_MAX of glibc, 32 MiB).
-        torch.empty(_FRESH, dtype=torch.uint8, device="cpu").fill_(1)
+        torch.empty(_FRESH, dtype=torch.uint8).fill_(1)
 
     return _FRESH / medians({"fill": lambda: watch.seconds(fill)}, effort.rounds, effort.bound)["fill"]
 

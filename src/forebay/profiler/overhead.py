@@ -81,7 +81,7 @@ class Layers:
 
     def batch(self) -> torch.Tensor:
         """What the model is called with, shape (1, tokens, width)."""
-        return torch.ones(1, self.tokens, self.width, device="cpu")
+        return torch.ones(1, self.tokens, self.width)
 
 
 TINY = Layers(width=16, heads=2, layers=6, tokens=8)

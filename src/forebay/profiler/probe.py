@@ -109,7 +109,9 @@ def examine(
         start = time.perf_counter()
         if found is not None and (disk is None or _same(found.machine.disk, disk)):
             return Examination(_as_now(found.machine, here), found.remarks)
-        found, busy = _undisturbed(here, found, disk, say)
+        # A default device of the program's own would put what is measured elsewhere, and costs time with every call.
+        with torch._C.DisableTorchFunction():
+            found, busy = _undisturbed(here, found, disk, say)
         seconds = time.perf_counter() - start
         if busy:
             say(busy)

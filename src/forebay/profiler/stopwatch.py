@@ -47,9 +47,9 @@ class ColdStopwatch(Stopwatch):
     """
 
     def __init__(self, nbytes: int = 96 * MiB) -> None:
-        self._elsewhere = torch.zeros(nbytes // 4, device="cpu")
-        self._small = torch.ones(8, 8, device="cpu")
-        self._parallel = torch.ones(256, 256, device="cpu")
+        self._elsewhere = torch.zeros(nbytes // 4)
+        self._small = torch.ones(8, 8)
+        self._parallel = torch.ones(256, 256)
 
     def cool(self) -> None:
         """Fills the caches with other bytes, on all cores."""

@@ -83,7 +83,7 @@ class UpdateTrial:
         # Zeros everywhere are the numbers of a model that has converged; pages exist from here on.
         self._arena.memory.zero_()
         parameters, gradients, states, work = (self._arena.carve(size) for size in sizes)
-        landing = Landing(device, 0, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        landing = Landing(device, 0, torch.empty(0, dtype=torch.uint8))
         landed = gradients[: parameter.nbytes].view(dtype_of(parameter)).fill_(1e-3)
         self._state = BlockState(
             block,
