@@ -115,6 +115,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     run.device.close()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE])
 def test_close_with_updates_that_are_not_queued_yet(where: str, lane: Lane, tmp_path: Path) -> None:
     """They were asked for: the parameters are those after the step."""

@@ -88,6 +88,7 @@ def test_a_plan_leaves_room() -> None:
     room.bench.prove(several)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("part", [1.1, 1.5, 3.0])
 def test_few_plans_are_made_in_search_of_room(part: float) -> None:
     budget = int(of(planned("stream-recompute")).needed(Tier.DEVICE, COUNT) * part)

@@ -133,7 +133,7 @@ def test_what_check_accepts_simulate_never_overfills(case: Case, micro_batches: 
 
 
 @given(data=st.data(), case=cases(activations=True), micro_batches=st.integers(1, 2))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_any_corruption_is_refused(data: st.DataObject, case: Case, micro_batches: int) -> None:
     """One program of each kind, of every case: to draw the cases is most of the work."""
     case = roomy_case(case)
@@ -146,7 +146,7 @@ def test_any_corruption_is_refused(data: st.DataObject, case: Case, micro_batche
             refuse(case, wrong, subjects)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 @pytest.mark.parametrize(("lowering", "micro_batches"), [(lower, 2), (treated_program, 1)])
 def test_every_corruption_of_a_rich_program_is_refused(

@@ -276,6 +276,7 @@ def squeezed(bits: int) -> tuple[Trace, Problem]:
     return trace, replace(asked(trace, slow, device=standing + (24 << 20)), compress=bits)
 
 
+@pytest.mark.thinned(2)
 @BITS
 def test_a_plan_holds_codes_where_they_gain_and_says_so(bits: int) -> None:
     trace, problem = squeezed(bits)

@@ -161,6 +161,7 @@ def test_everything_but_activations_may_stay(part: float) -> None:
         assert draft.activations or draft.recompute
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("part", [0.7, 0.8, 0.9])
 @pytest.mark.parametrize("handed", [0.0, 1e-3])
 def test_auto_is_not_behind_a_step_in_which_everything_but_activations_stays(part: float, handed: float) -> None:

@@ -153,7 +153,7 @@ def lopsided() -> Trace:
     return chain_trace(blocks, layers, input_nbytes=8192)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     on=st.sampled_from(MACHINES),
     whole=st.sampled_from([trace, lopsided]),

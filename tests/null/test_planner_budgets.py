@@ -90,7 +90,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("on", MACHINES)
 @pytest.mark.parametrize("blocks", [3, 8])
 def test_auto_is_within_one_percent_of_the_whole_programme(on: str, blocks: int) -> None:

@@ -56,6 +56,7 @@ def test_twice_the_bytes_on_disk_and_no_other(policy: str) -> None:
     assert peaks[Tier.DISK] == plan.disk
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("compute", "update"), [(1e8, 1e8), (1e9, 3e8), (1e9, 1e9)])
 def test_what_is_updated_ahead_on_disk_has_three_places(compute: float, update: float) -> None:
     """One that updates read, one that those ahead of their step write, and one that the checkpoint has. Of a host that

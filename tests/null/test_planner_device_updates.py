@@ -213,6 +213,7 @@ def test_a_block_is_in_one_of_both() -> None:
     assert refused == draft
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_more_of_a_budget_is_not_slower(tier: str) -> None:
     """Neither device memory, which the window takes, nor host memory, which second copies take."""

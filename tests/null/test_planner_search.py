@@ -59,7 +59,7 @@ def everything(on: str) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("on", MACHINES)
 def test_auto_is_close_to_the_best_of_all_plans(on: str) -> None:
     """At twelve budgets from the least that fits to room for everything."""

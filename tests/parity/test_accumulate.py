@@ -27,7 +27,7 @@ WAYS = [(name, case.dtypes[i % len(case.dtypes)]) for i, (name, case) in enumera
 RECOMPUTED = {**DROPOUT, **{name: CASES[name] for name in ("llama", "llama-tied", "t5", "mixtral", "vit")}}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("name", "dtype"), WAYS, ids=[n for n, _ in WAYS])
 def test_same_numbers_streamed(name: str, dtype: torch.dtype) -> None:
     model = assert_same_accumulation(CASES[name], dtype, policy="stream", device_memory=AMPLE)

@@ -49,6 +49,7 @@ def test_parameters_and_gradients_cross_once_a_step() -> None:
             assert not found["park gradient"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "vit"])
 def test_many_micro_batches_move_what_one_moves(name: str) -> None:
     """With two slots and prefetching; tied parameters apart, whose gradients wait on the host."""

@@ -55,6 +55,7 @@ def assert_bounded(case: Case, plan: Plan) -> float:
     return (many - few) / (MANY - FEW) / need.device_further
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["llama", "t5", "vit", "mixtral"])
 def test_a_further_micro_batch_takes_what_it_keeps(name: str) -> None:
     """The activations that one keeps between forward and backward, but for some bytes of losses: with nothing

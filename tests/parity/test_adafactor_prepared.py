@@ -183,6 +183,7 @@ def assert_the_same_wherever(
     forebay.close(model)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("update", "disk"), [*WAYS, (Update.STORAGE, True)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_wherever_an_update_runs(name: str, update: Update, disk: bool, tmp_path: Path) -> None:
@@ -306,6 +307,7 @@ def test_what_the_host_holds(name: str, dtype: torch.dtype) -> None:
     assert host.peak == plan.host
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["forebay", "torch", "transformers-momentum", "came"])
 def test_the_least_device_memory_is_enough(name: str) -> None:
     """What an update makes on the device is within the budget, where all is there and where nothing stays."""

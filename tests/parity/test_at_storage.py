@@ -98,6 +98,7 @@ def _without_residuals(seen: Any) -> Any:
     return {name: value for name, value in seen.items() if not name.startswith("residual")}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("density", [None, 0.1])
 def test_the_program_is_what_the_runtime_does(density: float | None, tmp_path: Path) -> None:
     """The same jobs on every lane, in the same order, of as many bytes, within the bytes of the plan."""

@@ -70,6 +70,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, number:
     optimizer.zero_grad()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("name", "make"), [("llama", stream), ("convnet", stream), ("llama", ahead), ("llama", in_backward)]
 )

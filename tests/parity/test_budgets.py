@@ -83,6 +83,7 @@ def assert_peaks(model: nn.Module) -> None:
 # Training.
 
 
+@pytest.mark.thinned(2)
 @each_pair
 def test_streamed(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
@@ -103,7 +104,7 @@ def test_streamed(name: str, dtype: torch.dtype) -> None:
 SHARES = [(*pair, share) for share in (1.0, 0.8, 0.6, 0.0) for pair in (PAIRS[::3] if share > 0.7 else PAIRS[1:3])]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("name", "dtype", "share"), SHARES, ids=[f"{n}-{str(d)[6:]}-{s}" for n, d, s in SHARES])
 def test_auto_at_several_budgets(name: str, dtype: torch.dtype, share: float) -> None:
     """From everything resident (1) to the least that is accepted (0)."""

@@ -100,7 +100,7 @@ def prepared(make: Callable[[], nn.Module], closing: list[nn.Module], **how: Any
     return made
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("policy", ["stream", "resident"])
 @pytest.mark.parametrize("name", MAKES)

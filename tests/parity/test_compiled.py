@@ -175,6 +175,7 @@ def test_parts_that_are_compiled_run_as_written() -> None:
     assert backend.runs > 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("policy", ["keep", "stream", "recompute", "stream-recompute", "auto"])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_with_the_compilers_own_saves_numbers_are_those_of_the_compiled_model(compiler: str, policy: str) -> None:

@@ -97,6 +97,7 @@ def lossy(plan: Plan) -> set[int]:
     return {t.bits for s in plan.activations for t in s.treatments if t.lossy}
 
 
+@pytest.mark.thinned(2)
 @BITS
 def test_trains_within_what_it_promised_and_says_what_changed(bits: int) -> None:
     """Forward is plain PyTorch's: the first loss is the same to the bit, and later ones are near."""

@@ -110,7 +110,7 @@ def left(name: str, narrow: torch.dtype, policy: str) -> Any:
     return found
 
 
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(20)
 @pytest.mark.parametrize("policy", ["auto", "offload-all"])
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MAKERS)

@@ -129,6 +129,7 @@ def part_of(rule: Any, dtype: torch.dtype, masters: Masters, shape: tuple[int, i
     return Part(value, gradient, master, tuple(states), 0, None, shape, (shape[1], 1))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "dtype", "masters"), CASES, ids=IDS)
 def test_predictions_have_what_ops_move(name: str, dtype: torch.dtype, masters: Masters) -> None:
     """Of a parameter of as many elements as a call has, or two parts: bytes within a twentieth, launches within a
@@ -148,6 +149,7 @@ def test_predictions_have_what_ops_move(name: str, dtype: torch.dtype, masters: 
     assert counted.launches == pytest.approx(expected.launches(count), rel=0.1, abs=1.5)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rows", [3, 300, 2 * PIECE // 256 + 77])
 @pytest.mark.parametrize(("name", "dtype", "masters"), CASES, ids=IDS)
 def test_plans_have_room_for_what_ops_take(name: str, dtype: torch.dtype, masters: Masters, rows: int) -> None:

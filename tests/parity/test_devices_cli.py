@@ -87,6 +87,7 @@ def test_a_plan_is_that_of_the_fastest_policy_or_of_the_one_that_is_named(paper:
     assert done.exit_code == 0 and "dapple: a step takes" in done.stdout and "no links between devices" in done.stdout
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

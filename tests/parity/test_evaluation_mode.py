@@ -69,6 +69,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) ->
     return losses
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("make", [llama, gpt2])
 @pytest.mark.parametrize("training", [False, True])
 def test_what_came_in_evaluation_mode_trains_in_either(make: Callable[[], nn.Module], *, training: bool) -> None:

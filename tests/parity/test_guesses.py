@@ -129,6 +129,7 @@ def traced(forward: Forward) -> Trace:
     return capture(Deciding(forward), batch(0)).trace
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("forward", [*DECISIONS, some_missing, either_way, only_one_way])
 def test_it_trains_within_what_is_asked_for(forward: Forward) -> None:
     case = Case(lambda: Deciding(forward), batch, (torch.float32,))

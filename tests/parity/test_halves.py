@@ -85,7 +85,7 @@ ARITHMETICS: dict[str, Make] = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("apart", ["nothing", "all", "the parameter", "the lower half"])
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 @pytest.mark.parametrize("gradient", [torch.bfloat16, torch.float32], ids=str)

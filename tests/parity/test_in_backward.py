@@ -41,7 +41,7 @@ def assert_same(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 # Numbers.
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("stays", ["none", "half"])
 @pytest.mark.parametrize("name", ["llama-tied", "t5", "mixtral", "experts", "used-twice"])
 def test_every_model_as_with_a_step_after_backward(name: str, stays: Stays, tmp_path: Path) -> None:

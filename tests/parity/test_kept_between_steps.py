@@ -179,6 +179,7 @@ def least(layer: Callable[[], nn.Module], policy: str, batch: torch.Tensor) -> i
     return refusal.value.needed
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("room", [1.0, 1.5])
 @pytest.mark.parametrize("policy", ["auto", "recompute", "offload-all", "checkmate", "capuchin", "superneurons"])
 @pytest.mark.parametrize("layer", LAYERS)

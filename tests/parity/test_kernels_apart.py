@@ -147,7 +147,7 @@ def assert_apart(arithmetic: Arithmetic, variant: Variant, *, parameter: bool, s
         assert same_bytes(part.gradient, gradient)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_write_another_copy(name: str, team: Team) -> None:
     rule = VARIANTS[name].rule

@@ -124,6 +124,7 @@ def test_training_is_for_causal_language_models(tmp_path: Path) -> None:
             build(find(name), "float32")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("head", ["BertForQuestionAnswering", "WhisperForConditionalGeneration"])
 def test_they_are_verified(head: str, tmp_path: Path) -> None:
     """Of the first the micro-batches that passed together kept more than its plan had room for."""

@@ -100,7 +100,7 @@ def only(words: list[str], verb: str) -> list[str]:
     return [word for word in words if word.startswith(f"{verb} ")]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("kind", "resident", "windows"), HOW)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_program_is_what_the_runtime_does(name: str, kind: str, resident: bool, windows: tuple[int, int]) -> None:

@@ -85,7 +85,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("name", "policy", "micro_batches"), WAYS)
 def test_policies(name: str, policy: str, micro_batches: int) -> None:
     trace = traced(name)
@@ -95,7 +95,7 @@ def test_policies(name: str, policy: str, micro_batches: int) -> None:
     )
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "used-twice", "t5"])
 def test_slots_and_distance(name: str, slots: int) -> None:

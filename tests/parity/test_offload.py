@@ -58,7 +58,7 @@ def test_same_numbers_with_all_that_may_be_moved_moved(name: str, resident: bool
     forebay.close(model)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @WHERE
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_same_numbers_with_copies_made_between_ops(name: str, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ KIB = 1024
     update=st.sampled_from(get_args(UpdateTime)),
     dtype=DTYPES,
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_any_budget_is_kept_or_refused(
     device: int, host: int, disk: int | None, policy: str, update: UpdateTime, dtype: torch.dtype
 ) -> None:

@@ -26,7 +26,7 @@ def names_of(name: str, dtype: torch.dtype = torch.float32) -> list[str]:
     return recomputable(find_blocks(SUBJECTS[name].model(dtype)).model)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @WHERE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if name not in DROPOUT])
@@ -91,7 +91,7 @@ def losses_and_gradients(
     return seen
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @WHERE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", DROPOUT)

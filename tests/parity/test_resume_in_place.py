@@ -61,7 +61,7 @@ def in_backward(model: nn.Module, plan: Plan) -> Plan:
     return two_places(model, replace(plan, placements=homes, streaming=streaming))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("name", "dtype", "before", "after", "background"),
     [

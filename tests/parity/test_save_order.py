@@ -47,7 +47,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Entered:
     return since
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
 @pytest.mark.parametrize("name", sorted(SUBJECTS))
 def test_behind_two_passes_no_op_is_seen_and_the_same_moves(name: str, resident: bool, entered: Entered) -> None:

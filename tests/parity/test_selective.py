@@ -25,7 +25,7 @@ WITHOUT = sorted(set(SUBJECTS) - set(DROPOUT))
 WINDOWS = [0, 5_000, 50_000]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @FATES
 @pytest.mark.parametrize("name", WITHOUT)
 def test_same_numbers_with_every_op_named(name: str, fate: Fate | None) -> None:
@@ -55,7 +55,7 @@ def drawn(data: st.DataObject, ops: list[Eligible]) -> dict[Eligible, Fate]:
     return {one: data.draw(st.sampled_from([Fate.KEEP, Fate.OFFLOAD])) for one in chosen}
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @WHERE
 @pytest.mark.parametrize("fate", [Fate.KEEP, None], ids=["keep", "both"])
 @pytest.mark.parametrize("name", DROPOUT)

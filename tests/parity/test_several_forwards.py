@@ -104,6 +104,7 @@ def least(loss: str, policy: str) -> int:
     return refused.value.needed
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("policy", ["stream", "stream-recompute", "offload-all", "auto"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_least_device_memory_is_enough(loss: str, policy: str) -> None:
@@ -120,6 +121,7 @@ def test_the_least_device_memory_is_enough(loss: str, policy: str) -> None:
     forebay.close(model)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("room", [1.1, 1.3, 1.6, 2.2])
 @pytest.mark.parametrize("loss", ["contrastive", "shorter"])
 def test_within_more(loss: str, room: float) -> None:

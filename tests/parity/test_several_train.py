@@ -78,6 +78,7 @@ def within(models: list[nn.Module]) -> None:
     assert report.measured_peaks()[Tier.DEVICE] > 0 and report.measured_peaks()[Tier.HOST] > 0
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("policy", "cases"), [("hydra", EACH), ("auto", QUICK)], ids=["hydra", "auto"])
 def test_each_has_the_numbers_of_plain_pytorch(policy: str, cases: tuple[Case, ...]) -> None:
     device = int(1.3 * sum(map(least, cases)))

@@ -80,6 +80,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("policy", ["auto", "stream", "stream-recompute", "zero-infinity", "patrickstar"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("shared", [one, several])

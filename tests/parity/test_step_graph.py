@@ -74,6 +74,7 @@ def _makes(visit: Visit, op: Op, roots: dict[int, int]) -> bool:
     return any(roots[visit.resolve(r)] == visit.resolve(r) for r in op.outputs)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "t5", "convnet", "used-twice", "checkpointed", "in-place"])
 def test_in_any_order_that_is_found_ops_read_the_same(name: str) -> None:
     trace = recorded(name)

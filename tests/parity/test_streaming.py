@@ -27,7 +27,7 @@ WAYS = [("stream", name, dtype) for name, case in CASES.items() for dtype in cas
 WAYS += [("auto", name, case.dtypes[i % len(case.dtypes)]) for i, (name, case) in enumerate(CASES.items())]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("policy", "name", "dtype"), WAYS, ids=[f"{p}-{n}-{str(d)[6:]}" for p, n, d in WAYS])
 def test_same_numbers(policy: str, name: str, dtype: torch.dtype) -> None:
     model = assert_same_training(CASES[name], dtype, policy=policy, device_memory=AMPLE, device="cpu")

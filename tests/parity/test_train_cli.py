@@ -313,6 +313,7 @@ def prepared() -> Iterator[Any]:
         forebay.close(model)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shard_nbytes", [10**9, 200_000])
 def test_from_pretrained_reads_what_was_exported(prepared: Any, tmp_path: Path, tied: bool, shard_nbytes: int) -> None:
@@ -410,6 +411,7 @@ def test_the_demo_needs_several_times_what_it_is_allowed(on_card: bool) -> None:
     assert demo_settings(None, None, None, on_card=on_card)["host_memory"] is None
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("card", "more"),
     [("h200", ()), ("rtx-4090", ("--host-memory", HOST_MEMORY_WITH_DISK["demo-card"], "--disk", "/tmp"))],

@@ -275,6 +275,7 @@ def test_gradients_used_up_in_backward(tmp_path: Path, opened: list[Noting], bud
     assert all(torch.equal(value, weights(theirs)[name]) for name, value in weights(own).items())
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("said", "passes", "accumulates"), [(None, 1, False), (False, 1, False), (True, 1, True), (None, 2, True)]
 )

@@ -44,7 +44,7 @@ def run(
     return train_both(lambda: case.model(dtype), batches, OPTIMIZERS[optimizer], course=course, **asked)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("name", "optimizer", "dtype", "more"),
     [

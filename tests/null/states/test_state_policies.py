@@ -250,7 +250,7 @@ CASES: Sequence[tuple[str, Trace, Machine]] = (
 )
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.9])
 @pytest.mark.parametrize(("trace", "on"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_auto_is_never_behind_one_of_them_by_more_than_one_percent(trace: Trace, on: Machine, share: float) -> None:
