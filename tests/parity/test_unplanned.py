@@ -12,7 +12,8 @@ from torch import nn
 
 import forebay
 from forebay.device.cpu import CpuDevice
-from forebay.errors import DeviceOutOfMemory, DoesNotFit
+from forebay.errors import DeviceOutOfMemory, DoesNotFit, ModelError
+from forebay.runtime.losses import LossFunction
 from forebay.runtime.unplanned import BESIDE, BY_LOSS, Unplanned
 from tests.parity.models import CASES, VOCABULARY
 from tests.parity.page_programs import programs
@@ -101,6 +102,51 @@ def test_several_forwards_of_a_loss() -> None:
         loss_of(model, texts(16)).backward()
     assert BY_LOSS in str(error.value)
     del error
+    forebay.close(model)
+
+
+def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss with the norm of its own gradient, as of a critic (Gulrajani et al., "Improved training of Wasserstein
+    GANs", NeurIPS 2017, equation 3)."""
+    x = x.detach().requires_grad_()
+    score = model(x)
+    (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return score.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def critic() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.SiLU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 1))
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+@pytest.mark.parametrize("policy", ["auto", "recompute", "offload-all", "stream"])
+def test_a_second_derivative(policy: str) -> None:
+    """The plan of a forward and a backward has no room for it, and the error says whose has: then it is trained."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+    def least(loss_fn: LossFunction | None) -> int:
+        with pytest.raises(DoesNotFit) as refused:
+            forebay.prepare(*critic(), x, device_memory=1, device="cpu", policy=policy, loss_fn=loss_fn)
+        assert refused.value.needed is not None
+        return refused.value.needed
+
+    model, _ = forebay.prepare(*critic(), x, device_memory=least(None), device="cpu", policy=policy)
+    with pytest.raises((DeviceOutOfMemory, ModelError), match=r"create_graph=True keeps .* loss_fn that makes "):
+        penalised(model, x).backward()
+    forebay.close(model)
+
+    limits: Any = {"device_memory": least(penalised) + 64, "device": "cpu"}  # and the numbers that a loop has of a loss
+    plain, its = critic()
+    model, optimizer = forebay.prepare(*critic(), x, policy=policy, loss_fn=penalised, **limits)
+    for _ in range(2):
+        losses = [penalised(one, x) for one in (plain, model)]
+        assert torch.equal(*losses)
+        for loss, rule in zip(losses, (its, optimizer), strict=True):
+            loss.backward()
+            rule.step()
+            rule.zero_grad()
     forebay.close(model)
 
 

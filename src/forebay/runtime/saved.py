@@ -171,8 +171,9 @@ class SavedTensors:
             # Only a backward that is differentiated itself runs with gradients on, and its graph keeps what it reads.
             raise ModelError(
                 f"backward with create_graph=True keeps on the device the parameters of every block that it comes to, "
-                f"and there is no slot left for block {block}; policy='keep' has all of them there, if device_memory "
-                f"allows it; else train this model without a second derivative"
+                f"and there is no slot left for block {block}: give prepare() a loss_fn that makes the second "
+                f"derivative, which is planned with what it keeps, or policy='keep', which has all blocks there, if "
+                f"device_memory allows it; else train this model without one"
             ) from error
 
     def counts_with(self, watch: Watch) -> bool:

@@ -26,6 +26,7 @@ from forebay.runtime.save_order import SaveOrder
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.standins import StandIns
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
+from forebay.runtime.unplanned import DIFFERENTIATED
 from forebay.runtime.updates import Updater
 from forebay.runtime.vigil import Vigil, VigilPolicy
 from forebay.scheduling.rounds import Rounds
@@ -227,6 +228,8 @@ class Session:
     def _unpacking(self, block: str) -> None:
         """Backward asks for what the forward of ``block`` has saved."""
         self.enter_backward()
+        if torch.is_grad_enabled():  # as only in a backward that is differentiated itself
+            self.device.ledger.remark = DIFFERENTIATED
         if self.measure.unpacked(block):
             since = self.measure.now()
             self.device.turn.offer()

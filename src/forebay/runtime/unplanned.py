@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from forebay.runtime.passes import argument_name
 
-__all__ = ["Unplanned"]
+__all__ = ["DIFFERENTIATED", "Unplanned"]
 
 MOST: Final = 2
 """Arguments that are named."""
@@ -34,6 +34,12 @@ IN_EVALUATION: Final = (
 BESIDE: Final = (
     "the plan has room for this forward and its backward; where the loop keeps or makes something on the device beside "
     "them (another model, copies of gradients), leave room for it with device_reserve"
+)
+
+
+DIFFERENTIATED: Final = (
+    "backward with create_graph=True keeps what it makes for a second derivative, which a plan counts where prepare() "
+    "is given a loss_fn that makes both"
 )
 
 
