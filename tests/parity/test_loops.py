@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -46,13 +48,26 @@ def test_a_step_is_refused_before_anything_changes() -> None:
 
 def test_parts_are_not_trained_by_themselves() -> None:
     model, optimizer = prepared(Network(), "stream")
-    with pytest.raises(UsageError, match=r"a Linear of a prepared model is called outside .* call the prepared model"):
+    with pytest.raises(UsageError, match=r"model \(Linear\) is called outside .* call the prepared model"):
         model.get_submodule("emb")(batch(0))
     plain = Network()
     with torch.no_grad():
         assert torch.equal(model.get_submodule("emb")(batch(0)), plain.emb(batch(0)))
     assert train(model, optimizer) == train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
     forebay.close(model)
+
+
+def test_a_loss_of_parts_alone_is_refused_when_it_is_planned() -> None:
+    """And one of the whole model and of a part beside it is planned."""
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for policy in ("auto", "stream"):
+        limits: Any = {"device_memory": "64MiB", "device": "cpu", "policy": policy}
+        with pytest.raises(UsageError, match=r"model \(Linear\) is called outside .*prepare a module around it"):
+            forebay.prepare(model, optimizer, batch(0), loss_fn=lambda m, x: m.emb(x).square().mean(), **limits)
+    prepared, _ = forebay.prepare(model, optimizer, batch(0), loss_fn=lambda m, _: beside(m), **limits)
+    beside(prepared).backward()
+    forebay.close(prepared)
 
 
 def beside(model: nn.Module) -> torch.Tensor:

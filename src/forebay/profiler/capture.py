@@ -90,7 +90,7 @@ def capture(
 
     Raises ``ModelError`` for a batch without tensors and for a loss that cannot be computed in pieces,
     ``CaptureFailed`` for a model that cannot run so, naming the op and the module; ``OptimizerError`` for an optimizer
-    that is not known.
+    that is not known; ``UsageError`` for a ``loss_fn`` that calls parts of the model and not the model.
     """
     name, states, keeping = optimizer_kept(optimizer, model)
     args, kwargs = call_arguments(batch)
@@ -264,6 +264,7 @@ class _Step:
                     losing(self._model, args, kwargs)
             recorder.follow_modules(self._modules())
             askers = {name for block in self._bound.model.blocks for name in block.modules}
+            recorder.follow_root(self._model)  # behind its modules, so that it comes first where it is one of them
             recorder.follow_askers({name: self._model.get_submodule(name) for name in sorted(askers)})
             # The hooks are in the modules' attributes, too.
             before = Attributes(self._model)

@@ -22,6 +22,7 @@ from forebay.profiler.roots import Handle, Roots
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
+from forebay.runtime.passes import part_by_itself
 from forebay.runtime.recompute import CACHES
 from forebay.runtime.uncounted import updated_uncounted
 from forebay.trace import CONSTANT, Block, Phase
@@ -65,7 +66,7 @@ class Recorder(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self.backward_begins = 0
         self.op_failed = self.module_failed = self.asked_by = ""
-        self._quiet = False
+        self._quiet = self._passes = False
         self._handles: list[RemovableHandle] = []
         # Modules whose forward is running, innermost last, each with its place.
         self._running: list[tuple[str, tuple[str, int]]] = []
@@ -94,6 +95,14 @@ class Recorder(TorchDispatchMode):
         self._places: list[tuple[str, int]] = [OUTSIDE]
 
     # Where the step is.
+
+    def follow_root(self, root: nn.Module) -> None:
+        """Hooks ``root``, so that it is known whether a part of it is called by itself."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._passes |= torch.is_grad_enabled()
+
+        self._handles.append(root.register_forward_pre_hook(before, prepend=True))
 
     def follow_modules(self, modules: Mapping[str, tuple[nn.Module, str]]) -> None:
         """Hooks ``modules`` (by name: the module and its block), so that ops are known by the block they run in."""
@@ -125,6 +134,8 @@ class Recorder(TorchDispatchMode):
     def _enter(self, name: str, block: str) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.module_failed = ""
+            if not self._passes and torch.is_grad_enabled():
+                raise part_by_itself(module)
             if self._running and self._running[-1][1][0] == block:
                 place = self._running[-1][1]  # a module inside that of the block: part of the same call
             else:

@@ -30,7 +30,7 @@ from forebay.plans import Plan
 from forebay.runtime.attributes import beside_blocks
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
-from forebay.runtime.passes import Pass
+from forebay.runtime.passes import Pass, part_by_itself
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.session import Phase, Session
@@ -349,11 +349,7 @@ class Attachment:
         outside = torch.is_grad_enabled()
         # Backward may begin with a recomputation of the model's own, before forebay is told of it.
         if outside and torch._C._current_graph_task_id() == -1:
-            raise UsageError(
-                f"a {type(module).__name__} of a prepared model is called outside of the model's forward, where no "
-                f"budget holds; call the prepared model itself and have its forward do this, or call parts of it "
-                f"under torch.no_grad()"
-            )
+            raise part_by_itself(module)
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.current.running or self.current.running[-1][0] is not module:

@@ -10,14 +10,24 @@ from typing import final
 from torch import nn
 from torch.utils._pytree import KeyPath
 
+from forebay.errors import UsageError
 from forebay.trace import Block
 
-__all__ = ["Pass", "argument_name"]
+__all__ = ["Pass", "argument_name", "part_by_itself"]
 
 
 def argument_name(path: KeyPath) -> str:
     """What an argument of a forward is called, or a part of one: ``path`` is where it is in positions and keywords."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+
+
+def part_by_itself(module: nn.Module) -> UsageError:
+    """The error for ``module``, a part of a model, that is called with gradients where no forward of the model is."""
+    return UsageError(
+        f"a module of a prepared model ({type(module).__name__}) is called outside of the model's forward, where no "
+        f"budget holds; call the prepared model itself and have its forward do this (prepare a module around it, whose "
+        f"forward makes the loss), or call parts of it under torch.no_grad()"
+    )
 
 
 @final
