@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -63,6 +64,15 @@ def chain(blocks: int = 3, *, width: int = 64, saved: int = 3, activation: int =
     ]
     size = activation * batch
     return chain_trace(layers, [Layer(b.name, saved=(size,) * saved, out=size) for b in layers], input_nbytes=size)
+
+
+@cache
+def lopsided() -> Trace:
+    """Blocks of one size between two that are larger, each by itself: an embedding and a head."""
+    widths = (144, *[64] * 10, 112)
+    blocks = [block(f"layers.{i}", *[((width, width), "float32", True)] * 2) for i, width in enumerate(widths)]
+    layers = [Layer(b.name, saved=(8192, 8192), out=8192) for b in blocks]
+    return chain_trace(blocks, layers, input_nbytes=8192)
 
 
 def asked(

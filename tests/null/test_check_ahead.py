@@ -155,7 +155,7 @@ def test_it_comes_after_the_last_micro_batch(lowering: Lowering) -> None:
 def test_it_is_done_once(home: tuple[Tier, Tier, Tier], lowering: Lowering) -> None:
     """And not again by the step."""
     plan = ahead(CHAIN, roomy(CHAIN, home))
-    program = lowering(CHAIN, plan)
+    program = lowering(CHAIN, plan, steps=2)
     with pytest.raises(PlanInvalid, match=r"chunk 0 of block b2 \(b2.0\) has no update in step 1") as caught:
         check(CHAIN, MACHINE, plan, drop(program, place_of(program, Verb.UPDATE, "b2", 1)))
     assert caught.value.subject == "b2.0"

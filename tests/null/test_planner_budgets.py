@@ -68,7 +68,7 @@ def test_more_memory_is_not_slower_where_there_is_time_for_a_few_drafts(monkeypa
     must not be nearly the same."""
     import forebay.planners.bench as workbench
 
-    monkeypatch.setattr(workbench, "ACTIONS", 3000)
+    monkeypatch.setattr(workbench, "ACTIONS", 4500)
     trace = chain(16, saved=6, activation=1 << 17)
     on = machine(compute=4e8, h2d=4e8, d2h=4e8, update=2e8)
     everything = Bench(asked(trace, on, device=1 << 50))

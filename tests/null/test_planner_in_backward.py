@@ -19,7 +19,7 @@ from forebay.planners.parts import Draft, all_resident
 from forebay.plans import Plan, Streaming, Update, UpdateTime, used_up
 from forebay.trace import Model
 from tests.null.passing import run_late
-from tests.null.planning import ENOUGH, asked, chain, machine
+from tests.null.planning import ENOUGH, asked, chain, lopsided, machine
 from tests.null.synthetic import block, problem
 
 N = 12
@@ -30,6 +30,8 @@ GRADIENTS = 4 * ELEMENTS
 TRACE = chain(N, saved=2)
 QUICK = machine(compute=4e8, h2d=1e9, d2h=1e9, update=1e10)
 SLOW = machine(compute=4e8, h2d=1e9, d2h=1e9, update=2e8)
+EVEN = machine(compute=1.2e9, h2d=1.5e8, d2h=1.5e8, update=7e8)
+"""Neither the host, nor a link, nor the device waits much."""
 
 
 def allowed(on: Machine = QUICK, *, host: int = ENOUGH) -> Problem:
@@ -68,15 +70,19 @@ def test_what_fits_by_it() -> None:
 
 
 def test_more_slots_where_a_step_gains_by_them() -> None:
-    """Where the host is slow to update, backward waits for a slot. None that cost more than they gain, and none that
-    there is no room for."""
-    few, many = make_plan(allowed(QUICK), "stream"), make_plan(allowed(SLOW), "stream")
+    """Where blocks differ, backward waits for a slot while a large one is updated. None that cost more than they gain,
+    and none that there is no room for."""
+
+    def on(machine: Machine, host: int = ENOUGH) -> Problem:
+        return replace(asked(lopsided(), machine, device=1_000_000, host=host), update="backward")
+
+    few, many = make_plan(on(QUICK), "stream"), make_plan(on(EVEN), "stream")
     assert len(few.streaming.gradient_slots) == FEWEST < len(many.streaming.gradient_slots)
-    bench = Bench(allowed(SLOW))
+    bench = Bench(on(EVEN))
     least = replace(Draft.of(many), streaming=replace(many.streaming, gradient_slots=few.streaming.gradient_slots))
     assert bench.seconds(Draft.of(many)) < 0.99 * bench.seconds(least)
-    host = many.host - GRADIENTS
-    tight = make_plan(allowed(SLOW, host=host), "stream")
+    host = many.host - min(many.streaming.gradient_slots)
+    tight = make_plan(on(EVEN, host), "stream")
     assert tight.host <= host
     assert FEWEST <= len(tight.streaming.gradient_slots) < len(many.streaming.gradient_slots)
     assert tight.step_seconds is not None and many.step_seconds is not None

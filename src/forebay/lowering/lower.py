@@ -18,6 +18,10 @@ from forebay.trace import Trace
 
 __all__ = ["MOST_STEPS", "lower", "sketch"]
 
+LEAST_STEPS = 2
+"""One more where updates hang over: how much of them is left when a step begins. Before the second step it is what the
+first one has left, which had to wait for none, and before the third one what all later ones leave, too."""
+
 MOST_STEPS = 4
 """Steps after which the lowering no longer waits for one that is like the one before it."""
 
@@ -33,11 +37,11 @@ def lower(
 ) -> Program:
     """What the runtime does under ``plan`` in ``steps`` steps of ``micro_batches`` passes each.
 
-    ``steps`` None: two, or as many more as it takes until the last is like all that would follow; where blocks are
-    updated in turns, until a whole round of steps is. The first step has no record of the order of blocks yet, and
-    fetches on demand. Updates ahead of their step are written down as all steps make them that get what they took for
-    granted; with several micro-batches the runtime makes those of its first step too early, and again. ``liveness`` is
-    that of the trace and ``sizes`` are the arenas of the plan, if the caller has them.
+    ``steps`` None: as many as it takes until the last is like all that would follow (``LEAST_STEPS``, or more); where
+    blocks are updated in turns, until a whole round of steps is. The first step has no record of the order of blocks
+    yet, and fetches on demand. Updates ahead of their step are written down as all steps make them that get what they
+    took for granted; with several micro-batches the runtime makes those of its first step too early, and again.
+    ``liveness`` is that of the trace and ``sizes`` are the arenas of the plan, if the caller has them.
 
     Raises ``ConfigError`` for a plan of another model and ``DeviceOutOfMemory`` when the slots cannot hold the
     blocks that are in use at one time.
@@ -100,6 +104,7 @@ def _walked(
     sizes = sizes or arenas_of(trace.model, plan, trace.state_names)
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, grain)
     done, before, after = 0, None, walker.state()
+    least = LEAST_STEPS + (plan.streaming.overlap_update and not all(p.resident for p in plan.placements))
     # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.
     settling, left_of_round = True, plan.streaming.update_every - 1
     while done < steps if steps is not None else settling or left_of_round:
@@ -109,7 +114,7 @@ def _walked(
         walker.optimizer_step()
         done, before, after = done + 1, after, walker.state()
         left_of_round -= not settling
-        settling = settling and (done < 2 or (before != after and done < MOST_STEPS))
+        settling = settling and (done < least or (before != after and done < MOST_STEPS))
     walker.finish()
     return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done
 

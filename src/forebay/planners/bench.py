@@ -45,7 +45,7 @@ SIMULATIONS = 40
 """Simulations that one search may take at most: what a search costs is counted, not timed, so that the same problem
 always gives the same plan."""
 
-ACTIONS = 30_000
+ACTIONS = 45_000
 """Of long programs fewer: a search ends when those that it simulated have so many actions together. An action costs
 some 25 microseconds, so this bounds the time too."""
 

@@ -114,7 +114,7 @@ def test_states_on_disk_are_written_once_in_a_round() -> None:
 def test_the_program_of_one_schedule_is_refused_for_the_other() -> None:
     other = replace(TURNS, streaming=replace(TURNS.streaming, update_every=3))
     exact = replace(TURNS, streaming=replace(TURNS.streaming, update_every=1))
-    with pytest.raises(PlanInvalid, match=r"is updated in steps 0, 1, and the plan has it once in every 4"):
+    with pytest.raises(PlanInvalid, match=r"is updated in steps 0, 1, 2, and the plan has it once in every 4"):
         check(TRACE, SLOW, TURNS, lower(TRACE, exact))
     with pytest.raises(PlanInvalid, match="the plan has it once in every 3"):
         check(TRACE, SLOW, other, lower(TRACE, TURNS))
