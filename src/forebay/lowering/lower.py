@@ -9,6 +9,7 @@ from forebay.arenas import Arenas, arenas_of
 from forebay.errors import ConfigError
 from forebay.lowering.liveness import Liveness
 from forebay.lowering.recorder import Recorder
+from forebay.lowering.repeating import counterparts, repeated
 from forebay.lowering.stages import Grain
 from forebay.lowering.walk import Walker
 from forebay.memory import Kind, Tier
@@ -103,17 +104,24 @@ def _walked(
         )
     sizes = sizes or arenas_of(trace.model, plan, trace.state_names)
     walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, grain)
-    done, before, after = 0, None, walker.state()
+    done, begun, before, after = 0, 0, None, walker.state()
     least = LEAST_STEPS + (plan.streaming.overlap_update and not all(p.resident for p in plan.placements))
     # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.
     settling, left_of_round = True, plan.streaming.update_every - 1
     while done < steps if steps is not None else settling or left_of_round:
-        recorder.step = done
+        recorder.step, begun = done, len(recorder.outlines)
         for left in reversed(range(micro_batches)):
             walker.micro_batch(last=not left)
         walker.optimizer_step()
         done, before, after = done + 1, after, walker.state()
         left_of_round -= not settling
+        if settling and recorder.sketching and LEAST_STEPS <= done < least and before == after and not left_of_round:
+            again = counterparts(recorder.outlines, begun)
+            if again is not None:
+                end = len(recorder.outlines)
+                walker.finish()
+                recorder.outlines = repeated(recorder.outlines, begun, end, again)
+                return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done + 1
         settling = settling and (done < least or (before != after and done < MOST_STEPS))
     walker.finish()
     return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done
