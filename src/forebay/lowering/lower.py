@@ -90,9 +90,37 @@ def _walked(
     grain: Grain | None = None,
 ) -> tuple[tuple[int, ...], Arenas, int]:
     """Writes the steps into ``recorder``. Returns the bytes of the slots, the arenas and the number of steps."""
+    _expect_counts(plan, steps, micro_batches)
+    _refuse_other_model(trace, plan)
+    sizes = sizes or arenas_of(trace.model, plan, trace.state_names)
+    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, grain)
+    done, begun, before, after = 0, 0, None, walker.state()
+    least = LEAST_STEPS + (plan.streaming.overlap_update and not all(p.resident for p in plan.placements))
+    # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.
+    settling, left_of_round, again = True, plan.streaming.update_every - 1, None
+    while done < steps if steps is not None else settling or left_of_round:
+        recorder.step, begun = done, len(recorder.outlines)
+        for left in reversed(range(micro_batches)):
+            walker.micro_batch(last=not left)
+        walker.optimizer_step()
+        done, before, after = done + 1, after, walker.state()
+        left_of_round -= not settling
+        # Only what hangs over is another in the last step that a sketch needs: nothing is new to a walk.
+        if settling and recorder.sketching and LEAST_STEPS <= done < least and before == after and not left_of_round:
+            again = counterparts(recorder.outlines, begun)
+            if again is not None:
+                break
+        settling = settling and (done < least or (before != after and done < MOST_STEPS))
+    end = len(recorder.outlines)
+    walker.finish()
+    if again is not None:
+        recorder.outlines, done = repeated(recorder.outlines, begun, end, again), done + 1
+    return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done
+
+
+def _expect_counts(plan: Plan, steps: int | None, micro_batches: int) -> None:
     if micro_batches < 1 or (steps is not None and steps < 1):
         raise ConfigError(f"a program needs 1 step and 1 micro-batch at least, got {steps} and {micro_batches}")
-    _refuse_other_model(trace, plan)
     if plan.updated(Update.BACKWARD) and micro_batches > 1:
         raise ConfigError(
             f"a plan that updates blocks in backward takes one backward a step, got {micro_batches}; plan "
@@ -102,29 +130,6 @@ def _walked(
         raise ConfigError(
             f"a plan with accumulates=False takes one backward a step, got {micro_batches}; plan with accumulates=True"
         )
-    sizes = sizes or arenas_of(trace.model, plan, trace.state_names)
-    walker = Walker(trace, plan, liveness or Liveness(trace), sizes, recorder, grain)
-    done, begun, before, after = 0, 0, None, walker.state()
-    least = LEAST_STEPS + (plan.streaming.overlap_update and not all(p.resident for p in plan.placements))
-    # Once a step is like the one before it, but for whose turn it is: the steps that its round has left.
-    settling, left_of_round = True, plan.streaming.update_every - 1
-    while done < steps if steps is not None else settling or left_of_round:
-        recorder.step, begun = done, len(recorder.outlines)
-        for left in reversed(range(micro_batches)):
-            walker.micro_batch(last=not left)
-        walker.optimizer_step()
-        done, before, after = done + 1, after, walker.state()
-        left_of_round -= not settling
-        if settling and recorder.sketching and LEAST_STEPS <= done < least and before == after and not left_of_round:
-            again = counterparts(recorder.outlines, begun)
-            if again is not None:
-                end = len(recorder.outlines)
-                walker.finish()
-                recorder.outlines = repeated(recorder.outlines, begun, end, again)
-                return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done + 1
-        settling = settling and (done < least or (before != after and done < MOST_STEPS))
-    walker.finish()
-    return tuple(slot.nbytes for slot in walker.pool.slots), sizes, done
 
 
 def _refuse_other_model(trace: Trace, plan: Plan) -> None:
