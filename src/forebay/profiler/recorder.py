@@ -293,13 +293,15 @@ class Recorder(TorchDispatchMode):
         if not isinstance(packed, Handle):
             kept: torch.Tensor = packed
             return kept
+        tensor: torch.Tensor
         if packed.values is not None:
             with _disable_current_modes():
                 tensor = packed.restored()
         else:
             self._quiet = True
             try:
-                tensor = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=self._device)
+                how = {"dtype": packed.dtype, "device": self._device}
+                tensor = self.values.alike.run(aten.empty_strided.default, (packed.shape, packed.stride), how)
             finally:
                 self._quiet = False
         self.roots.alias(tensor, packed)

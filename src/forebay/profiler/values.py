@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from forebay.profiler.alike import Alike
 from forebay.profiler.guesses import PASSED, Guess, Place, asking_place, draw_single
 from forebay.profiler.roots import Roots
 from forebay.profiler.routing import route
@@ -85,6 +86,7 @@ class Values:
     def __init__(self, roots: Roots, guess: Guess) -> None:
         self._roots = roots
         self._guess = guess
+        self.alike = Alike()
         self._made_up = False
         self.picked = self.asked = self.drawn = self.checked = self.masked = False
         self.decided = 0
@@ -106,7 +108,8 @@ class Values:
             self.checked = True
             with _disable_current_modes():
                 return torch.full((), PASSED[func], device=inputs[0].device)
-        result = _grouped_mm(args, kwargs) if _is_unknown_to_torch(func, args) else func(*args, **kwargs)
+        unknown = _is_unknown_to_torch(func, args)
+        result = _grouped_mm(args, kwargs) if unknown else self.alike.run(func, args, kwargs)
         if name in _FILLS and not result.is_floating_point() and _is_wanted(result):
             with _disable_current_modes():
                 like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
@@ -214,7 +217,7 @@ class Values:
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tensors_in(value)
         ]
-        result = func(*args, **kwargs)
+        result = self.alike.run(func, args, kwargs)
         for target in targets:
             found = None if is_fake(target) else self._roots.find(target)
             if found is not None:
