@@ -112,6 +112,13 @@ def test_less_scope_is_no_faster() -> None:
     assert moving and max(moving) == 0.0
 
 
+def test_updates_under_backward_too_are_no_slower_and_not_below_the_bound() -> None:
+    made = programme(asked(chain(4, saved=3, activation=1 << 16), MACHINES["slow updates"], device=10 << 16))
+    under_forward, under_both = (made.shares(10 << 16, 0, Scope(ahead=ahead)) for ahead in (False, True))
+    assert under_forward is not None and under_both is not None
+    assert made.bound() <= under_both.seconds < under_forward.seconds
+
+
 def test_nothing_fits() -> None:
     made = programme(asked(chain(2), machine(), device=1))
     assert made.bound() == inf and made.shares(1, 0) is None and whole(made, 1, 0) is None

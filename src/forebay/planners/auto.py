@@ -54,7 +54,7 @@ from forebay.planners.shapes import (
     streamed_through,
     usual_window,
 )
-from forebay.planners.speculation import fastest_ahead
+from forebay.planners.speculation import fastest_ahead, judged
 from forebay.plans import Plan
 
 __all__ = ["auto", "first_that_fits", "proven", "searched", "without_a_trace"]
@@ -110,10 +110,10 @@ def _opinions(bench: Bench) -> list[Draft]:
     found = [searched(bench, levels(bench), seeded=True)]
     for level in dict.fromkeys((KEPT, Level(bench.recomputable))):
         # What the level computes is the least of its steps, whatever is where.
-        if bench.computing(level) < bench.seconds(found[0]) and anything_fits(bench, [level]):
+        if bench.computing(level) < judged(bench, found[0]) and anything_fits(bench, [level]):
             best = Search(bench, [level]).run()
             found += [best] if best is not None else []
-    return sorted(found, key=bench.seconds)
+    return sorted(found, key=partial(judged, bench))
 
 
 def _by_the_drives(bench: Bench, best: Draft) -> Draft:

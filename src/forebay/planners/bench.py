@@ -35,7 +35,7 @@ from forebay.plans import Plan, Streaming, Update, used_up
 from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, Score, pace, play, settled_seconds, summarise
 from forebay.states import state_changes
-from forebay.timeline import Timeline
+from forebay.timeline import Lane, Timeline
 from forebay.trace import Block
 from forebay.treatments import Fate
 
@@ -345,9 +345,14 @@ class Bench:
     def at_least(self, draft: Draft) -> float:
         """Seconds below which no step of ``draft`` can be: every lane at its best rate, with all others out of its
         way. Costs no simulation."""
+        return max(self.lanes(draft).values())
+
+    def lanes(self, draft: Draft) -> Mapping[Lane, float]:
+        """Seconds that each lane works in a step of ``draft``, at its best rate and with all others out of its way; of
+        the disk those for states and activations that it takes in. Of every lane 0 where the machine is not known."""
         machine = self.problem.machine
         if machine is None:
-            return 0.0
+            return dict.fromkeys((Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.UPDATE), 0.0)
         sizer, there = self.sizer(draft.streaming.update_chunk), (Update.DEVICE, Update.STORAGE)
         hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
         states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted if p.update is not Update.STORAGE]
@@ -356,18 +361,19 @@ class Bench:
         trained = sum(b.nbytes for b, _ in hosted if b.gradient_nbytes)
         gradients = sum(b.gradient_nbytes for b, _ in hosted)
         moved = 0 if self.liveness is None else sum(moved_nbytes(self.liveness.index, draft.activations))
-        lanes = [
-            self.computing(draft) + self.updating(draft),
-            (trained + moved) / machine.h2d.curve.best,
-            gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
-            sum(self.costs.update_seconds(b.name, 2 * sizer.state_nbytes(b.name)) for b in updated),
-        ]
+        lanes = {
+            Lane.COMPUTE: self.computing(draft) + self.updating(draft),
+            Lane.H2D: (trained + moved) / machine.h2d.curve.best,
+            Lane.D2H: gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
+            Lane.UPDATE: sum(self.costs.update_seconds(b.name, 2 * sizer.state_nbytes(b.name)) for b in updated),
+        }
         if machine.disk is not None:
             written = sum(nbytes for nbytes, tier in states if tier is Tier.DISK)
             if self.liveness is not None:
                 written += sum(moved_nbytes(self.liveness.index, draft.activations, (Fate.DISK,)))
-            lanes += [written / link.curve.best for link in (machine.disk.read, machine.disk.write)]
-        return max(lanes)
+            lanes[Lane.DISK_READ] = written / machine.disk.read.curve.best
+            lanes[Lane.DISK_WRITE] = written / machine.disk.write.curve.best
+        return lanes
 
     def computing(self, draft: Draft | Level) -> float:
         """Seconds of the trace's ops and of those that run again, whatever is where."""
@@ -376,6 +382,11 @@ class Bench:
         if self.liveness is None:
             return self._op_seconds
         return self._op_seconds + again_seconds(self.costs, self.liveness.index, draft.recompute, draft.activations)
+
+    @property
+    def forward(self) -> float:
+        """Seconds of compute in forward; 0 without a trace."""
+        return 0.0 if self.chain is None else self.chain.base.forward
 
     def updating(self, draft: Draft) -> float:
         """Seconds of compute that updates take of blocks that stay on the device."""

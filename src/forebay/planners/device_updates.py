@@ -28,7 +28,7 @@ from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home_anew, on_host
 from forebay.planners.parts import KEPT, Draft, Level
 from forebay.planners.shapes import SHARED, Filling, filled, options, streamed_through, usual_window
-from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alike, fits
+from forebay.planners.speculation import FEW_RUNGS, GAIN, MORE_GAIN, ahead, alike, fits, usually
 from forebay.plans import Update
 from forebay.program import Outline, Verb
 from forebay.simulation import pace, settled_seconds
@@ -239,4 +239,4 @@ def _bases(bench: Bench, draft: Draft, window: int) -> list[Draft]:
         # With updates out of the way fewer blocks need to stay, which leaves room for activations.
         found.append(through(slots[0], SHARED, KEPT))
     settled = [at_home_anew(bench, base) for base in dict.fromkeys(found) if bench.device(base) <= limit]
-    return [base for base in settled if base is not None] or [draft]
+    return [usually(bench, base) for base in settled if base is not None] or [draft]

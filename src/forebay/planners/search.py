@@ -2,10 +2,11 @@
 
 How much of the model recomputes decides the room for everything else, so it comes first; then slots, gradient window
 and prefetch distance around the best; then, on small models, single blocks; at last fewer blocks stay, where the best
-waits for nothing. A draft is not simulated when one of its lanes alone takes longer than the best so far. Everything
-here is counted, nothing is timed: the same problem gives the same plan. There is an answer from the first draft on that
-fits, and the search is over when it has simulated so many drafts, or drafts of so many actions (``bench``); what it
-does beside that grows with the blocks times the drafts.
+waits for nothing. Which updates run ahead of their step is sought later; drafts of long steps are compared with about
+as many as will (``speculation.usually``). A draft is not simulated when one of its lanes alone takes longer than the
+best so far. Everything here is counted, nothing is timed: the same problem gives the same plan. There is an answer from
+the first draft on that fits, and the search is over when it has simulated so many drafts, or drafts of so many actions
+(``bench``); what it does beside that grows with the blocks times the drafts.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from forebay.planners.shapes import (
     windows,
     with_needed_slots,
 )
+from forebay.planners.speculation import GAIN, judged, unhindered, usually
 
 __all__ = ["PLAIN", "PLAIN_HERE", "TIE", "Search", "plain_share"]
 
@@ -141,7 +143,7 @@ class Search:
         for level in () if self.bench.is_long else levels:
             self._lean(level)
         self._less_on_host()
-        if single_blocks:
+        if single_blocks and not self.bench.is_long:
             self._single_blocks()
 
     def consider(self, draft: Draft) -> None:
@@ -167,11 +169,11 @@ class Search:
         self._settled.add(settled)
         if self.bench.at_least(settled) > self._fastest * (1 + TIE):
             return
-        seconds = self.bench.seconds(settled)
+        seconds = judged(self.bench, settled)
         self._fastest = min(self._fastest, seconds)
         # Beside the fastest, not beside the best: or else one tie after the other would lead far away from it.
         tie = self._fastest * (1 + TIE)
-        worse = self.best is None or self.bench.seconds(self.best) > tie
+        worse = self.best is None or judged(self.bench, self.best) > tie
         if worse or (self.best is not None and seconds <= tie and _cost(settled) < _cost(self.best)):
             self.best = settled
 
@@ -240,7 +242,7 @@ class Search:
         self._began = self.bench.within(*self._began, 1 - COMPUTING)
         before: Draft | None = None
         while self.best is not None and self.best is not before and self.best.resident:
-            before, seconds = self.best, self.bench.seconds(self.best)
+            before, seconds = self.best, judged(self.bench, self.best)
             if seconds > self.bench.at_least(before) * (1 + TIE) or self.bench.updating(before) < TIE * seconds:
                 return
             level, half = on_host(self.bench, before).level, Filling(most=len(before.resident) // 2)
@@ -248,7 +250,7 @@ class Search:
 
     def _around_best(self) -> None:
         """Other slots, windows, distances and ways to fill the device at the recomputation of the best."""
-        if self.best is None:
+        if self.best is None or (self.bench.is_long and self._waits_for_updates(self.best)):
             return
         level = on_host(self.bench, self.best).level
         for slots in options(self.bench, MOST_SLOTS):
@@ -272,6 +274,11 @@ class Search:
         for distance in range(1, 1 + min(MOST_SLOTS, len(self.best.placements) - len(self.best.resident))):
             base = on_host(self.bench, self.best)
             self.consider(replace(base, streaming=replace(base.streaming, prefetch_distance=distance)))
+
+    def _waits_for_updates(self, draft: Draft) -> bool:
+        """Whether it is updates that the next forward of ``draft`` waits for, which other slots do nothing about."""
+        usual = usually(self.bench, draft)
+        return unhindered(self.bench, usual) < self.bench.seconds(usual) * (1 - GAIN)
 
     def _lean(self, level: Level) -> None:
         """The fewest slots and the smallest window, so that the most blocks stay; then slots that are shared and none

@@ -43,9 +43,11 @@ __all__ = [
     "candidates",
     "fastest_ahead",
     "fits",
+    "judged",
     "placed_ahead",
     "second_copies",
     "unhindered",
+    "usually",
 ]
 
 GAIN = 0.01
@@ -64,7 +66,11 @@ RUNGS = 8
 """Of all blocks that are updated on the host, one part in so many more is tried at a time."""
 
 FEW_RUNGS = 4
-"""The same for long steps (``Bench.is_long``), from half of all blocks on until more gain nothing."""
+"""The same where there is time for few."""
+
+LONG_RUNGS = 8
+"""The same for long steps (``Bench.is_long``), from as many as backward has time for (``_usual``); in the end half of
+that."""
 
 DISK_RUNGS = 3
 """Of those that have all on disk, where second copies take no host memory."""
@@ -84,8 +90,8 @@ SPENT = 0.5
 
 def ahead(bench: Bench, draft: Draft, *, rungs: int | None = None) -> Draft:
     """``draft`` with the updates ahead of their step that make it faster; without a trace, as it is. ``rungs``: of so
-    many numbers of them, sought from the middle (None: more and more of them; of a long step few, from the middle)."""
-    rungs = FEW_RUNGS if rungs is None and bench.is_long else rungs
+    many numbers of them, sought from the middle (None: more and more of them). Of a long step neither: of a few numbers
+    around the one that backward has time for."""
     able = candidates(bench, draft)
     enough = bench.seconds(draft) * (1 - GAIN) if able else 0.0
     if not able or bench.at_least(draft) > enough or (not bench.is_long and unhindered(bench, draft) > enough):
@@ -94,13 +100,40 @@ def ahead(bench: Bench, draft: Draft, *, rungs: int | None = None) -> Draft:
     # Where the host has no room for the second copies of some, those of others may still go to disk.
     on_disk = tuple(b for b in able if homes[b].parameters is Tier.DISK and homes[b].states is Tier.DISK)
     found = [draft]
-    if able != on_disk and rungs is not None:
+    if able != on_disk and bench.is_long:
+        found.append(_from_the_usual(bench, draft, able))
+    elif able != on_disk and rungs is not None:
         found.append(_from_the_middle(bench, draft, list(_choices(bench, draft, able, rungs)), rungs))
     elif able != on_disk:
         found.append(_climbed(bench, draft, _choices(bench, draft, able, RUNGS)))
     found += _choices(bench, draft, on_disk, DISK_RUNGS)
     best = min(found, key=bench.seconds)
     return best if bench.seconds(best) < enough else draft
+
+
+def usually(bench: Bench, draft: Draft) -> Draft:
+    """``draft`` as it is compared with others before it is known which updates run ahead of their step. Of a long step,
+    for which few drafts are simulated, as many as backward has time for, if there is room for the second copies: with
+    none the next forward waits for updates whatever else is decided."""
+    able = candidates(bench, draft) if bench.is_long and not draft.updated(Update.AHEAD) else ()
+    more = placed_ahead(bench, draft, able, _usual(bench, draft, len(able))) if able else None
+    return more or draft
+
+
+def judged(bench: Bench, draft: Draft) -> float:
+    """Seconds of a step of ``draft`` as it is usually."""
+    return bench.seconds(usually(bench, draft))
+
+
+def _usual(bench: Bench, draft: Draft, able: int) -> int:
+    """How many of so many that are ``able`` the host updates while backward lasts. With more of them it is behind when
+    forward begins, which waits for the first blocks then, whose gradients came last; with fewer forward waits for all
+    the others."""
+    lanes, forward = bench.lanes(draft), bench.forward
+    updates = lanes[Lane.UPDATE]
+    step = max(seconds for lane, seconds in lanes.items() if lane is not Lane.UPDATE)
+    backward = step * (1 - forward / lanes[Lane.COMPUTE]) if lanes[Lane.COMPUTE] else 0.0
+    return max(1, round(able * backward / max(step, updates))) if step else able
 
 
 def unhindered(bench: Bench, draft: Draft) -> float:
@@ -129,20 +162,45 @@ def _from_the_middle(bench: Bench, draft: Draft, choices: Sequence[Draft], rungs
     return best
 
 
+def _from_the_usual(bench: Bench, draft: Draft, able: Sequence[str]) -> Draft:
+    """The fastest of ``draft`` and of those with about as many updates ahead of their step as it has, or as backward
+    has time for, where it has none."""
+    best, count, tried = draft, len(draft.updated(Update.AHEAD)), set[int]()
+
+    def attempt(number: int) -> bool:
+        """Whether so many are better than all before."""
+        nonlocal best, count
+        more = placed_ahead(bench, draft, able, number) if 0 < number <= len(able) and number not in tried else None
+        tried.add(number)
+        if more is None or bench.seconds(more) >= bench.seconds(best) * (1 - MORE_GAIN):
+            return False
+        best, count = more, number
+        return True
+
+    if not count:
+        count = _usual(bench, draft, len(able))
+        while count > 1 and placed_ahead(bench, draft, able, count) is None:
+            count //= 2  # there is no room for so many
+        attempt(count)
+    for rungs in (LONG_RUNGS, 2 * LONG_RUNGS):
+        stride = ceil(len(able) / rungs)
+        for way in (stride, -stride):
+            while attempt(count + way):
+                pass
+    return best
+
+
 def _climbed(bench: Bench, draft: Draft, choices: Iterable[Draft]) -> Draft:
     """The last of ``choices``, more and more updates ahead of their step, that is worth it."""
     best = draft
-    # Of long steps what they take without updates in the way was not asked.
-    floor = bench.at_least(draft) if bench.is_long else unhindered(bench, draft)
+    floor = unhindered(bench, draft)
     for more in choices:
         if bench.seconds(best) * (1 - MORE_GAIN) <= floor:
             break  # no update is in its way any more
         seconds, before = bench.seconds(more), bench.seconds(best)
         if seconds < before * (1 - MORE_GAIN):
             best = more
-            if bench.is_long and seconds > before * (1 - GAIN):
-                break  # more of them are hardly worth their bytes, let alone the time to find out
-        elif bench.is_long or bench.seconds(more) > bench.seconds(best) * (1 + WORSE):
+        elif seconds > before * (1 + WORSE):
             break  # backward has no time for so many, and the next forward has nothing left to do beside
     return best
 
@@ -153,7 +211,7 @@ def fastest_ahead(bench: Bench, best: Draft, may_take: Callable[[Draft], bool], 
     to nothing that stays, of which simulations are spent in any case."""
     chosen = ahead(bench, best)
     if bench.is_long:
-        return _fastest_of_either_kind(bench, best, chosen, may_take)
+        return chosen  # what it was compared with had updates ahead of their step too
     tried = [best]
     near = chain(more_on_disk(bench, best), _promising(bench, best), bench.fastest(1 + OTHERS))
     for drafts, rungs in ((others, None), (near, FEW_RUNGS), (_lean(bench), RUNGS)):
@@ -196,19 +254,6 @@ def _around(bench: Bench, staying: Sequence[Block]) -> Iterator[Draft]:
         with suppress(DoesNotFit):
             if level is not None:
                 yield at_home(bench, wide(bench, make(level), usual_window(bench)))
-
-
-def _fastest_of_either_kind(bench: Bench, best: Draft, chosen: Draft, may_take: Callable[[Draft], bool]) -> Draft:
-    """``chosen``, or ``ahead`` of the fastest draft of the other kind that ``may_take`` accepts: where activations move
-    if none does in ``best``, which computes less once no update is in its way; where none does otherwise, whose link
-    has time for gradients to land early. There is time for one."""
-    kinds = (draft for draft in bench.fastest(bench.simulated) if bool(draft.activations) != bool(best.activations))
-    other = next(kinds, best)
-    enough = bench.seconds(chosen) * (1 - MORE_GAIN)
-    if other == best or not fits(bench, other) or unhindered(bench, other) >= enough:
-        return chosen
-    more = ahead(bench, other)
-    return more if bench.seconds(more) < bench.seconds(chosen) and may_take(more) else chosen
 
 
 def alike(bench: Bench, one: Draft, other: Draft, least: Callable[[Bench, Draft], float]) -> bool:

@@ -52,7 +52,7 @@ class Nothing:
 
 def test_what_the_searches_do_not_find_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("forebay.planners.layout.arena"), "Turns", Nothing)
-    given = instance(0, Kind(count=120))
+    given = instance(0, Kind(count=100))
     found = lay_out(given, seconds=60)
     check_addresses(found)
     assert found.feasible and found.found_by == "arena: CP-SAT"

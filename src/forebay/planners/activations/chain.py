@@ -55,11 +55,13 @@ _FIELDS = attrgetter(*_PLACES)
 @dataclass(frozen=True)
 class Scope:
     """What a programme may do beside the device: ``host`` are bytes there (None: all that are allowed), ``disk`` says
-    whether anything may be there, ``moves`` whether any activation may leave the device."""
+    whether anything may be there, ``moves`` whether any activation may leave the device, ``ahead`` whether updates may
+    run under backward too."""
 
     host: int | None = None
     disk: bool = True
     moves: bool = True
+    ahead: bool = False
 
 
 ANYTHING = Scope()
@@ -117,7 +119,7 @@ class Chain:
         )
         self._solved: dict[tuple[int, int, Scope], Shares | None] = {}
         self._certain = _certain(costs.machine)
-        self._likely = _likely(costs.machine, problem.overlap_update)
+        self._likely = {ahead: _likely(costs.machine, problem.overlap_update, ahead) for ahead in (False, True)}
         homes = [home for group in self.groups for home in group.homes if home.shared]
         counts = [len(group.blocks) for group in self.groups]
         self._menus = _Columns.of([group.homes for group in self.groups], [group.uses for group in self.groups], counts)
@@ -149,7 +151,7 @@ class Chain:
     def programme(self, device: int, slots: int, scope: Scope = ANYTHING) -> Programme:
         """The programme that ``shares`` solves. With whole blocks it takes branch and bound, for which the library
         writes to stdout now and then; and rounding comes as near (``tests/null/test_chain.py``)."""
-        return self._programme(self._menus, device, slots, self._likely, LEAN, scope)
+        return self._programme(self._menus, device, slots, self._likely[scope.ahead], LEAN, scope)
 
     def read(self, x: NDArray[Any]) -> Shares:
         """What a solution of ``programme`` says."""
@@ -314,13 +316,13 @@ def _certain(machine: Machine) -> Lanes:
     return Lanes.of([*rows, ("fb", {**compute, **host})] if crowding else rows)
 
 
-def _likely(machine: Machine, overlap_update: bool) -> Lanes:
+def _likely(machine: Machine, overlap_update: bool, ahead: bool) -> Lanes:
     """What a step comes near to: updates run under the next forward, or before it where they do not overlap, and
-    fetches for the forward wait for them."""
+    fetches for the forward wait for them; those ``ahead`` of their step under backward too."""
     crossing, crowding = _crossing(machine), Sharing(machine).crowding
     rows = [
         ("f", {"forward": 1.0} if overlap_update else {"forward": 1.0, "update": 1.0}),
-        ("f", {"update": 1.0}),
+        ("fb" if ahead else "f", {"update": 1.0}),
         ("f", {"fetches": 1.0, "offloads": crossing}),
         ("f", {"offloads": 1.0, "fetches": crossing}),
         ("b", {"backward": 1.0}),

@@ -26,6 +26,7 @@ from forebay.planners.parts import (
     streaming_through,
 )
 from forebay.planners.shapes import Filling, filled, options, streamed_through, usual_window, with_needed_slots
+from forebay.planners.speculation import usually
 from forebay.plans import Placement
 from forebay.treatments import Fate, Treatment
 
@@ -85,12 +86,13 @@ def seeds(bench: Bench) -> Iterator[Draft]:
     blocks that are alike in every order. Then those for smaller budgets of device and host, on a ladder that is the
     same whatever the budget: what fits into less fits, and for whole tensors every budget is another knapsack, which
     may be a worse one. Where a simulation takes so long that there is time for a few only (``Bench.is_costly``), one of
-    each comes first: all of one budget are near to each other. Of a long step one of ``still`` comes second.
+    each comes first: all of one budget are near to each other. Of a long step one of ``still`` comes second, and the
+    programme has updates under backward, as the drafts are compared.
     """
     limit = bench.problem.limit(Tier.DEVICE)
     through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
     ways = list(product(through, (_alike, early, spread)))
-    scope = Scope(disk=not _without_a_disk(bench, limit))
+    scope = Scope(disk=not _without_a_disk(bench, limit), ahead=_may_run_ahead(bench))
     for place, draft in enumerate(_seeds(bench, limit, ways, scope)):
         yield draft
         if not place and bench.is_long:
@@ -143,6 +145,12 @@ def _leaner(bench: Bench) -> Iterator[Level]:
         draft = _repaired(bench, bench.chain, slots, order, rung, scope)
         if draft is not None:
             yield draft.level
+
+
+def _may_run_ahead(bench: Bench) -> bool:
+    """Whether updates run under backward in the drafts that are compared (``usually``), where all blocks stream."""
+    streamed = streamed_through(bench, options(bench)[-1], 0, Level(bench.recomputable))
+    return usually(bench, streamed) != streamed
 
 
 def _ladder(bench: Bench, limit: int, scope: Scope) -> Iterator[Draft]:
