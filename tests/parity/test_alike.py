@@ -75,7 +75,7 @@ def test_torch_is_asked_no_more_often_for_more_layers() -> None:
 
     (few, asked_of_few), (many, asked_of_many) = map(recorded, (2, 8))
     assert many - few > 6 * 100
-    assert asked_of_many - asked_of_few < (many - few) / 10
+    assert asked_of_many - asked_of_few < (many - few) / 5  # what is known of integers is asked for each time
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], tuple[Any, tuple[Any, ...]]]] = {
