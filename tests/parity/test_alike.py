@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ class Asked(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.append(func)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def asked(alike: Alike, func: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
@@ -161,6 +172,19 @@ def test_an_op_that_changes_what_a_tensor_looks_like_is_torchs(fakes: FakeTensor
         x = torch.empty(8, 4)
         assert asked(alike, aten.transpose_.default, x, 0, 1)[1] == 1
         assert x.shape == (4, 8)
+        out, flat = torch.empty(0), torch.empty(32)
+        assert asked(alike, aten.neg.out, x, out=out)[1] == 1
+        assert out.shape == (4, 8)
+        with pytest.warns(UserWarning, match="was resized"):  # as many bytes as before, in another shape
+            assert asked(alike, aten.neg.out, x, out=flat)[1] == 1
+        assert flat.shape == (4, 8)
+
+
+def test_a_result_follows_from_the_default_dtype(fakes: FakeTensorMode) -> None:
+    alike, x = Alike(), torch.ones(8, dtype=torch.int64)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        with default_dtype(dtype):
+            assert alike.run(aten.true_divide.Tensor, (x, x), {}).dtype is dtype
 
 
 def test_an_error_is_one_each_time(fakes: FakeTensorMode) -> None:

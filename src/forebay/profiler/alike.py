@@ -103,7 +103,7 @@ class _Result:
 
 @final
 class Alike:
-    """Runs ops under a ``FakeTensorMode``. What is known is that of one step: defaults of torch do not change in it."""
+    """Runs ops under a ``FakeTensorMode``. What is known is that of one step."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Result | None] = {}
@@ -116,19 +116,20 @@ class Alike:
             follows = self._follow[func] = _follows(func)
         inputs = list[torch.Tensor]()
         try:
-            key = (func, _looks(args, inputs), tuple(kwargs), _looks(kwargs.values(), inputs)) if follows else None
+            looks = (_looks(args, inputs), _looks(kwargs.values(), inputs)) if follows else None
         except _NotAlike:
-            key = None
-        if key is None:
+            looks = None
+        if looks is None:
             return func(*args, **kwargs)
+        key = func, looks, tuple(kwargs), torch.get_default_dtype()
         known = self._known.get(key)
         if known is not None:
             return known.again(inputs)
-        storages = [_storage(tensor) for tensor in inputs]
+        before = [(_look(tensor), _storage(tensor)) for tensor in inputs]
         result = func(*args, **kwargs)
         if key not in self._known:
-            # An argument may look otherwise behind an op in place.
-            same = storages == [_storage(tensor) for tensor in inputs] and _looks(inputs, []) == _looks(inputs, [])
+            # An op that makes its argument look otherwise (``out=`` of no elements) does more than return it.
+            same = before == [(_look(tensor), _storage(tensor)) for tensor in inputs]
             self._known[key] = _learnt(result, inputs) if same else None
         return result
 
