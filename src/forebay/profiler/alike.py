@@ -1,8 +1,9 @@
 """Ops on tensors without values: what comes out of one is known where the same op was seen on tensors alike.
 
 A step runs the same ops on tensors of the same shapes once for every layer. ``FakeTensorMode`` has a cache for that;
-to look there and to answer takes two fifths of the time that a step takes to record (GPT-2, and a Llama of 16 layers,
-torch 2.13; docs/log.md). Here it is asked once; after that tensors like those that it has made are made in its place.
+to look there and to answer takes a third to two fifths of the time that a step takes to record (GPT-2, and a Llama of
+16 layers, torch 2.13; docs/log.md). Here it is asked once; after that tensors like those that it has made are made in
+its place.
 
 What is made again is compared with what torch has made before it is believed, down to the dispatch keys. Ops whose
 results follow from more than what their arguments look like are always torch's: those that have values to ask for,
