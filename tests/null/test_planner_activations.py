@@ -16,6 +16,7 @@ from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.homes import at_home
 from forebay.planners.parts import Level, all_resident
 from forebay.planners.search import TIE
+from forebay.planners.speculation import ahead
 from forebay.plans import Placement, Plan, Streaming
 from forebay.trace import Trace
 from forebay.treatments import Fate, Selection, Treatment
@@ -201,6 +202,8 @@ def test_no_step_takes_less_than_is_said(kind: str, bandwidth: float) -> None:
     assert len({len(draft.resident) for draft in drafts}) > 1
     for draft in drafts:
         assert 0 < bench.at_least(draft) <= bench.seconds(draft) * (1 + 1e-9)
+        more = ahead(bench, draft)
+        assert bench.at_least(draft) <= bench.at_least(more) <= bench.seconds(more) * (1 + 1e-9)
     updates = bench.at_least(everything) - bench.computing(everything)
     touched = sum(bench.costs.touched(block) for block in bench.model.blocks)
     assert updates == pytest.approx(touched / bandwidth)

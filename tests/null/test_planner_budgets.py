@@ -13,33 +13,39 @@ from forebay.budgets import DiskBudget
 from forebay.errors import DoesNotFit
 from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.homes import at_home
-from forebay.planners.search import TIE
+from forebay.planners.search import PLAIN, TIE
 from forebay.plans import Plan
 from forebay.units import MiB
 from tests.null.planning import asked, chain, machine, whole_drafts
 from tests.null.test_planner_properties import problems
 
 
-def seconds(problem: Problem) -> float | None:
-    """Of a step; None where nothing fits."""
+def planned(problem: Problem) -> Plan | None:
+    """None where nothing fits."""
     try:
-        plan: Plan = make_plan(problem, "auto")
+        return make_plan(problem, "auto")
     except DoesNotFit:
         return None
-    return plan.step_seconds
+
+
+def is_no_slower(more: Plan | None, less: Plan) -> bool:
+    """Whether ``more`` takes no longer a step than ``less`` does, but for a tie: of plans that differ by no more the
+    simpler one is taken; and where everything stays as it is, that is taken for ``PLAIN``."""
+    if more is None or more.step_seconds is None or less.step_seconds is None:
+        return False
+    plain = not more.recompute and not more.activations and all(p.resident for p in more.placements)
+    return more.step_seconds <= less.step_seconds * (1 + (PLAIN if plain else TIE))
 
 
 @settings(max_examples=20)
 @given(problems(), st.integers(1, 64), st.integers(1, 64))
 def test_more_device_memory_is_not_slower(problem: Problem, first: int, second: int) -> None:
-    """But for a tie: of plans that differ by no more the simpler one is taken."""
     low, high = sorted((first, second))
     less, more = (
-        seconds(replace(problem, budget=replace(problem.budget, device=problem.budget.device * part // 32 + 1)))
+        planned(replace(problem, budget=replace(problem.budget, device=problem.budget.device * part // 32 + 1)))
         for part in (low, high)
     )
-    if less is not None:
-        assert more is not None and more <= less * (1 + TIE)
+    assert less is None or is_no_slower(more, less)
 
 
 @settings(max_examples=12)
@@ -47,9 +53,8 @@ def test_more_device_memory_is_not_slower(problem: Problem, first: int, second: 
 def test_more_host_memory_or_disk_is_not_slower(problem: Problem, first: int, second: int, tier: str) -> None:
     """From nothing to what all parameters, gradients and states take, and the buffers on the way to disk."""
     low, high = (with_room(problem, tier, part) for part in sorted((first, second)))
-    less, more = seconds(low), seconds(high)
-    if less is not None:
-        assert more is not None and more <= less * (1 + TIE)
+    less, more = planned(low), planned(high)
+    assert less is None or is_no_slower(more, less)
 
 
 def with_room(problem: Problem, tier: str, part: int) -> Problem:

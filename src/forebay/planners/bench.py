@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import final
@@ -15,11 +15,12 @@ from forebay.lowering.liveness import updating_nbytes
 from forebay.memory import Tier
 from forebay.planners.activations.chain import Chain, standing_nbytes
 from forebay.planners.activations.coding import changes
-from forebay.planners.activations.groups import groups_of
+from forebay.planners.activations.groups import Use, groups_of
 from forebay.planners.activations.named import again_seconds, moved_nbytes
 from forebay.planners.coarse import Coarseness
 from forebay.planners.known import Known
 from forebay.planners.parts import (
+    DEDICATED,
     RESIDENT,
     Draft,
     Level,
@@ -31,7 +32,7 @@ from forebay.planners.parts import (
     turns,
 )
 from forebay.planners.problem import Problem
-from forebay.plans import Plan, Streaming, Update, used_up
+from forebay.plans import Placement, Plan, Streaming, Update, used_up
 from forebay.program import Outline, Program, Sketch
 from forebay.simulation import Costs, Forecast, Score, pace, play, settled_seconds, summarise
 from forebay.states import state_changes
@@ -356,7 +357,7 @@ class Bench:
         sizer, there = self.sizer(draft.streaming.update_chunk), (Update.DEVICE, Update.STORAGE)
         hosted = [(b, p) for b, p in zip(self.model.blocks, draft.placements, strict=True) if not p.resident]
         states = [(sizer.state_nbytes(b.name), p.states) for b, p in hosted if p.update is not Update.STORAGE]
-        updated = [b for b, p in hosted if p.update not in there]
+        updated = [p for _, p in hosted if p.update not in there]
         # A trained block comes at least once a step, because its update made what a slot holds stale.
         trained = sum(b.nbytes for b, _ in hosted if b.gradient_nbytes)
         gradients = sum(b.gradient_nbytes for b, _ in hosted)
@@ -365,7 +366,7 @@ class Bench:
             Lane.COMPUTE: self.computing(draft) + self.updating(draft),
             Lane.H2D: (trained + moved) / machine.h2d.curve.best,
             Lane.D2H: gradients / machine.d2h.curve.best + moved / machine.leaving.curve.best,
-            Lane.UPDATE: sum(self.costs.update_seconds(b.name, 2 * sizer.state_nbytes(b.name)) for b in updated),
+            Lane.UPDATE: sum(self._updates_at_home.get(p.block, 0.0) * self._apart(p) for p in updated),
         }
         if machine.disk is not None:
             written = sum(nbytes for nbytes, tier in states if tier is Tier.DISK)
@@ -395,9 +396,25 @@ class Bench:
     @cached_property
     def _updates(self) -> Mapping[str, float]:
         """The same of each block, if it stays."""
-        groups = () if self.chain is None else self.chain.groups
-        staying = ((group, home.use) for group in groups for home in group.homes if home.tiers == RESIDENT)
-        return {block: use.backward for group, use in staying for block in group.blocks}
+        return {block: use.backward for block, use in self._uses(RESIDENT)}
+
+    @cached_property
+    def _updates_at_home(self) -> Mapping[str, float]:
+        """Seconds of an update in place on the host, of each block."""
+        return {block: use.update for block, use in self._uses(DEDICATED)}
+
+    def _uses(self, tiers: tuple[Tier, Tier, Tier]) -> Iterator[tuple[str, Use]]:
+        """What each block costs that may be at home in ``tiers``; of none without a trace."""
+        for group in () if self.chain is None else self.chain.groups:
+            for home in group.homes:
+                if home.tiers == tiers:
+                    yield from ((block, home.use) for block in group.blocks)
+
+    def _apart(self, placement: Placement) -> float:
+        """How many times as long as in place an update on the host takes that is so."""
+        # What comes from disk and goes there is updated where it lies in between.
+        apart = placement.update is Update.AHEAD and not placement.on_disk
+        return self.costs.apart if apart else 1.0
 
     @property
     def chain(self) -> Chain | None:

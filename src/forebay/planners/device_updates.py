@@ -64,7 +64,8 @@ def there(bench: Bench, draft: Draft) -> Draft:
     # What a step takes at least if no update on the host holds it up.
     if not able or bench.at_least(draft.updating(Update.DEVICE, able)) > enough:
         return draft
-    if bench.is_long and _least(bench, draft) > enough:
+    # Where nothing is fetched ahead, compute would wait for all that updates bring: another base may gain.
+    if bench.is_long and draft.streaming.prefetch_distance and _least(bench, draft) > enough:
         return draft
     best, bases = draft, {base: _least(bench, base) for base in _bases(bench, draft, _window(bench, draft, able))}
     # Of those whose steps are the same with and without, one will do.
@@ -224,9 +225,11 @@ def _least(bench: Bench, base: Draft) -> float:
 
 def _bases(bench: Bench, draft: Draft, window: int) -> list[Draft]:
     """Drafts that leave ``window`` bytes of the device: ``draft``, if it does, and those that are filled as far as
-    that; where there are none of these, ``draft`` itself, through a narrower window. Of a long model the first only."""
+    that; where there are none of these, ``draft`` itself, through a narrower window. Of a long model one only, and one
+    that fetches ahead."""
     limit = bench.problem.limit(Tier.DEVICE) - window
-    found = [draft] if bench.device(draft) <= limit else []
+    is_base = bench.device(draft) <= limit and (not bench.is_long or draft.streaming.prefetch_distance > 0)
+    found = [draft] if is_base else []
     level, slots = on_host(bench, draft).level, options(bench)
 
     def through(slots: tuple[int, ...], how: Filling, level: Level = level) -> Draft:
@@ -238,5 +241,6 @@ def _bases(bench: Bench, draft: Draft, window: int) -> list[Draft]:
         found += [through(slots[-1], Filling()), through(slots[0], SHARED)]
         # With updates out of the way fewer blocks need to stay, which leaves room for activations.
         found.append(through(slots[0], SHARED, KEPT))
-    settled = [at_home_anew(bench, base) for base in dict.fromkeys(found) if bench.device(base) <= limit]
-    return [usually(bench, base) for base in settled if base is not None] or [draft]
+    tried = (at_home_anew(bench, base) for base in dict.fromkeys(found) if bench.device(base) <= limit)
+    settled = [base for base in tried if base is not None] or [draft]
+    return [usually(bench, base) for base in settled] if bench.is_long else settled

@@ -129,7 +129,8 @@ class Costs:
         blocks together."""
         self.device_update_rate = rate_on_device(trace, machine, masters)
         self._by_block = rates_by_block(trace, machine)
-        self._apart = apart(trace.state_names)
+        self.apart = apart(trace.state_names)
+        """How many times as long an update takes from one copy of a block to another as one in place."""
         self.storage_rate = storage_rate(trace, machine, self.update_rate)
         """The most bytes/s of an update beside the storage: what it touches, with the states read before it and written
         after it where a process on the host does it."""
@@ -270,7 +271,7 @@ class Costs:
                 # Where the device is the host's processor, what is on it is updated as at home.
                 if action.lane is Lane.COMPUTE or (action.lane is Lane.DEVICE_UPDATE and machine.device_kind != "cpu"):
                     return self.device_update_seconds(action.block, nbytes)
-                return self.update_seconds(action.block, nbytes) * (self._apart if action.apart else 1.0)
+                return self.update_seconds(action.block, nbytes) * (self.apart if action.apart else 1.0)
             case Verb.READ:
                 return self._disk(action).read.seconds(nbytes)
         return self._disk(action).write.seconds(nbytes)
