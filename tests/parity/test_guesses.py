@@ -17,6 +17,9 @@ from forebay.errors import CaptureFailed, DoesNotFit
 from forebay.memory import Tier
 from forebay.profiler.capture import capture
 from forebay.profiler.granted import CHECKED, DECIDED, DRAWN, MADE_UP, MASKED
+from forebay.profiler.guesses import Draw
+from forebay.profiler.host_draws import STEERED, steer
+from forebay.runtime.generators import drawn_alike
 from forebay.trace import Trace
 from tests.parity.capture_rig import real_peak, traced_peak
 from tests.parity.compare import assert_same_training
@@ -56,6 +59,21 @@ def some_left_out(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> to
         if torch.rand([], generator=draw) < 0.5:
             continue
         x = x + half * layer(x).tanh()
+    return (x * model.layers[0].weight.sum()).square().mean()
+
+
+def left_out_by_python(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    return through_some(model, x, random.random)
+
+
+def left_out_by_numpy(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    return through_some(model, x, np.random.uniform)
+
+
+def through_some(model: Deciding, x: torch.Tensor, drawn: Callable[[], float]) -> torch.Tensor:
+    for layer in model.layers:
+        if drawn() >= 0.5:
+            x = x + layer(x).tanh()
     return (x * model.layers[0].weight.sum()).square().mean()
 
 
@@ -122,7 +140,9 @@ def only_one_way(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> tor
     return x.square().mean()
 
 
-DECISIONS = (some_left_out, sometimes_twice, up_to_three_times, checked, matched)
+ELSEWHERE = (left_out_by_python, left_out_by_numpy)
+DRAWING = (some_left_out, sometimes_twice, up_to_three_times)
+DECISIONS = (*DRAWING, checked, matched)
 
 
 def traced(forward: Forward) -> Trace:
@@ -141,15 +161,65 @@ def test_it_trains_within_what_is_asked_for(forward: Forward) -> None:
     forebay.close(model)
 
 
-@pytest.mark.parametrize("forward", DECISIONS)
+def seeded(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("forward", ELSEWHERE)
+def test_what_python_and_numpy_draw_trains_within_what_is_asked_for(forward: Forward) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        seeded(1)
+        losses = []
+        for number in range(8):
+            loss = model(**batch(number))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Deciding(forward)
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    expected = trained(*made())
+    with pytest.raises(DoesNotFit) as refused:
+        forebay.prepare(*made(), batch(0), device_memory="4KiB", device="cpu")
+    needed = refused.value.needed + 4  # and the loss of the step before
+    model, optimizer = forebay.prepare(*made(), batch(0), device_memory=needed, device="cpu")
+    assert trained(model, optimizer) == expected
+    assert forebay.report(model).timeline.peaks[Tier.DEVICE] <= needed
+    forebay.close(model)
+
+
+def test_what_trains_nothing_is_no_extreme() -> None:
+    """With all layers left out there is no backward, here and in plain PyTorch."""
+
+    def squared(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+        return model.through(x).square().mean()
+
+    def all_left_out(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+        return squared(model, x, draw) if random.random() >= 0.5 else x.square().mean()
+
+    trace = traced(all_left_out)
+    assert not trace.extremes and traced_peak(trace) == real_peak(Deciding(squared), batch(0))
+
+
+@pytest.mark.parametrize("forward", [*DECISIONS, *ELSEWHERE])
 def test_no_step_takes_more_than_the_traces(forward: Forward) -> None:
     torch.manual_seed(0)
     trace, model = traced(forward), Deciding(forward)
     most = max(traced_peak(one) for one in trace.routings)
-    taken = {real_peak(model, batch(number)) for number in range(24)}
+    taken = set()
+    for number in range(24):
+        seeded(number)
+        taken.add(real_peak(model, batch(number)))
     assert max(taken) == most
     # Which of them it is, is drawn.
-    assert (len(taken) > 1) == (forward in DECISIONS[:3])
+    assert (len(taken) > 1) == (forward in (*DRAWING, *ELSEWHERE))
 
 
 def test_masks_take_no_more_than_all_elements() -> None:
@@ -166,14 +236,13 @@ def test_masks_take_no_more_than_all_elements() -> None:
 @pytest.mark.parametrize(
     ("forward", "notes"),
     [
-        (some_left_out, [DRAWN]),
-        (sometimes_twice, [DRAWN]),
-        (up_to_three_times, [DRAWN]),
+        *((forward, [DRAWN]) for forward in (*DRAWING, *ELSEWHERE)),
         (checked, [CHECKED]),
         (some_missing, [CHECKED, MASKED]),
         (matched, [MADE_UP]),
         (only_one_way, [DECIDED]),
         (lambda model, x, draw: model.through(x).sum() * torch.rand((), generator=draw), []),
+        (lambda model, x, draw: model.through(x).sum() * random.random() * np.random.random(), []),
     ],
 )
 def test_what_is_taken_for_granted_is_said(forward: Forward, notes: list[str]) -> None:
@@ -220,6 +289,28 @@ def test_what_floats_decide_otherwise_is_not_guessed(forward: Forward) -> None:
         traced(forward)
 
 
+def highest_and_lowest() -> tuple[float, ...]:
+    return (*(random.random() for _ in range(STEERED)), *np.random.random(STEERED))
+
+
+def test_python_and_numpy_draw_what_is_asked_for_and_then_any_numbers() -> None:
+    """Whoever draws again until a number is another one comes to an end."""
+    with drawn_alike():
+        has_drawn = steer(Draw.HIGHEST)
+        assert not has_drawn()
+        assert set(highest_and_lowest()) == {1 - 2**-53}
+        assert has_drawn()
+        steer(Draw.LOWEST)
+        assert set(highest_and_lowest()) == {0.0}
+        assert len(set(highest_and_lowest())) == 2 * STEERED
+        steer(Draw.LOWEST)
+        assert random.normalvariate(0, 1) != random.normalvariate(0, 1)
+        for draw in (random.random, np.random.random):
+            has_drawn = steer(Draw.HIGHEST)
+            draw()
+            assert has_drawn()
+
+
 def drawn() -> tuple[Any, ...]:
     return random.random(), np.random.random(), float(torch.rand(()))
 
@@ -228,15 +319,10 @@ def test_nobody_draws_other_numbers_for_it() -> None:
     def everywhere(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
         return model.through(x).mean() * sum(drawn())
 
-    def seeded() -> None:
-        random.seed(1)
-        np.random.seed(1)
-        torch.manual_seed(1)
-
     model = Deciding(everywhere)
-    seeded()
+    seeded(1)
     expected = drawn()
-    seeded()
+    seeded(1)
     optimizer = torch.optim.AdamW(model.parameters())
     prepared, _ = forebay.prepare(model, optimizer, batch(0), device_memory="1MiB", device="cpu")
     assert drawn() == expected

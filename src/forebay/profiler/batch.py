@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from forebay.tiers.host import available_host_memory
 from forebay.units import format_bytes
 
 __all__ = [
+    "NothingToTrain",
     "call_arguments",
     "count_tokens",
     "integers_for",
@@ -111,12 +112,21 @@ def with_values(batch: Any, model: nn.Module, device: torch.device | str, seed: 
     return tree_unflatten(made, spec)
 
 
+@final
+class NothingToTrain(CaptureFailed):
+    """A forward has made nothing that requires a gradient: there is no backward."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's forward returned nothing that requires a gradient")
+
+
 def scalar_loss(output: Any) -> tuple[torch.Tensor, int]:
-    """What to call backward on, and the bytes that the user's own loss may take where it is not in the model."""
+    """What to call backward on, and the bytes that the user's own loss may take where it is not in the model. Raises
+    ``NothingToTrain``."""
     trained = torch.is_grad_enabled()  # in an evaluation nothing requires a gradient
     floats = [t for t in _leaves(output) if t.is_floating_point() and (t.requires_grad or not trained)]
     if not floats:
-        raise CaptureFailed("the model's forward returned nothing that requires a gradient")
+        raise NothingToTrain
     scalar = next((t for t in floats if t.numel() == 1), None)
     if scalar is not None:
         return scalar if scalar.dim() == 0 else scalar.sum(), 0

@@ -33,6 +33,7 @@ from forebay.profiler.batch import call_arguments, count_tokens, integers_for, s
 from forebay.profiler.finish import finish
 from forebay.profiler.guesses import Guess
 from forebay.profiler.guessing import Run, Undecided, guessed
+from forebay.profiler.host_draws import steer
 from forebay.profiler.modes import as_trained
 from forebay.profiler.optimizers import optimizer_kept
 from forebay.profiler.recorder import Recorder
@@ -222,6 +223,7 @@ class _Step:
         so."""
         recorder = self.recorder
         with as_written(), drawn_alike(), FakeTensorMode(allow_non_fake_inputs=True):
+            has_drawn = steer(self._guess.draw)
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)
             chunked = self._cut_loss()
@@ -243,6 +245,7 @@ class _Step:
                     raise Undecided(recorder.undecided, tuple(reversed(recorder.values.decided_at))) from error
                 raise CaptureFailed(self._why(error)) from error
             finally:
+                recorder.values.drawn |= has_drawn()
                 seen.remove()
                 if chunked is not None:
                     chunked.remove()

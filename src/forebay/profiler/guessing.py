@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, final
 
 from forebay.errors import CaptureFailed
+from forebay.profiler.batch import NothingToTrain
 from forebay.profiler.granted import granted
 from forebay.profiler.guesses import Draw, Guess, Place
 from forebay.profiler.recorder import Recorder
@@ -112,7 +113,10 @@ def _others(trace: Trace, guesses: Iterable[Guess], run: Running, answers: dict[
     as good as any."""
     found: list[Trace] = []
     for guess in guesses:
-        other = _settled(run, guess, answers).trace
+        try:
+            other = _settled(run, guess, answers).trace
+        except NothingToTrain:
+            continue  # nobody trains so: plain PyTorch has no backward either
         if _is_same(other, trace):
             break
         if not any(_is_same(other, one) for one in found):

@@ -78,9 +78,9 @@ class Values:
     ``picked`` says whether picks had to be made up, ``asked`` whether a size or a Python value was then asked for that
     follows from them, and ``routed`` whether all of them are picks of a router's kind, which follow ``guess``: distinct
     ones among more, along the last dimension. Others are always balanced. ``drawn`` says whether a single number was
-    drawn at random, by ``guess``, ``checked`` whether all elements of a tensor were asked about (``PASSED``),
-    ``masked`` whether elements were chosen by a mask that nobody knows, ``decided`` how often a value was asked for
-    that nobody has, and ``decided_at`` where, the last place last.
+    drawn at random, by ``guess`` (also of Python and NumPy, ``host_draws``), ``checked`` whether all elements of a
+    tensor were asked about (``PASSED``), ``masked`` whether elements were chosen by a mask that nobody knows,
+    ``decided`` how often a value was asked for that nobody has, and ``decided_at`` where, the last place last.
     """
 
     def __init__(self, roots: Roots, guess: Guess) -> None:
