@@ -94,7 +94,8 @@ class Block:
 
     ``modules`` are the names of the modules whose forward needs them. ``held`` says that these modules enclose
     other blocks, so that the parameters are in use while the other blocks stream. ``nbytes`` is the length of the
-    flat buffer, padding included.
+    flat buffer, padding included. ``beside`` are the blocks that the model itself runs again in backward together with
+    this one (a checkpoint of its own around several): the parameters of all are there until each has gone backward.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Block:
     modules: tuple[str, ...]
     nbytes: int
     held: bool = False
+    beside: tuple[str, ...] = ()
 
     @cached_property
     def module(self) -> str | None:

@@ -193,3 +193,10 @@ def test_frozen_parameters_may_have_any_dtype() -> None:
     specs = {p.name: p for b in find_blocks(model).model.blocks for p in b.parameters}
     assert specs["table"].dtype == "float64" and specs["codes"].dtype == "int8"
     assert not specs["table"].trainable and not specs["codes"].trainable
+
+
+def test_modules_of_torchscript_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+    for scripted, what in ((model, "module 1"), (torch.jit.trace(nn.Linear(8, 8), torch.ones(1, 8)), "the model")):
+        with pytest.raises(ModelError, match=rf"^{what} is TorchScript's .*the model as it was before"):
+            find_blocks(scripted)

@@ -52,6 +52,8 @@ def check_names(trace: Trace, plan: Plan) -> None:
             raise _invalid(name, f"the plan names block {name} twice in recompute; keep one")
     for placement in plan.placements:
         _check_slots(blocks[placement.block], placement, plan)
+    for block in blocks.values():
+        _check_beside(block, blocks, plan)
 
 
 def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
@@ -68,6 +70,21 @@ def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
                 f"block {block.name} passes through a {what} of {needed} bytes and the largest has "
                 f"{max(sizes, default=0)}; make a {what} larger, or place the block elsewhere",
             )
+
+
+def _check_beside(block: Block, blocks: Mapping[str, Block], plan: Plan) -> None:
+    """What the model itself runs again together is there together: each of them that streams has a slot."""
+    streamed = {p.block for p in plan.placements if p.parameters is not Tier.DEVICE}
+    together = [blocks[name] for name in (block.name, *block.beside) if name in streamed] if block.beside else []
+    needed = sorted((b.nbytes for b in together), reverse=True)
+    slots = sorted(plan.streaming.slots, reverse=True)
+    if len(needed) > len(slots) or any(slot < nbytes for nbytes, slot in zip(needed, slots, strict=False)):
+        raise _invalid(
+            block.name,
+            f"the model runs blocks {listed([b.name for b in together])} again together, in a checkpoint of its own: "
+            f"they need slots of {needed} bytes and there are {slots}; give the plan more slots, or make the model's "
+            "checkpoints smaller",
+        )
 
 
 def layouts(trace: Trace, plan: Plan) -> dict[str, StateLayout]:

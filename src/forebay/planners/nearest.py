@@ -60,9 +60,10 @@ def expect_there_in_backward(bench: Bench, plan: Plan) -> None:
     levels = (KEPT, Level(bench.recomputable)) if plan.planner == AUTO else ()
     (remedy,) = _all_on_device(bench, levels)
     raise CannotServe(
-        f"the model checkpoints a function that reads parameters of {away[0]} itself, outside of its forward, and "
-        f"in backward nothing says when to bring them; take that checkpoint out of the model (a plan recomputes "
-        f"where it gains by it), call the module inside it, or give {remedy.words}",
+        f"a checkpoint of the model's own reads parameters of {away[0]} in backward, and nothing says when to bring "
+        f"them: it is one with use_reentrant=True, or one around a function that reads them itself, outside of their "
+        f"module's forward; give it use_reentrant=False, call the module inside it, take it out of the model (a plan "
+        f"recomputes where it gains by it), or give {remedy.words}",
         nearest=(remedy,),
     )
 

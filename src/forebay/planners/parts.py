@@ -214,10 +214,14 @@ def slot_options(shared: Sequence[Block], most: int = SHARED_SLOTS) -> list[tupl
 
 
 def sizes_at_once(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
-    """Bytes of the blocks, largest first, of every module whose forward needs several at once: its own, and those of
-    the modules around it (a tied head inside a block of its own, say)."""
+    """Bytes of the blocks, largest first, of everything that needs several at once: of every module, for its forward
+    (its own, and those of the modules around it: a tied head inside a block of its own, say), and of what the model
+    itself runs again together."""
     found = set()
     of: dict[str, list[int]] = {}
+    again = {frozenset((block.name, *block.beside)) for block in blocks if block.beside}
+    for names in again:
+        found.add(tuple(sorted((block.nbytes for block in blocks if block.name in names), reverse=True)))
     for place, block in enumerate(blocks):
         for name in block.modules:
             of.setdefault(name, []).append(place)

@@ -37,6 +37,7 @@ from forebay.profiler.host_draws import steer
 from forebay.profiler.modes import as_trained
 from forebay.profiler.optimizers import optimizer_kept
 from forebay.profiler.recorder import Recorder
+from forebay.profiler.run_again import needing_each_other
 from forebay.profiler.work import Call
 from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
@@ -98,6 +99,7 @@ def capture(
     if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
         raise ModelError("batch holds no tensors; give what the model's forward is called with, as a dict or a tuple")
     bound, outside = find_blocks(model, blocks, keeping=keeping), set[str]()
+    together = set[frozenset[str]]()
     head = _head(model) if loss_piece else None
     wanted = torch.device(device)
     notes: list[str] = []
@@ -116,9 +118,10 @@ def capture(
             outside.update(step.recorder.read_outside)
             bound = find_blocks(model, blocks, outside, keeping=keeping)
             step = stepped(guess)
+        together.update(step.recorder.again.together)
         trace = finish(
             step.recorder,
-            bound.model,
+            needing_each_other(bound.model, together),
             device="cuda" if wanted.type == "cuda" else "cpu",
             optimizer=name,
             state_names=states,

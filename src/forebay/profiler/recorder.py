@@ -19,6 +19,7 @@ from forebay.errors import CaptureFailed, ModelError
 from forebay.memory import Kind
 from forebay.profiler.guesses import Guess
 from forebay.profiler.roots import Handle, Roots
+from forebay.profiler.run_again import RunAgain
 from forebay.profiler.unlike import TrueResults
 from forebay.profiler.values import LIFTS, Unknown, Values, is_fake
 from forebay.profiler.work import Works, is_view, tensors_in
@@ -82,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self._askers: dict[int, Block] = {}  # by the number of a parameter's root
         # Those of which backward reads a parameter itself, not what autograd has saved of it, at such a time.
         self.read_in_backward: set[str] = set()
+        self.again = RunAgain()
         self._parameters: dict[int, Block] = {}  # by id: the recorder's owner holds them
         self._asking: Counter[str] = Counter()  # modules that ask for a block and run
         # By call: how many ops of the step had run when the last tensor was saved in it.
@@ -141,6 +143,8 @@ class Recorder(TorchDispatchMode):
             else:
                 if self._running:
                     self.read_outside.add(block)
+                if self.phase is Phase.BACKWARD:
+                    self.again.called(block)
                 self._calls += 1
                 place = (block, self._calls)
                 self.given[self._calls] = self._arguments(args, kwargs)
@@ -327,6 +331,8 @@ class Recorder(TorchDispatchMode):
         outputs = tensors_in(result)
         # Before the silent ones are left out: what views a weight is about to read it.
         if self.phase is Phase.BACKWARD and outputs:
+            if not self._running and not is_view(func):  # a checkpoint detaches what it saves
+                self.again.goes_on()
             self._follow_reads_in_backward(inputs)
         if self._is_silent(func, outputs):
             self.roots.now = max(len(self.ops) - 1, 0)

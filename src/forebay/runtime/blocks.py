@@ -54,10 +54,11 @@ def find_blocks(
     the root's does too, and so it does for modules that several of the repeated ones have, or one of them and what lies
     around: they run while one of these is in use.
 
-    Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, and for a root
-    that was compiled in place.
+    Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, for a root
+    that was compiled in place, and for modules of TorchScript.
     """
     refuse_compiled_root(root)
+    _refuse_scripted(root)
     _refuse_holding(root)
     parameters = dict(root.named_parameters())
     names = _names(root)
@@ -146,6 +147,17 @@ def at_every_place(model: nn.Module, values: Mapping[str, torch.Tensor]) -> dict
             if tensor is not None and id(tensor) in own:
                 places[f"{path}.{name}" if path else name] = own[id(tensor)]
     return places
+
+
+def _refuse_scripted(root: nn.Module) -> None:
+    """Raises ``ModelError`` for a module of TorchScript: it takes no hooks, and its ops are seen by nobody."""
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"module {name}" if name else "the model"
+            raise ModelError(
+                f"{what} is TorchScript's (torch.jit.script, torch.jit.trace), and nothing can be brought in front of its "
+                "ops; give prepare() the model as it was before, and compile blocks with torch.compile if at all"
+            )
 
 
 def _refuse_holding(root: nn.Module) -> None:
