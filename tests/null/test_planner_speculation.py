@@ -15,12 +15,10 @@ from forebay.checking import check
 from forebay.machine import Machine
 from forebay.memory import Tier
 from forebay.planners import Bench, Problem, alternatives, make_plan
-from forebay.planners.auto import searched
 from forebay.planners.homes import more_on_disk
 from forebay.planners.parts import Draft
 from forebay.planners.policies import POLICIES, settled
 from forebay.planners.reasons import bought_by_speculation
-from forebay.planners.shapes import levels
 from forebay.planners.speculation import (
     GAIN,
     MORE_GAIN,
@@ -150,8 +148,8 @@ def test_of_a_long_model_as_many_are_tried_as_backward_has_time_for(update: floa
     assert bench.seconds(found) <= (1 + GAIN) * min(map(bench.seconds, every))
 
 
-def test_drafts_are_judged_with_as_many_as_there_is_room_for() -> None:
-    """None where the host has no room for the second copies."""
+def test_long_drafts_are_compared_with_as_many_as_there_is_room_for() -> None:
+    """None where the host has no room for the second copies; what is not long as it is."""
     on = machine(compute=4e8, h2d=1e9, d2h=1e9, update=1e8)
     trace = chain(80, width=64, saved=1, activation=64)
     bench = Bench(asked(trace, on, device=60_000))
@@ -162,18 +160,9 @@ def test_drafts_are_judged_with_as_many_as_there_is_room_for() -> None:
     assert usually(bench, usual) == usual
     full = bench.with_limits(asked(trace, on, device=60_000, host=bench.arenas(draft).host))
     assert usually(full, draft) == draft
-
-
-def test_what_is_fast_with_updates_ahead_is_searched_for_where_they_are_in_the_way() -> None:
-    """The fastest with no updates ahead is not the fastest with them."""
-    trace = chain(20, width=64, saved=4, activation=1024)
-    asked_for = asked(trace, machine(compute=1.2e9, h2d=4.5e8, d2h=4.5e8, update=1.4e9), device=1_700_000)
-    bench = Bench(asked_for)
-    first, second = (searched(bench, levels(bench), seeded=True, ahead=given) for given in (False, True))
-    assert bench.seconds(first) < bench.seconds(second)
-    assert judged(bench, second) < (1 - GAIN) * judged(bench, first)
-    plan = make_plan(asked_for, "auto")
-    assert plan.step_seconds is not None and plan.step_seconds <= judged(bench, second)
+    short = Bench(problem(on))
+    draft = settled(short, POLICIES["stream"])
+    assert not short.is_long and usually(short, draft) == draft
 
 
 def on_disk(bench: Bench) -> Draft:

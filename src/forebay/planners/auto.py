@@ -54,7 +54,7 @@ from forebay.planners.shapes import (
     streamed_through,
     usual_window,
 )
-from forebay.planners.speculation import GAIN, candidates, fastest_ahead, judged, unhindered
+from forebay.planners.speculation import fastest_ahead, judged
 from forebay.plans import Plan
 
 __all__ = ["auto", "first_that_fits", "proven", "searched", "without_a_trace"]
@@ -106,23 +106,14 @@ def _fastest_of_all(bench: Bench) -> Draft:
 def _opinions(bench: Bench) -> list[Draft]:
     """The fastest draft that a search around the programme finds, and the fastest of each of the simplest policies for
     activations, the fastest of all first. Each is searched for with simulations of its own: what the programme proposes
-    would use up those of the others, and what waits for links and updates is not in it. Where updates are in the way of
-    the first, it is also searched for what is fast once they run ahead of their step; of a long step for that alone."""
-    seconds = partial(judged, bench) if bench.is_long else bench.seconds
+    would use up those of the others, and what waits for links and updates is not in it."""
     found = [searched(bench, levels(bench), seeded=True)]
-    if not bench.is_long and _waits_for_updates(bench, found[0]):
-        found.append(searched(bench, levels(bench), seeded=True, ahead=True))
     for level in dict.fromkeys((KEPT, Level(bench.recomputable))):
         # What the level computes is the least of its steps, whatever is where.
-        if bench.computing(level) < seconds(found[0]) and anything_fits(bench, [level]):
+        if bench.computing(level) < judged(bench, found[0]) and anything_fits(bench, [level]):
             best = Search(bench, [level]).run()
             found += [best] if best is not None else []
-    return sorted(found, key=seconds)
-
-
-def _waits_for_updates(bench: Bench, draft: Draft) -> bool:
-    """Whether updates are in the way of ``draft`` that could run ahead of their step."""
-    return bool(candidates(bench, draft)) and unhindered(bench, draft) < bench.seconds(draft) * (1 - GAIN)
+    return sorted(found, key=partial(judged, bench))
 
 
 def _by_the_drives(bench: Bench, best: Draft) -> Draft:
@@ -170,12 +161,10 @@ def proven(bench: Bench, draft: Draft) -> bool:
     return bench.fault_of(bench.plan("auto", draft)) is None
 
 
-def searched(
-    bench: Bench, among: Sequence[Level], *, seeded: bool = False, ahead: bool = False, single_blocks: bool = True
-) -> Draft:
+def searched(bench: Bench, among: Sequence[Level], *, seeded: bool = False, single_blocks: bool = True) -> Draft:
     """The fastest draft found that recomputes what one of ``among`` names or what lies between them and, if ``seeded``,
-    what the programme over all blocks proposes; without ``single_blocks`` that of the shapes alone. ``ahead``: see
-    ``Search``. Raises ``DoesNotFit``."""
+    what the programme over all blocks proposes; without ``single_blocks`` that of the shapes alone. Raises
+    ``DoesNotFit``."""
     lean = leanest(bench) if seeded else []
     if seeded and not anything_fits(bench, [*map(narrow, lean), *among]):
         lean.append(all_moved(bench))  # what the programme counts for a block may be more than moving all of it needs
@@ -183,9 +172,9 @@ def searched(
     if not anything_fits(bench, [*narrowest, *among]):
         least = least_device(bench, [*among, *narrowest])
         raise refused(bench, device_too_small(bench, least), least)
-    proposed = chain(seeds(bench, ahead=ahead), drafted(bench, lean))
+    proposed = chain(seeds(bench), drafted(bench, lean))
     guided = (staying(bench), swapped(bench), still(bench), proposed) if seeded else ()
-    search = Search(bench, among, guided, ahead=ahead)
+    search = Search(bench, among, guided)
     best = search.run(single_blocks=single_blocks)
     if best is None:
         # The disk first: a host that is large enough is there already.

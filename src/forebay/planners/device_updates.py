@@ -242,5 +242,4 @@ def _bases(bench: Bench, draft: Draft, window: int) -> list[Draft]:
         # With updates out of the way fewer blocks need to stay, which leaves room for activations.
         found.append(through(slots[0], SHARED, KEPT))
     tried = (at_home_anew(bench, base) for base in dict.fromkeys(found) if bench.device(base) <= limit)
-    settled = [base for base in tried if base is not None] or [draft]
-    return [usually(bench, base) for base in settled] if bench.is_long else settled
+    return [usually(bench, base) for base in tried if base is not None] or [draft]

@@ -87,21 +87,16 @@ def plain_share(bench: Bench) -> float:
 @final
 class Search:
     """One search among drafts that recompute what one of ``levels`` names, or what lies between them, and around
-    ``seeds``, one list of them after the other. Of a long step the last list is all that there is time for. With
-    ``ahead``, and of a long step, drafts are compared as they are with updates ahead of their step
-    (``speculation.judged``).
+    ``seeds``, one list of them after the other. Of a long step the last list is all that there is time for.
 
     ``best`` is what it has found; ``refusals`` are those of host and disk, each with the draft that it speaks of.
     """
 
-    def __init__(
-        self, bench: Bench, levels: Sequence[Level], seeds: Sequence[Iterable[Draft]] = (), *, ahead: bool = False
-    ) -> None:
+    def __init__(self, bench: Bench, levels: Sequence[Level], seeds: Sequence[Iterable[Draft]] = ()) -> None:
         self.bench = bench
         self.best: Draft | None = None
         self.refusals: list[tuple[DoesNotFit, Draft]] = []
         self._levels = levels
-        self._judged = partial(judged, bench) if ahead or bench.is_long else bench.seconds
         self._seeds = seeds
         self._seen: set[Draft] = set()
         self._settled: set[Draft] = set()
@@ -174,11 +169,11 @@ class Search:
         self._settled.add(settled)
         if self.bench.at_least(settled) > self._fastest * (1 + TIE):
             return
-        seconds = self._judged(settled)
+        seconds = judged(self.bench, settled)
         self._fastest = min(self._fastest, seconds)
         # Beside the fastest, not beside the best: or else one tie after the other would lead far away from it.
         tie = self._fastest * (1 + TIE)
-        worse = self.best is None or self._judged(self.best) > tie
+        worse = self.best is None or judged(self.bench, self.best) > tie
         if worse or (self.best is not None and seconds <= tie and _cost(settled) < _cost(self.best)):
             self.best = settled
 
@@ -247,7 +242,7 @@ class Search:
         self._began = self.bench.within(*self._began, 1 - COMPUTING)
         before: Draft | None = None
         while self.best is not None and self.best is not before and self.best.resident:
-            before, seconds = self.best, self._judged(self.best)
+            before, seconds = self.best, judged(self.bench, self.best)
             if seconds > self.bench.at_least(before) * (1 + TIE) or self.bench.updating(before) < TIE * seconds:
                 return
             level, half = on_host(self.bench, before).level, Filling(most=len(before.resident) // 2)

@@ -112,10 +112,10 @@ def ahead(bench: Bench, draft: Draft, *, rungs: int | None = None) -> Draft:
 
 
 def usually(bench: Bench, draft: Draft) -> Draft:
-    """``draft`` as a search compares it with others that looks for what is fast with updates ahead of their step,
-    before it is known which: as many as backward has time for, if there is room for the second copies. With none the
-    next forward waits for updates, whatever else is decided."""
-    able = () if draft.updated(Update.AHEAD) else candidates(bench, draft)
+    """``draft`` as it is compared with others before it is known which updates run ahead of their step. Of a long step,
+    for which few drafts are simulated, as many as backward has time for, if there is room for the second copies: with
+    none the next forward waits for updates whatever else is decided."""
+    able = candidates(bench, draft) if bench.is_long and not draft.updated(Update.AHEAD) else ()
     more = placed_ahead(bench, draft, able, _usual(bench, draft, len(able))) if able else None
     return more or draft
 

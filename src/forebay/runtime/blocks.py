@@ -155,8 +155,8 @@ def _refuse_scripted(root: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             what = f"module {name}" if name else "the model"
             raise ModelError(
-                f"{what} is TorchScript's (torch.jit.script, torch.jit.trace), and nothing can be brought in front of its "
-                "ops; give prepare() the model as it was before, and compile blocks with torch.compile if at all"
+                f"{what} is TorchScript's (torch.jit.script, torch.jit.trace), and nothing can be brought in front of "
+                "its ops; give prepare() the model as it was before, and compile blocks with torch.compile if at all"
             )
 
 

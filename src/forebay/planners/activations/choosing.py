@@ -81,18 +81,18 @@ STAYING_FIRST: Ranks = STAYING_LAST[::-1]
 """The next forward begins with blocks that wait for no update on the host."""
 
 
-def seeds(bench: Bench, *, ahead: bool = False) -> Iterator[Draft]:
+def seeds(bench: Bench) -> Iterator[Draft]:
     """Drafts near the optimum of the programme, through the most slots and through the fewest, with the choices of
     blocks that are alike in every order. Then those for smaller budgets of device and host, on a ladder that is the
     same whatever the budget: what fits into less fits, and for whole tensors every budget is another knapsack, which
     may be a worse one. Where a simulation takes so long that there is time for a few only (``Bench.is_costly``), one of
-    each comes first: all of one budget are near to each other. Of a long step one of ``still`` comes second. With
-    ``ahead``, and of a long step, the programme has updates under backward, for a search that compares drafts so.
+    each comes first: all of one budget are near to each other. Of a long step one of ``still`` comes second, and the
+    programme has updates under backward, as the drafts are compared.
     """
     limit = bench.problem.limit(Tier.DEVICE)
     through = dict.fromkeys((options(bench)[0], options(bench)[-1]))
     ways = list(product(through, (_alike, early, spread)))
-    scope = Scope(disk=not _without_a_disk(bench, limit), ahead=(ahead or bench.is_long) and _may_run_ahead(bench))
+    scope = Scope(disk=not _without_a_disk(bench, limit), ahead=_may_run_ahead(bench))
     for place, draft in enumerate(_seeds(bench, limit, ways, scope)):
         yield draft
         if not place and bench.is_long:
