@@ -52,8 +52,9 @@ def check_names(trace: Trace, plan: Plan) -> None:
             raise _invalid(name, f"the plan names block {name} twice in recompute; keep one")
     for placement in plan.placements:
         _check_slots(blocks[placement.block], placement, plan)
-    for block in blocks.values():
-        _check_beside(block, blocks, plan)
+    for block in trace.model.blocks:
+        if block.beside:
+            _check_beside(block, blocks, plan)
 
 
 def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
@@ -75,7 +76,7 @@ def _check_slots(block: Block, placement: Placement, plan: Plan) -> None:
 def _check_beside(block: Block, blocks: Mapping[str, Block], plan: Plan) -> None:
     """What the model itself runs again together is there together: each of them that streams has a slot."""
     streamed = {p.block for p in plan.placements if p.parameters is not Tier.DEVICE}
-    together = [blocks[name] for name in (block.name, *block.beside) if name in streamed] if block.beside else []
+    together = [blocks[name] for name in (block.name, *block.beside) if name in streamed]
     needed = sorted((b.nbytes for b in together), reverse=True)
     slots = sorted(plan.streaming.slots, reverse=True)
     if len(needed) > len(slots) or any(slot < nbytes for nbytes, slot in zip(needed, slots, strict=False)):
