@@ -13,6 +13,7 @@ from torch import nn
 import forebay
 from forebay.optim.choosing import torch_arithmetic
 from forebay.optim.reading import read_optimizer
+from forebay.profiler.overhead import TINY
 from forebay.states import Masters
 from tests.parity.content import content
 from tests.parity.models import llama, tokens
@@ -119,3 +120,8 @@ def test_the_same_wherever_it_trains(name: str, narrow: torch.dtype, policy: str
     one, other = left(name, narrow, policy), left(name, narrow, "resident")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_the_layers_that_a_machine_is_measured_with_are_in_fp32(default: torch.dtype) -> None:
+    model, batch = TINY.model(), TINY.batch()
+    assert {tensor.dtype for tensor in (*model.parameters(), batch, model(batch))} == {torch.float32}

@@ -100,7 +100,7 @@ def _layer_runs(
 def elementwise_bandwidth(device: str, watch: Stopwatch, effort: Effort) -> float:
     """Bytes/s that an elementwise sum reads and writes, its result in memory that is there."""
     with torch.no_grad():
-        left = torch.ones(effort.elementwise // 4, device=device)
+        left = torch.ones(effort.elementwise // 4, dtype=torch.float32, device=device)
         right, result = torch.ones_like(left), torch.zeros_like(left)
 
         def add() -> None:
@@ -130,8 +130,8 @@ def launch_seconds(device: str, watch: Stopwatch, effort: Effort) -> float:
 def _chain(device: str, length: int) -> None:
     """``length`` tiny ops forward and as many backward."""
     with torch.enable_grad():
-        value = torch.ones(4, device=device, requires_grad=True)
-        factor = torch.ones(4, device=device)
+        value = torch.ones(4, dtype=torch.float32, device=device, requires_grad=True)
+        factor = torch.ones(4, dtype=torch.float32, device=device)
         end = value
         for _ in range(length):
             end = end * factor

@@ -81,7 +81,7 @@ class Layers:
 
     def batch(self) -> torch.Tensor:
         """What the model is called with, shape (1, tokens, width)."""
-        return torch.ones(1, self.tokens, self.width)
+        return torch.ones(1, self.tokens, self.width, dtype=torch.float32)
 
 
 TINY = Layers(width=16, heads=2, layers=6, tokens=8)
@@ -101,11 +101,12 @@ class _Layer(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
+        dtype = torch.float32  # whatever a program has made its default
         self.heads = heads
-        self.before = nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.after = nn.LayerNorm(width)
-        self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
+        self.before = nn.LayerNorm(width, dtype=dtype)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, dtype=dtype) for _ in range(4))
+        self.after = nn.LayerNorm(width, dtype=dtype)
+        self.gate, self.up, self.down = (nn.Linear(width, width, dtype=dtype) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.before(x)

@@ -58,8 +58,8 @@ class _Pair:
         self._device = device
         self._lane = lane
         self._feed = feed
-        self._inputs = torch.ones(_LAYER.tokens, _LAYER.width)
-        self._weight = torch.ones(_LAYER.hidden, _LAYER.width)
+        self._inputs = torch.ones(_LAYER.tokens, _LAYER.width, dtype=torch.float32)
+        self._weight = torch.ones(_LAYER.hidden, _LAYER.width, dtype=torch.float32)
         self._lane_beside = 0.0
 
     def loss(self, effort: Effort) -> float:

@@ -47,9 +47,9 @@ class ColdStopwatch(Stopwatch):
     """
 
     def __init__(self, nbytes: int = 96 * MiB) -> None:
-        self._elsewhere = torch.zeros(nbytes // 4)
-        self._small = torch.ones(8, 8)
-        self._parallel = torch.ones(256, 256)
+        self._elsewhere = torch.zeros(nbytes // 4, dtype=torch.float32)
+        self._small = torch.ones(8, 8, dtype=torch.float32)
+        self._parallel = torch.ones(256, 256, dtype=torch.float32)
 
     def cool(self) -> None:
         """Fills the caches with other bytes, on all cores."""
@@ -68,7 +68,7 @@ class ColdStopwatch(Stopwatch):
         for _ in range(3):
             torch.softmax((small @ small + small) * 2, -1).sum(0)
             small.t().contiguous().to(torch.float64)
-            torch.empty(parallel.numel())
+            torch.empty(parallel.numel(), dtype=torch.float32)
             (parallel @ parallel).add(1.0)
 
 

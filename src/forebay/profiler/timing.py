@@ -277,7 +277,7 @@ def _fill(flat: torch.Tensor, high: int | None) -> None:
     head = flat[:_HEAD]
     if flat.is_floating_point() or flat.is_complex():
         # No zeros, no denormals: arithmetic on those takes other paths.
-        head.copy_(torch.empty(head.shape, device=flat.device).uniform_(0.1, 1.0))
+        head.copy_(torch.empty(head.shape, dtype=torch.float32, device=flat.device).uniform_(0.1, 1.0))
     else:
         # 0 is a place in whatever there is, should the op read it as one after all.
         head.random_(0, high or 1)
