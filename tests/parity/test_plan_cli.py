@@ -113,7 +113,7 @@ def test_checksums_of_nothing_are_remarked(machine: Path) -> None:
 
 
 def test_it_does_not_fit(machine: Path) -> None:
-    arguments = ["llama-3.2-1b", "--machine", machine, "--seq", 64, "--dtype", "bfloat16"]
+    arguments = ["gpt2", "--machine", machine, "--seq", 64, "--dtype", "bfloat16"]
     found = answer(invoke(*arguments, "--json"), 1)
     assert not found["fits"] and found["step_seconds"] is None and found["peaks"] is None
     assert "are needed and 64.0 MiB are allowed" in found["reasons"][0]
