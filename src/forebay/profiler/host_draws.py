@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from forebay.profiler.guesses import Draw
+from forebay.runtime.generators import HostNumbers, is_numpys_own
 
 __all__ = ["STEERED", "steer"]
 
@@ -34,20 +35,13 @@ _WORDS: Final[Mapping[Draw, int]] = MappingProxyType({Draw.HIGHEST: 0x12DD9BB3, 
 
 def steer(draw: Draw) -> Callable[[], bool]:
     """Has both generators draw what ``draw`` says; whoever calls puts them back. Returns what says whether a number has
-    been drawn from either since."""
+    been drawn from either since. What a program has put in the place of NumPy's is left alone."""
     version, words, _ = random.getstate()
     random.setstate((version, (*words[:_START], *[_WORDS[draw]] * (2 * STEERED), _START), None))
-    kind, keys, *_ = _of_numpy()
-    keys[_START:] = _WORDS[draw]
-    np.random.set_state((kind, keys, _START, 0, 0.0))
-    before = _both()
-    return lambda: _both() != before
-
-
-def _both() -> tuple[object, bytes, int]:
-    _, keys, place, *_ = _of_numpy()
-    return random.getstate(), keys.tobytes(), place
-
-
-def _of_numpy() -> Any:
-    return np.random.get_state()
+    if is_numpys_own():
+        state: Any = np.random.get_state()
+        kind, keys, *_ = state
+        keys[_START:] = _WORDS[draw]
+        np.random.set_state((kind, keys, _START, 0, 0.0))
+    before = HostNumbers()
+    return lambda: not before.are_the_same()

@@ -3,15 +3,72 @@ of the host."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 
-__all__ = ["Generators", "as_drawn_before", "drawn_alike"]
+__all__ = ["Generators", "HostNumbers", "as_drawn_before", "drawn_alike", "drawn_so_far", "is_numpys_own"]
+
+
+@final
+class HostNumbers:
+    """Where Python's and NumPy's generators are now. To ask NumPy's takes 75 microseconds."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=False)
+
+    def are_the_same(self) -> bool:
+        """Whether no number has been drawn since."""
+        numpy = np.random.get_state(legacy=False)
+        return random.getstate() == self._python and _comparable(numpy) == _comparable(self._numpy)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The body draws what was drawn behind this; afterwards both generators are where they were."""
+        now = HostNumbers()
+        try:
+            self._put_back()
+            yield
+        finally:
+            now._put_back()
+
+    def _put_back(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+def drawn_so_far() -> tuple[int, bytes]:
+    """What is another one after a draw from either generator, in 16 microseconds: the place of Python's in its words,
+    and NumPy's words and place where they lie. (The second of two normal numbers, which was made with the first one,
+    changes neither.)"""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if is_numpys_own():
+        numpy = ctypes.string_at(generator.ctypes.state_address, _MT19937)
+    else:
+        numpy = repr(generator.state).encode()
+    return random.getstate()[1][-1], numpy
+
+
+def is_numpys_own() -> bool:
+    """Whether NumPy draws from a Mersenne Twister, and not from what a program has put in its place."""
+    return isinstance(np.random.get_bit_generator(), np.random.MT19937)  # type: ignore[attr-defined]
+
+
+def _comparable(state: Any) -> object:
+    """A state of NumPy's as what can be compared."""
+    inner = state["state"]
+    words = inner["key"].tobytes() if isinstance(inner, dict) and "key" in inner else b""
+    return words, repr(state)
+
+
+_MT19937: Final = 4 * (624 + 1)
+"""Bytes of the state of NumPy's own generator: words, and the place in them."""
 
 
 @final
@@ -24,7 +81,7 @@ class Generators:
     def keep(self) -> None:
         """Keeps what they are now. Nothing is drawn."""
         self._torch = torch.get_rng_state()
-        self._numpy: Any = np.random.get_state()
+        self._numpy: Any = np.random.get_state(legacy=False)
         self._python = random.getstate()
 
     def put_back(self) -> None:
@@ -49,6 +106,7 @@ def drawn_alike() -> Iterator[None]:
     """``as_drawn_before``, and what the body draws is the same every time."""
     with as_drawn_before():
         torch.default_generator.manual_seed(0)
-        np.random.seed(0)
+        if is_numpys_own():
+            np.random.seed(0)
         random.seed(0)
         yield

@@ -1,6 +1,7 @@
 """What the forward of a recomputed block finds in its modules, so that its second run in backward finds the same.
 
-Arguments and random numbers are the checkpoint's to bring back. This is about what is in the modules themselves:
+Arguments and torch's random numbers are the checkpoint's to bring back. This is about what is in the modules
+themselves, and about numbers that are drawn elsewhere:
 
 buffers      a forward that changes a buffer and computes with it (a running mean, a codebook) has to begin again with
              what was there before, so a copy of that is kept until backward has let go of the block. In the first
@@ -9,6 +10,8 @@ buffers      a forward that changes a buffer and computes with it (a running mea
 modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
              they are set as they were, and put back after it.
 attributes   those that the forward has set to something else are in the second run what they were (``attributes.py``).
+numbers      of a block that draws from Python's or NumPy's generator, which its first forward shows, what these were
+             is kept when a forward begins, and they are put back for the second run.
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
              ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
 
@@ -19,7 +22,7 @@ statistics of a batch norm, which it only writes, are copied where some other op
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, final
@@ -33,6 +36,7 @@ from forebay.device.ledger import plain_tensors
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.attributes import Attributes, FoundAttributes, storage_key
+from forebay.runtime.generators import HostNumbers, drawn_so_far
 from forebay.runtime.saved import modified
 from forebay.runtime.uncounted import updated_uncounted
 
@@ -83,13 +87,16 @@ class Surroundings:
         self._watch = watch
         # By the modes of all modules: what forwards in these were seen to do to a buffer.
         self._changed: dict[tuple[bool, ...], dict[str, _Change]] = {}
+        # The same, whether they have drawn from Python's or NumPy's generator.
+        self.draws: dict[tuple[bool, ...], bool] = {}
 
     def begin(self) -> Found:
         """A forward begins."""
         modes = tuple([module.training for _, module in self.modules])
         known = self._changed.setdefault(modes, {})
         found = [(m, self._buffers(prefix, m, known)) for prefix, m in self.modules if m._buffers]
-        return Found(self, modes, found, known, self._attributes.begin(modes))
+        numbers = HostNumbers() if self.draws.get(modes, True) else None
+        return Found(self, modes, found, known, self._attributes.begin(modes), numbers)
 
     def copy(self, buffer: torch.Tensor) -> torch.Tensor:
         """What ``buffer`` holds, to be kept."""
@@ -117,8 +124,9 @@ class Surroundings:
 
 @final
 class Found:
-    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, and
-    ``attributes``. ``known`` says what forwards in the same modes have done to the buffers."""
+    """What one forward of a block found, in ``modes``: the ``buffers`` of every module that has any, ``attributes``,
+    and ``numbers`` (None: forwards in the same modes have drawn none). ``known`` says what these have done to the
+    buffers."""
 
     def __init__(
         self,
@@ -127,9 +135,13 @@ class Found:
         buffers: Sequence[tuple[nn.Module, Mapping[str, _Buffer | None]]],
         known: dict[str, _Change],
         attributes: FoundAttributes,
+        numbers: HostNumbers | None,
     ) -> None:
         self._around = surroundings
         self._attributes = attributes
+        self._numbers = numbers
+        self._drawn = drawn_so_far() if numbers is None else None
+        self._unknown_numbers = False
         self._modes = modes
         self._trained = tuple([p.requires_grad for _, p in surroundings.parameters])
         self._versions: tuple[int, ...] | None = None  # None: the forward is not over
@@ -175,6 +187,7 @@ class Found:
     def end(self) -> None:
         """The forward is over: what it has not changed needs no copy."""
         self._attributes.end()
+        self._end_numbers()
         self._versions = tuple([p._version for _, p in self._around.parameters])
         for module, buffers in self._buffers:
             for own, buffer in buffers.items():
@@ -197,6 +210,16 @@ class Found:
                     # One that was replaced by another tensor is itself what the forward found, and nobody else's now.
                     buffer.content = None if module._buffers.get(own) is buffer.tensor else buffer.tensor
 
+    def _end_numbers(self) -> None:
+        """Numbers of which no forward has drawn any need not be kept; those of the next one are, where this one has."""
+        draws = self._around.draws
+        if self._numbers is None:
+            self._unknown_numbers = drawn_so_far() != self._drawn
+            draws[self._modes] |= self._unknown_numbers
+        elif not draws.get(self._modes, False):
+            draws[self._modes] = not self._numbers.are_the_same()
+            self._numbers = self._numbers if draws[self._modes] else None
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """The block runs again inside this, on copies of the buffers. Raises ``ModelError`` if what the forward found
@@ -214,13 +237,25 @@ class Found:
                 module._buffers = found
             _set_modes((module, then) for module, now, then in modes if now is not then)
             _set_trained((parameter, then) for parameter, now, then in trained if now is not then)
-            with self._attributes.again():
+            with self._attributes.again(), self._drawn_again():
                 yield
         finally:
             for module, own, _ in buffers:
                 module._buffers = own
             _set_modes((module, now) for module, now, then in modes if now is not then)
             _set_trained((parameter, now) for parameter, now, then in trained if now is not then)
+
+    def _drawn_again(self) -> AbstractContextManager[None]:
+        if self._numbers is not None:
+            return self._numbers.again()
+        if not self._unknown_numbers:
+            return nullcontext()
+        raise ModelError(
+            f"block {self._around.block} has drawn from Python's or NumPy's random numbers in this forward, and not in "
+            f"those before it: it is not known which, and the forward cannot be run again for backward. Forwards from "
+            f"now on keep that: begin this step anew (zero_grad(), forward, backward), or prepare with a policy that "
+            f"recomputes nothing ('resident', 'stream')"
+        )
 
     def _copy(self, buffer: _Buffer | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
         if buffer is None:
