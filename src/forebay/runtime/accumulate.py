@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -30,6 +29,7 @@ from forebay.device.compiling import as_written, compiled_modules, outside_of_gr
 from forebay.errors import ModelError, UsageError
 from forebay.runtime.cuts import Cutter, Segment
 from forebay.runtime.gathering import Gathering
+from forebay.runtime.generators import numpy_state
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.losses import LossFunction, expect_loss
@@ -376,6 +376,5 @@ class _Draws:
         on_device = b""
         if self._device.type == "cuda":
             on_device = torch.cuda.get_rng_state(self._device).numpy().tobytes()
-        numpy: Any = np.random.get_state()
         mine = torch.get_rng_state().numpy().tobytes()
-        return mine, on_device, random.getstate(), numpy[1].tobytes(), numpy[2:]
+        return mine, on_device, random.getstate(), numpy_state()

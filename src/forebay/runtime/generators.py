@@ -12,7 +12,15 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-__all__ = ["Generators", "HostNumbers", "as_drawn_before", "drawn_alike", "drawn_so_far", "is_numpys_own"]
+__all__ = [
+    "Generators",
+    "HostNumbers",
+    "as_drawn_before",
+    "drawn_alike",
+    "drawn_so_far",
+    "is_numpys_own",
+    "numpy_state",
+]
 
 
 @final
@@ -25,20 +33,20 @@ class HostNumbers:
 
     def are_the_same(self) -> bool:
         """Whether no number has been drawn since."""
-        numpy = np.random.get_state(legacy=False)
-        return random.getstate() == self._python and _comparable(numpy) == _comparable(self._numpy)
+        return random.getstate() == self._python and numpy_state() == _comparable(self._numpy)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """The body draws what was drawn behind this; afterwards both generators are where they were."""
         now = HostNumbers()
         try:
-            self._put_back()
+            self.put_back()
             yield
         finally:
-            now._put_back()
+            now.put_back()
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Makes them what they were."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
@@ -60,11 +68,16 @@ def is_numpys_own() -> bool:
     return isinstance(np.random.get_bit_generator(), np.random.MT19937)  # type: ignore[attr-defined]
 
 
+def numpy_state() -> object:
+    """The state of NumPy's generator, as what can be compared with that at another time."""
+    return _comparable(np.random.get_state(legacy=False))
+
+
 def _comparable(state: Any) -> object:
-    """A state of NumPy's as what can be compared."""
     inner = state["state"]
-    words = inner["key"].tobytes() if isinstance(inner, dict) and "key" in inner else b""
-    return words, repr(state)
+    if "pos" in inner:
+        return inner["key"].tobytes(), inner["pos"], state["has_gauss"], state["gauss"]
+    return repr(state)
 
 
 _MT19937: Final = 4 * (624 + 1)
@@ -81,14 +94,12 @@ class Generators:
     def keep(self) -> None:
         """Keeps what they are now. Nothing is drawn."""
         self._torch = torch.get_rng_state()
-        self._numpy: Any = np.random.get_state(legacy=False)
-        self._python = random.getstate()
+        self._host = HostNumbers()
 
     def put_back(self) -> None:
         """Makes them what they were."""
         torch.set_rng_state(self._torch)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._host.put_back()
 
 
 @contextmanager
