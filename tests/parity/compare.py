@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import forebay
 from forebay.device.base import Device
 from tests.parity.models import Case
 
-__all__ = ["STEPS", "adamw", "assert_same_steps", "assert_same_training"]
+__all__ = ["STEPS", "adamw", "assert_same_steps", "assert_same_training", "stepped"]
 
 STEPS = 5
 ACCUMULATE = 2
@@ -82,6 +82,17 @@ def assert_same_steps(
             _assert_same_gradients(model, reference)
         made.step()
         made.zero_grad()
+
+
+def stepped(optimizer: torch.optim.Optimizer, losses: Iterable[torch.Tensor]) -> list[float]:
+    """The losses of a loop that takes a step for each of ``losses``, which are made one after the other meanwhile."""
+    found = []
+    for loss in losses:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
 
 def _take_over(model: nn.Module, reference: nn.Module) -> None:

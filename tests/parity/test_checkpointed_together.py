@@ -16,6 +16,7 @@ from forebay.errors import CannotServe, DoesNotFit, PlanInvalid
 from forebay.memory import Tier
 from forebay.trace import Trace
 from tests.null.strategies import roomy, roomy_machine
+from tests.parity.compare import stepped
 
 WIDTH, LAYERS, STEPS = 32, 6, 3
 
@@ -61,14 +62,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for _ in range(STEPS):
-        loss = model(**batch())["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return stepped(optimizer, (model(**batch())["loss"] for _ in range(STEPS)))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import forebay
 from forebay.errors import DeviceOutOfMemory, DoesNotFit
 from forebay.memory import Tier
+from tests.parity.compare import stepped
 from tests.parity.models import convnet, images
 
 TOKENS = 64
@@ -59,14 +60,7 @@ def prepared(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, int]:
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> list[float]:
     torch.manual_seed(1)
-    losses = []
-    for _ in range(count):
-        loss = model(**batch())["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return stepped(optimizer, (model(**batch())["loss"] for _ in range(count)))
 
 
 @pytest.mark.thinned(2)

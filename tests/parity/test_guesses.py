@@ -22,7 +22,7 @@ from forebay.profiler.host_draws import STEERED, steer
 from forebay.runtime.generators import drawn_alike
 from forebay.trace import Trace
 from tests.parity.capture_rig import real_peak, traced_peak
-from tests.parity.compare import assert_same_training
+from tests.parity.compare import assert_same_training, stepped
 from tests.parity.models import Case
 
 WIDTH, LAYERS, ROWS, TARGETS = 32, 4, 24, 5
@@ -171,14 +171,7 @@ def seeded(seed: int) -> None:
 def test_what_python_and_numpy_draw_trains_within_what_is_asked_for(forward: Forward) -> None:
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         seeded(1)
-        losses = []
-        for number in range(8):
-            loss = model(**batch(number))["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return stepped(optimizer, (model(**batch(number))["loss"] for number in range(8)))
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

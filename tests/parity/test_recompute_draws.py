@@ -13,6 +13,7 @@ from torch import nn
 import forebay
 from forebay.errors import ModelError
 from forebay.runtime.generators import HostNumbers, drawn_so_far
+from tests.parity.compare import stepped
 
 WIDTH, LAYERS, STEPS = 16, 4, 4
 
@@ -47,14 +48,8 @@ def seeded() -> None:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    batch, losses = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), []
-    for _ in range(STEPS):
-        loss = model(batch).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    batch = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    return stepped(optimizer, (model(batch).square().sum() for _ in range(STEPS)))
 
 
 def prepared(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -112,16 +107,16 @@ def test_one_that_begins_to_draw_later_says_so_once() -> None:
 def test_a_draw_shows(name: str) -> None:
     seeded()
     before, place = HostNumbers(), drawn_so_far()
-    assert before.are_the_same() and drawn_so_far() == place
+    assert HostNumbers() == before and drawn_so_far() == place
     first = DRAWS[name]()
-    assert not before.are_the_same() and drawn_so_far() != place
+    assert HostNumbers() != before and drawn_so_far() != place
     with before.again():
         assert DRAWS[name]() == first
     after = HostNumbers()
     second = DRAWS[name]()
     with after.again():
         assert DRAWS[name]() == second
-    assert not after.are_the_same()  # of two normal numbers, too, the second of which was made with the first
+    assert HostNumbers() != after  # of two normal numbers, too, the second of which was made with the first
 
 
 def test_another_generator_of_numpy_s_is_looked_at_too() -> None:
@@ -129,9 +124,9 @@ def test_another_generator_of_numpy_s_is_looked_at_too() -> None:
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
         place, before = drawn_so_far(), HostNumbers()
-        assert drawn_so_far() == place and before.are_the_same()
+        assert drawn_so_far() == place and HostNumbers() == before
         first = np.random.random()
-        assert drawn_so_far() != place and not before.are_the_same()
+        assert drawn_so_far() != place and HostNumbers() != before
         with before.again():
             assert np.random.random() == first
         forebay.profile(model(np.random.random), torch.zeros(4, WIDTH), device="cpu")

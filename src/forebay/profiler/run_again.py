@@ -31,18 +31,13 @@ class RunAgain:
         """An op runs in backward, in none of the model's modules: one of a forward that runs again records a graph, one
         of backward's own does not."""
         if self._now and not torch.is_grad_enabled():
-            self._end()
+            self._found.add(frozenset(self._now))
+            self._now.clear()
 
     @property
     def together(self) -> Collection[frozenset[str]]:
         """The blocks that were run again together, of each checkpoint around more than one."""
-        self._end()
-        return self._found
-
-    def _end(self) -> None:
-        if len(self._now) > 1:
-            self._found.add(frozenset(self._now))
-        self._now = set()
+        return {names for names in (*self._found, frozenset(self._now)) if len(names) > 1}
 
 
 def needing_each_other(model: Model, together: Iterable[frozenset[str]]) -> Model:

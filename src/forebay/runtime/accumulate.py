@@ -15,7 +15,6 @@ the order of the loop: from the first draw on, each forward runs to its end befo
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from forebay.device.compiling import as_written, compiled_modules, outside_of_gr
 from forebay.errors import ModelError, UsageError
 from forebay.runtime.cuts import Cutter, Segment
 from forebay.runtime.gathering import Gathering
-from forebay.runtime.generators import numpy_state
+from forebay.runtime.generators import HostNumbers
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.losses import LossFunction, expect_loss
@@ -377,4 +376,4 @@ class _Draws:
         if self._device.type == "cuda":
             on_device = torch.cuda.get_rng_state(self._device).numpy().tobytes()
         mine = torch.get_rng_state().numpy().tobytes()
-        return mine, on_device, random.getstate(), numpy_state()
+        return mine, on_device, HostNumbers()

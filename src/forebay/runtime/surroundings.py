@@ -217,7 +217,7 @@ class Found:
             self._unknown_numbers = drawn_so_far() != self._drawn
             draws[self._modes] |= self._unknown_numbers
         elif not draws.get(self._modes, False):
-            draws[self._modes] = not self._numbers.are_the_same()
+            draws[self._modes] = HostNumbers() != self._numbers
             self._numbers = self._numbers if draws[self._modes] else None
 
     @contextmanager
