@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ import forebay
 import forebay.device.cpu
 from forebay.errors import ForebayError, UsageError
 from forebay.optim import Adafactor, AdamW, Lion
+from forebay.runtime.generators import HostNumbers
 from forebay.testing import Course, Verdict, assert_same_training, train_both
 from forebay.treatments import Fate, Treatment
 from tests.parity.bits import bits_plan
@@ -115,6 +118,21 @@ def test_dropout_draws_the_same_and_the_users_random_numbers_stay(policy: str) -
     assert verdict.equal, verdict.broken
     assert torch.equal(torch.get_rng_state(), before)
     assert {check.name: check.compared for check in verdict.checks}["buffers after a run of 1 step"] == 9
+
+
+class Scaled(Dropping):
+    """By numbers of Python's and NumPy's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random() + np.random.random()
+
+
+@pytest.mark.parametrize("policy", ["stream", "stream-recompute"])
+def test_so_it_is_with_the_numbers_of_python_and_numpy(policy: str) -> None:
+    before = HostNumbers()
+    verdict = drop(Scaled, policy=policy)
+    assert verdict.equal, verdict.broken
+    assert HostNumbers() == before
 
 
 def test_a_model_on_the_meta_device_is_initialised_once() -> None:

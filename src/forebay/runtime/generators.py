@@ -19,6 +19,7 @@ __all__ = [
     "drawn_alike",
     "drawn_so_far",
     "is_numpys_own",
+    "seed_host",
 ]
 
 
@@ -115,7 +116,12 @@ def drawn_alike() -> Iterator[None]:
     """``as_drawn_before``, and what the body draws is the same every time."""
     with as_drawn_before():
         torch.default_generator.manual_seed(0)
-        if is_numpys_own():
-            np.random.seed(0)
-        random.seed(0)
+        seed_host(0)
         yield
+
+
+def seed_host(seed: int) -> None:
+    """Python and NumPy draw what follows from ``seed``."""
+    random.seed(seed)
+    if is_numpys_own():
+        np.random.seed(seed % 2**32)
