@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,29 @@ def test_a_function_of_ones_own_is_run_with_its_own_values() -> None:
     assert done.exit_code == 0, done.output
     losses = {tuple(row["measured"]["losses"]) for row in json.loads(done.stdout)}
     assert len(losses) == 1 and len(set(*losses)) == WARM_STEPS + STEPS
+
+
+class Restless(nn.Module):
+    """Draws from Python's and NumPy's generators while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * random.random() + np.random.rand()
+        return x.sum()
+
+
+def restless() -> tuple[nn.Module, torch.Tensor]:
+    return Restless(), torch.ones(2, 64)
+
+
+def test_runs_draw_the_same_numbers_of_python_and_numpy() -> None:
+    done = invoke(f"{__name__}:restless", f"auto,{SOME[1]}", "--budgets", "80KiB", "--json")
+    assert done.exit_code == 0, done.output
+    assert [row["measured"]["losses_as_plain"] for row in json.loads(done.stdout)] == [True, True]
 
 
 def test_another_machine_is_misuse() -> None:

@@ -19,7 +19,7 @@ from forebay.profiler.capture import capture
 from forebay.profiler.granted import CHECKED, DECIDED, DRAWN, MADE_UP, MASKED
 from forebay.profiler.guesses import Draw
 from forebay.profiler.host_draws import STEERED, steer
-from forebay.runtime.generators import drawn_alike
+from forebay.runtime.generators import drawn_from
 from forebay.trace import Trace
 from tests.parity.capture_rig import real_peak, traced_peak
 from tests.parity.compare import assert_same_training, stepped
@@ -288,7 +288,7 @@ def highest_and_lowest() -> tuple[float, ...]:
 
 def test_python_and_numpy_draw_what_is_asked_for_and_then_any_numbers() -> None:
     """Whoever draws again until a number is another one comes to an end."""
-    with drawn_alike():
+    with drawn_from(0):
         has_drawn = steer(Draw.HIGHEST)
         assert not has_drawn()
         assert set(highest_and_lowest()) == {1 - 2**-53}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ import forebay
 from forebay.errors import ConfigError, ModelError, SessionClosed, StorageError
 from forebay.memory import Tier
 from forebay.runtime.contents import LazyTensors
+from forebay.runtime.generators import HostNumbers
 from forebay.runtime.hooks import session_of
 from tests.parity.models import CASES, convnet, tokens
 from tests.parity.test_streaming import everything_on_disk
@@ -270,6 +273,30 @@ def test_initialize_is_repeatable_and_the_models_own(name: str, policy: str) -> 
         n = parameter.numel()
         assert abs(float(first.std()) / spread - 1) < 6 / n**0.5 + 0.01, key
         assert abs(float(first.mean())) < 6 * spread / n**0.5, key
+
+
+class Noisy(nn.Linear):
+    """Its values come from NumPy, those of its bias from Python."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.from_numpy(np.random.randn(*self.weight.shape)))
+            self.bias.fill_(random.random())
+
+
+def test_initialize_is_repeatable_where_values_come_from_numpy() -> None:
+    values: list[dict[str, torch.Tensor]] = []
+    for seed in (1, 1, 2):
+        with torch.device("meta"):
+            model: nn.Module = nn.Sequential(*(Noisy(16, 16) for _ in range(3)))
+        model, _ = prepared(model, policy="stream")
+        before = HostNumbers()
+        forebay.initialize(model, seed)
+        assert HostNumbers() == before, "the user's stream of random numbers is left alone"
+        values.append(dict(forebay.parameters(model).items()))
+        forebay.close(model)
+    for key, first in values[0].items():
+        assert torch.equal(first, values[1][key]) and not torch.equal(first, values[2][key])
 
 
 def test_initialize_needs_a_way() -> None:

@@ -16,6 +16,7 @@ from forebay.checkpoint.weights import Tensors, Weights
 from forebay.errors import ConfigError, ModelError
 from forebay.phases import PASSING
 from forebay.runtime.contents import LazyTensors
+from forebay.runtime.generators import drawn_from
 from forebay.runtime.session import Session
 from forebay.runtime.tensors import dtype_of
 from forebay.runtime.tiles import Tile, Tiled
@@ -100,8 +101,7 @@ def _expect_shape(weights: Tensors, name: str, shape: tuple[int, ...]) -> None:
 def fill_at_random(session: Session, model: nn.Module, seed: int) -> None:
     """Runs the model's own initialisation over each block while its parameters are, for that time, real tensors."""
     modules = dict(model.named_modules())
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+    with drawn_from(seed), torch.no_grad():
         done: set[str] = set()
         wholes = {part: whole for whole in wholes_of(model) for part in whole.parts}
         for block in session.model.blocks:

@@ -255,7 +255,7 @@ def _started(
     config: TrainConfig, engine: Engine, view: View, folder: RunFolder | None, trained: Trained, source: ModelSource
 ) -> Record:
     """Puts the run where it was saved, or at its beginning; returns the record of the steps until then."""
-    import torch
+    from forebay.runtime.generators import seed_all
 
     taken = _resumed(config, engine, view, folder, trained)
     record = Record() if folder is None else folder.record(taken or 0)
@@ -264,8 +264,9 @@ def _started(
         folder.promise(engine.report(trained.model).plan)
     if taken is None:
         _fill(engine, trained.model, source, config.seed)
-        # What the steps draw (dropout) hangs on the seed too, and on nothing that this process drew before.
-        torch.manual_seed(config.seed)
+        # What the steps draw (dropout, layers left out by Python's numbers) hangs on the seed too, and on nothing that
+        # this process drew before.
+        seed_all(config.seed)
     return record
 
 

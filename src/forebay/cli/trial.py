@@ -22,6 +22,7 @@ from forebay.plans import Plan
 from forebay.profiler.batch import call_arguments, scalar_loss, with_values
 from forebay.recipes.tasks import sample
 from forebay.reporting.comparison import LINKS, Measured
+from forebay.runtime.generators import seed_all
 from forebay.tiers.host import available_host_memory
 from forebay.timeline import typical_seconds
 from forebay.units import format_bytes
@@ -88,7 +89,7 @@ class Trials:
         optimizer = optimizer_of(self._settings.optimizer, model, LEARNING_RATE)
         model, optimizer = self._prepared(model, optimizer, batch, plan, budget)
         try:
-            torch.manual_seed(SEED)  # dropout draws the same in every run
+            seed_all(SEED)  # dropout draws the same in every run
             warm, steps = steps_of(plan)
             losses = self._losses(model, optimizer, batch, warm)
             # Nothing is under way at either end, so that what lies between is all that the timed steps moved.
@@ -117,7 +118,7 @@ class Trials:
         api.close(model)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # out of the arena that holds gradients and states too
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         return self._losses(model, self._plain_optimizer(model), batch, WARM_STEPS + STEPS)
 
     def _plain_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -134,7 +135,7 @@ class Trials:
     def _model(self) -> tuple[nn.Module, Any]:
         """The model, its parameters from the seed or still without values, and a batch with values."""
         settings = self._settings
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         found = sample(settings.model, batch=settings.batch, seq=settings.seq, dtype=settings.dtype, on="cpu")
         return found.model, with_values(found.batch, found.model, self._device, SEED)
 

@@ -217,11 +217,10 @@ def _room(kind: str) -> int:
 
 def _sample(asked: PlanSettings, part: _Part, seed: int) -> Sample:
     """The model, the same every time, and a batch; both may be without values."""
-    import torch
-
     from forebay.recipes.tasks import sample
+    from forebay.runtime.generators import seed_all
 
-    torch.manual_seed(seed)
+    seed_all(seed)
     return sample(asked.model, batch=asked.batch, seq=asked.seq, dtype=asked.dtype, on="cpu", layers=part.cut)
 
 

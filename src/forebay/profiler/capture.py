@@ -42,7 +42,7 @@ from forebay.profiler.work import Call
 from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
 from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
-from forebay.runtime.generators import drawn_alike
+from forebay.runtime.generators import drawn_from, own_generators
 from forebay.runtime.head import ChunkedHead, Recognised, recognise
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.no_logits import NO_LOGITS, REMEDY
@@ -224,8 +224,8 @@ class _Step:
     def run(self, losing: Losing, args: Any, kwargs: Any) -> None:
         """Forward, the loss that ``losing`` makes, and backward. Raises ``CaptureFailed`` when the model cannot run
         so."""
-        recorder = self.recorder
-        with as_written(), drawn_alike(), FakeTensorMode(allow_non_fake_inputs=True):
+        recorder, own = self.recorder, own_generators(self._model.modules())
+        with as_written(), drawn_from(0, own), FakeTensorMode(allow_non_fake_inputs=True):
             has_drawn = steer(self._guess.draw)
             state = self._state()
             inputs, keywords = self._inputs(args, kwargs)

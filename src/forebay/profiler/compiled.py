@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from forebay.runtime.generators import drawn_alike
+from forebay.runtime.generators import drawn_from, own_generators
 
 __all__ = ["Made", "Measured", "Measuring", "allocations", "inputs_of", "peak_of"]
 
@@ -92,7 +92,7 @@ class Measuring:
         """
         leaves, spec = tree_flatten((args, kwargs))
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-        with drawn_alike():
+        with drawn_from(0, own_generators(module.modules())):
             given = [_real(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             try:
                 measured = _Runs(module, given, spec).measured(self._bytes)

@@ -28,7 +28,7 @@ from forebay.device.compiling import as_written, compiled_modules, outside_of_gr
 from forebay.errors import ModelError, UsageError
 from forebay.runtime.cuts import Cutter, Segment
 from forebay.runtime.gathering import Gathering
-from forebay.runtime.generators import HostNumbers
+from forebay.runtime.generators import HostNumbers, OwnGenerator, own_generators
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
 from forebay.runtime.losses import LossFunction, expect_loss
@@ -251,7 +251,7 @@ class _ByBlock:
 
     def _forward(self) -> list[torch.Tensor]:
         losses: dict[int, torch.Tensor] = {}
-        draws = _Draws(self._session.torch_device)
+        draws = _Draws(self._session.torch_device, own_generators(self._model.modules()))
         while active := [one for one in self._micro_batches if not one.ended]:
             for one in active[:1] if draws.seen else _together(active):
                 self._turn(one)
@@ -348,10 +348,12 @@ def _together(active: Sequence[_MicroBatch]) -> list[_MicroBatch]:
 
 @final
 class _Draws:
-    """Whether random numbers were drawn since the last look, from any generator that models use without naming it."""
+    """Whether random numbers were drawn since the last look, from any generator that models use without naming it, or
+    from one of the model's ``own``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, own: Sequence[OwnGenerator]) -> None:
         self._device = device
+        self._own = own
         self.seen = False
         self._latest = -1
         self._state = self._now()
@@ -376,4 +378,4 @@ class _Draws:
         if self._device.type == "cuda":
             on_device = torch.cuda.get_rng_state(self._device).numpy().tobytes()
         mine = torch.get_rng_state().numpy().tobytes()
-        return mine, on_device, HostNumbers()
+        return mine, on_device, HostNumbers(self._own)

@@ -1,48 +1,68 @@
-"""The generators of random numbers that models and loops draw from without naming them: Python's, NumPy's and torch's
-of the host."""
+"""The generators of random numbers that models and loops draw from on the host: Python's, NumPy's and torch's, which
+nobody names, and those of Python's and NumPy's kinds that modules have as attributes, their ``own``."""
 
 from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, final
 
 import numpy as np
 import torch
+from torch import nn
 
 __all__ = [
     "Generators",
     "HostNumbers",
+    "OwnGenerator",
     "as_drawn_before",
-    "drawn_alike",
+    "drawn_from",
     "drawn_so_far",
     "is_numpys_own",
-    "seed_host",
+    "own_generators",
+    "seed_all",
 ]
+
+
+OwnGenerator = random.Random | np.random.Generator | np.random.RandomState
+
+
+def own_generators(modules: Iterable[nn.Module]) -> tuple[OwnGenerator, ...]:
+    """Those that are attributes of ``modules``, each once. One that lies in a list, or that a function has, is not
+    seen."""
+    found = {
+        id(value): value
+        for module in modules
+        for value in module.__dict__.values()
+        if isinstance(value, OwnGenerator) and not isinstance(value, random.SystemRandom)
+    }
+    return tuple(found.values())
 
 
 @final
 class HostNumbers:
-    """Where Python's and NumPy's generators are now: equal if no number was drawn between. To ask NumPy's takes 75
-    microseconds."""
+    """Where Python's and NumPy's generators are now, and the ``own`` ones: equal if no number was drawn between. To ask
+    NumPy's takes 75 microseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Iterable[OwnGenerator] = ()) -> None:
+        self._own = tuple(own)
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state(legacy=False)
+        self._others = [_state(generator) for generator in self._own]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HostNumbers):
             return NotImplemented
-        return self._python == other._python and _comparable(self._numpy) == _comparable(other._numpy)
+        return self._comparable() == other._comparable()
 
     __hash__ = None  # type: ignore[assignment]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The body draws what was drawn behind this; afterwards both generators are where they were."""
-        now = HostNumbers()
+        """The body draws what was drawn behind this; afterwards all of them are where they were."""
+        now = HostNumbers(self._own)
         try:
             self.put_back()
             yield
@@ -53,18 +73,23 @@ class HostNumbers:
         """Makes them what they were."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+        for generator, state in zip(self._own, self._others, strict=True):
+            _put(generator, state)
+
+    def _comparable(self) -> object:
+        return self._python, _comparable(self._numpy), [_comparable(state) for state in self._others]
 
 
-def drawn_so_far() -> tuple[int, bytes]:
-    """What is another one after a draw from either generator, in 16 microseconds: the place of Python's in its words,
-    and NumPy's words and place where they lie. (The second of two normal numbers, which was made with the first one,
-    changes neither.)"""
+def drawn_so_far(own: Iterable[OwnGenerator] = ()) -> tuple[object, ...]:
+    """What is another one after a draw from either generator, in 16 microseconds, or from one of its ``own``: the place
+    of Python's in its words, and NumPy's words and place where they lie. (The second of two normal numbers, which was
+    made with the first one, changes neither.)"""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):
         numpy = ctypes.string_at(generator.ctypes.state_address, _MT19937)
     else:
         numpy = repr(generator.state).encode()
-    return random.getstate()[1][-1], numpy
+    return random.getstate()[1][-1], numpy, *(_comparable(_state(one)) for one in own)
 
 
 def is_numpys_own() -> bool:
@@ -72,11 +97,28 @@ def is_numpys_own() -> bool:
     return isinstance(np.random.get_bit_generator(), np.random.MT19937)  # type: ignore[attr-defined]
 
 
+def _state(generator: OwnGenerator) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _put(generator: OwnGenerator, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
 def _comparable(state: Any) -> object:
-    inner = state["state"]
-    if "pos" in inner:
-        return inner["key"].tobytes(), inner["pos"], state["has_gauss"], state["gauss"]
-    return repr(state)
+    """A state of NumPy's is a mapping with arrays in it, which are not equal or unequal."""
+    if isinstance(state, Mapping):
+        return [(name, _comparable(value)) for name, value in state.items()]
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 _MT19937: Final = 4 * (624 + 1)
@@ -87,13 +129,14 @@ _MT19937: Final = 4 * (624 + 1)
 class Generators:
     """Their states at the time of the last ``keep``."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Iterable[OwnGenerator] = ()) -> None:
+        self._own = tuple(own)
         self.keep()
 
     def keep(self) -> None:
         """Keeps what they are now. Nothing is drawn."""
         self._torch = torch.get_rng_state()
-        self._host = HostNumbers()
+        self._host = HostNumbers(self._own)
 
     def put_back(self) -> None:
         """Makes them what they were."""
@@ -102,9 +145,9 @@ class Generators:
 
 
 @contextmanager
-def as_drawn_before() -> Iterator[None]:
+def as_drawn_before(own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
     """Whatever the body draws, training draws again."""
-    before = Generators()
+    before = Generators(own)
     try:
         yield
     finally:
@@ -112,16 +155,21 @@ def as_drawn_before() -> Iterator[None]:
 
 
 @contextmanager
-def drawn_alike() -> Iterator[None]:
-    """``as_drawn_before``, and what the body draws is the same every time."""
-    with as_drawn_before():
-        torch.default_generator.manual_seed(0)
-        seed_host(0)
+def drawn_from(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
+    """``as_drawn_before``, and what the body draws on the host follows from ``seed``, but for the ``own``."""
+    with as_drawn_before(own):
+        torch.default_generator.manual_seed(seed)  # and no accelerator's, whose numbers stay the program's
+        _seed_host(seed)
         yield
 
 
-def seed_host(seed: int) -> None:
-    """Python and NumPy draw what follows from ``seed``."""
+def seed_all(seed: int) -> None:
+    """What is drawn from here on, on an accelerator too, follows from ``seed``."""
+    torch.manual_seed(seed)
+    _seed_host(seed)
+
+
+def _seed_host(seed: int) -> None:
     random.seed(seed)
     if is_numpys_own():
         np.random.seed(seed % 2**32)

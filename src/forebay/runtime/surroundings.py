@@ -10,8 +10,8 @@ buffers      a forward that changes a buffer and computes with it (a running mea
 modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
              they are set as they were, and put back after it.
 attributes   those that the forward has set to something else are in the second run what they were (``attributes.py``).
-numbers      of a block that draws from Python's or NumPy's generator, which its first forward shows, what these were
-             is kept when a forward begins, and they are put back for the second run.
+numbers      of a block that draws from Python's or NumPy's generator, or from one in an attribute, which its first
+             forward shows, what these were is kept when a forward begins, and they are put back for the second run.
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
              ``load_state_dict``), plain PyTorch refuses the backward, and so is it here.
 
@@ -36,7 +36,7 @@ from forebay.device.ledger import plain_tensors
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.attributes import Attributes, FoundAttributes, storage_key
-from forebay.runtime.generators import HostNumbers, drawn_so_far
+from forebay.runtime.generators import HostNumbers, OwnGenerator, drawn_so_far, own_generators
 from forebay.runtime.saved import modified
 from forebay.runtime.uncounted import updated_uncounted
 
@@ -87,16 +87,30 @@ class Surroundings:
         self._watch = watch
         # By the modes of all modules: what forwards in these were seen to do to a buffer.
         self._changed: dict[tuple[bool, ...], dict[str, _Change]] = {}
-        # The same, whether they have drawn from Python's or NumPy's generator.
+        # The same, whether they have drawn from Python's or NumPy's generator, or from one of the modules' own.
         self.draws: dict[tuple[bool, ...], bool] = {}
+        self._own: dict[tuple[bool, ...], tuple[OwnGenerator, ...]] = {}
+        self._beside = tuple(beside)
 
     def begin(self) -> Found:
         """A forward begins."""
         modes = tuple([module.training for _, module in self.modules])
         known = self._changed.setdefault(modes, {})
         found = [(m, self._buffers(prefix, m, known)) for prefix, m in self.modules if m._buffers]
-        numbers = HostNumbers() if self.draws.get(modes, True) else None
+        if modes not in self._own:
+            self.find_generators(modes)
+        numbers = HostNumbers(self.own(modes)) if self.draws.get(modes, True) else None
         return Found(self, modes, found, known, self._attributes.begin(modes), numbers)
+
+    def own(self, modes: tuple[bool, ...]) -> tuple[OwnGenerator, ...]:
+        """The modules' own generators, as far as forwards in ``modes`` are known to have them."""
+        return self._own[modes]
+
+    def find_generators(self, modes: tuple[bool, ...]) -> bool:
+        """Looks for the modules' own generators; whether they are others than before."""
+        before = self._own.get(modes)
+        self._own[modes] = own_generators([*(module for _, module in self.modules), *self._beside])
+        return self._own[modes] != before
 
     def copy(self, buffer: torch.Tensor) -> torch.Tensor:
         """What ``buffer`` holds, to be kept."""
@@ -140,7 +154,8 @@ class Found:
         self._around = surroundings
         self._attributes = attributes
         self._numbers = numbers
-        self._drawn = drawn_so_far() if numbers is None else None
+        self._own = surroundings.own(modes)
+        self._drawn = drawn_so_far(self._own) if numbers is None else None
         self._unknown_numbers = False
         self._modes = modes
         self._trained = tuple([p.requires_grad for _, p in surroundings.parameters])
@@ -214,10 +229,12 @@ class Found:
         """Numbers of which no forward has drawn any need not be kept; those of the next one are, where this one has."""
         draws = self._around.draws
         if self._numbers is None:
-            self._unknown_numbers = drawn_so_far() != self._drawn
+            self._unknown_numbers = drawn_so_far(self._own) != self._drawn
             draws[self._modes] |= self._unknown_numbers
         elif not draws.get(self._modes, False):
-            draws[self._modes] = HostNumbers() != self._numbers
+            # One that this forward has made is drawn from, and there when the next one begins.
+            made = self._around.find_generators(self._modes)
+            draws[self._modes] = made or HostNumbers(self._own) != self._numbers
             self._numbers = self._numbers if draws[self._modes] else None
 
     @contextmanager

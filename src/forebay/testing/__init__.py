@@ -20,6 +20,7 @@ from forebay import api
 from forebay.plans import Plan
 from forebay.profiler.batch import moved_to
 from forebay.reporting.verdict import Check, Verdict
+from forebay.runtime.generators import as_drawn_before, seed_all
 from forebay.runtime.losses import LossFunction
 from forebay.testing.comparing import Pair, compare, loss_of
 from forebay.testing.plain import PlainOptimizer, beside_plain, place_of, with_memory
@@ -113,6 +114,6 @@ def _train_both(
 
 
 def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with as_drawn_before():
+        seed_all(seed)
         return make_model()

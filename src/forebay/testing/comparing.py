@@ -25,7 +25,7 @@ from forebay.plans import Plan, Update
 from forebay.profiler.batch import call_arguments, scalar_loss
 from forebay.reporting.verdict import Check
 from forebay.runtime.accumulate import accumulate_in_order
-from forebay.runtime.generators import as_drawn_before, seed_host
+from forebay.runtime.generators import as_drawn_before, seed_all
 from forebay.runtime.hooks import session_of
 from forebay.runtime.losses import LossFunction
 from forebay.testing.differences import Differences
@@ -155,13 +155,8 @@ def _clip(model: nn.Module, norm: float) -> torch.Tensor:
     return found
 
 
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    seed_host(seed)
-
-
 def _pass(model: nn.Module, pair: Pair, number: int, course: Course, device: torch.device) -> _Pass:
-    _seed(course.seed + number)  # dropout draws the same in both
+    seed_all(course.seed + number)  # dropout draws the same in both
     loss = pair.loss_fn(model, pair.batch(number))
     loss.backward()
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -225,7 +220,7 @@ def _run(
     losses: list[torch.Tensor] = []
     evaluated = torch.empty(0)
     for number in range(course.steps):
-        _seed(course.seed + course.steps * course.accumulate + number)
+        seed_all(course.seed + course.steps * course.accumulate + number)
         losses += _step(pair, model, optimizer, course, accumulate, course.steps + number)
         # After the first step, and not the last: steps that come after it must not notice.
         if number == 0:
