@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import forebay
-from forebay.runtime.generators import OwnGenerator, own_generators
+from forebay.runtime.generators import OwnGenerator
+from forebay.runtime.inside import own_generators
 from tests.parity.compare import stepped
 
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 16, 4, 3, 3

@@ -6,37 +6,29 @@ time. Under fake tensors the counts would be wrong from then on, and the lists a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import final
 
 from torch import nn
+
+from forebay.runtime.inside import Content, attributes_of, look_inside
 
 __all__ = ["Attributes", "attributes_put_back"]
 
 
-class _Content(Protocol):
-    """A container, and what was in it."""
-
-    def is_changed(self) -> bool:
-        """Whether something else is in it now."""
-
-    def put_back(self) -> None:
-        """What was in it is in it again."""
-
-
 @final
 class Attributes:
-    """The attributes of all modules of a model as they are now, with what is in the lists, dicts, sets and deques among
-    them, and in these. Other objects that a module refers to are not looked into."""
+    """The attributes of all modules of a model as they are now, with what is ``inside`` of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._known: dict[int, Any] = {}  # by id; they are held, so that no other object gets one of these ids
-        self._contents: list[_Content] = []
-        for module in model.modules():
-            self._note(module.__dict__)
+        modules = list(model.modules())
+        # Torch's own among them: hooks are put on meanwhile, and parameters are others.
+        own = (
+            values for m in modules for values in (m.__dict__, *m.__dict__.values()) if isinstance(values, dict | set)
+        )
+        inside = look_inside(value for m in modules for value in attributes_of(m)).containers
+        self._contents = [Content.of(one) for one in {id(one): one for one in (*own, *inside)}.values()]
 
     def are_changed(self) -> bool:
         """Whether one of them is another object."""
@@ -48,26 +40,6 @@ class Attributes:
             if content.is_changed():
                 content.put_back()
 
-    def _note(self, value: Any) -> None:
-        if id(value) in self._known:
-            return
-        if isinstance(value, dict):
-            self._contents.append(_Dict(value, dict(value)))
-            inside = list(value.values())
-        elif isinstance(value, list | deque):
-            self._contents.append(_List(value, list(value)))
-            inside = list(value)
-        elif isinstance(value, set):
-            self._contents.append(_Set(value, set(value)))
-            inside = []
-        elif isinstance(value, tuple):
-            inside = list(value)
-        else:
-            return
-        self._known[id(value)] = value
-        for one in inside:
-            self._note(one)
-
 
 @contextmanager
 def attributes_put_back(model: nn.Module) -> Iterator[None]:
@@ -77,50 +49,3 @@ def attributes_put_back(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.put_back()
-
-
-@final
-@dataclass(frozen=True)
-class _Dict:
-    value: dict[Any, Any]
-    before: dict[Any, Any]
-
-    def is_changed(self) -> bool:
-        now, before = self.value, self.before
-        return not _same(list(now), list(before)) or not _same(list(now.values()), list(before.values()))
-
-    def put_back(self) -> None:
-        self.value.clear()
-        self.value.update(self.before)
-
-
-@final
-@dataclass(frozen=True)
-class _List:
-    value: list[Any] | deque[Any]
-    before: list[Any]
-
-    def is_changed(self) -> bool:
-        return not _same(list(self.value), self.before)
-
-    def put_back(self) -> None:
-        self.value.clear()
-        self.value.extend(self.before)
-
-
-@final
-@dataclass(frozen=True)
-class _Set:
-    value: set[Any]
-    before: set[Any]
-
-    def is_changed(self) -> bool:
-        return self.value != self.before
-
-    def put_back(self) -> None:
-        self.value.clear()
-        self.value.update(self.before)
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

@@ -42,8 +42,9 @@ from forebay.profiler.work import Call
 from forebay.profiler.workspaces import ELSEWHERE, workspace_nbytes
 from forebay.runtime.autocasting import autocast_dtype
 from forebay.runtime.blocks import BoundModel, at_every_place, find_blocks
-from forebay.runtime.generators import drawn_from, own_generators
+from forebay.runtime.generators import drawn_from
 from forebay.runtime.head import ChunkedHead, Recognised, recognise
+from forebay.runtime.inside import own_generators
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.no_logits import NO_LOGITS, REMEDY
 from forebay.runtime.passes import argument_name
@@ -268,6 +269,7 @@ class _Step:
                 # Its own recorder has integers remain real, which the model may keep and ask for.
                 with Recorder(self._device, self._guess), Arrays(), _autocast_on(self._device):
                     losing(self._model, args, kwargs)
+                torch.clear_autocast_cache()  # as behind the forward that counts
             recorder.follow_modules(self._modules())
             askers = {name for block in self._bound.model.blocks for name in block.modules}
             recorder.follow_root(self._model)  # behind its modules, so that it comes first where it is one of them

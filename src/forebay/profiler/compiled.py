@@ -18,7 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from forebay.runtime.generators import drawn_from, own_generators
+from forebay.runtime.generators import drawn_from
+from forebay.runtime.inside import own_generators
 
 __all__ = ["Made", "Measured", "Measuring", "allocations", "inputs_of", "peak_of"]
 

@@ -28,9 +28,10 @@ from forebay.device.compiling import as_written, compiled_modules, outside_of_gr
 from forebay.errors import ModelError, UsageError
 from forebay.runtime.cuts import Cutter, Segment
 from forebay.runtime.gathering import Gathering
-from forebay.runtime.generators import HostNumbers, OwnGenerator, own_generators
+from forebay.runtime.generators import HostNumbers, OwnGenerator
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
+from forebay.runtime.inside import own_generators
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass

@@ -1,8 +1,8 @@
 """What the forward of a recomputed block finds in the attributes of modules, so that its second run finds the same.
 
-A mask that is made once, a count of calls, the state of the step before: those that the forward has set to something
-else are in the second run what they were, and after it what they were in front of it. What is inside of them (of a
-list, say) is left alone.
+A mask that is made once, a count of calls, the state of the step before, the losses that layers add to a list: what
+the forward has set to something else, in the attributes or inside of them (``inside.py``), is in the second run what it
+was, and after it what it was in front of it.
 
 Of a tensor that no op of the first forward that finds it reads, a stand-in without values is kept: such a forward has
 replaced it before (``torch.nn.utils.weight_norm`` does so with the weight), and it may be much.
@@ -17,6 +17,8 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+
+from forebay.runtime.inside import Content, Inside, attributes_of, has_inside, look_inside
 
 __all__ = ["Attributes", "FoundAttributes", "beside_blocks", "storage_key"]
 
@@ -40,40 +42,55 @@ def beside_blocks(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Modul
 
 @final
 class Attributes:
-    """Those of ``modules``, and those and the buffers of the ones ``beside`` them. ``compiled``: they have no ops to be
+    """Those of ``modules``, and those and the buffers of the ones ``beside`` them, as they are now, and what is
+    ``inside`` of them. ``compiled``: they have no ops to be
     seen."""
 
-    def __init__(self, modules: Iterable[nn.Module], beside: Iterable[nn.Module], *, compiled: bool) -> None:
+    def __init__(self, modules: Sequence[nn.Module], beside: Sequence[nn.Module], *, compiled: bool) -> None:
         self._now: Sequence[_Values] = [
             *(module.__dict__ for module in modules),
             *(values for module in beside for values in (module.__dict__, module._buffers)),
         ]
+        self._modules = (*modules, *beside)
         self._compiled = compiled
         self._reads: dict[tuple[bool, ...], _Reads] = {}  # by the modes of the modules
+        self.inside = Inside((), ())
 
-    def begin(self, modes: tuple[bool, ...]) -> FoundAttributes:
-        """A forward begins, in ``modes``."""
+    def look_inside(self) -> None:
+        """Finds ``inside`` anew: what the attributes hold now."""
+        self.inside = look_inside(value for module in self._modules for value in attributes_of(module))
+
+    def begin(self, modes: tuple[bool, ...], arguments: Sequence[Any]) -> FoundAttributes:
+        """A forward begins, in ``modes``. ``arguments``: what it is called with that may have something inside."""
         reads = self._reads.get(modes)
         if reads is None:
+            self.look_inside()
             reads = self._reads[modes] = {
                 (place, name): None
                 for place, values in enumerate(self._now)
                 for name, value in values.items()
                 if isinstance(value, torch.Tensor)
             }
-        return FoundAttributes(self._now, reads, looks=not self._compiled)
+        inside = self.inside.joined(look_inside(arguments)) if arguments else self.inside
+        return FoundAttributes(self, self._now, reads, inside, looks=not self._compiled)
 
 
 @final
 class FoundAttributes:
-    """What one forward found in those that are ``now`` what they are. ``reads`` is what is known of forwards in the
-    same modes; with ``looks`` this one finds out the rest."""
+    """What one forward found in those that are ``now`` what they are, and ``inside`` of them and of its arguments.
+    ``reads`` is what is known of forwards in the same modes; with ``looks`` this one finds out the rest."""
 
-    def __init__(self, now: Sequence[_Values], reads: _Reads, *, looks: bool) -> None:
+    def __init__(
+        self, attributes: Attributes, now: Sequence[_Values], reads: _Reads, inside: Inside, *, looks: bool
+    ) -> None:
+        self._attributes = attributes
         self._now = now
         self._reads = reads
         # All that there was; once the forward is over, of what it has changed what is needed.
         self._then: Sequence[_Values] = [values.copy() for values in now]
+        self._inside = [Content.of(container) for container in inside.containers]
+        self.generators = inside.generators
+        self.has_new_generators = False
         self._over = False
         unknown = [key for key, read in reads.items() if read is None] if looks else []
         found = {(place, name): self._then[place].get(name) for place, name in unknown}
@@ -95,24 +112,36 @@ class FoundAttributes:
         """The forward is over."""
         self._reads |= dict.fromkeys(self._unread, False)
         self._unread = {}
+        changed = self._changed()
         self._then = [
             {name: self._needed((place, name), value) for name, value in values.items()}
-            for place, values in enumerate(self._changed())
+            for place, values in enumerate(changed)
         ]
+        self._inside = self._changed_inside()
+        set_to = (v[name] for v, names in zip(self._now, changed, strict=True) for name in names.keys() & v.keys())
+        if any(map(has_inside, (*set_to, *(one for content in self._inside for one in content.new())))):
+            self._attributes.look_inside()
+            self.has_new_generators = not set(self._attributes.inside.generators) <= set(self.generators)
         self._over = True
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside they are what the forward found."""
+        """Within this they are what the forward found."""
         changed = self._then if self._over else self._changed()
         put = [(values, then, _those(then, values)) for then, values in zip(changed, self._now, strict=True) if then]
+        inside = self._inside if self._over else self._changed_inside()
+        before_inside = [content.now() for content in inside]
         try:
             for values, then, _ in put:
                 _set(values, then)
+            for content in inside:
+                content.put_back()
             yield
         finally:
             for values, _, before in put:
                 _set(values, before)
+            for content in before_inside:
+                content.put_back()
 
     def _changed(self) -> list[_Values]:
         """What those were that are something else now."""
@@ -120,6 +149,9 @@ class FoundAttributes:
             {} if _is_same(then, now) else _those(_differing(then, now), then)
             for then, now in zip(self._then, self._now, strict=True)
         ]
+
+    def _changed_inside(self) -> list[Content]:
+        return [content for content in self._inside if content.is_changed()]
 
     def _needed(self, key: tuple[int, str], value: Any) -> Any:
         """What is kept of ``value``, which was there before the forward changed it."""

@@ -1,5 +1,5 @@
 """The generators of random numbers that models and loops draw from on the host: Python's, NumPy's and torch's, which
-nobody names, and those of Python's and NumPy's kinds that modules have as attributes, their ``own``."""
+nobody names, and those of Python's and NumPy's kinds that modules hold, their ``own`` (``inside.py``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
-from torch import nn
 
 __all__ = [
     "Generators",
@@ -21,24 +20,12 @@ __all__ = [
     "drawn_from",
     "drawn_so_far",
     "is_numpys_own",
-    "own_generators",
     "seed_all",
 ]
 
 
 OwnGenerator = random.Random | np.random.Generator | np.random.RandomState
-
-
-def own_generators(modules: Iterable[nn.Module]) -> tuple[OwnGenerator, ...]:
-    """Those that are attributes of ``modules``, each once. One that lies in a list, or that a function has, is not
-    seen."""
-    found = {
-        id(value): value
-        for module in modules
-        for value in module.__dict__.values()
-        if isinstance(value, OwnGenerator) and not isinstance(value, random.SystemRandom)
-    }
-    return tuple(found.values())
+"""What a program makes for itself, of Python's and NumPy's kinds."""
 
 
 @final

@@ -13,8 +13,8 @@ the parameters again, and what it saves of them holds a lease of the slot until 
 
 Ops of the block that the plan names do not run again (``selective.py``): the region sees them in forward, and gives
 what they made to the recomputation. A forward must do the same things twice; where it is seen not to, backward ends
-with a ``ModelError`` that names the block. Buffers and attributes are what they were (``surroundings.py``); what it
-does beside that, such as appending to a list, it does twice.
+with a ``ModelError`` that names the block. Buffers and attributes, and what is inside of these and of objects among its
+arguments, are what they were (``surroundings.py``); what it does beside that, such as printing, it does twice.
 
 A block inside a checkpoint of the model's own is left to that one: its hooks are the innermost then. A checkpoint
 inside the block nests: same numbers, but the block is computed once more; choose one of the two.
@@ -48,6 +48,7 @@ from forebay.device.base import Watch
 from forebay.device.compiling import outside_of_graphs
 from forebay.errors import ModelError
 from forebay.runtime.backward_end import when_backward_ends
+from forebay.runtime.inside import has_inside
 from forebay.runtime.saved import SavedTensors
 from forebay.runtime.selective import Choice, Mover, Record, Replay, not_the_same
 from forebay.runtime.surroundings import Surroundings
@@ -152,7 +153,7 @@ class Recomputation:
         tensors = [leaves[i] for i in places]
         for i in places:
             leaves[i] = None
-        found = surroundings.begin()
+        found = surroundings.begin([one for one in leaves if has_inside(one) and not isinstance(one, _Cache)])
         record = Record(choice, self._watch, self._mover, lambda: bool(self._again), found)
         holders: list[weakref.ref[_Holder]] = []
 

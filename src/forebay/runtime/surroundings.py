@@ -9,7 +9,8 @@ buffers      a forward that changes a buffer and computes with it (a running mea
              the first that writes to the buffer. From then on it is made when a forward begins, if it was needed then.
 modes        ``train()`` or ``eval()``, module by module, and which parameters require a gradient: in the second run
              they are set as they were, and put back after it.
-attributes   those that the forward has set to something else are in the second run what they were (``attributes.py``).
+attributes   those that the forward has set to something else, and what is in lists, dicts and objects among them, are
+             in the second run what they were (``attributes.py``).
 numbers      of a block that draws from Python's or NumPy's generator, or from one in an attribute, which its first
              forward shows, what these were is kept when a forward begins, and they are put back for the second run.
 parameters   their values are not kept. Where they were changed since (by ``optimizer.step()``, by
@@ -36,7 +37,7 @@ from forebay.device.ledger import plain_tensors
 from forebay.errors import ModelError
 from forebay.memory import Kind
 from forebay.runtime.attributes import Attributes, FoundAttributes, storage_key
-from forebay.runtime.generators import HostNumbers, OwnGenerator, drawn_so_far, own_generators
+from forebay.runtime.generators import HostNumbers, drawn_so_far
 from forebay.runtime.saved import modified
 from forebay.runtime.uncounted import updated_uncounted
 
@@ -83,34 +84,21 @@ class Surroundings:
         self.unknown = _Change.COUNTED if compiled else _Change.NONE
         self.parameters = tuple(module.named_parameters())
         self.modules = tuple(module.named_modules())
-        self._attributes = Attributes((inner for _, inner in self.modules), beside, compiled=compiled)
+        self._attributes = Attributes([inner for _, inner in self.modules], beside, compiled=compiled)
         self._watch = watch
         # By the modes of all modules: what forwards in these were seen to do to a buffer.
         self._changed: dict[tuple[bool, ...], dict[str, _Change]] = {}
         # The same, whether they have drawn from Python's or NumPy's generator, or from one of the modules' own.
         self.draws: dict[tuple[bool, ...], bool] = {}
-        self._own: dict[tuple[bool, ...], tuple[OwnGenerator, ...]] = {}
-        self._beside = tuple(beside)
 
-    def begin(self) -> Found:
-        """A forward begins."""
+    def begin(self, arguments: Sequence[Any]) -> Found:
+        """A forward begins. ``arguments``: what it is called with that may have something inside."""
         modes = tuple([module.training for _, module in self.modules])
         known = self._changed.setdefault(modes, {})
         found = [(m, self._buffers(prefix, m, known)) for prefix, m in self.modules if m._buffers]
-        if modes not in self._own:
-            self.find_generators(modes)
-        numbers = HostNumbers(self.own(modes)) if self.draws.get(modes, True) else None
-        return Found(self, modes, found, known, self._attributes.begin(modes), numbers)
-
-    def own(self, modes: tuple[bool, ...]) -> tuple[OwnGenerator, ...]:
-        """The modules' own generators, as far as forwards in ``modes`` are known to have them."""
-        return self._own[modes]
-
-    def find_generators(self, modes: tuple[bool, ...]) -> bool:
-        """Looks for the modules' own generators; whether they are others than before."""
-        before = self._own.get(modes)
-        self._own[modes] = own_generators([*(module for _, module in self.modules), *self._beside])
-        return self._own[modes] != before
+        attributes = self._attributes.begin(modes, arguments)
+        numbers = HostNumbers(attributes.generators) if self.draws.get(modes, True) else None
+        return Found(self, modes, found, known, attributes, numbers)
 
     def copy(self, buffer: torch.Tensor) -> torch.Tensor:
         """What ``buffer`` holds, to be kept."""
@@ -154,8 +142,7 @@ class Found:
         self._around = surroundings
         self._attributes = attributes
         self._numbers = numbers
-        self._own = surroundings.own(modes)
-        self._drawn = drawn_so_far(self._own) if numbers is None else None
+        self._drawn = drawn_so_far(attributes.generators) if numbers is None else None
         self._unknown_numbers = False
         self._modes = modes
         self._trained = tuple([p.requires_grad for _, p in surroundings.parameters])
@@ -228,13 +215,12 @@ class Found:
     def _end_numbers(self) -> None:
         """Numbers of which no forward has drawn any need not be kept; those of the next one are, where this one has."""
         draws = self._around.draws
+        made = self._attributes.has_new_generators  # and so it makes them in its second run
         if self._numbers is None:
-            self._unknown_numbers = drawn_so_far(self._own) != self._drawn
-            draws[self._modes] |= self._unknown_numbers
+            self._unknown_numbers = drawn_so_far(self._attributes.generators) != self._drawn
+            draws[self._modes] |= made or self._unknown_numbers
         elif not draws.get(self._modes, False):
-            # One that this forward has made is drawn from, and there when the next one begins.
-            made = self._around.find_generators(self._modes)
-            draws[self._modes] = made or HostNumbers(self._own) != self._numbers
+            draws[self._modes] = made or HostNumbers(self._attributes.generators) != self._numbers
             self._numbers = self._numbers if draws[self._modes] else None
 
     @contextmanager

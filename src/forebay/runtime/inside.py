@@ -1,0 +1,244 @@
+"""What is inside of the attributes of modules: lists, dicts, sets and deques, objects of the program's own, and
+generators of random numbers.
+
+A forward may write to any of them: it appends a loss, counts its calls in a dict, updates a meter. Whoever runs it for
+other reasons than training takes that back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from types import SimpleNamespace
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from forebay.runtime.generators import OwnGenerator
+
+__all__ = ["Content", "Inside", "attributes_of", "has_inside", "look_inside", "own_generators"]
+
+_OF_TORCH: Final = frozenset(nn.Module().__dict__)
+"""The attributes that a module has by being one: parameters, modules, hooks."""
+
+_NOTHING_INSIDE: Final = (torch.Tensor, nn.Module, str, int, float, type(None), torch.dtype, torch.device)
+"""What most attributes are. Modules are looked into by whoever wants to."""
+
+
+def attributes_of(module: nn.Module) -> Iterator[Any]:
+    """Those of ``module`` that are not torch's."""
+    return (value for name, value in module.__dict__.items() if name not in _OF_TORCH)
+
+
+class Content(ABC):
+    """A container, and what is in it when this is made."""
+
+    @staticmethod
+    def of(container: Any) -> Content:
+        """What is in ``container``, one of ``Inside.containers``."""
+        if isinstance(container, dict):
+            return _Dict(container, dict(container))
+        if isinstance(container, (list, deque)):
+            return _List(container, list(container))
+        if isinstance(container, set):
+            return _Set(container, set(container))
+        return _Fields(container, dict(_fields(container)))
+
+    @abstractmethod
+    def now(self) -> Content:
+        """What is in the container now."""
+
+    @abstractmethod
+    def is_changed(self) -> bool:
+        """Whether something else is in it now."""
+
+    @abstractmethod
+    def new(self) -> Iterable[Any]:
+        """What is in it now, if it is changed: some of that may have been there."""
+
+    @abstractmethod
+    def put_back(self) -> None:
+        """What was in it is in it again."""
+
+
+@final
+@dataclass(frozen=True)
+class _Dict(Content):
+    value: dict[Any, Any]
+    before: dict[Any, Any]
+
+    def now(self) -> Content:
+        return Content.of(self.value)
+
+    def is_changed(self) -> bool:
+        return _differ(self.value, self.before)
+
+    def new(self) -> Iterable[Any]:
+        return self.value.values()
+
+    def put_back(self) -> None:
+        self.value.clear()
+        self.value.update(self.before)
+
+
+@final
+@dataclass(frozen=True)
+class _Fields(Content):
+    """Of an object, which others may be looking at: what has not changed is there all the time."""
+
+    value: Any
+    before: dict[str, Any]
+
+    def now(self) -> Content:
+        return Content.of(self.value)
+
+    def is_changed(self) -> bool:
+        return _differ(_fields(self.value), self.before)
+
+    def new(self) -> Iterable[Any]:
+        return _fields(self.value).values()
+
+    def put_back(self) -> None:
+        now = _fields(self.value)
+        now.update(self.before)
+        for name in now.keys() - self.before.keys():
+            del now[name]
+
+
+@final
+@dataclass(frozen=True)
+class _List(Content):
+    value: list[Any] | deque[Any]
+    before: list[Any]
+
+    def now(self) -> Content:
+        return Content.of(self.value)
+
+    def is_changed(self) -> bool:
+        return not _same(self.value, self.before)
+
+    def new(self) -> Iterable[Any]:
+        return self.value
+
+    def put_back(self) -> None:
+        self.value.clear()
+        self.value.extend(self.before)
+
+
+@final
+@dataclass(frozen=True)
+class _Set(Content):
+    value: set[Any]
+    before: set[Any]
+
+    def now(self) -> Content:
+        return Content.of(self.value)
+
+    def is_changed(self) -> bool:
+        return self.value != self.before
+
+    def new(self) -> Iterable[Any]:
+        return ()
+
+    def put_back(self) -> None:
+        self.value.clear()
+        self.value.update(self.before)
+
+
+def _differ(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return not (_same(now.values(), before.values()) and _same(now, before))
+
+
+def _same(now: Collection[Any], before: Collection[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+@final
+@dataclass(frozen=True)
+class Inside:
+    """What some attributes hold, each object once: the ``containers``, objects of the program's own among them, and
+    the ``generators``."""
+
+    containers: Sequence[Any]
+    generators: tuple[OwnGenerator, ...]
+
+    def joined(self, other: Inside) -> Inside:
+        """What both hold."""
+        known = {id(container) for container in self.containers}
+        more = [container for container in other.containers if id(container) not in known]
+        return Inside((*self.containers, *more), tuple(dict.fromkeys((*self.generators, *other.generators))))
+
+
+def look_inside(values: Iterable[Any]) -> Inside:
+    """What is in ``values`` and, one in the other, in the containers there. Of an object its fields, and containers in
+    these; objects that an object refers to are not looked into."""
+    look = _Look()
+    for value in values:
+        look.into(value, objects=True)
+    return Inside(tuple(look.containers.values()), tuple(look.generators.values()))
+
+
+def has_inside(value: Any) -> bool:
+    """Whether ``look_inside`` may find something in ``value``."""
+    return not isinstance(value, _NOTHING_INSIDE)
+
+
+def own_generators(modules: Iterable[nn.Module]) -> tuple[OwnGenerator, ...]:
+    """The generators that ``modules`` hold, each once."""
+    return look_inside(value for module in modules for value in attributes_of(module)).generators
+
+
+@final
+class _Look:
+    def __init__(self) -> None:
+        # By id. They are held, so that no other object gets one of these ids meanwhile.
+        self.containers: dict[int, Any] = {}
+        self.generators: dict[int, OwnGenerator] = {}
+        self._tuples: dict[int, tuple[Any, ...]] = {}
+
+    def into(self, value: Any, *, objects: bool) -> None:
+        if not has_inside(value) or id(value) in self.containers or id(value) in self._tuples:
+            return
+        inside: Iterable[Any] = ()
+        if isinstance(value, OwnGenerator):
+            if not isinstance(value, random.SystemRandom):
+                self.generators[id(value)] = value
+            return
+        if isinstance(value, tuple):
+            self._tuples[id(value)] = inside = value
+        elif isinstance(value, dict):
+            self.containers[id(value)], inside = value, value.values()
+        elif isinstance(value, (list, deque)):
+            self.containers[id(value)] = inside = value
+        elif isinstance(value, set):
+            self.containers[id(value)] = value
+        elif objects and _is_the_programs(value):
+            self.containers[id(value)], inside, objects = value, _fields(value).values(), False
+        for one in inside:
+            self.into(one, objects=objects)
+
+
+def _is_the_programs(value: Any) -> bool:
+    """Whether it is an object with fields, of a class that is neither Python's (a thread pool, a lock) nor torch's or
+    NumPy's: these know what they refer to, and something else in a field would be another object."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    root = type(value).__module__.partition(".")[0]
+    others = root in sys.stdlib_module_names or root in (torch.__name__, np.__name__)
+    return not (isinstance(value, type) or (others and root != "__main__")) and bool(_fields(value))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Those of an object, as they are; none of one without (``__slots__``)."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}

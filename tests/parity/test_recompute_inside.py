@@ -1,0 +1,262 @@
+"""Blocks whose forward writes to what is inside of their attributes, and that run again in backward."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import forebay
+from forebay.profiler.capture import capture
+from forebay.runtime.inside import Content, look_inside
+from tests.parity.compare import stepped
+
+WIDTH, LAYERS, STEPS = 16, 4, 4
+
+
+class Meter:
+    """A running mean, as training scripts have one."""
+
+    def __init__(self) -> None:
+        self.total: Any = 0.0
+        self.count = 0
+        self.latest: list[torch.Tensor] = []
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+        self.latest.append(value)
+
+    def mean(self) -> torch.Tensor:
+        return self.total / max(self.count, 1) + sum(self.latest[-2:])
+
+
+class Layer(nn.Module):
+    """What it computes hangs on what it has noted, which it goes on to note before backward has all that it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.noted = nn.Linear(WIDTH, WIDTH), self.start()
+
+    def start(self) -> Any:
+        raise NotImplementedError
+
+    def note(self, mean: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        return x + y * self.note(y.detach().mean()) + y.sin()
+
+
+class InList(Layer):
+    def start(self) -> list[torch.Tensor]:
+        return []
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted.append(mean)
+        return sum(self.noted) / len(self.noted) + len(self.noted)
+
+
+class InDict(Layer):
+    def start(self) -> Counter[str]:
+        return Counter()
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted["calls"] += 1
+        return 1 / self.noted["calls"]
+
+
+class InSet(Layer):
+    def start(self) -> set[int]:
+        return set()
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted.add(len(self.noted))
+        return len(self.noted)
+
+
+class InDeque(Layer):
+    def start(self) -> deque[torch.Tensor]:
+        return deque(maxlen=2)
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted.append(mean)
+        return sum(self.noted) + len(self.noted)
+
+
+class InObject(Layer):
+    def start(self) -> Meter:
+        return Meter()
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted.update(mean)
+        return self.noted.mean()
+
+
+class Deeper(Layer):
+    def start(self) -> SimpleNamespace:
+        return SimpleNamespace(by_name={"means": ([], 1)})
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted.by_name["means"][0].append(mean)
+        return 1 / len(self.noted.by_name["means"][0])
+
+
+class Late(InDict):
+    """Makes what it notes in when it is first called, and another one every other time."""
+
+    def start(self) -> Any:
+        return None
+
+    def note(self, mean: torch.Tensor) -> Any:
+        if self.noted is None or self.noted["calls"] == 2:
+            self.noted = Counter()
+        return super().note(mean)
+
+
+KINDS: tuple[type[Layer], ...] = (InList, InDict, InSet, InDeque, InObject, Deeper, Late)
+
+
+def model(kind: type[Layer], *, shared: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [kind() for _ in range(LAYERS)]
+    for layer in layers if shared else ():
+        layer.noted = layers[0].noted
+    return nn.Sequential(*layers)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    batch = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    return stepped(optimizer, (loss_of(model, batch) for _ in range(STEPS)))
+
+
+def prepared(module: nn.Module, policy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return forebay.prepare(
+        module,
+        adamw(module),
+        torch.zeros(4, WIDTH),
+        device_memory="1MiB",
+        policy=policy,
+        device="cpu",
+        loss_fn=loss_of,
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["each", "shared"])
+@pytest.mark.parametrize("policy", ["stream-recompute", "resident"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_are_those_of_plain_pytorch(kind: type[Layer], policy: str, shared: bool) -> None:
+    plain = model(kind, shared=shared)
+    its = adamw(plain)
+    expected = trained(plain, its)
+    ours, optimizer = prepared(model(kind, shared=shared), policy)
+    assert trained(ours, optimizer) == expected
+    assert bool(forebay.report(ours).plan.recompute) is (policy == "stream-recompute")
+    assert all(torch.equal(forebay.parameters(ours)[n], p) for n, p in plain.named_parameters())
+    if kind is InDict:
+        assert [layer.noted for layer in ours] == [layer.noted for layer in plain]
+    forebay.close(ours)
+
+
+def test_a_list_that_is_emptied_between_forward_and_backward_stays_empty() -> None:
+    """As with losses that layers add to a list, and the loop takes from there."""
+    ours, optimizer = prepared(model(InList, shared=True), "stream-recompute")
+    for _ in range(2):
+        loss = loss_of(ours, torch.ones(4, WIDTH))
+        assert len(ours[0].noted) == LAYERS
+        ours[0].noted.clear()
+        loss.backward()
+        assert ours[0].noted == []
+        optimizer.step()
+        optimizer.zero_grad()
+    forebay.close(ours)
+
+
+class Told(nn.Module):
+    """Its layers are called with an object that is made for each forward, and count in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        by_place, by_name = Meter(), SimpleNamespace(numbers=random.Random(1))
+        for layer in self.layers:
+            x = layer(x, by_place, told=by_name)
+        return x
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, meter: Meter, *, told: SimpleNamespace) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        meter.update(y.detach().mean())
+        return x + y * meter.count + (y * told.numbers.random()).sin()
+
+
+@pytest.mark.parametrize("policy", ["stream-recompute", "resident"])
+def test_objects_that_a_block_is_called_with(policy: str) -> None:
+    torch.manual_seed(0)
+    plain = Told()
+    ours, optimizer = prepared(copy.deepcopy(plain), policy)
+    assert trained(ours, optimizer) == trained(plain, adamw(plain))
+    assert all(torch.equal(forebay.parameters(ours)[n], p) for n, p in plain.named_parameters())
+    forebay.close(ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recording_leaves_nothing(kind: type[Layer]) -> None:
+    module = model(kind)
+    held = [Content.of(one) for layer in module for one in look_inside([layer.noted]).containers]
+    assert held or kind is Late
+    assert capture(module, torch.ones(4, WIDTH)).trace.visits
+    assert not any(content.is_changed() for content in held)
+    assert all(layer.noted is None for layer in module if kind is Late)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+def test_what_is_looked_into() -> None:
+    """Containers one in the other, and the fields of the program's own objects, of which each is seen once. Not what
+    such an object refers to, nor what is Python's, torch's or a class."""
+    meter, rest = Meter(), [1, (2, {3})]
+    meter.other = Meter()  # type: ignore[attr-defined]
+    rest.append(rest)
+    found = look_inside([rest, {"meter": meter}, meter]).containers
+    assert [id(one) for one in found] == [
+        id(one)
+        for one in (rest, rest[1][1], found[2], meter, meter.latest)  # type: ignore[index]
+    ]
+    assert found[2] == {"meter": meter}
+    others = [threading.Thread(), Slotted(), Meter, nn.Linear(2, 2), torch.zeros(2), torch.optim.SGD([torch.zeros(2)])]
+    assert look_inside([*others, len, Meter.update, meter.update]).containers == ()
+    kept = Content.of(meter)
+    assert not kept.is_changed()
+    meter.update(torch.ones(()))
+    meter.late = 1  # type: ignore[attr-defined]
+    now = kept.now()
+    assert kept.is_changed() and not now.is_changed()
+    kept.put_back()
+    assert (meter.total, meter.count, len(meter.latest)) == (0.0, 0, 1) and "late" not in vars(meter)
+    now.put_back()
+    assert meter.count == 1 and vars(meter)["late"] == 1
