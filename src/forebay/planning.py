@@ -33,7 +33,7 @@ from forebay.planners.room import Room, leave_room
 from forebay.planners.speculation import second_copies
 from forebay.plans import Plan, Update, UpdateTime
 from forebay.reporting.forecast import AccumulationForecast, Alternative, PlanReport, StepForecast
-from forebay.simulation import Costs, Forecast, by_turns, draws, play, summarise, together
+from forebay.simulation import Costs, Forecast, by_turns, in_turn, play, summarise, together
 from forebay.timeline import Timeline
 from forebay.trace import Footprint, Trace
 from forebay.units import format_apart, format_bytes, format_seconds
@@ -141,8 +141,8 @@ def _filled(
     accumulation = None if micro_batches == 1 else _accumulated(settled, room, micro_batches)
     if accumulation is not None and settled.accumulation is None:
         notes = (*notes, "nothing streams: forebay.accumulate is the loop over the micro-batches")
-    elif accumulation is not None and draws(trace):
-        notes = (*notes, "forward draws random numbers: together too, micro-batches pass it one by one, as in the loop")
+    elif accumulation is not None and (why := in_turn(trace)):
+        notes = (*notes, f"forward {why}: together too, micro-batches pass it one by one, as in the loop")
     if cut is not None:
         settled = cut.of(settled)
     return replace(

@@ -14,6 +14,7 @@ from forebay.layout import PAGE
 from forebay.machine import SPARED_CORES
 from forebay.memory import Tier
 from forebay.states import Masters
+from forebay.trace import Leaves
 from forebay.treatments import Selection, Treatment
 
 __all__ = [
@@ -28,7 +29,7 @@ __all__ = [
     "used_up",
 ]
 
-PLAN_SCHEMA = 11
+PLAN_SCHEMA = 12
 
 UpdateTime = Literal["step", "backward"]
 """When an update may be made: when ``optimizer.step()`` asks for it, or in backward as soon as a block's gradients have
@@ -228,7 +229,8 @@ class Accumulation:
     """Bytes that n micro-batches of ``forebay.accumulate`` take at most: ``device + (n - 1) * device_further``, and so
     on the host (``host_further``), page-locked of that (``pinned_further``) and on disk (``disk_further``).
     ``step_seconds`` is the predicted time of a step of ``micro_batches`` of them, as many as the plan was asked to
-    leave room for (None: for one)."""
+    leave room for (None: for one). ``leaves`` is what a forward leaves in its modules: where it is something,
+    micro-batches pass forward one after the other."""
 
     device: int
     device_further: int
@@ -240,6 +242,7 @@ class Accumulation:
     step_seconds: float | None = None
     pinned: int = 0
     pinned_further: int = 0
+    leaves: Leaves = Leaves.NOTHING
 
     def needed(self, tier: Tier, micro_batches: int) -> int:
         """Bytes of a tier that so many micro-batches take. Page-locked are at most as many: no more than the budget

@@ -23,6 +23,7 @@ __all__ = [
     "Block",
     "Footprint",
     "Gradient",
+    "Leaves",
     "Model",
     "Op",
     "Parameter",
@@ -35,7 +36,7 @@ __all__ = [
     "fingerprint_of",
 ]
 
-TRACE_SCHEMA = 4
+TRACE_SCHEMA = 5
 
 COMPILED = "forebay.compiled_"
 """Begins the names of the ops that stand for compiled blocks (``profiler.stand_ins``)."""
@@ -177,6 +178,15 @@ class Footprint:
     input_nbytes: int
     measured: bool
     note: str = ""
+
+
+class Leaves(StrEnum):
+    """What a forward leaves in the modules of its model, where another one finds it (a mask, a count of calls, the
+    losses of layers; not what a block's own buffers hold): nothing, only the first one does, or each of them."""
+
+    NOTHING = "nothing"
+    ONCE = "once"
+    ALWAYS = "always"
 
 
 class Phase(StrEnum):
@@ -335,7 +345,7 @@ class Trace:
     none of the modules run that ask for them: such a block has to stay on the device. ``compiled`` names the modules,
     blocks as a whole, that are here as a compiler made them: one op in forward and one in backward.
     ``changed_buffers`` names the buffers that the step changes in place: a block that is recomputed keeps a copy of its
-    own as forward found them.
+    own as forward found them. ``leaves``: see there.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory; of a step that a
@@ -364,6 +374,7 @@ class Trace:
     read_in_backward: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
+    leaves: Leaves = Leaves.NOTHING
     notes: tuple[str, ...] = ()
     extremes: tuple[Trace, ...] = ()
     schema: int = TRACE_SCHEMA

@@ -15,8 +15,9 @@ from forebay.memory import Tier
 from forebay.planners import make_plan
 from forebay.planning import assess
 from forebay.plans import Plan
-from forebay.simulation import Costs, by_turns, draws, together
+from forebay.simulation import Costs, by_turns, in_turn, together
 from forebay.timeline import CROSSING, Lane
+from forebay.trace import Leaves
 from tests.null.planning import asked, chain, machine
 from tests.null.synthetic import block
 from tests.null.tracing import Layer, chain_trace
@@ -122,7 +123,7 @@ def test_gradients_of_tied_parameters_wait_on_the_host() -> None:
 def test_where_forward_draws_random_numbers_blocks_are_fetched_for_each_in_forward() -> None:
     """And once in backward, as without."""
     trace = replace(TRACE, works=tuple(replace(work, op=f"{work.op}.native_dropout") for work in TRACE.works))
-    assert draws(trace) and not draws(TRACE)
+    assert in_turn(trace) and not in_turn(TRACE)
     plan = planned("stream")
     once, drawn = (together(plan, Costs(one, FAST), COUNT) for one in (TRACE, trace))
     forward = LAYERS * PARAMETERS
@@ -130,6 +131,18 @@ def test_where_forward_draws_random_numbers_blocks_are_fetched_for_each_in_forwa
     assert drawn.moved[Lane.D2H] == once.moved[Lane.D2H]
     report = assess("chain", trace, FAST, Budget(WIDE), "stream", micro_batches=COUNT)
     assert any("draws random numbers" in note for note in report.notes)
+
+
+def test_so_they_are_where_forward_leaves_something_in_the_modules() -> None:
+    once, always = (replace(TRACE, leaves=leaves) for leaves in (Leaves.ONCE, Leaves.ALWAYS))
+    assert in_turn(always) and not in_turn(once)
+    plan = planned("stream")
+    moved = [together(plan, Costs(one, FAST), COUNT).moved[Lane.H2D] for one in (TRACE, once, always)]
+    assert moved[0] == moved[1] == moved[2] - (COUNT - 1) * LAYERS * PARAMETERS
+    report = assess("chain", always, FAST, Budget(WIDE), "stream", micro_batches=COUNT)
+    assert any("leaves something in the model's modules" in note for note in report.notes)
+    assert report.plan is not None and report.plan.accumulation is not None
+    assert report.plan.accumulation.leaves is Leaves.ALWAYS
 
 
 def test_a_plan_says_what_as_many_take_as_it_leaves_room_for() -> None:

@@ -145,7 +145,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return stepped(optimizer, (loss_of(model, batch) for _ in range(STEPS)))
 
 
-def prepared(module: nn.Module, policy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(module: nn.Module, policy: str, loss_fn: Any = loss_of) -> tuple[nn.Module, torch.optim.Optimizer]:
     return forebay.prepare(
         module,
         adamw(module),
@@ -153,7 +153,7 @@ def prepared(module: nn.Module, policy: str) -> tuple[nn.Module, torch.optim.Opt
         device_memory="1MiB",
         policy=policy,
         device="cpu",
-        loss_fn=loss_of,
+        loss_fn=loss_fn,
     )
 
 
@@ -218,6 +218,46 @@ def test_objects_that_a_block_is_called_with(policy: str) -> None:
     plain = Told()
     ours, optimizer = prepared(copy.deepcopy(plain), policy)
     assert trained(ours, optimizer) == trained(plain, adamw(plain))
+    assert all(torch.equal(forebay.parameters(ours)[n], p) for n, p in plain.named_parameters())
+    forebay.close(ours)
+
+
+class Handing(Told):
+    """Gives its layers the scale of the batch, in an attribute and inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            layer.scale, layer.more["scale"] = x.amax(), x.amin()
+            x = layer(x)
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.more = nn.Linear(WIDTH, WIDTH), torch.ones(()), {"scale": torch.ones(())}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh() * self.scale
+        return x + y + (y * self.more["scale"]).sin()
+
+
+@pytest.mark.parametrize("policy", ["stream-recompute", "resident"])
+def test_another_forward_before_the_backward_has_set_them_anew(policy: str) -> None:
+    torch.manual_seed(0)
+    plain = Handing()
+
+    def pairs(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - model(2 * batch)).square().mean()
+
+    ours, optimizer = prepared(copy.deepcopy(plain), policy, pairs)
+    batch = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    expected = stepped(adamw(plain), (pairs(plain, batch) for _ in range(STEPS)))
+    assert stepped(optimizer, (pairs(ours, batch) for _ in range(STEPS))) == expected
     assert all(torch.equal(forebay.parameters(ours)[n], p) for n, p in plain.named_parameters())
     forebay.close(ours)
 

@@ -54,6 +54,7 @@ def accumulation_of(trace: Trace, plan: Plan, *, liveness: Liveness | None = Non
         # What moves passes through memory that is page-locked where the device has a link of its own.
         pinned=plan.pinned + (streaming.disk_window if locked else 0),
         pinned_further=streaming.host_activations if locked else 0,
+        leaves=trace.leaves,
     )
 
 

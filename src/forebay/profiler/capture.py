@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
@@ -48,7 +48,7 @@ from forebay.runtime.inside import own_generators
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.no_logits import NO_LOGITS, REMEDY
 from forebay.runtime.passes import argument_name
-from forebay.trace import Trace
+from forebay.trace import Leaves, Trace
 
 __all__ = ["Captured", "capture"]
 
@@ -143,8 +143,16 @@ def capture(
         if any(extreme.model != found.typical.trace.model for extreme in found.extremes):
             found = guessed(run)  # one of them asked for more than the typical one, which asks for it now
     notes += [*found.notes, *([KEEPS_CACHE] if found.typical.keeps_cache else [])]
-    trace = replace(found.typical.trace, notes=tuple(notes), extremes=found.extremes)
+    trace = found.typical.trace
+    leaves = Leaves.ALWAYS if _is_one_outside(trace.changed_buffers, bound) else found.leaves
+    trace = replace(trace, leaves=leaves, notes=tuple(notes), extremes=found.extremes)
     return Captured(trace, found.typical.recorder.works.calls)
+
+
+def _is_one_outside(buffers: Iterable[str], bound: BoundModel) -> bool:
+    """Whether one of ``buffers`` is in no block, so that several blocks may read it."""
+    inside = tuple(f"{name}." for block in bound.model.blocks for name in block.modules if name)
+    return any(not buffer.startswith(inside) for buffer in buffers)
 
 
 @final

@@ -12,7 +12,7 @@ from forebay.profiler.granted import granted
 from forebay.profiler.guesses import Draw, Guess, Place
 from forebay.profiler.recorder import Recorder
 from forebay.profiler.routing import EXTREMES
-from forebay.trace import Trace
+from forebay.trace import Leaves, Trace
 
 __all__ = ["Guessed", "Run", "Undecided", "guessed"]
 
@@ -43,10 +43,11 @@ class Run:
 @final
 @dataclass(frozen=True)
 class Guessed:
-    """The run that is taken for all steps, the traces of others that differ from it, and what is taken for granted, in
-    words."""
+    """The run that is taken for all steps, what its forward ``leaves`` in the modules, the traces of others that differ
+    from it, and what is taken for granted, in words."""
 
     typical: Run
+    leaves: Leaves
     extremes: tuple[Trace, ...]
     notes: tuple[str, ...]
 
@@ -67,6 +68,7 @@ def guessed(run: Running) -> Guessed:
     guess, answers, notes = Guess(), dict[Place, Draw](), list[str]()
     typical = _settled(run, guess, answers)
     begin: tuple[Trace, ...] = ()
+    leaves = Leaves.ALWAYS if typical.changes_modules else Leaves.NOTHING
     if typical.changes_modules:
         later = replace(guess, later=True)
         try:
@@ -74,12 +76,13 @@ def guessed(run: Running) -> Guessed:
         except CaptureFailed as error:
             notes.append(f"every step is taken to be as the first one, since a second one cannot be recorded: {error}")
         else:
+            leaves = Leaves.ALWAYS if second.changes_modules else Leaves.ONCE
             if not _is_same(second.trace, typical.trace):
                 begin = (typical.trace, *_by_draws_and_routes(run, guess, typical, answers)[0])
                 guess, typical = later, second
     others, by_routes, by_draws = _by_draws_and_routes(run, guess, typical, answers)
     notes += granted(typical.recorder.values, typical.arrays_made, by_routes, by_draws)
-    return Guessed(typical, (*begin, *others), tuple(notes))
+    return Guessed(typical, leaves, (*begin, *others), tuple(notes))
 
 
 def _by_draws_and_routes(

@@ -10,7 +10,8 @@ of gradients is the loop's (gathering.py). The model is unmodified.
                 ...    block 2: 1, 2, ... n    block 1: 1, 2, ... n
 
 Micro-batches may go different ways: whoever waits for the same block comes to it together. Random numbers are drawn in
-the order of the loop: from the first draw on, each forward runs to its end before the next one goes on.
+the order of the loop: from the first draw on, each forward runs to its end before the next one goes on. So it is where
+forwards leave something in the modules (``forward_order.py``).
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from torch import nn
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs
 from forebay.errors import ModelError, UsageError
 from forebay.runtime.cuts import Cutter, Segment
+from forebay.runtime.forward_order import ForwardOrder
 from forebay.runtime.gathering import Gathering
-from forebay.runtime.generators import HostNumbers, OwnGenerator
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.hooks import Attachment
-from forebay.runtime.inside import own_generators
 from forebay.runtime.losses import LossFunction, expect_loss
 from forebay.runtime.measure import Phase
 from forebay.runtime.passes import Pass
@@ -252,15 +252,20 @@ class _ByBlock:
 
     def _forward(self) -> list[torch.Tensor]:
         losses: dict[int, torch.Tensor] = {}
-        draws = _Draws(self._session.torch_device, own_generators(self._model.modules()))
-        while active := [one for one in self._micro_batches if not one.ended]:
-            for one in active[:1] if draws.seen else _together(active):
-                self._turn(one)
-                if one.turns is not None and one.ended:
-                    losses[one.number] = one.turns.take()
-                    self._ended(one)
-                if draws.look(one.number):
-                    break
+        blocks = {name for block in self._session.model.blocks for name in block.modules}
+        order = ForwardOrder(self._attachment.passing, self._model, blocks, self._session.torch_device)
+        try:
+            while active := [one for one in self._micro_batches if not one.ended]:
+                for one in active[:1] if order.in_turn else _together(active):
+                    self._turn(one)
+                    if one.turns is not None and one.ended:
+                        losses[one.number] = one.turns.take()
+                        self._ended(one)
+                    if order.look(one.number):
+                        break
+            order.end()
+        finally:
+            self._attachment.passing = order.passing
         return [losses[number] for number in sorted(losses)]
 
     def _turn(self, one: _MicroBatch) -> None:
@@ -345,38 +350,3 @@ def _together(active: Sequence[_MicroBatch]) -> list[_MicroBatch]:
     """Who goes on: those that have come least far, and whoever waits for the same blocks."""
     first = min(active, key=lambda one: (len(one.keys), one.number))
     return [one for one in active if one.wanted == first.wanted]
-
-
-@final
-class _Draws:
-    """Whether random numbers were drawn since the last look, from any generator that models use without naming it, or
-    from one of the model's ``own``."""
-
-    def __init__(self, device: torch.device, own: Sequence[OwnGenerator]) -> None:
-        self._device = device
-        self._own = own
-        self.seen = False
-        self._latest = -1
-        self._state = self._now()
-
-    def look(self, number: int) -> bool:
-        """Whether micro-batch ``number`` has just drawn the first numbers. Raises ``ModelError`` where one draws after
-        a later one has."""
-        now = self._now()
-        if now == self._state:
-            return False
-        self._state = now
-        if number < self._latest:
-            raise ModelError(
-                f"micro-batch {number} draws random numbers in a block that micro-batch {self._latest} had passed and "
-                f"drawn some in, so that they would not be those of the loop; train this model with the loop itself"
-            )
-        first, self.seen, self._latest = not self.seen, True, number
-        return first
-
-    def _now(self) -> tuple[Any, ...]:
-        on_device = b""
-        if self._device.type == "cuda":
-            on_device = torch.cuda.get_rng_state(self._device).numpy().tobytes()
-        mine = torch.get_rng_state().numpy().tobytes()
-        return mine, on_device, HostNumbers(self._own)

@@ -2,7 +2,7 @@
 
 A mask that is made once, a count of calls, the state of the step before, the losses that layers add to a list: what
 the forward has set to something else, in the attributes or inside of them (``inside.py``), is in the second run what it
-was, and after it what it was in front of it.
+was, and after it what it was in front of it. So is what others have set since: the mask of the next batch.
 
 Of a tensor that no op of the first forward that finds it reads, a stand-in without values is kept: such a forward has
 replaced it before (``torch.nn.utils.weight_norm`` does so with the weight), and it may be much.
@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from forebay.runtime.inside import Content, Inside, attributes_of, has_inside, look_inside
+from forebay.runtime.inside import OF_TORCH, Content, Inside, attributes_of, has_inside, look_inside
 
 __all__ = ["Attributes", "FoundAttributes", "beside_blocks", "storage_key"]
 
@@ -86,12 +86,14 @@ class FoundAttributes:
         self._attributes = attributes
         self._now = now
         self._reads = reads
-        # All that there was; once the forward is over, of what it has changed what is needed.
         self._then: Sequence[_Values] = [values.copy() for values in now]
+        self._unneeded: set[tuple[int, str]] = set()
+        # What the forward has changed, once it is over.
+        self._changed: dict[tuple[int, str], None] = {}
+        self._changed_inside: list[Content] = []
         self._inside = [Content.of(container) for container in inside.containers]
         self.generators = inside.generators
         self.has_new_generators = False
-        self._over = False
         unknown = [key for key, read in reads.items() if read is None] if looks else []
         found = {(place, name): self._then[place].get(name) for place, name in unknown}
         self._unread = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
@@ -112,65 +114,67 @@ class FoundAttributes:
         """The forward is over."""
         self._reads |= dict.fromkeys(self._unread, False)
         self._unread = {}
-        changed = self._changed()
-        self._then = [
-            {name: self._needed((place, name), value) for name, value in values.items()}
-            for place, values in enumerate(changed)
-        ]
-        self._inside = self._changed_inside()
-        set_to = (v[name] for v, names in zip(self._now, changed, strict=True) for name in names.keys() & v.keys())
-        if any(map(has_inside, (*set_to, *(one for content in self._inside for one in content.new())))):
+        self._changed, self._changed_inside = self._differing(), self._differing_inside()
+        for key in self._changed:
+            self._reads.setdefault(key, None)
+        self._let_go()
+        set_to = (self._now[place].get(name) for place, name in self._changed)
+        if any(map(has_inside, (*set_to, *(one for content in self._changed_inside for one in content.new())))):
             self._attributes.look_inside()
             self.has_new_generators = not set(self._attributes.inside.generators) <= set(self.generators)
-        self._over = True
+
+    def _let_go(self) -> None:
+        """Of tensors that forwards do not read, those that this one has changed need no values, and others are nothing
+        to it."""
+        for (place, name), read in self._reads.items():
+            then = self._then[place]
+            value = then.get(name)
+            if read is False and isinstance(value, torch.Tensor):
+                if (place, name) in self._changed:
+                    then[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                else:
+                    del then[name]
+                    self._unneeded.add((place, name))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within this they are what the forward found."""
-        changed = self._then if self._over else self._changed()
-        put = [(values, then, _those(then, values)) for then, values in zip(changed, self._now, strict=True) if then]
-        inside = self._inside if self._over else self._changed_inside()
+        """Within this they are what the forward found, whoever has changed them since."""
+        # What the forward has changed it changes again, though now it may be what it was.
+        keys = self._changed | self._differing()
+        put = [(self._now[place], {name: self._then[place].get(name, _ABSENT)}) for place, name in keys]
+        before = [(now, {name: now.get(name, _ABSENT) for name in then}) for now, then in put]
+        inside = list(dict.fromkeys((*self._changed_inside, *self._differing_inside())))
         before_inside = [content.now() for content in inside]
         try:
-            for values, then, _ in put:
-                _set(values, then)
+            for now, then in put:
+                _set(now, then)
             for content in inside:
                 content.put_back()
             yield
         finally:
-            for values, _, before in put:
-                _set(values, before)
+            for now, wanted in before:
+                _set(now, wanted)
             for content in before_inside:
                 content.put_back()
 
-    def _changed(self) -> list[_Values]:
-        """What those were that are something else now."""
-        return [
-            {} if _is_same(then, now) else _those(_differing(then, now), then)
-            for then, now in zip(self._then, self._now, strict=True)
-        ]
+    def _differing(self) -> dict[tuple[int, str], None]:
+        """Those that are something else now, by place and name, in order."""
+        return {
+            (place, name): None
+            for place, (then, now) in enumerate(zip(self._then, self._now, strict=True))
+            if not _is_same(then, now)
+            for name in {**then, **now}
+            if then.get(name, _ABSENT) is not now.get(name, _ABSENT)
+            and name not in OF_TORCH  # buffers and modes are put back elsewhere
+            and (place, name) not in self._unneeded
+        }
 
-    def _changed_inside(self) -> list[Content]:
+    def _differing_inside(self) -> list[Content]:
         return [content for content in self._inside if content.is_changed()]
-
-    def _needed(self, key: tuple[int, str], value: Any) -> Any:
-        """What is kept of ``value``, which was there before the forward changed it."""
-        read = self._reads.setdefault(key, None)
-        if read is not False or not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _is_same(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return len(then) == len(now) and all(map(is_, then.values(), now.values()))
-
-
-def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**then, **now} if then.get(name, _ABSENT) is not now.get(name, _ABSENT)]
-
-
-def _those(names: Iterable[str], values: Mapping[str, Any]) -> _Values:
-    return {name: values.get(name, _ABSENT) for name in names}
 
 
 def _set(values: _Values, wanted: Mapping[str, Any]) -> None:

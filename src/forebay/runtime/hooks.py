@@ -28,6 +28,7 @@ from forebay.device.compiling import as_written, compiled_modules, outside_of_gr
 from forebay.errors import ForebayError, UsageError
 from forebay.plans import Plan
 from forebay.runtime.attributes import beside_blocks
+from forebay.runtime.forward_order import Passing
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
 from forebay.runtime.passes import Pass, part_by_itself
@@ -122,6 +123,7 @@ class Attachment:
         self._offloading = Offloading(session.saved, session.save_order)
         # Held while several passes take turns: one accumulation at a time.
         self.accumulating = threading.Lock()
+        self.passing = Passing.planned(session.plan.accumulation)
         # The pass that runs, or ran last; while several take turns, the one whose turn it is.
         self.current = Pass()
         # What the plan was made for, if that is known.

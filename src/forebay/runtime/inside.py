@@ -17,15 +17,14 @@ from operator import is_
 from types import SimpleNamespace
 from typing import Any, Final, final
 
-import numpy as np
 import torch
 from torch import nn
 
 from forebay.runtime.generators import OwnGenerator
 
-__all__ = ["Content", "Inside", "attributes_of", "has_inside", "look_inside", "own_generators"]
+__all__ = ["OF_TORCH", "Content", "Inside", "attributes_of", "has_inside", "look_inside", "own_generators"]
 
-_OF_TORCH: Final = frozenset(nn.Module().__dict__)
+OF_TORCH: Final = frozenset(nn.Module().__dict__)
 """The attributes that a module has by being one: parameters, modules, hooks."""
 
 _NOTHING_INSIDE: Final = (torch.Tensor, nn.Module, str, int, float, type(None), torch.dtype, torch.device)
@@ -34,7 +33,7 @@ _NOTHING_INSIDE: Final = (torch.Tensor, nn.Module, str, int, float, type(None), 
 
 def attributes_of(module: nn.Module) -> Iterator[Any]:
     """Those of ``module`` that are not torch's."""
-    return (value for name, value in module.__dict__.items() if name not in _OF_TORCH)
+    return (value for name, value in module.__dict__.items() if name not in OF_TORCH)
 
 
 class Content(ABC):
@@ -69,7 +68,7 @@ class Content(ABC):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Dict(Content):
     value: dict[Any, Any]
     before: dict[Any, Any]
@@ -89,7 +88,7 @@ class _Dict(Content):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Fields(Content):
     """Of an object, which others may be looking at: what has not changed is there all the time."""
 
@@ -113,7 +112,7 @@ class _Fields(Content):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _List(Content):
     value: list[Any] | deque[Any]
     before: list[Any]
@@ -133,7 +132,7 @@ class _List(Content):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Set(Content):
     value: set[Any]
     before: set[Any]
@@ -157,7 +156,15 @@ def _differ(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
 
 
 def _same(now: Collection[Any], before: Collection[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
+    return len(now) == len(before) and (all(map(is_, now, before)) or all(map(_is_same, now, before)))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether nobody can tell one from the other: a number that is computed anew is another object."""
+    return one is other or (type(one) is type(other) and isinstance(one, _VALUES) and one == other)
+
+
+_VALUES: Final = (bool, int, float, str)
 
 
 @final
@@ -226,13 +233,16 @@ class _Look:
 
 
 def _is_the_programs(value: Any) -> bool:
-    """Whether it is an object with fields, of a class that is neither Python's (a thread pool, a lock) nor torch's or
-    NumPy's: these know what they refer to, and something else in a field would be another object."""
+    """Whether it is an object with fields, of a class that is none of ``_OF_OTHERS``."""
     if isinstance(value, SimpleNamespace):
         return True
     root = type(value).__module__.partition(".")[0]
-    others = root in sys.stdlib_module_names or root in (torch.__name__, np.__name__)
-    return not (isinstance(value, type) or (others and root != "__main__")) and bool(_fields(value))
+    return not (isinstance(value, type) or root in _OF_OTHERS) and bool(_fields(value))
+
+
+_OF_OTHERS: Final = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "transformers"}
+"""Packages whose objects (a thread pool, a configuration) are nothing that a forward keeps its own things in, and know
+what they refer to: something else in a field would be another object."""
 
 
 def _fields(value: Any) -> dict[str, Any]:

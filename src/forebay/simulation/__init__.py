@@ -14,7 +14,7 @@ from forebay.simulation.pages import Played
 from forebay.simulation.play import pace, play, settled_seconds
 from forebay.simulation.score import Score
 from forebay.simulation.several import SeveralForecast, alternating, side_by_side
-from forebay.simulation.together import PassesForecast, by_turns, draws, together
+from forebay.simulation.together import PassesForecast, by_turns, in_turn, together
 
 __all__ = [
     "Costs",
@@ -25,8 +25,8 @@ __all__ = [
     "SeveralForecast",
     "alternating",
     "by_turns",
-    "draws",
     "forecast",
+    "in_turn",
     "limits",
     "pace",
     "play",

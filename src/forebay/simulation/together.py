@@ -3,7 +3,8 @@
 Together they are the program of one micro-batch in which what each of them does (it computes, and its activations move)
 is done as many times, and everything else once: a block is fetched for all of them, and a gradient leaves when it is
 complete. Two things cross for each of them all the same (``runtime.accumulate``): gradients of parameters that several
-blocks use, to the host and back; and where forward draws random numbers, the blocks in forward.
+blocks use, to the host and back; and where forward draws random numbers, or leaves something in its modules, the blocks
+in forward.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from forebay.simulation.costs import Costs
 from forebay.simulation.play import pace, settled_seconds
 from forebay.simulation.score import Score
 from forebay.timeline import CROSSING, Lane
-from forebay.trace import Phase, Trace
+from forebay.trace import Leaves, Phase, Trace
 
-__all__ = ["PassesForecast", "by_turns", "draws", "together"]
+__all__ = ["PassesForecast", "by_turns", "in_turn", "together"]
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,20 @@ def by_turns(plan: Plan, costs: Costs, micro_batches: int, *, liveness: Liveness
     return PassesForecast(seconds, {lane: one[lane] + more * (two[lane] - one[lane]) for lane in one})
 
 
-def draws(trace: Trace) -> bool:
-    """Whether forward draws random numbers, by the names of its ops."""
+def in_turn(trace: Trace) -> str:
+    """Why micro-batches pass forward one after the other, in words; "" where they do not."""
     segments = {visit.segment for visit in trace.visits if visit.phase is Phase.FORWARD}
     works = {op.work for segment in segments for op in trace.segments[segment].ops}
-    return any(trace.works[work].draws for work in works)
+    if any(trace.works[work].draws for work in works):
+        return "draws random numbers"
+    return "leaves something in the model's modules" if trace.leaves is Leaves.ALWAYS else ""
 
 
 def _times(program: Sketch, trace: Trace, micro_batches: int) -> list[int]:
     """How often each action is done for all micro-batches."""
     forward = sum(len(trace.segments[v.segment].ops) for v in trace.visits if v.phase is Phase.FORWARD)
     end = forward + sum(len(trace.segments[v.segment].ops) for v in trace.visits if v.phase is not Phase.FORWARD)
-    again, in_backward, times = draws(trace), False, []
+    again, in_backward, times = bool(in_turn(trace)), False, []
     for action in program.actions:
         if action.verb is Verb.COMPUTE and not action.recomputed:
             # What is fetched behind the last op is for the next forward.
