@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from typing import Any, NoReturn, Protocol, SupportsIndex, final
 
@@ -47,11 +47,25 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._host = host
         self._names = names
         self._group_of: dict[str, Mapping[str, Any]] = {}
+        self._states = _StatesAway(host, names, self._group_of)
         super().__init__(source.param_groups, source.defaults)
         host.follow(self.hyperparameters)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise OptimizerError("a prepared optimizer cannot be copied or pickled; save its state_dict()")
+
+    @property
+    def state(self) -> Any:
+        """Empty, whatever states there are: they are elsewhere, and ``state_dict()`` reads them. To ``clear()`` it has
+        all start anew; whoever asks for those of one parameter is told."""
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if states:
+            raise _states_are_away()
+        if self._group_of:  # not while torch makes the optimizer, which begins with none
+            self._states.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses parameters that were not there when the model was prepared."""
@@ -141,6 +155,44 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._host.write_states(states)
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+
+
+@final
+class _StatesAway(MutableMapping[torch.Tensor, Any]):
+    """Stands where ``torch.optim`` has its states, by parameter. Nothing is found in here, and what would be lost is
+    refused. ``stepped``: the names of parameters that are in a group."""
+
+    def __init__(self, host: StateHost, names: Mapping[int, str], stepped: Collection[str]) -> None:
+        self._host = host
+        self._names = names
+        self._stepped = stepped
+
+    def __getitem__(self, parameter: torch.Tensor) -> NoReturn:
+        raise _states_are_away()
+
+    def __setitem__(self, parameter: torch.Tensor, states: Any) -> NoReturn:
+        raise _states_are_away()
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        """The parameter starts anew."""
+        self._host.write_states({self._names[id(parameter)]: {}})
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def clear(self) -> None:
+        """All parameters start anew."""
+        self._host.write_states({name: {} for name in self._stepped})
+
+
+def _states_are_away() -> OptimizerError:
+    return OptimizerError(
+        "optimizer.state is empty: the states are elsewhere. Read them with optimizer.state_dict(), write them with "
+        "optimizer.load_state_dict(), and have them start anew with optimizer.state.clear()"
+    )
 
 
 def groups_with(names: Mapping[int, Any], groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
 from forebay.planners.in_backward import FEWEST, with_enough_slots
 from forebay.planners.known import Known
-from forebay.planners.nearest import expect_there_in_backward
+from forebay.planners.nearest import expect_there
 from forebay.planners.pages import with_pages
 from forebay.planners.parts import all_resident
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
@@ -128,5 +128,5 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
             if early is None or early.count <= FEWEST:
                 raise
             plan = planned(Bench(problem, Known(problem, FEWEST)))  # as many slots as were searched with did not fit
-        expect_there_in_backward(bench, plan)
+        expect_there(bench, plan)
         return plan

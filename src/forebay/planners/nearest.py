@@ -25,7 +25,7 @@ from forebay.states import DRAWN, OF_FOREBAY, Masters, element_nbytes, is_fp32
 from forebay.trace import Model
 from forebay.units import format_bytes, format_enough, parse_bytes
 
-__all__ = ["House", "expect_there_in_backward", "larger", "refused", "with_larger"]
+__all__ = ["House", "expect_there", "larger", "refused", "with_larger"]
 
 AUTO = "auto"
 
@@ -49,23 +49,30 @@ LEAST_SHARE = 0.01
 """A batch smaller than this share of the one asked for is no remedy."""
 
 
-def expect_there_in_backward(bench: Bench, plan: Plan) -> None:
-    """Raises ``CannotServe`` for a plan under which a block streams that the model's own checkpoint reads itself in
-    backward: nothing says then that the block is needed (``Trace.read_in_backward``)."""
+def expect_there(bench: Bench, plan: Plan) -> None:
+    """Raises ``CannotServe`` for a plan under which a block streams that has to stay on the device, whatever the
+    budget: one that the model's own checkpoint reads itself in backward, where nothing says that the block is needed
+    (``Trace.read_in_backward``), and one whose parameters the forward changes (``Trace.written``)."""
     trace = bench.problem.trace
-    asked = () if trace is None else trace.read_in_backward
-    away = [p.block for p in plan.placements if p.block in asked and not p.resident]
-    if not away:
+    if trace is None:
+        return
+    away = [p.block for p in plan.placements if not p.resident]
+    read, written = (next((b for b in away if b in named), "") for named in (trace.read_in_backward, trace.written))
+    if not read and not written:
         return
     levels = (KEPT, Level(bench.recomputable)) if plan.planner == AUTO else ()
     (remedy,) = _all_on_device(bench, levels)
-    raise CannotServe(
-        f"a checkpoint of the model's own reads parameters of {away[0]} in backward, and nothing says when to bring "
+    why = (
+        f"a checkpoint of the model's own reads parameters of {read} in backward, and nothing says when to bring "
         f"them: it is one with use_reentrant=True, or one around a function that reads them itself, outside of their "
         f"module's forward; give it use_reentrant=False, call the module inside it, take it out of the model (a plan "
-        f"recomputes where it gains by it), or give {remedy.words}",
-        nearest=(remedy,),
+        f"recomputes where it gains by it), or give {remedy.words}"
+        if read
+        else f"the forward changes parameters of {written} (max_norm of an embedding, weight.data = ...), which would "
+        f"be lost where they are on the device for a forward alone; change them between steps, with "
+        f"model.load_state_dict(values, strict=False), or give {remedy.words}"
     )
+    raise CannotServe(why, nearest=(remedy,))
 
 
 def refused(

@@ -114,9 +114,9 @@ def capture(
     def run(guess: Guess) -> Run:
         nonlocal bound
         step = stepped(guess)
-        if step.recorder.read_outside:
+        if step.recorder.parameters.outside:
             # What such parameters are there for shows only when the step runs: from now on the root asks for them.
-            outside.update(step.recorder.read_outside)
+            outside.update(step.recorder.parameters.outside)
             bound = find_blocks(model, blocks, outside, keeping=keeping)
             step = stepped(guess)
         together.update(step.recorder.again.together)
@@ -320,7 +320,7 @@ class _Step:
             for spec in block.parameters:
                 real = self._bound.parameters[spec.name]
                 made = state[spec.name] = self._fake(real).requires_grad_(real.requires_grad)
-                self.recorder.parameter(made, spec.name, block)
+                self.recorder.parameters.add(made, spec.name, block)
                 if real.requires_grad:
                     made.register_post_accumulate_grad_hook(self.recorder.gradient)
         for name, buffer in self._model.named_buffers():

@@ -54,8 +54,9 @@ def finish(
         held_nbytes=held_nbytes,
         unseen_nbytes=unseen_nbytes,
         workspace_nbytes=workspace_nbytes,
-        read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.read_in_backward),
+        read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.parameters.in_backward),
         changed_buffers=recorder.changed_buffers,
+        written=tuple(b.name for b in model.blocks if b.name in recorder.parameters.written),
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -18,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from forebay.errors import CaptureFailed, ModelError
 from forebay.memory import Kind
 from forebay.profiler.guesses import Guess
+from forebay.profiler.parameter_uses import ParameterUses
 from forebay.profiler.roots import Handle, Roots
 from forebay.profiler.run_again import RunAgain
 from forebay.profiler.unlike import TrueResults
@@ -26,7 +26,7 @@ from forebay.profiler.work import Works, is_view, tensors_in
 from forebay.runtime.passes import part_by_itself
 from forebay.runtime.recompute import CACHES
 from forebay.runtime.uncounted import updated_uncounted
-from forebay.trace import CONSTANT, Block, Phase
+from forebay.trace import CONSTANT, Phase
 
 __all__ = ["RawOp", "Recorder"]
 
@@ -72,20 +72,13 @@ class Recorder(TorchDispatchMode):
         # Modules whose forward is running, innermost last, each with its place.
         self._running: list[tuple[str, tuple[str, int]]] = []
         self._calls = 0
-        # Blocks whose parameters were read while none of the modules ran that ask for them, or which ran while another
-        # one was in use: a layer that calls a module which is not inside of it.
-        self.read_outside: set[str] = set()
+        self.parameters = ParameterUses(self.roots)
         # Name, tensor, and torch's count of changes when it came.
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
         # By the number of their root: what ops of the forward have read, and what they have updated uncounted.
         self._read = set[int]()
         self._updated = set[int]()
-        self._askers: dict[int, Block] = {}  # by the number of a parameter's root
-        # Those of which backward reads a parameter itself, not what autograd has saved of it, at such a time.
-        self.read_in_backward: set[str] = set()
         self.again = RunAgain()
-        self._parameters: dict[int, Block] = {}  # by id: the recorder's owner holds them
-        self._asking: Counter[str] = Counter()  # modules that ask for a block and run
         # By call: how many ops of the step had run when the last tensor was saved in it.
         self.saves: dict[int, int] = {}
         # By call: the block, and the module of it that was called.
@@ -116,16 +109,7 @@ class Recorder(TorchDispatchMode):
 
     def follow_askers(self, modules: Mapping[str, nn.Module]) -> None:
         """Hooks ``modules``, by name all that ask for a block, so that it is known whether one of them runs."""
-        for name, module in modules.items():
-
-            def before(module: nn.Module, args: Any, name: str = name) -> None:
-                self._asking[name] += 1
-
-            def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                self._asking[name] -= 1
-
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.extend(self.parameters.follow(modules))
 
     def remove_hooks(self) -> None:
         """Takes the hooks off again."""
@@ -142,7 +126,7 @@ class Recorder(TorchDispatchMode):
                 place = self._running[-1][1]  # a module inside that of the block: part of the same call
             else:
                 if self._running:
-                    self.read_outside.add(block)
+                    self.parameters.outside.add(block)  # a layer calls a module that is not inside of it
                 if self.phase is Phase.BACKWARD:
                     self.again.called(block)
                 self._calls += 1
@@ -201,6 +185,7 @@ class Recorder(TorchDispatchMode):
     def begin_backward(self) -> None:
         """Forward and loss are done."""
         self._running.clear()
+        self.parameters.forward_ends()
         self.phase = Phase.BACKWARD
         self.backward_begins = len(self.ops)
 
@@ -228,13 +213,6 @@ class Recorder(TorchDispatchMode):
         if self.roots.find(tensor) is not None:
             self._unreadable[self._root_of(tensor)] = why
 
-    def parameter(self, tensor: torch.Tensor, name: str, block: Block) -> None:
-        """``tensor`` is the parameter ``name`` of ``block``."""
-        root = self.roots.add(tensor, source=Kind.PARAMETER, name=name)
-        self._parameters[id(tensor)] = block
-        if not block.held:
-            self._askers[root.number] = block
-
     def _root_of(self, tensor: torch.Tensor) -> int:
         return self.roots.made[self.roots.number(tensor)].root.number
 
@@ -250,21 +228,6 @@ class Recorder(TorchDispatchMode):
             if why is not None:
                 raise ModelError(why)
 
-    def _follow_reads(self, numbers: tuple[int, ...]) -> None:
-        """Notes the blocks whose parameters a forward reads where they are not asked for."""
-        for number in numbers:
-            block = self._askers.get(self.roots.made[number].root.number)
-            if block is not None and not any(name in block.modules for name, _ in self._running):
-                self.read_outside.add(block.name)
-
-    def _follow_reads_in_backward(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Notes the blocks whose parameters a function that is run again reads where nobody asks for them. What
-        autograd has saved is another tensor, which ``unpack`` has made."""
-        for tensor in inputs:
-            block = self._parameters.get(id(tensor))
-            if block is not None and not any(self._asking[name] for name in block.modules):
-                self.read_in_backward.add(block.name)
-
     def gradient(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` is complete; it is noted and taken off."""
         made = parameter.grad
@@ -274,7 +237,7 @@ class Recorder(TorchDispatchMode):
         root = self.roots.made[number].root
         root.gradient = root.source is None
         if self.ops:
-            self.ops[-1].gradients.append((self._number(parameter), number))
+            self.ops[-1].gradients.append((self.parameters.number_of(parameter), number))
         parameter.grad = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -333,15 +296,16 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.BACKWARD and outputs:
             if not self._running and not is_view(func):  # a checkpoint detaches what it saves
                 self.again.goes_on()
-            self._follow_reads_in_backward(inputs)
+            self.parameters.read_again(inputs)
         if self._is_silent(func, outputs):
             self.roots.now = max(len(self.ops) - 1, 0)
             return result
         made = tuple(dict.fromkeys([self._output(t, lifted or is_view(func)) for t in outputs]))
         self.values.follow(outputs)
         if self.phase is Phase.FORWARD:
-            self._follow_reads(numbers)
+            self.parameters.read(numbers, [name for name, _ in self._running])
             self._follow_buffers(func, args, numbers)
+            self.parameters.run(func, args, kwargs)
         work = self.works.add(func, args, kwargs, result)
         self.ops.append(RawOp(work, numbers, made, *self._noted_place(), self.phase))
         return result

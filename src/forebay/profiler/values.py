@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from forebay.device.schema import bound, written_by
 from forebay.profiler.alike import Alike
 from forebay.profiler.guesses import PASSED, Guess, Place, asking_place, draw_single
 from forebay.profiler.roots import Roots
@@ -148,7 +149,7 @@ class Values:
             if "empty" in func.overloadpacket.__name__ and isinstance(real, torch.Tensor):
                 real.zero_()  # the same in every run
             elif torch.Tag.nondeterministic_seeded in func.tags and isinstance(real, torch.Tensor):
-                given = {argument.name: value for argument, value in _bound(func, args, kwargs)}
+                given = {argument.name: value for argument, value in bound(func, args, kwargs)}
                 self.drawn |= draw_single(self._guess.draw, func, given, real)
             return real
 
@@ -211,12 +212,7 @@ class Values:
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op in place that is given unknown values: real tensors that it writes to are worth nothing any more."""
-        targets = [
-            tensor
-            for argument, value in _bound(func, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tensors_in(value)
-        ]
+        targets = tensors_in(written_by(func, args, kwargs))
         result = self.alike.run(func, args, kwargs)
         for target in targets:
             found = None if is_fake(target) else self._roots.find(target)
@@ -276,14 +272,6 @@ def _faked(arguments: Any) -> Any:
     """``arguments`` with fakes for all tensors."""
     mode = cast(FakeTensorMode, detect_fake_mode())  # ops run under one
     return tree_map_only(torch.Tensor, lambda t: t if is_fake(t) else mode.from_tensor(t), arguments)
-
-
-def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """The arguments of ``func``'s schema with the values given."""
-    schema = func._schema.arguments
-    pairs = list(zip(schema, args, strict=False))
-    pairs.extend((argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs)
-    return pairs
 
 
 def _is_unknown_to_torch(func: Any, args: Any) -> bool:

@@ -48,6 +48,8 @@ class BlockAccess:
         self._live: dict[str, weakref.ref[torch.UntypedStorage]] = {}
         # By block, what ``expose`` does with each of its parameters.
         self._exposed: dict[str, tuple[_Place, ...]] = {}
+        # By parameter, torch's count of changes to it when it was exposed.
+        self._versions: dict[str, int] = {}
         self._by_address: Mapping[int, Slot] = {s.buffer.untyped_storage().data_ptr(): s for s in pool.slots}
 
     def lease(self, block: str) -> torch.UntypedStorage:
@@ -94,7 +96,19 @@ class BlockAccess:
         if places is None:
             places = self._exposed[block.name] = tuple(map(_Place.of, block.parameters))
         for name, dtype, offset, shape, stride in places:
-            parameters[name].data = self.view(lease, dtype, offset, shape, stride)
+            parameter = parameters[name]
+            parameter.data = self.view(lease, dtype, offset, shape, stride)
+            self._versions[name] = parameter._version
+
+    def written(self, block: Block, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+        """The names of the parameters of ``block``, which is exposed, that are something else by now. What is in a slot
+        goes when the slot does."""
+        return [
+            spec.name
+            for spec in block.parameters
+            if (parameter := parameters[spec.name])._version != self._versions[spec.name]
+            or self.slot_at(parameter) is None
+        ]
 
     def slot_at(self, tensor: torch.Tensor) -> Slot | None:
         """The slot whose memory ``tensor`` is a view of, if it is one."""

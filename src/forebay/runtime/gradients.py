@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from forebay.device.schema import written_by
 from forebay.errors import UsageError
 from forebay.optim.scaling import SCALABLE
 from forebay.runtime.gradient_buffer import GradientBuffer
@@ -323,11 +324,7 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _changed(func: Any, args: Any, kwargs: Any) -> set[int]:
     """The ``id`` of every landed gradient that ``func`` writes to; one that is only read has not changed."""
-    parameters = func._schema.arguments
-    given = [*zip((p for p in parameters if not p.kwarg_only), args, strict=False)]
-    given += [(p, kwargs[p.name]) for p in parameters if p.name in kwargs]
-    written = [value for p, value in given if p.alias_info is not None and p.alias_info.is_write]
-    return {id(leaf) for leaf in tree_leaves(written) if isinstance(leaf, LandedGradient)}
+    return {id(value) for value in written_by(func, args, kwargs) if isinstance(value, LandedGradient)}
 
 
 _OWN: Mapping[Any, Callable[[Any, LandedGradient, Any, Any], Any]] = {

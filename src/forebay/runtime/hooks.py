@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.device.base import NoWatch
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
-from forebay.errors import ForebayError, UsageError
+from forebay.errors import ForebayError, ModelError, UsageError
 from forebay.plans import Plan
 from forebay.runtime.attributes import beside_blocks
 from forebay.runtime.forward_order import Passing
@@ -357,7 +357,7 @@ class Attachment:
         if not self.current.running or self.current.running[-1][0] is not module:
             return None  # its pre-hook did not come as far as opening
         _, blocks = self.current.running.pop()
-        instead = self._without_aliases(output)
+        instead, written = self._without_aliases(output), list[str]()
         for block in blocks:
             # A pre-hook that failed in the middle has opened only the first of its blocks.
             depth = self._depth.get(block.name, 0)
@@ -365,8 +365,16 @@ class Attachment:
                 continue
             self._depth[block.name] = depth - 1
             if depth == 1:
+                if output is not None and block.name in self._streamed:
+                    written += self.session.access.written(block, self.session.parameters)
                 self._hide_block(block)
                 self.session.measure.leave(block)
+        if written:
+            raise ModelError(
+                f"the forward changes parameter {written[0]}, which is on the device for it alone: the change would be "
+                f"lost. Keep its block there (policy='resident', or more device_memory), or make the change "
+                f"between steps, with model.load_state_dict({{{written[0]!r}: values}}, strict=False)"
+            )
         return instead
 
     def _without_aliases(self, output: Any) -> Any:

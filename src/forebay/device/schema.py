@@ -1,0 +1,23 @@
+"""What the schema of an op says of the arguments that it is called with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["bound", "written_by"]
+
+
+def bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """The arguments of ``func``'s schema with the values given."""
+    schema = func._schema.arguments
+    pairs = list(zip(schema, args, strict=False))
+    pairs.extend((argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs)
+    return pairs
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The values that ``func`` writes to, those in lists one by one."""
+    given = bound(func, args, kwargs)
+    return tree_leaves([value for a, value in given if a.alias_info is not None and a.alias_info.is_write])
