@@ -1,4 +1,4 @@
-"""Who reads and who changes the parameters of a step that is recorded, and whether anybody asks for their block then."""
+"""Who reads and who changes the parameters of a recorded step, and whether anybody asks for their block then."""
 
 from __future__ import annotations
 
