@@ -345,8 +345,7 @@ class Trace:
     none of the modules run that ask for them: such a block has to stay on the device. ``compiled`` names the modules,
     blocks as a whole, that are here as a compiler made them: one op in forward and one in backward.
     ``changed_buffers`` names the buffers that the step changes in place: a block that is recomputed keeps a copy of its
-    own as forward found them. ``written`` names the blocks whose parameters the forward changes: they have to stay on
-    the device. ``leaves``: see there.
+    own as forward found them. ``written`` names the parameters that the forward writes to. ``leaves``: see there.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory; of a step that a

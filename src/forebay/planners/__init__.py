@@ -36,12 +36,12 @@ from forebay.planners.auto import auto
 from forebay.planners.bench import Bench
 from forebay.planners.in_backward import FEWEST, with_enough_slots
 from forebay.planners.known import Known
-from forebay.planners.nearest import expect_there
 from forebay.planners.pages import with_pages
 from forebay.planners.parts import all_resident
 from forebay.planners.policies import chen, keep, offload_all, recompute, resident, stream, stream_recompute
 from forebay.planners.problem import Problem
 from forebay.planners.states import INEXACT, SEVERAL, STATES
+from forebay.planners.staying import expect_there, watched
 from forebay.plans import Plan
 from forebay.states import Masters
 
@@ -129,4 +129,4 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
                 raise
             plan = planned(Bench(problem, Known(problem, FEWEST)))  # as many slots as were searched with did not fit
         expect_there(bench, plan)
-        return plan
+        return watched(bench, plan)

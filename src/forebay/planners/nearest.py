@@ -9,7 +9,7 @@ from functools import partial
 
 from forebay.arenas import Sizer, gradient_nbytes
 from forebay.catalogue import is_listed
-from forebay.errors import CannotServe, DoesNotFit
+from forebay.errors import DoesNotFit
 from forebay.layout import STATE_ITEMSIZE, align, is_drawn, needs_master
 from forebay.loss import VOCABULARY
 from forebay.lowering.liveness import update_workspaces, updating_nbytes
@@ -19,13 +19,13 @@ from forebay.planners.homes import at_home, with_a_disk
 from forebay.planners.in_backward import FEWEST, Early, Usable
 from forebay.planners.parts import KEPT, Draft, Level, all_resident
 from forebay.planners.problem import Problem
-from forebay.plans import Plan, Update, used_up
+from forebay.plans import Update, used_up
 from forebay.remedies import Remedy
 from forebay.states import DRAWN, OF_FOREBAY, Masters, element_nbytes, is_fp32
 from forebay.trace import Model
 from forebay.units import format_bytes, format_enough, parse_bytes
 
-__all__ = ["House", "expect_there", "larger", "refused", "with_larger"]
+__all__ = ["House", "all_on_device", "larger", "refused", "with_larger"]
 
 AUTO = "auto"
 
@@ -47,32 +47,6 @@ PANELS = 8
 
 LEAST_SHARE = 0.01
 """A batch smaller than this share of the one asked for is no remedy."""
-
-
-def expect_there(bench: Bench, plan: Plan) -> None:
-    """Raises ``CannotServe`` for a plan under which a block streams that has to stay on the device, whatever the
-    budget: one that the model's own checkpoint reads itself in backward, where nothing says that the block is needed
-    (``Trace.read_in_backward``), and one whose parameters the forward changes (``Trace.written``)."""
-    trace = bench.problem.trace
-    if trace is None:
-        return
-    away = [p.block for p in plan.placements if not p.resident]
-    read, written = (next((b for b in away if b in named), "") for named in (trace.read_in_backward, trace.written))
-    if not read and not written:
-        return
-    levels = (KEPT, Level(bench.recomputable)) if plan.planner == AUTO else ()
-    (remedy,) = _all_on_device(bench, levels)
-    why = (
-        f"a checkpoint of the model's own reads parameters of {read} in backward, and nothing says when to bring "
-        f"them: it is one with use_reentrant=True, or one around a function that reads them itself, outside of their "
-        f"module's forward; give it use_reentrant=False, call the module inside it, take it out of the model (a plan "
-        f"recomputes where it gains by it), or give {remedy.words}"
-        if read
-        else f"the forward changes parameters of {written} (max_norm of an embedding, weight.data = ...), which would "
-        f"be lost where they are on the device for a forward alone; change them between steps, with "
-        f"model.load_state_dict(values, strict=False), or give {remedy.words}"
-    )
-    raise CannotServe(why, nearest=(remedy,))
 
 
 def refused(
@@ -103,7 +77,7 @@ def refused(
         remedies.extend(_a_disk(bench, draft))
     remedies.extend(_lean_optimizer(bench, draft, tier))
     if tier is not Tier.DEVICE:
-        remedies.extend(_all_on_device(bench, staying))
+        remedies.extend(all_on_device(bench, staying))
     remedies.extend(more)
     remedies.extend(_smaller_optimizer(bench, draft, tier))
     message = str(error)
@@ -258,7 +232,7 @@ def _gradients_used_up(bench: Bench, error: DoesNotFit, draft: Draft) -> Iterato
         yield Remedy("update", need, error.allowed, words)
 
 
-def _all_on_device(bench: Bench, staying: Sequence[Level]) -> Iterator[Remedy]:
+def all_on_device(bench: Bench, staying: Sequence[Level]) -> Iterator[Remedy]:
     """The device memory with which nothing is asked of host and disk: with one of the levels ``staying``, or by
     ``auto``."""
     if not bench.problem.measured:

@@ -56,7 +56,7 @@ def finish(
         workspace_nbytes=workspace_nbytes,
         read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.parameters.in_backward),
         changed_buffers=recorder.changed_buffers,
-        written=tuple(b.name for b in model.blocks if b.name in recorder.parameters.written),
+        written=tuple(p.name for b in model.blocks for p in b.parameters if p.name in recorder.parameters.written),
     )
 
 

@@ -33,15 +33,17 @@ class ParameterUses:
         self._asking: Counter[str] = Counter()  # modules that ask for a block and run
         # By the number of a parameter's root, and by the parameter's id: the recorder's owner holds them.
         self._askers: dict[int, Block] = {}
+        self._names: dict[int, str] = {}
         self._blocks: dict[int, Block] = {}
         self._numbers: dict[int, int] = {}
-        self._began: list[tuple[torch.Tensor, int]] = []
+        self._began: list[tuple[str, torch.Tensor, int]] = []
 
     def add(self, tensor: torch.Tensor, name: str, block: Block) -> None:
         """``tensor`` is the parameter ``name`` of ``block``."""
         root = self._roots.add(tensor, source=Kind.PARAMETER, name=name)
         self._blocks[id(tensor)], self._numbers[id(tensor)] = block, root.base
-        self._began.append((tensor, _storage(tensor)))
+        self._names[root.number] = name
+        self._began.append((name, tensor, _storage(tensor)))
         if not block.held:
             self._askers[root.number] = block
 
@@ -82,13 +84,13 @@ class ParameterUses:
         if not (isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable):
             return
         for tensor in tensors_in(written_by(func, args, kwargs)):
-            block = self._askers.get(self._roots.made[self._roots.number(tensor)].root.number)
-            if block is not None:
-                self.written.add(block.name)
+            name = self._names.get(self._roots.made[self._roots.number(tensor)].root.number)
+            if name is not None:
+                self.written.add(name)
 
     def forward_ends(self) -> None:
         """Whose ``data`` is another tensor now?"""
-        self.written |= {self._blocks[id(tensor)].name for tensor, key in self._began if _storage(tensor) != key}
+        self.written |= {name for name, tensor, key in self._began if _storage(tensor) != key}
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -48,8 +48,6 @@ class BlockAccess:
         self._live: dict[str, weakref.ref[torch.UntypedStorage]] = {}
         # By block, what ``expose`` does with each of its parameters.
         self._exposed: dict[str, tuple[_Place, ...]] = {}
-        # By parameter, torch's count of changes to it when it was exposed.
-        self._versions: dict[str, int] = {}
         self._by_address: Mapping[int, Slot] = {s.buffer.untyped_storage().data_ptr(): s for s in pool.slots}
 
     def lease(self, block: str) -> torch.UntypedStorage:
@@ -96,19 +94,11 @@ class BlockAccess:
         if places is None:
             places = self._exposed[block.name] = tuple(map(_Place.of, block.parameters))
         for name, dtype, offset, shape, stride in places:
-            parameter = parameters[name]
-            parameter.data = self.view(lease, dtype, offset, shape, stride)
-            self._versions[name] = parameter._version
+            parameters[name].data = self.view(lease, dtype, offset, shape, stride)
 
-    def written(self, block: Block, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """The names of the parameters of ``block``, which is exposed, that are something else by now. What is in a slot
-        goes when the slot does."""
-        return [
-            spec.name
-            for spec in block.parameters
-            if (parameter := parameters[spec.name])._version != self._versions[spec.name]
-            or self.slot_at(parameter) is None
-        ]
+    def renew(self, block: str) -> None:
+        """What a slot holds of ``block`` is not what is at home. Raises ``ForebayError`` while a graph may read it."""
+        self._pool.invalidate(block)
 
     def slot_at(self, tensor: torch.Tensor) -> Slot | None:
         """The slot whose memory ``tensor`` is a view of, if it is one."""

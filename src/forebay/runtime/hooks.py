@@ -25,10 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from forebay.device.base import NoWatch
 from forebay.device.compiling import as_written, compiled_modules, outside_of_graphs, refuse_compiled_since
-from forebay.errors import ForebayError, ModelError, UsageError
+from forebay.errors import ForebayError, UsageError
 from forebay.plans import Plan
 from forebay.runtime.attributes import beside_blocks
 from forebay.runtime.forward_order import Passing
+from forebay.runtime.forward_writes import lost
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
 from forebay.runtime.passes import Pass, part_by_itself
@@ -336,7 +337,7 @@ class Attachment:
                     since = self.session.measure.opening(block)
                     self.session.device.turn.offer()
                     if block.name in self._streamed:
-                        self.session.access.expose(block, self.session.parameters)
+                        self.session.writes.expose(block)
                     self.session.measure.enter(block, since)
                 self._depth[block.name] = depth + 1
 
@@ -357,7 +358,7 @@ class Attachment:
         if not self.current.running or self.current.running[-1][0] is not module:
             return None  # its pre-hook did not come as far as opening
         _, blocks = self.current.running.pop()
-        instead, written = self._without_aliases(output), list[str]()
+        instead, changed = self._without_aliases(output), list[str]()
         for block in blocks:
             # A pre-hook that failed in the middle has opened only the first of its blocks.
             depth = self._depth.get(block.name, 0)
@@ -366,15 +367,11 @@ class Attachment:
             self._depth[block.name] = depth - 1
             if depth == 1:
                 if output is not None and block.name in self._streamed:
-                    written += self.session.access.written(block, self.session.parameters)
+                    changed += self.session.writes.changed(block)
                 self._hide_block(block)
                 self.session.measure.leave(block)
-        if written:
-            raise ModelError(
-                f"the forward changes parameter {written[0]}, which is on the device for it alone: the change would be "
-                f"lost. Keep its block there (policy='resident', or more device_memory), or make the change "
-                f"between steps, with model.load_state_dict({{{written[0]!r}: values}}, strict=False)"
-            )
+        if changed:
+            raise lost(changed[0])
         return instead
 
     def _without_aliases(self, output: Any) -> Any:

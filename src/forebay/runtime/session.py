@@ -16,6 +16,7 @@ from forebay.plans import Plan
 from forebay.runtime.access import BlockAccess
 from forebay.runtime.backward_end import when_backward_ends
 from forebay.runtime.contents import Contents
+from forebay.runtime.forward_writes import ForwardWrites
 from forebay.runtime.gathering import Gathering
 from forebay.runtime.gradients import LandedGradient
 from forebay.runtime.holds import Outcome
@@ -71,6 +72,7 @@ class Session:
         self._whereabouts = whereabouts
         self.torch_device = torch.device(resources.device.name)
         self.access = BlockAccess(self.pool, self.watch, self.torch_device)
+        self.writes = ForwardWrites(self.access, parameters, plan.written)
         ledgers = resources.ledgers
         self.measure = Measurement(self.device, whereabouts, (ledgers.host, ledgers.pinned, ledgers.disk))
         by_op = bool(seen_by_op(plan.activations, plan.recompute).difference(plan.recompute))
