@@ -89,7 +89,7 @@ def test_a_forward_that_does_something_else_is_refused(
     forebay.close(model)
 
 
-def test_what_a_forward_does_to_a_list_it_does_twice() -> None:
+def test_what_a_forward_does_where_nobody_looks_it_does_twice() -> None:
     model = prepared(made(plain), ALL)
     one_pass(model)
     assert [layer.calls for layer in model.layers] == [2, 2, 2]
@@ -126,7 +126,10 @@ def test_a_generator_of_its_own_is_fine_where_it_does_not(fate: Fate) -> None:
 
 
 class Stop:
-    """Raises once it is armed, in the layer that is called next."""
+    """Raises once it is armed, in the layer that is called next, also where that runs again: as ``Tally``, it is not
+    looked into."""
+
+    __slots__ = ("error", "storages")
 
     def __init__(self) -> None:
         self.error: type[BaseException] | None = None

@@ -6,6 +6,8 @@ import copy
 import random
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -262,6 +264,56 @@ def test_another_forward_before_the_backward_has_set_them_anew(policy: str) -> N
     forebay.close(ours)
 
 
+NOTED: list[torch.Tensor] = []
+
+
+def note_in_the_file(value: torch.Tensor) -> None:
+    NOTED.append(value)
+
+
+class ByName(Layer):
+    """Notes in a variable of this file, by a function of it."""
+
+    def start(self) -> None:
+        NOTED.clear()
+
+    def note(self, mean: torch.Tensor) -> Any:
+        note_in_the_file(mean)
+        return sum(NOTED) + len(NOTED)
+
+
+@pytest.mark.parametrize("policy", ["stream-recompute", "resident"])
+def test_what_a_forward_has_by_name(policy: str) -> None:
+    plain = model(ByName)
+    expected = trained(plain, adamw(plain))
+    count = len(NOTED)
+    ours, optimizer = prepared(model(ByName), policy)
+    assert not NOTED and trained(ours, optimizer) == expected and len(NOTED) == count
+    forebay.close(ours)
+
+
+@pytest.mark.parametrize("policy", ["stream-recompute", "resident"])
+def test_what_hooks_have_by_name(policy: str) -> None:
+    """Features that hooks inside of the blocks collect, and the loop takes from there before backward."""
+
+    def run(model: nn.Module, begin: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]) -> list[float]:
+        features: list[torch.Tensor] = []
+        for layer in model:
+            layer.linear.register_forward_hook(lambda module, args, output: features.append(output.square().mean()))
+        model, optimizer = begin(model)
+        batch, found = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), []
+        for _ in range(STEPS):
+            assert not features
+            loss = loss_of(model, batch) + sum(features)
+            features.clear()
+            found += stepped(optimizer, [loss])
+        forebay.close(model)
+        return found
+
+    expected = run(model(InDict), lambda plain: (plain, adamw(plain)))
+    assert run(model(InDict), lambda ours: prepared(ours, policy)) == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recording_leaves_nothing(kind: type[Layer]) -> None:
     module = model(kind)
@@ -289,7 +341,7 @@ def test_what_is_looked_into() -> None:
     ]
     assert found[2] == {"meter": meter}
     others = [threading.Thread(), Slotted(), Meter, nn.Linear(2, 2), torch.zeros(2), torch.optim.SGD([torch.zeros(2)])]
-    assert look_inside([*others, len, Meter.update, meter.update]).containers == ()
+    assert look_inside([*others, len, Meter.update]).containers == ()
     kept = Content.of(meter)
     assert not kept.is_changed()
     meter.update(torch.ones(()))
@@ -300,3 +352,31 @@ def test_what_is_looked_into() -> None:
     assert (meter.total, meter.count, len(meter.latest)) == (0.0, 0, 1) and "late" not in vars(meter)
     now.put_back()
     assert meter.count == 1 and vars(meter)["late"] == 1
+
+
+def test_what_functions_have_by_name() -> None:
+    """Variables of the file and of functions around, of a method its object, of a partial its arguments; of functions
+    by name what they have, and of these no further."""
+    inner, given, meter = [1], {"given": 2}, Meter()
+
+    def nested(x: int) -> list[int]:
+        return [len(inner) + y for y in range(x)]
+
+    def around(x: int) -> Any:
+        return further(x)
+
+    def further(x: int) -> Any:
+        return nested(x)
+
+    def furthest(x: int) -> Any:
+        return around(x)
+
+    def found(value: Any) -> list[int]:
+        return [id(one) for one in look_inside([value]).containers]
+
+    assert found(nested) == found(further) == found(around) == [id(inner)]
+    assert found(furthest) == []
+    assert found(note_in_the_file) == [id(NOTED)]
+    assert found(meter.update) == [id(meter), id(meter.latest)]
+    assert found(partial(nested, given)) == [id(inner), id(given)]
+    assert found(nn.functional.gelu) == found(copy.deepcopy) == []

@@ -1,8 +1,9 @@
-"""What is inside of the attributes of modules: lists, dicts, sets and deques, objects of the program's own, and
+"""What modules hold beside tensors and modules: lists, dicts, sets and deques, objects of the program's own, and
 generators of random numbers.
 
-A forward may write to any of them: it appends a loss, counts its calls in a dict, updates a meter. Whoever runs it for
-other reasons than training takes that back.
+They are in attributes, and where a forward or a hook has them by name: in a variable of the file, or of the function
+around it. A forward may write to any of them: it appends a loss, counts its calls in a dict, updates a meter. Whoever
+runs it for other reasons than training takes that back.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from inspect import getattr_static
 from operator import is_
-from types import SimpleNamespace
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, Final, final
 
 import torch
@@ -32,8 +36,11 @@ _NOTHING_INSIDE: Final = (torch.Tensor, nn.Module, str, int, float, type(None), 
 
 
 def attributes_of(module: nn.Module) -> Iterator[Any]:
-    """Those of ``module`` that are not torch's."""
-    return (value for name, value in module.__dict__.items() if name not in OF_TORCH)
+    """Those of ``module`` that are not torch's, and what runs when it is called: its forward and the hooks of it."""
+    yield from (value for name, value in module.__dict__.items() if name not in OF_TORCH)
+    yield from module._forward_pre_hooks.values()
+    yield MethodType(type(module).forward, module)
+    yield from module._forward_hooks.values()
 
 
 class Content(ABC):
@@ -185,10 +192,11 @@ class Inside:
 
 def look_inside(values: Iterable[Any]) -> Inside:
     """What is in ``values`` and, one in the other, in the containers there. Of an object its fields, and containers in
-    these; objects that an object refers to are not looked into."""
+    these; objects that an object refers to are not looked into. Of a function what it has by name, ``FUNCTIONS`` deep;
+    not what it finds through something else (``utils.losses``)."""
     look = _Look()
     for value in values:
-        look.into(value, objects=True)
+        look.into(value, objects=True, functions=FUNCTIONS)
     return Inside(tuple(look.containers.values()), tuple(look.generators.values()))
 
 
@@ -208,28 +216,65 @@ class _Look:
         # By id. They are held, so that no other object gets one of these ids meanwhile.
         self.containers: dict[int, Any] = {}
         self.generators: dict[int, OwnGenerator] = {}
-        self._tuples: dict[int, tuple[Any, ...]] = {}
+        self._seen: dict[int, Any] = {}
 
-    def into(self, value: Any, *, objects: bool) -> None:
-        if not has_inside(value) or id(value) in self.containers or id(value) in self._tuples:
+    def into(self, value: Any, *, objects: bool, functions: int) -> None:
+        """Looks into ``value``: also where it is an object, or a function that ``functions`` more are in reach of."""
+        if not has_inside(value) or id(value) in self.containers or id(value) in self._seen:
             return
         inside: Iterable[Any] = ()
         if isinstance(value, OwnGenerator):
             if not isinstance(value, random.SystemRandom):
                 self.generators[id(value)] = value
-            return
-        if isinstance(value, tuple):
-            self._tuples[id(value)] = inside = value
+        elif isinstance(value, tuple):
+            self._seen[id(value)] = inside = value
         elif isinstance(value, dict):
             self.containers[id(value)], inside = value, value.values()
         elif isinstance(value, (list, deque)):
             self.containers[id(value)] = inside = value
         elif isinstance(value, set):
             self.containers[id(value)] = value
+        elif isinstance(value, _FUNCTIONS):
+            if functions:
+                self._seen[id(value)], inside, functions = value, _named_by(value), functions - 1
         elif objects and _is_the_programs(value):
             self.containers[id(value)], inside, objects = value, _fields(value).values(), False
         for one in inside:
-            self.into(one, objects=objects)
+            self.into(one, objects=objects, functions=functions)
+
+
+FUNCTIONS: Final = 3
+"""A forward or a hook, the functions and methods that it has by name, and those that these have."""
+
+_FUNCTIONS = (FunctionType, MethodType, partial)
+
+
+def _named_by(function: Any) -> Iterator[Any]:
+    """What ``function`` has by name: variables of its file and of the functions around it; of a method the object and
+    methods of it, of a ``partial`` its arguments."""
+    if isinstance(function, partial):
+        yield from (function.func, *function.args, *function.keywords.values())
+        return
+    body = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(body, FunctionType) or (body.__module__ or "").partition(".")[0] in _OF_OTHERS:
+        return
+    for cell in body.__closure__ or ():
+        with suppress(ValueError):  # nothing is in it yet
+            yield cell.cell_contents
+    names = list(_names_in(body.__code__))
+    yield from (body.__globals__[name] for name in names if name in body.__globals__)
+    if isinstance(function, MethodType):
+        own = function.__self__
+        yield own
+        methods = (getattr_static(type(own), name, None) for name in names)
+        yield from (MethodType(method, own) for method in methods if isinstance(method, FunctionType))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):  # a function, or the inside of [... for ...]
+            yield from _names_in(one)
 
 
 def _is_the_programs(value: Any) -> bool:
@@ -240,7 +285,7 @@ def _is_the_programs(value: Any) -> bool:
     return not (isinstance(value, type) or root in _OF_OTHERS) and bool(_fields(value))
 
 
-_OF_OTHERS: Final = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "transformers"}
+_OF_OTHERS: Final = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "transformers", "forebay"}
 """Packages whose objects (a thread pool, a configuration) are nothing that a forward keeps its own things in, and know
 what they refer to: something else in a field would be another object."""
 
