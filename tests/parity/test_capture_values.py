@@ -164,7 +164,7 @@ def test_checkpointed_layers_are_run_again(reentrant: bool) -> None:
 
 
 class Answers:
-    """What a forward was told. A recording takes back what it leaves, but objects without fields are not looked into."""
+    """What a forward was told. A recording takes back what it leaves; objects without fields are not looked into."""
 
     __slots__ = ("found",)
 

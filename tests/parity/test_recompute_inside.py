@@ -11,11 +11,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import forebay
+from forebay.errors import ModelError
 from forebay.profiler.capture import capture
 from forebay.runtime.inside import Content, look_inside
 from tests.parity.compare import stepped
@@ -123,7 +125,36 @@ class Late(InDict):
         return super().note(mean)
 
 
-KINDS: tuple[type[Layer], ...] = (InList, InDict, InSet, InDeque, InObject, Deeper, Late)
+class InArray(Layer):
+    def start(self) -> np.ndarray[Any, Any]:
+        return np.zeros(3)
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted[1] += 1
+        return 1 / float(self.noted[1])
+
+
+KINDS: tuple[type[Layer], ...] = (InList, InDict, InSet, InDeque, InObject, InArray, Deeper, Late)
+
+
+class InTensor(Layer):
+    """Changes a tensor in place that is no buffer."""
+
+    def start(self) -> torch.Tensor:
+        return torch.ones(())
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted.mul_(0.9).add_(mean)
+        return self.noted.clone()
+
+
+class InTensorOfList(Layer):
+    def start(self) -> list[torch.Tensor]:
+        return [torch.ones(())]
+
+    def note(self, mean: torch.Tensor) -> Any:
+        self.noted[0].mul_(0.9)
+        return self.noted[0].clone()
 
 
 def model(kind: type[Layer], *, shared: bool = False) -> nn.Module:
@@ -261,6 +292,33 @@ def test_another_forward_before_the_backward_has_set_them_anew(policy: str) -> N
     expected = stepped(adamw(plain), (pairs(plain, batch) for _ in range(STEPS)))
     assert stepped(optimizer, (pairs(ours, batch) for _ in range(STEPS))) == expected
     assert all(torch.equal(forebay.parameters(ours)[n], p) for n, p in plain.named_parameters())
+    forebay.close(ours)
+
+
+@pytest.mark.parametrize("kind", [InTensor, InTensorOfList])
+def test_a_tensor_that_is_changed_in_place_and_is_no_buffer(kind: type[Layer]) -> None:
+    """Nobody has what was in it, so its block does not run again; a recording leaves it as it was."""
+    plain = model(kind)
+    ours, optimizer = prepared(model(kind), "stream")
+    assert trained(ours, optimizer) == trained(plain, adamw(plain))
+    forebay.close(ours)
+    ours, _ = prepared(model(kind), "stream-recompute")
+    loss = loss_of(ours, torch.ones(4, WIDTH))
+    with pytest.raises(ModelError, match=r"block 3 is to run again .* its forward has changed .*register_buffer"):
+        loss.backward()
+    del loss
+    forebay.close(ours)
+
+
+def test_one_that_is_changed_between_forward_and_backward() -> None:
+    module = Handing()
+    ours, _ = prepared(module, "stream-recompute")
+    layers = ours.layers
+    loss = loss_of(ours, torch.ones(4, WIDTH))
+    layers[LAYERS - 1].scale.mul_(2)
+    with pytest.raises(ModelError, match=r"something since its forward has changed"):
+        loss.backward()
+    del loss
     forebay.close(ours)
 
 

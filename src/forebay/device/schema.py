@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["bound", "written_by"]
+__all__ = ["bound", "is_mutable", "written_by"]
 
 
 def bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
@@ -15,6 +16,11 @@ def bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
     pairs = list(zip(schema, args, strict=False))
     pairs.extend((argument, kwargs[argument.name]) for argument in schema if argument.name in kwargs)
     return pairs
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether it writes to any of its arguments. What an op of higher order runs inside is not seen."""
+    return isinstance(func, torch._ops.OpOverload) and bool(func._schema.is_mutable)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -36,6 +36,7 @@ from forebay.profiler.guessing import Run, Undecided, guessed
 from forebay.profiler.host_draws import steer
 from forebay.profiler.modes import as_trained
 from forebay.profiler.optimizers import optimizer_kept
+from forebay.profiler.originals import Originals
 from forebay.profiler.recorder import Recorder
 from forebay.profiler.run_again import needing_each_other
 from forebay.profiler.work import Call
@@ -223,7 +224,8 @@ class _Step:
         self._bound = bound
         self._device = device
         self._guess = guess
-        self.recorder = Recorder(device, guess)
+        self._originals = Originals()
+        self.recorder = Recorder(device, guess, self._originals)
         self.arrays = Arrays()
         self.changes_modules = False
         self.held_nbytes = 0
@@ -257,6 +259,7 @@ class _Step:
                     raise Undecided(recorder.undecided, tuple(reversed(recorder.values.decided_at))) from error
                 raise CaptureFailed(self._why(error)) from error
             finally:
+                self._originals.put_back()
                 recorder.values.drawn |= has_drawn()
                 seen.remove()
                 if chunked is not None:
@@ -275,7 +278,7 @@ class _Step:
         with attributes_put_back(self._model):
             if self._guess.later:
                 # Its own recorder has integers remain real, which the model may keep and ask for.
-                with Recorder(self._device, self._guess), Arrays(), _autocast_on(self._device):
+                with Recorder(self._device, self._guess, self._originals), Arrays(), _autocast_on(self._device):
                     losing(self._model, args, kwargs)
                 torch.clear_autocast_cache()  # as behind the forward that counts
             recorder.follow_modules(self._modules())
@@ -286,7 +289,7 @@ class _Step:
             before = Attributes(self._model)
             with recorder, self.arrays:
                 self._forward_and_backward(losing, args, kwargs)
-            self.changes_modules = before.are_changed()
+            self.changes_modules = before.are_changed() or self._originals.any
 
     def _forward_and_backward(self, losing: Losing, args: Any, kwargs: Any) -> None:
         recorder = self.recorder

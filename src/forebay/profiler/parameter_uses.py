@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from forebay.device.schema import written_by
+from forebay.device.schema import is_mutable, written_by
 from forebay.memory import Kind
 from forebay.profiler.roots import Roots
 from forebay.profiler.work import tensors_in
@@ -81,7 +81,7 @@ class ParameterUses:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op of the forward has run: it may have written to a parameter."""
-        if not (isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable):
+        if not is_mutable(func):
             return
         for tensor in tensors_in(written_by(func, args, kwargs)):
             name = self._names.get(self._roots.made[self._roots.number(tensor)].root.number)

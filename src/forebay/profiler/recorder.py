@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from forebay.device.schema import is_mutable, written_by
 from forebay.errors import CaptureFailed, ModelError
 from forebay.memory import Kind
 from forebay.profiler.guesses import Guess
+from forebay.profiler.originals import Originals
 from forebay.profiler.parameter_uses import ParameterUses
 from forebay.profiler.roots import Handle, Roots
 from forebay.profiler.run_again import RunAgain
@@ -55,8 +57,9 @@ class RawOp:
 class Recorder(TorchDispatchMode):
     """The dispatch mode, on top of the ``FakeTensorMode``, and the hooks that tell it where in the model it is."""
 
-    def __init__(self, device: torch.device, guess: Guess) -> None:
+    def __init__(self, device: torch.device, guess: Guess, originals: Originals) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._originals = originals
         self._device = device
         self.roots = Roots()
         self.works = Works()
@@ -216,6 +219,13 @@ class Recorder(TorchDispatchMode):
     def _root_of(self, tensor: torch.Tensor) -> int:
         return self.roots.made[self.roots.number(tensor)].root.number
 
+    def _keep_originals(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An op is about to write to its arguments: what is in real tensors that were there before the step."""
+        for tensor in tensors_in(written_by(func, args, kwargs)):
+            found = None if is_fake(tensor) else self.roots.find(tensor)
+            if found is not None and found[0].source is not None:
+                self._originals.keep(tensor)
+
     def _follow_buffers(self, func: Any, args: Any, numbers: tuple[int, ...]) -> None:
         """Notes what an op of the forward reads and what it updates uncounted."""
         updated = {self._root_of(tensor) for tensor in updated_uncounted(func, args)}
@@ -290,6 +300,8 @@ class Recorder(TorchDispatchMode):
         numbers = () if lifted else tuple(dict.fromkeys([self._number(t) for t in inputs]))
         if self._unreadable:
             self._expect_readable(numbers)
+        if is_mutable(func):
+            self._keep_originals(func, args, kwargs)
         result = self._run(func, args, kwargs, inputs)
         outputs = tensors_in(result)
         # Before the silent ones are left out: what views a weight is about to read it.

@@ -20,7 +20,7 @@ from torch import nn
 
 from forebay.runtime.inside import OF_TORCH, Content, Inside, attributes_of, has_inside, look_inside
 
-__all__ = ["Attributes", "FoundAttributes", "beside_blocks", "storage_key"]
+__all__ = ["Attributes", "FoundAttributes", "beside_blocks", "storage_key", "version_of"]
 
 _ABSENT: Final = object()
 """In the place of an attribute that is not there."""
@@ -94,6 +94,8 @@ class FoundAttributes:
         self._inside = [Content.of(container) for container in inside.containers]
         self.generators = inside.generators
         self.has_new_generators = False
+        self._versions = [(tensor, version_of(tensor)) for tensor in (*self._own_tensors(), *inside.tensors)]
+        self.writes_in_place = False
         unknown = [key for key, read in reads.items() if read is None] if looks else []
         found = {(place, name): self._then[place].get(name) for place, name in unknown}
         self._unread = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
@@ -115,6 +117,8 @@ class FoundAttributes:
         self._reads |= dict.fromkeys(self._unread, False)
         self._unread = {}
         self._changed, self._changed_inside = self._differing(), self._differing_inside()
+        self.writes_in_place = self.are_written()
+        self._versions = [(tensor, version_of(tensor)) for tensor in self._own_tensors()]
         for key in self._changed:
             self._reads.setdefault(key, None)
         self._let_go()
@@ -157,6 +161,16 @@ class FoundAttributes:
             for content in before_inside:
                 content.put_back()
 
+    def are_written(self) -> bool:
+        """Whether a tensor that the forward found was changed in place: while it ran, or once it is over since then, if
+        it is one of those that forwards read."""
+        return any(version_of(tensor) != then for tensor, then in self._versions)
+
+    def _own_tensors(self) -> list[torch.Tensor]:
+        """Those of attributes, but for the ones that forwards are known to leave unread."""
+        found = (self._then[place].get(name) for (place, name), read in self._reads.items() if read is not False)
+        return [value for value in found if isinstance(value, torch.Tensor)]
+
     def _differing(self) -> dict[tuple[int, str], None]:
         """Those that are something else now, by place and name, in order."""
         return {
@@ -183,6 +197,11 @@ def _set(values: _Values, wanted: Mapping[str, Any]) -> None:
             values.pop(name, None)
         else:
             values[name] = value
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """torch's count of changes in place; 0 of one that it does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from forebay.errors import ModelError
 from forebay.plans import Accumulation
+from forebay.runtime.attributes import version_of
 from forebay.runtime.generators import HostNumbers, OwnGenerator
 from forebay.runtime.inside import Content, attributes_of, look_inside, own_generators
 from forebay.trace import Leaves
@@ -102,33 +103,33 @@ class _LeftBehind:
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
         self._model = model
         inside = tuple(f"{name}." if name else "" for name in blocks)
-        self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if not name.startswith(inside)]
+        self._buffers = [buffer for name, buffer in model.named_buffers() if not name.startswith(inside)]
         self._note()
 
     def look(self) -> str:
         """Where something is else than at the last look, in words; "" where all is as it was."""
-        versions = zip(self._buffers, self._counted(), self._versions, strict=True)
-        changed = [f"buffer {name}" for (name, _), now, then in versions if now != then]
+        written = any(now != then for now, then in zip(self._counted(), self._versions, strict=True))
+        changed = ["a tensor or a buffer of the model that is changed in place"] if written else []
         changed += [place for place, content in self._contents if content.is_changed()]
         if changed:
             self._note()
         return changed[0] if changed else ""
 
     def _note(self) -> None:
-        self._versions = self._counted()
         self._contents: list[tuple[str, Content]] = []
         values: list[Any] = []
         for name, module in self._model.named_modules():
             place = f"an attribute of {name or 'the model'}"
             self._contents += [(place, Content.of(one)) for one in (module.__dict__, module._buffers)]
             values += attributes_of(module)
-        self._contents += [
-            (f"a {type(one).__name__} that a module has", Content.of(one)) for one in look_inside(values).containers
-        ]
+        inside = look_inside(values)
+        self._contents += [(f"a {type(one).__name__} that a module has", Content.of(one)) for one in inside.containers]
+        self._tensors = [*self._buffers, *inside.tensors]
+        self._versions = self._counted()
 
     def _counted(self) -> list[int]:
-        """How often each buffer was changed in place."""
-        return [buffer._version for _, buffer in self._buffers]
+        """How often each tensor was changed in place."""
+        return [version_of(tensor) for tensor in self._tensors]
 
 
 @final

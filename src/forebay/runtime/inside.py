@@ -1,5 +1,5 @@
-"""What modules hold beside tensors and modules: lists, dicts, sets and deques, objects of the program's own, and
-generators of random numbers.
+"""What modules hold beside tensors and modules: lists, dicts, sets and deques, small arrays of NumPy's, objects of the
+program's own, and generators of random numbers.
 
 They are in attributes, and where a forward or a hook has them by name: in a variable of the file, or of the function
 around it. A forward may write to any of them: it appends a loss, counts its calls in a dict, updates a meter. Whoever
@@ -21,6 +21,7 @@ from operator import is_
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -55,6 +56,8 @@ class Content(ABC):
             return _List(container, list(container))
         if isinstance(container, set):
             return _Set(container, set(container))
+        if isinstance(container, np.ndarray):
+            return _Array(container, container.copy())
         return _Fields(container, dict(_fields(container)))
 
     @abstractmethod
@@ -158,6 +161,25 @@ class _Set(Content):
         self.value.update(self.before)
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class _Array(Content):
+    value: np.ndarray[Any, Any]
+    before: np.ndarray[Any, Any]
+
+    def now(self) -> Content:
+        return Content.of(self.value)
+
+    def is_changed(self) -> bool:
+        return self.value.tobytes() != self.before.tobytes()
+
+    def new(self) -> Iterable[Any]:
+        return ()
+
+    def put_back(self) -> None:
+        self.value[...] = self.before
+
+
 def _differ(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
     return not (_same(now.values(), before.values()) and _same(now, before))
 
@@ -177,17 +199,19 @@ _VALUES: Final = (bool, int, float, str)
 @final
 @dataclass(frozen=True)
 class Inside:
-    """What some attributes hold, each object once: the ``containers``, objects of the program's own among them, and
-    the ``generators``."""
+    """What some attributes hold, each object once: the ``containers``, objects of the program's own among them, the
+    ``generators``, and the ``tensors`` that are no parameters."""
 
     containers: Sequence[Any]
     generators: tuple[OwnGenerator, ...]
+    tensors: Sequence[torch.Tensor] = ()
 
     def joined(self, other: Inside) -> Inside:
         """What both hold."""
         known = {id(container) for container in self.containers}
         more = [container for container in other.containers if id(container) not in known]
-        return Inside((*self.containers, *more), tuple(dict.fromkeys((*self.generators, *other.generators))))
+        generators = tuple(dict.fromkeys((*self.generators, *other.generators)))
+        return Inside((*self.containers, *more), generators, (*self.tensors, *other.tensors))
 
 
 def look_inside(values: Iterable[Any]) -> Inside:
@@ -197,7 +221,7 @@ def look_inside(values: Iterable[Any]) -> Inside:
     look = _Look()
     for value in values:
         look.into(value, objects=True, functions=FUNCTIONS)
-    return Inside(tuple(look.containers.values()), tuple(look.generators.values()))
+    return Inside(tuple(look.containers.values()), tuple(look.generators.values()), tuple(look.tensors.values()))
 
 
 def has_inside(value: Any) -> bool:
@@ -216,10 +240,13 @@ class _Look:
         # By id. They are held, so that no other object gets one of these ids meanwhile.
         self.containers: dict[int, Any] = {}
         self.generators: dict[int, OwnGenerator] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
         self._seen: dict[int, Any] = {}
 
     def into(self, value: Any, *, objects: bool, functions: int) -> None:
         """Looks into ``value``: also where it is an object, or a function that ``functions`` more are in reach of."""
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            self.tensors[id(value)] = value
         if not has_inside(value) or id(value) in self.containers or id(value) in self._seen:
             return
         inside: Iterable[Any] = ()
@@ -228,20 +255,33 @@ class _Look:
                 self.generators[id(value)] = value
         elif isinstance(value, tuple):
             self._seen[id(value)] = inside = value
-        elif isinstance(value, dict):
-            self.containers[id(value)], inside = value, value.values()
-        elif isinstance(value, (list, deque)):
-            self.containers[id(value)] = inside = value
-        elif isinstance(value, set):
-            self.containers[id(value)] = value
         elif isinstance(value, _FUNCTIONS):
             if functions:
                 self._seen[id(value)], inside, functions = value, _named_by(value), functions - 1
+        elif isinstance(value, _CONTAINERS) or _is_small_array(value):
+            self.containers[id(value)], inside = value, _held_by(value)
         elif objects and _is_the_programs(value):
             self.containers[id(value)], inside, objects = value, _fields(value).values(), False
         for one in inside:
             self.into(one, objects=objects, functions=functions)
 
+
+_CONTAINERS = (dict, list, deque, set)
+
+
+def _held_by(container: Any) -> Iterable[Any]:
+    """What may hold something in turn."""
+    if isinstance(container, dict):
+        return container.values()
+    return container if isinstance(container, (list, deque)) else ()
+
+
+def _is_small_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.flags.writeable and value.dtype != object and value.nbytes <= MOST
+
+
+MOST: Final = 1024**2
+"""Bytes of an array of NumPy's that are copied in front of each forward. Larger ones are tables."""
 
 FUNCTIONS: Final = 3
 """A forward or a hook, the functions and methods that it has by name, and those that these have."""

@@ -36,7 +36,7 @@ from forebay.device.base import Watch
 from forebay.device.ledger import plain_tensors
 from forebay.errors import ModelError
 from forebay.memory import Kind
-from forebay.runtime.attributes import Attributes, FoundAttributes, storage_key
+from forebay.runtime.attributes import Attributes, FoundAttributes, storage_key, version_of
 from forebay.runtime.generators import HostNumbers, drawn_so_far
 from forebay.runtime.saved import modified
 from forebay.runtime.uncounted import updated_uncounted
@@ -120,7 +120,7 @@ class Surroundings:
                 continue
             name = f"{prefix}.{own}" if prefix else own
             content = None if known.get(name, self.unknown) is _Change.NONE else self.copy(buffer)
-            found[own] = _Buffer(name, buffer, _version(buffer), content)
+            found[own] = _Buffer(name, buffer, version_of(buffer), content)
         return found
 
 
@@ -196,7 +196,7 @@ class Found:
                 if buffer is None:
                     continue
                 known = self._known.get(buffer.name, _Change.NONE)
-                counted = _version(buffer.tensor) != buffer.version
+                counted = version_of(buffer.tensor) != buffer.version
                 if self._around.compiled and not counted and buffer.changed_unseen():
                     buffer.updated = buffer.read = True  # nobody knows that it is not read
                 if buffer.updated and buffer.read and known is not _Change.UNCOUNTED:
@@ -228,6 +228,7 @@ class Found:
         """The block runs again inside this, on copies of the buffers. Raises ``ModelError`` if what the forward found
         is not there any more."""
         self._expect_parameters()
+        self._expect_unwritten()
         copies: dict[int, torch.Tensor] = {}  # by the tensor: what is shared stays shared
         buffers = [
             (module, module._buffers, {own: self._copy(buffer, copies) for own, buffer in found.items()})
@@ -279,12 +280,23 @@ class Found:
             )
         if buffer.content is not None:
             return buffer.content
-        if _version(buffer.tensor) != buffer.version:
+        if version_of(buffer.tensor) != buffer.version:
             raise ModelError(
                 f"buffer {name} of block {block} was changed after the block's forward, which is run again for its "
                 f"backward: change it before the forward, or after loss.backward()"
             )
         return buffer.tensor
+
+    def _expect_unwritten(self) -> None:
+        """Of tensors that are no buffers nobody keeps what was in them."""
+        by = "its forward" if self._attributes.writes_in_place else "something since its forward"
+        if self._attributes.writes_in_place or (self._versions is not None and self._attributes.are_written()):
+            raise ModelError(
+                f"block {self._around.block} is to run again for backward, and {by} has changed a tensor in place that "
+                f"it holds and that is no buffer: it would find the change. Register the tensor (register_buffer), "
+                f"whose content is put back, or give the attribute a new one; or prepare with a policy that recomputes "
+                f"nothing ('resident', 'stream')"
+            )
 
     def _expect_parameters(self) -> None:
         if self._versions is None:
@@ -302,7 +314,3 @@ def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 def _set_trained(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
     for parameter, trained in parameters:
         parameter.requires_grad = trained
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
