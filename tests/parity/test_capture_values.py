@@ -28,6 +28,7 @@ from forebay.profiler.capture import capture
 from forebay.trace import Phase
 from tests.parity.capture_rig import real_peak, traced_peak
 from tests.parity.models import CASES, tokens
+from tests.parity.unseen import Unseen
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -163,19 +164,6 @@ def test_checkpointed_layers_are_run_again(reentrant: bool) -> None:
     assert any(trace.works[op.work].op == "aten.silu.default" for op in again)
 
 
-class Answers:
-    """What a forward was told. A recording takes back what it leaves; objects without fields are not looked into."""
-
-    __slots__ = ("found",)
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def note(self, answer: Any) -> Any:
-        self.found.append(answer)
-        return answer
-
-
 class Asks(nn.Module):
     """Asks for one value in forward."""
 
@@ -217,7 +205,7 @@ UNKNOWN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_values_that_follow_from_integers_are_known(name: str) -> None:
     ids = torch.tensor([[1, 5, 2, 5], [0, 7, 3, 1]])
-    asked = Answers()
+    asked = Unseen()
 
     def ask(ids: torch.Tensor, scale: torch.Tensor) -> Any:
         return asked.note(KNOWN[name](ids, scale))
@@ -249,7 +237,7 @@ MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_that_follow_from_floats_choose_all(name: str) -> None:
-    asked = Answers()
+    asked = Unseen()
 
     def ask(ids: torch.Tensor, scale: torch.Tensor) -> Any:
         return asked.note(MASKS[name](ids, scale))

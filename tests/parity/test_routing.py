@@ -26,6 +26,7 @@ from tests.parity.models import VOCABULARY
 from tests.parity.observed import AMPLE
 from tests.parity.test_capture_values import MOES
 from tests.parity.test_lowering_order import prepared_plan, streamed
+from tests.parity.unseen import Unseen
 
 WINDOW = 4096
 TOKENS, K, N = 2 * 48, 2, 4
@@ -120,9 +121,9 @@ def test_the_checker_wants_the_promise_for_every_routing() -> None:
 
 def forwards(model: nn.Module) -> list[None]:
     """Grows by one with every forward of ``model``."""
-    seen: list[None] = []
-    model.register_forward_pre_hook(lambda *_: seen.append(None))
-    return seen
+    seen = Unseen()
+    model.register_forward_pre_hook(lambda *_: seen.note(None))
+    return seen.found
 
 
 @pytest.mark.thinned(3)
