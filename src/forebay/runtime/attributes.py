@@ -43,8 +43,7 @@ def beside_blocks(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Modul
 @final
 class Attributes:
     """Those of ``modules``, and those and the buffers of the ones ``beside`` them, as they are now, and what is
-    ``inside`` of them. ``compiled``: they have no ops to be
-    seen."""
+    ``inside`` of them. ``compiled``: they have no ops to be seen."""
 
     def __init__(self, modules: Sequence[nn.Module], beside: Sequence[nn.Module], *, compiled: bool) -> None:
         self._now: Sequence[_Values] = [
