@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from forebay.device.schema import is_mutable, written_by
 from forebay.memory import Kind
 from forebay.profiler.roots import Roots
-from forebay.profiler.work import tensors_in
 from forebay.trace import Block
 
 __all__ = ["ParameterUses"]
@@ -79,11 +77,9 @@ class ParameterUses:
             if block is not None and not any(self._asking[name] for name in block.modules):
                 self.in_backward.add(block.name)
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An op of the forward has run: it may have written to a parameter."""
-        if not is_mutable(func):
-            return
-        for tensor in tensors_in(written_by(func, args, kwargs)):
+    def write(self, written: Iterable[torch.Tensor]) -> None:
+        """An op of the forward has written to tensors."""
+        for tensor in written:
             name = self._names.get(self._roots.made[self._roots.number(tensor)].root.number)
             if name is not None:
                 self.written.add(name)

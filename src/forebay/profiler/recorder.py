@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -219,9 +219,9 @@ class Recorder(TorchDispatchMode):
     def _root_of(self, tensor: torch.Tensor) -> int:
         return self.roots.made[self.roots.number(tensor)].root.number
 
-    def _keep_originals(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An op is about to write to its arguments: what is in real tensors that were there before the step."""
-        for tensor in tensors_in(written_by(func, args, kwargs)):
+    def _keep_originals(self, written: Iterable[torch.Tensor]) -> None:
+        """An op is about to write to tensors: keeps what is in real ones that were there before the step."""
+        for tensor in written:
             found = None if is_fake(tensor) else self.roots.find(tensor)
             if found is not None and found[0].source is not None:
                 self._originals.keep(tensor)
@@ -300,8 +300,8 @@ class Recorder(TorchDispatchMode):
         numbers = () if lifted else tuple(dict.fromkeys([self._number(t) for t in inputs]))
         if self._unreadable:
             self._expect_readable(numbers)
-        if is_mutable(func):
-            self._keep_originals(func, args, kwargs)
+        written = tensors_in(written_by(func, args, kwargs)) if is_mutable(func) else []
+        self._keep_originals(written)
         result = self._run(func, args, kwargs, inputs)
         outputs = tensors_in(result)
         # Before the silent ones are left out: what views a weight is about to read it.
@@ -317,7 +317,7 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.FORWARD:
             self.parameters.read(numbers, [name for name, _ in self._running])
             self._follow_buffers(func, args, numbers)
-            self.parameters.run(func, args, kwargs)
+            self.parameters.write(written)
         work = self.works.add(func, args, kwargs, result)
         self.ops.append(RawOp(work, numbers, made, *self._noted_place(), self.phase))
         return result

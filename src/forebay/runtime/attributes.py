@@ -122,7 +122,7 @@ class FoundAttributes:
             self._reads.setdefault(key, None)
         self._let_go()
         set_to = (self._now[place].get(name) for place, name in self._changed)
-        if any(map(has_inside, (*set_to, *(one for content in self._changed_inside for one in content.new())))):
+        if any(map(has_inside, (*set_to, *(one for content in self._changed_inside for one in content.held())))):
             self._attributes.look_inside()
             self.has_new_generators = not set(self._attributes.inside.generators) <= set(self.generators)
 

@@ -47,6 +47,8 @@ def attributes_of(module: nn.Module) -> Iterator[Any]:
 class Content(ABC):
     """A container, and what is in it when this is made."""
 
+    value: Any
+
     @staticmethod
     def of(container: Any) -> Content:
         """What is in ``container``, one of ``Inside.containers``."""
@@ -60,17 +62,17 @@ class Content(ABC):
             return _Array(container, container.copy())
         return _Fields(container, dict(_fields(container)))
 
-    @abstractmethod
     def now(self) -> Content:
         """What is in the container now."""
+        return Content.of(self.value)
+
+    def held(self) -> Iterable[Any]:
+        """What is in it now and may hold something in turn."""
+        return _held_by(self.value)
 
     @abstractmethod
     def is_changed(self) -> bool:
         """Whether something else is in it now."""
-
-    @abstractmethod
-    def new(self) -> Iterable[Any]:
-        """What is in it now, if it is changed: some of that may have been there."""
 
     @abstractmethod
     def put_back(self) -> None:
@@ -83,14 +85,8 @@ class _Dict(Content):
     value: dict[Any, Any]
     before: dict[Any, Any]
 
-    def now(self) -> Content:
-        return Content.of(self.value)
-
     def is_changed(self) -> bool:
         return _differ(self.value, self.before)
-
-    def new(self) -> Iterable[Any]:
-        return self.value.values()
 
     def put_back(self) -> None:
         self.value.clear()
@@ -105,14 +101,8 @@ class _Fields(Content):
     value: Any
     before: dict[str, Any]
 
-    def now(self) -> Content:
-        return Content.of(self.value)
-
     def is_changed(self) -> bool:
         return _differ(_fields(self.value), self.before)
-
-    def new(self) -> Iterable[Any]:
-        return _fields(self.value).values()
 
     def put_back(self) -> None:
         now = _fields(self.value)
@@ -127,14 +117,8 @@ class _List(Content):
     value: list[Any] | deque[Any]
     before: list[Any]
 
-    def now(self) -> Content:
-        return Content.of(self.value)
-
     def is_changed(self) -> bool:
         return not _same(self.value, self.before)
-
-    def new(self) -> Iterable[Any]:
-        return self.value
 
     def put_back(self) -> None:
         self.value.clear()
@@ -147,14 +131,8 @@ class _Set(Content):
     value: set[Any]
     before: set[Any]
 
-    def now(self) -> Content:
-        return Content.of(self.value)
-
     def is_changed(self) -> bool:
         return self.value != self.before
-
-    def new(self) -> Iterable[Any]:
-        return ()
 
     def put_back(self) -> None:
         self.value.clear()
@@ -167,14 +145,8 @@ class _Array(Content):
     value: np.ndarray[Any, Any]
     before: np.ndarray[Any, Any]
 
-    def now(self) -> Content:
-        return Content.of(self.value)
-
     def is_changed(self) -> bool:
         return self.value.tobytes() != self.before.tobytes()
-
-    def new(self) -> Iterable[Any]:
-        return ()
 
     def put_back(self) -> None:
         self.value[...] = self.before
@@ -261,7 +233,7 @@ class _Look:
         elif isinstance(value, _CONTAINERS) or _is_small_array(value):
             self.containers[id(value)], inside = value, _held_by(value)
         elif objects and _is_the_programs(value):
-            self.containers[id(value)], inside, objects = value, _fields(value).values(), False
+            self.containers[id(value)], inside, objects = value, _held_by(value), False
         for one in inside:
             self.into(one, objects=objects, functions=functions)
 
@@ -270,10 +242,12 @@ _CONTAINERS = (dict, list, deque, set)
 
 
 def _held_by(container: Any) -> Iterable[Any]:
-    """What may hold something in turn."""
+    """What is in a container, or in the fields of an object, and may hold something in turn."""
     if isinstance(container, dict):
         return container.values()
-    return container if isinstance(container, (list, deque)) else ()
+    if isinstance(container, (list, deque)):
+        return container
+    return () if isinstance(container, (set, np.ndarray)) else _fields(container).values()
 
 
 def _is_small_array(value: Any) -> bool:
