@@ -36,7 +36,7 @@ __all__ = [
     "fingerprint_of",
 ]
 
-TRACE_SCHEMA = 5
+TRACE_SCHEMA = 6
 
 COMPILED = "forebay.compiled_"
 """Begins the names of the ops that stand for compiled blocks (``profiler.stand_ins``)."""
@@ -345,7 +345,9 @@ class Trace:
     none of the modules run that ask for them: such a block has to stay on the device. ``compiled`` names the modules,
     blocks as a whole, that are here as a compiler made them: one op in forward and one in backward.
     ``changed_buffers`` names the buffers that the step changes in place: a block that is recomputed keeps a copy of its
-    own as forward found them. ``written`` names the parameters that the forward writes to. ``leaves``: see there.
+    own as forward found them. ``written`` names the parameters that the forward writes to. ``unrepeatable`` names the
+    blocks whose forward, in this trace or in one of its ``extremes``, changes in place a tensor that is no buffer, and
+    of which nobody keeps what was in it: they are not recomputed. ``leaves``: see there.
 
     Where sizes follow from routes that nobody can know beforehand (which experts a router picks), this is the step with
     balanced routes, and ``extremes`` are the same step with the routes that take the most memory; of a step that a
@@ -375,6 +377,7 @@ class Trace:
     compiled: tuple[str, ...] = ()
     changed_buffers: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
+    unrepeatable: tuple[str, ...] = ()
     leaves: Leaves = Leaves.NOTHING
     notes: tuple[str, ...] = ()
     extremes: tuple[Trace, ...] = ()

@@ -96,29 +96,66 @@ def test_what_a_forward_does_where_nobody_looks_it_does_twice() -> None:
     forebay.close(model)
 
 
+class Hidden:
+    generator = torch.Generator()
+
+
 OWN = torch.Generator()
 
 
-def own_generator(layer: Layer, x: torch.Tensor) -> torch.Tensor:
-    return plain(layer, x * torch.bernoulli(torch.full_like(x, 0.5), generator=OWN))
+def masked(layer: Layer, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return plain(layer, x * torch.bernoulli(torch.full_like(x, 0.5), generator=generator))
 
 
-def test_a_generator_of_its_own_is_refused_where_the_op_runs_again() -> None:
-    model = prepared(made(own_generator), [(GELU, 0)])
+def found(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return masked(layer, masked(layer, x, OWN), OWN)
+
+
+def hidden(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return masked(layer, x, Hidden.generator)
+
+
+def made_anew(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return masked(layer, x, torch.Generator().manual_seed(7))
+
+
+def seeded(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return masked(layer, x, Hidden.generator.manual_seed(7))
+
+
+def test_a_generator_that_nobody_finds_is_refused_where_the_op_runs_again() -> None:
+    model = prepared(made(hidden), [(GELU, 0)])
     loss = model(batch())["loss"]
     with pytest.raises(ModelError, match=r"layers\.2.*bernoulli.*generator of its own"):
         loss.backward()
     forebay.close(model)
 
 
-@FATES
-def test_a_generator_of_its_own_is_fine_where_it_does_not(fate: Fate) -> None:
+BERNOULLI = "aten.bernoulli.default"
+
+
+@pytest.mark.parametrize("named", [GELU, BERNOULLI])
+@pytest.mark.parametrize("function", [found, made_anew, seeded])
+def test_a_generator_of_its_own_draws_again_what_it_drew(function: Function, named: str) -> None:
+    """It is brought back, or it is where it was without that."""
+
     def run(model: nn.Module) -> list[torch.Tensor]:
         OWN.manual_seed(5)
-        return [*one_pass(model), OWN.get_state()]
+        return [*one_pass(model), *one_pass(model), OWN.get_state()]
 
-    model = prepared(made(own_generator), [("aten.bernoulli.default", 0)], fate)
-    assert_same(model, made(own_generator), run)
+    model = prepared(made(function), [(named, 0)])
+    assert_same(model, made(function), run)
+    forebay.close(model)
+
+
+@FATES
+def test_one_that_nobody_finds_is_fine_where_the_op_does_not_run_again(fate: Fate) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        Hidden.generator.manual_seed(5)
+        return [*one_pass(model), Hidden.generator.get_state()]
+
+    model = prepared(made(hidden), [(BERNOULLI, 0)], fate)
+    assert_same(model, made(hidden), run)
     forebay.close(model)
 
 

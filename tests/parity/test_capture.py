@@ -12,8 +12,9 @@ from torch import nn
 
 from forebay.errors import ModelError, OptimizerError, UsageError
 from forebay.memory import Kind
-from forebay.profiler.capture import KEEPS_CACHE, capture
+from forebay.profiler.capture import capture
 from forebay.profiler.optimizers import STATES
+from forebay.profiler.remarks import KEEPS_CACHE
 from forebay.runtime.losses import LossFunction
 from forebay.states import DRAWN
 from forebay.trace import Phase, Trace

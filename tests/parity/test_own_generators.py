@@ -1,4 +1,5 @@
-"""Models that draw from generators of their own, of Python's and NumPy's kinds, which are attributes of modules."""
+"""Models that draw from generators of their own, of Python's, NumPy's and torch's kinds, which are attributes of
+modules."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ KINDS: dict[str, Callable[[], OwnGenerator]] = {
     "pcg": lambda: np.random.default_rng(3),
     "philox": lambda: np.random.Generator(np.random.Philox(3)),
     "legacy": lambda: np.random.RandomState(3),
+    "torch": lambda: torch.Generator().manual_seed(3),
 }
 
 
@@ -35,8 +37,13 @@ class Layer(nn.Module):
         self.numbers = self.make()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        draw = self.numbers.random_sample if isinstance(self.numbers, np.random.RandomState) else self.numbers.random
-        return x + (self.linear(x) * draw()).tanh() * draw()
+        return x + (self.linear(x) * self.drawn()).tanh() * self.drawn()
+
+    def drawn(self) -> float | torch.Tensor:
+        if isinstance(self.numbers, torch.Generator):
+            return torch.rand((), generator=self.numbers)
+        legacy = isinstance(self.numbers, np.random.RandomState)
+        return self.numbers.random_sample() if legacy else self.numbers.random()
 
 
 class Late(Layer):

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 from torch import nn
 
 import forebay
-from forebay.errors import ModelError
+from forebay.checking import check
+from forebay.errors import ModelError, PlanInvalid
 from forebay.profiler.capture import capture
 from forebay.runtime.inside import Content, look_inside
+from tests.null.strategies import roomy_machine
 from tests.parity.compare import stepped
 
 WIDTH, LAYERS, STEPS = 16, 4, 4
@@ -295,19 +298,63 @@ def test_another_forward_before_the_backward_has_set_them_anew(policy: str) -> N
     forebay.close(ours)
 
 
-@pytest.mark.parametrize("kind", [InTensor, InTensorOfList])
-def test_a_tensor_that_is_changed_in_place_and_is_no_buffer(kind: type[Layer]) -> None:
-    """Nobody has what was in it, so its block does not run again; a recording leaves it as it was."""
-    plain = model(kind)
-    ours, optimizer = prepared(model(kind), "stream")
+class InTensorLate(InTensor):
+    """Makes it in the first forward, and changes it in all others."""
+
+    def start(self) -> Any:
+        return None
+
+    def note(self, mean: torch.Tensor) -> Any:
+        if self.noted is None:
+            self.noted = mean
+            return mean
+        return super().note(mean)
+
+
+IN_PLACE: tuple[type[Layer], ...] = (InTensor, InTensorOfList, InTensorLate)
+
+
+@pytest.mark.parametrize("policy", ["stream", "stream-recompute"])
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_a_tensor_that_is_changed_in_place_and_is_no_buffer(kind: type[Layer], policy: str) -> None:
+    """Nobody has what was in it, so no plan has its block run again; a recording leaves it as it was."""
+
+    def mixed() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*((kind, InList)[place % 2]() for place in range(LAYERS)))
+
+    plain = mixed()
+    ours, optimizer = prepared(mixed(), policy)
+    assert forebay.report(ours).plan.recompute == (("1", "3") if policy == "stream-recompute" else ())
     assert trained(ours, optimizer) == trained(plain, adamw(plain))
     forebay.close(ours)
-    ours, _ = prepared(model(kind), "stream-recompute")
-    loss = loss_of(ours, torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_a_plan_that_has_it_run_again_is_refused(kind: type[Layer]) -> None:
+    """By the check, which has the trace; else by the first backward behind a forward that changes it."""
+    ours, _ = prepared(model(kind), "stream")
+    again = replace(forebay.report(ours).plan, recompute=("3",))
+    forebay.close(ours)
+    module, batch = model(kind), torch.ones(4, WIDTH)
+    trace = capture(module, batch, loss_fn=loss_of, device="cpu").trace
+    with pytest.raises(PlanInvalid, match=r"recomputes block 3, whose forward changes in place .*register_buffer"):
+        check(trace, roomy_machine("cpu"), again)
+    ours, optimizer = forebay.prepare(module, adamw(module), plan=again, device_memory="1MiB", device="cpu")
+    if kind is InTensorLate:
+        stepped(optimizer, [loss_of(ours, batch)])
+    loss = loss_of(ours, batch)
     with pytest.raises(ModelError, match=r"block 3 is to run again .* its forward has changed .*register_buffer"):
         loss.backward()
     del loss
     forebay.close(ours)
+
+
+def test_the_plan_says_why_it_does_not_run_again() -> None:
+    trace = capture(model(InTensor), torch.zeros(4, WIDTH), loss_fn=loss_of, device="cpu").trace
+    assert trace.unrepeatable == ("0", "1", "2", "3")
+    assert any("block 0 and 3 more are not recomputed" in note for note in trace.notes)
+    assert not capture(model(InList), torch.zeros(4, WIDTH), loss_fn=loss_of, device="cpu").trace.unrepeatable
 
 
 def test_one_that_is_changed_between_forward_and_backward() -> None:

@@ -48,6 +48,13 @@ def check_names(trace: Trace, plan: Plan) -> None:
             raise _invalid(
                 name, f"the plan recomputes block {name}, which the model does not have; make the plan again"
             )
+        if name in trace.unrepeatable:
+            raise _invalid(
+                name,
+                f"the plan recomputes block {name}, whose forward changes in place a tensor that is no buffer: the "
+                f"second run would find the change; leave the block out of recompute, or make the tensor a buffer "
+                f"(register_buffer) and the plan again",
+            )
         if plan.recompute.count(name) > 1:
             raise _invalid(name, f"the plan names block {name} twice in recompute; keep one")
     for placement in plan.placements:

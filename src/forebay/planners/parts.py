@@ -298,9 +298,10 @@ def keep_order(model: Model, slots: tuple[int, ...], *, last_first: bool) -> lis
 
 def recomputable(trace: Trace) -> tuple[str, ...]:
     """Blocks that may recompute, in the order in which the forward first comes to them: one module, not in use
-    throughout, in the middle of which no other runs, and with more bytes saved than come in, in all their runs. The
-    first ones are the ones to take: when their turn comes in backward, what the later blocks saved is gone."""
-    able = {b.name for b in trace.model.blocks if b.module is not None and not b.held}
+    throughout, not ``Trace.unrepeatable``, in the middle of which no other runs, and with more bytes saved than come
+    in, in all their runs. The first ones are the ones to take: when their turn comes in backward, what the later blocks
+    saved is gone."""
+    able = {b.name for b in trace.model.blocks if b.module is not None and not b.held} - set(trace.unrepeatable)
     starts = [visit.first_tensor for visit in trace.visits]
     runs: dict[str, list[int]] = {}
     gained: Counter[str] = Counter()

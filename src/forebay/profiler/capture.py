@@ -27,6 +27,7 @@ from forebay.collector import collector_paused
 from forebay.device.compiling import as_written
 from forebay.errors import CaptureFailed, ForebayError, ModelError
 from forebay.memory import Kind
+from forebay.profiler import remarks
 from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import Attributes, attributes_put_back
 from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
@@ -52,11 +53,6 @@ from forebay.runtime.passes import argument_name
 from forebay.trace import Leaves, Trace
 
 __all__ = ["Captured", "capture"]
-
-KEEPS_CACHE = (
-    "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
-    "reads them: give use_cache=False with the batch"
-)
 
 
 @final
@@ -110,7 +106,7 @@ def capture(
         workspaces = workspace_nbytes(wanted)
     elif wanted.type == "cuda":
         fakes, workspaces = torch.device("cpu"), ELSEWHERE
-        notes.append("recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less")
+        notes.append(remarks.NO_CARD)
 
     def run(guess: Guess) -> Run:
         nonlocal bound
@@ -143,10 +139,12 @@ def capture(
         found = guessed(run)
         if any(extreme.model != found.typical.trace.model for extreme in found.extremes):
             found = guessed(run)  # one of them asked for more than the typical one, which asks for it now
-    notes += [*found.notes, *([KEEPS_CACHE] if found.typical.keeps_cache else [])]
     trace = found.typical.trace
     leaves = Leaves.ALWAYS if _is_one_outside(trace.changed_buffers, bound) else found.leaves
-    trace = replace(trace, leaves=leaves, notes=tuple(notes), extremes=found.extremes)
+    once = tuple(dict.fromkeys(name for one in (trace, *found.extremes) for name in one.unrepeatable))
+    notes += [*found.notes, *([remarks.KEEPS_CACHE] if found.typical.keeps_cache else [])]
+    notes += [remarks.once_only(once)] if once else []
+    trace = replace(trace, unrepeatable=once, leaves=leaves, notes=tuple(notes), extremes=found.extremes)
     return Captured(trace, found.typical.recorder.works.calls)
 
 

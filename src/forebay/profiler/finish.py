@@ -57,6 +57,7 @@ def finish(
         read_in_backward=tuple(b.name for b in model.blocks if b.name in recorder.parameters.in_backward),
         changed_buffers=recorder.changed_buffers,
         written=tuple(p.name for b in model.blocks for p in b.parameters if p.name in recorder.parameters.written),
+        unrepeatable=tuple(block.name for block in model.blocks if block.name in recorder.changes_own),
     )
 
 

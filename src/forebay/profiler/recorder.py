@@ -82,6 +82,8 @@ class Recorder(TorchDispatchMode):
         self._read = set[int]()
         self._updated = set[int]()
         self.again = RunAgain()
+        # Blocks whose forward changes in place what some module keeps to itself.
+        self.changes_own = set[str]()
         # By call: how many ops of the step had run when the last tensor was saved in it.
         self.saves: dict[int, int] = {}
         # By call: the block, and the module of it that was called.
@@ -220,11 +222,16 @@ class Recorder(TorchDispatchMode):
         return self.roots.made[self.roots.number(tensor)].root.number
 
     def _keep_originals(self, written: Iterable[torch.Tensor]) -> None:
-        """An op is about to write to tensors: keeps what is in real ones that were there before the step."""
+        """An op is about to write to tensors: keeps what is in real ones that were there before the step, and notes the
+        block that changes one of its own."""
         for tensor in written:
-            found = None if is_fake(tensor) else self.roots.find(tensor)
-            if found is not None and found[0].source is not None:
+            found = self.roots.find(tensor)
+            if found is None or found[0].source is None:
+                continue
+            if not is_fake(tensor):
                 self._originals.keep(tensor)
+            if self.phase is Phase.FORWARD and found[0].name.startswith(CONSTANT):
+                self.changes_own.add(self.place[0])
 
     def _follow_buffers(self, func: Any, args: Any, numbers: tuple[int, ...]) -> None:
         """Notes what an op of the forward reads and what it updates uncounted."""
@@ -302,6 +309,8 @@ class Recorder(TorchDispatchMode):
             self._expect_readable(numbers)
         written = tensors_in(written_by(func, args, kwargs)) if is_mutable(func) else []
         self._keep_originals(written)
+        if kwargs.get("generator") is not None:
+            self._originals.keep_generator(kwargs["generator"])
         result = self._run(func, args, kwargs, inputs)
         outputs = tensors_in(result)
         # Before the silent ones are left out: what views a weight is about to read it.

@@ -1,5 +1,5 @@
 """The generators of random numbers that models and loops draw from on the host: Python's, NumPy's and torch's, which
-nobody names, and those of Python's and NumPy's kinds that modules hold, their ``own`` (``inside.py``)."""
+nobody names, and those of these kinds that modules hold, their ``own`` (``inside.py``)."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ import ctypes
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import numpy as np
 import torch
 
+from forebay.device.ledger import plain_tensors
+
 __all__ = [
     "Generators",
     "HostNumbers",
+    "LeftBehind",
     "OwnGenerator",
     "as_drawn_before",
     "drawn_from",
     "drawn_so_far",
     "is_numpys_own",
+    "place_of",
     "seed_all",
 ]
 
 
-OwnGenerator = random.Random | np.random.Generator | np.random.RandomState
-"""What a program makes for itself, of Python's and NumPy's kinds."""
+OwnGenerator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+"""What a program makes for itself, of Python's, NumPy's and torch's kinds."""
 
 
 @final
@@ -87,6 +92,8 @@ def is_numpys_own() -> bool:
 def _state(generator: OwnGenerator) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state(legacy=False)
@@ -95,6 +102,8 @@ def _state(generator: OwnGenerator) -> Any:
 def _put(generator: OwnGenerator, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.from_numpy(state))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
@@ -110,6 +119,42 @@ def _comparable(state: Any) -> object:
 
 _MT19937: Final = 4 * (624 + 1)
 """Bytes of the state of NumPy's own generator: words, and the place in them."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """The generator that an op has drawn from, as it has left it: the one that it was given, its ``own``, or the
+    default one of a device."""
+
+    device: torch.device
+    state: torch.Tensor
+
+    @classmethod
+    def by(cls, result: Any, own: torch.Generator | None) -> LeftBehind | None:
+        """What an op has left that returned ``result``."""
+        if own is not None:
+            return cls(own.device, own.get_state())
+        device = next((t.device for t in plain_tensors(result)), None)
+        if device is None:
+            return None
+        if device.type == "cpu":
+            return cls(device, torch.get_rng_state())
+        return cls(device, torch.get_device_module(device).get_rng_state(device))
+
+    def put_back(self, own: torch.Generator | None) -> None:
+        """Has the op's generator be so again; ``own``: the one that it is given now."""
+        if own is not None:
+            own.set_state(self.state)
+        elif self.device.type == "cpu":
+            torch.set_rng_state(self.state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(self.state, self.device)
+
+
+def place_of(generator: torch.Generator) -> int:
+    """Another number after a draw."""
+    return hash(generator.get_state().numpy().tobytes())
 
 
 @final

@@ -16,8 +16,10 @@ saves, and in a second backward over a graph that was retained.
 
 Generators. The recomputation begins with the generators as the forward did. A named op that draws from one does not
 draw again, so its record holds the generator's state after it (5,056 bytes on the host for that of ``cpu``, 16 for one
-of CUDA), which is set in its place. A generator of the model's own is not brought back: a block that draws from one is
-refused when it runs again. Where no op is named, that is looked for when a block runs again for the first time.
+of CUDA), which is set in its place. So it is with generators that an op is given. Where these are found
+(``surroundings.py``) they are brought back, too; whether each is where it was then is looked for in all recomputations
+where ops are named, and else in a block's first one: a block that draws from one which nobody has brought back is
+refused.
 
 torch.compile. Compiled code has no ops to be named, and PyTorch compiles nothing under a dispatch mode: the compiled
 modules of a block run as they are written, in forward and again (``device/compiling.py``).
@@ -39,6 +41,7 @@ from forebay.device.ledger import plain_tensors
 from forebay.device.modes import OpMode
 from forebay.errors import ModelError
 from forebay.memory import Kind
+from forebay.runtime.generators import LeftBehind, place_of
 from forebay.runtime.opnames import OpCounter, OpNames, roots_made, roots_treated
 from forebay.runtime.surroundings import Found
 from forebay.scheduling.activations import described
@@ -76,7 +79,7 @@ class _Traits:
     @property
     def ignored(self) -> bool:
         """Whether nothing about it matters to a record."""
-        return not self.counted and not self.writes
+        return not self.counted and not self.writes and not self.draws
 
 
 _PLAIN = _Traits(False, False, ())
@@ -145,30 +148,6 @@ class _Treated:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Generator:
-    """The default generator of a device, as an op has left it."""
-
-    device: torch.device
-    state: torch.Tensor
-
-    @classmethod
-    def after(cls, result: Any) -> _Generator | None:
-        device = next((t.device for t in plain_tensors(result)), None)
-        if device is None:
-            return None
-        if device.type == "cpu":
-            return cls(device, torch.get_rng_state())
-        return cls(device, torch.get_device_module(device).get_rng_state(device))
-
-    def put_back(self) -> None:
-        if self.device.type == "cpu":
-            torch.set_rng_state(self.state)
-        else:
-            torch.get_device_module(self.device).set_rng_state(self.state, self.device)
-
-
-@final
 @dataclass(slots=True)
 class _Made:
     """A named op of a forward, and its content: ``held`` is what it returned, with ``_Kept`` and ``_Treated`` in the
@@ -177,7 +156,7 @@ class _Made:
     name: tuple[str, int]
     trail: int
     held: Any
-    generator: _Generator | None
+    generator: LeftBehind | None
     storages: Sequence[weakref.ref[torch.UntypedStorage]]
     present: bool = True
 
@@ -199,6 +178,8 @@ class Record:
         # As of the last tensor that the forward has saved, which is where a recomputation ends.
         self.needed = 0
         self.needed_trail = 0
+        # Of every draw from a generator that an op was given: where that was.
+        self.drawn: list[int] = []
         self._watch = watch
         self._mover = mover
         self._quiet = quiet
@@ -207,7 +188,8 @@ class Record:
 
     def running(self) -> Generator[None, None, None]:
         """Forward runs between the two halves of this."""
-        with OpMode(self._run).on() if self.choice.named or self._found.looks else nullcontext():
+        looks = self.choice.looks or self.choice.named or self._found.looks
+        with OpMode(self._run).on() if looks else nullcontext():
             yield
         for late in self.made[self.needed :]:
             late.forget()
@@ -226,6 +208,8 @@ class Record:
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in traits.writes]
         for tensor in plain_tensors(written):
             self._found.written(tensor)
+        if traits.draws and kwargs.get("generator") is not None:
+            self.drawn.append(place_of(kwargs["generator"]))
         result = func(*args, **kwargs)
         self._overwritten(written)
         if traits.counted and (name := self._counter.name(func)) is not None:
@@ -258,8 +242,8 @@ class Record:
                 if ticket is not None:
                     tickets[root.untyped_storage()._cdata] = ticket
         made.held = tree_map(lambda leaf: self._hold(leaf, tickets), result)
-        if traits.draws and kwargs.get("generator") is None:
-            made.generator = _Generator.after(result)
+        if traits.draws:
+            made.generator = LeftBehind.by(result, kwargs.get("generator"))
         return made
 
     def _hold(self, leaf: Any, tickets: dict[int, Ticket]) -> Any:
@@ -288,6 +272,7 @@ class Replay:
         self._counter = OpCounter(record.choice.names)
         self._next = 0
         self._trail = 0
+        self._drawn = 0
         # Asked for here: inside an op it seems to be off. A recomputation casts anew what its forward found cast.
         self._autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
@@ -310,17 +295,27 @@ class Replay:
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         choice = self._record.choice
         traits = choice.traits(func)
+        own = kwargs.get("generator") if traits.draws else None
+        is_there = own is None or self._is_where_it_was(own)
         if traits.counted and (name := self._counter.name(func)) is not None:
             self._trail = _follow(self._trail, func, args, kwargs)
             if name in choice.named:
                 made = self._expected(name)
                 if made.present:
+                    generator = made.generator if is_there else None
                     given, result = _give(made)
                     if given:
+                        if generator is not None:
+                            generator.put_back(own)
                         return result
-        if traits.draws and kwargs.get("generator") is not None:
-            raise self._differs(f"{func} draws from a generator of its own, which is not put back")
+        if not is_there:
+            raise self._differs(f"{func} draws from a generator of its own, which is not where it was then")
         return func(*args, **kwargs)
+
+    def _is_where_it_was(self, own: torch.Generator) -> bool:
+        """Whether ``own``, which is about to be drawn from, is where it was for this draw in forward."""
+        self._drawn += 1
+        return self._record.drawn[self._drawn - 1 : self._drawn] == [place_of(own)]
 
     def _expected(self, name: tuple[str, int]) -> _Made:
         made = self._record.made
@@ -361,7 +356,7 @@ def _shown(name: tuple[str, int]) -> str:
 
 def _give(made: _Made) -> tuple[bool, Any]:
     """Whether ``made`` still has its content unchanged, and what its op returned; it has none afterwards."""
-    held, generator = made.held, made.generator
+    held = made.held
     made.forget()
     intact = True
 
@@ -373,6 +368,4 @@ def _give(made: _Made) -> tuple[bool, Any]:
         return leaf.restored() if isinstance(leaf, _Treated) else leaf
 
     result = tree_map(give, held)
-    if intact and generator is not None:
-        generator.put_back()
     return intact, result

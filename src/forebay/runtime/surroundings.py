@@ -255,10 +255,10 @@ class Found:
         if not self._unknown_numbers:
             return nullcontext()
         raise ModelError(
-            f"block {self._around.block} has drawn from Python's or NumPy's random numbers in this forward, and not in "
-            f"those before it: it is not known which, and the forward cannot be run again for backward. Forwards from "
-            f"now on keep that: begin this step anew (zero_grad(), forward, backward), or prepare with a policy that "
-            f"recomputes nothing ('resident', 'stream')"
+            f"block {self._around.block} has drawn from Python's or NumPy's random numbers, or from a generator of its "
+            f"own, in this forward, and not in those before it: it is not known which, and the forward cannot be run "
+            f"again for backward. Forwards from now on keep that: begin this step anew (zero_grad(), forward, "
+            f"backward), or prepare with a policy that recomputes nothing ('resident', 'stream')"
         )
 
     def _copy(self, buffer: _Buffer | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:

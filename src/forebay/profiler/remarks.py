@@ -1,0 +1,23 @@
+"""What a plan's notes say of a model's step beside what was guessed (``guessing.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["KEEPS_CACHE", "NO_CARD", "once_only"]
+
+NO_CARD = "recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less"
+
+KEEPS_CACHE = (
+    "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
+    "reads them: give use_cache=False with the batch"
+)
+
+
+def once_only(blocks: Sequence[str]) -> str:
+    """Why ``blocks`` are not recomputed (``Trace.unrepeatable``)."""
+    which = f"block {blocks[0]} and {len(blocks) - 1} more are" if len(blocks) > 1 else f"block {blocks[0]} is"
+    return (
+        f"{which} not recomputed, whatever the room: the forward changes in place a tensor that is no buffer, and "
+        f"nobody keeps what was in it; make it a buffer (register_buffer)"
+    )
