@@ -30,8 +30,11 @@ OptimizerWithoutMasters = Literal[
 ]
 """Those of forebay that round parameters in bf16 by chance (stochastic rounding)."""
 
+OptimizerOfSeveralOps = Literal["rmsprop", "adagrad", "adadelta", "adamax"]
+"""``torch.optim``'s, one op after the other."""
+
 OptimizerWithMasters = Literal[
-    "adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", "muon"
+    "adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", "muon", OptimizerOfSeveralOps
 ]
 """``torch.optim``'s, and forebay's own (``optim/``)."""
 

@@ -17,8 +17,18 @@ PIECE = 1 << 20
 """Elements, whole blocks of states, that are decoded, encoded or rounded by chance at a time. On a GPU each of the ops
 of that (some sixteen for a draw) costs its launch, which for fewer elements takes longer than to go over them."""
 
-LION = ("exp_avg",)
-"""The states of an optimizer whose updates by torch's ops are no fused ones."""
+FUSED = frozenset(
+    {
+        (),
+        ("momentum_buffer",),
+        ("exp_avg", "exp_avg_sq"),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    }
+)
+"""The states, in fp32, of optimizers that torch has fused ops for."""
+
+UNFUSED = 3
+"""Numbers for each element of a piece that torch's ops make in between where they are not fused, at most."""
 
 PART = 4 << 20
 """Elements of a parameter that are updated at a time where its states are factored and not made at once."""
@@ -35,7 +45,7 @@ def widened_copies(parameter: Parameter, masters: Masters) -> int:
 def workspace_nbytes(states: Iterable[str], largest: int, widened: int, parameters: Iterable[Parameter]) -> int:
     """Bytes in which torch's ops update elements of ``parameters``, ``largest`` of one of them at the most: so many
     elements ``widened`` to fp32 (each as often as ``widened_copies`` says), and two numbers for each of a piece that is
-    rounded by chance.
+    rounded by chance, or ``UNFUSED`` ones where torch has no fused op.
 
     Where ``states`` are not fp32 a piece at a time: its moments, gradients and parameters in fp32, and two numbers to
     decode and encode in.
@@ -50,8 +60,8 @@ def workspace_nbytes(states: Iterable[str], largest: int, widened: int, paramete
     piece = min(PIECE, largest)
     match reach_of(states):
         case Reach.ELEMENTS:
-            # Lion, for which torch has no fused op, takes two numbers of a piece, too; not while it is rounded.
-            return (widened + 2 * piece * (drawn or states == LION)) * STATE_ITEMSIZE
+            # Nothing is rounded while what ops make in between is there.
+            return (widened + piece * max(2 * drawn, UNFUSED * (states not in FUSED))) * STATE_ITEMSIZE
         case Reach.PIECES:
             moments = sum(form_of(state).name != "scale" for state in states)
             return (moments + 2 + drawn + 2) * piece * STATE_ITEMSIZE

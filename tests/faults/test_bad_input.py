@@ -114,12 +114,12 @@ TABLE: dict[str, Bad] = {
     ),
     "disk with an unknown unit": Bad(lambda m, f: {"disk": f"{f}:5XB"}, UnitError, ("PATH:SIZE", "unknown unit 'XB'")),
     "unsupported optimizer": Bad(
-        lambda m, f: {"optimizer": torch.optim.Adagrad(m.parameters())},
+        lambda m, f: {"optimizer": torch.optim.RAdam(m.parameters())},
         OptimizerError,
         (
-            "Adagrad is not an optimizer that forebay runs",
-            "use AdamW, Adam, SGD, Adafactor or Muon of torch.optim, AdamW, Lion, Adafactor or Muon of forebay.optim, "
-            "Adafactor of transformers, or CAME of came_pytorch",
+            "RAdam is not an optimizer that forebay runs",
+            "use AdamW, Adam, SGD, RMSprop, Adagrad, Adadelta, Adamax, Adafactor or Muon of torch.optim, AdamW, Lion, "
+            "Adafactor or Muon of forebay.optim, Adafactor of transformers, or CAME of came_pytorch",
         ),
     ),
     "subclass of an optimizer": Bad(

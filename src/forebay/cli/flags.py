@@ -43,9 +43,11 @@ Dtype = Annotated[
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        help="adamw, adam, sgd, lion, adafactor, muon, or adamw-bf16, -8bit, -4bit; -sr behind one: no fp32 masters.",
+        help="adamw, adam, sgd, rmsprop, adagrad, adadelta, adamax, lion, adafactor, muon, or adamw-bf16, -8bit, "
+        "-4bit; -sr behind one: no fp32 masters.",
         autocompletion=among(
             *("adamw", "adam", "sgd", "adamw-bf16", "adamw-8bit", "adamw-4bit", "lion", "adafactor", "muon"),
+            *("rmsprop", "adagrad", "adadelta", "adamax"),
             *("adamw-sr", "adamw-bf16-sr", "adamw-8bit-sr", "adamw-4bit-sr", "lion-sr", "adafactor-sr"),
         ),
     ),

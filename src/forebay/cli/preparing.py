@@ -47,6 +47,10 @@ def optimizer_of(name: OptimizerName, model: nn.Module, lr: float, **options: An
         "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,
         "sgd": torch.optim.SGD,
+        "rmsprop": torch.optim.RMSprop,
+        "adagrad": torch.optim.Adagrad,
+        "adadelta": torch.optim.Adadelta,
+        "adamax": torch.optim.Adamax,
     }
     own: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": AdamW,

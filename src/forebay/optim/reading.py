@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Final
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 
 from forebay.errors import OptimizerError
 from forebay.optim.factored import CameRule, TorchAdafactorRule, TransformersAdafactorRule
 from forebay.optim.orthogonal import MuonRule
+from forebay.optim.plain import PlainRule, rmsprop_rule
 from forebay.optim.rules import AdamRule, SgdRule, UpdateRule
 
 __all__ = ["RuledOptimizer", "name_of", "read_optimizer"]
 
-_OF_TORCH: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon)
+_Groups = list[dict[str, Any]]
+
+
+def _adam(groups: _Groups) -> AdamRule:
+    decoupled = {bool(group["decoupled_weight_decay"]) for group in groups}
+    if len(decoupled) > 1:
+        raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
+    return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))
+
+
+_OF_TORCH: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Groups], UpdateRule]]] = MappingProxyType(
+    {
+        torch.optim.AdamW: _adam,
+        torch.optim.Adam: _adam,
+        torch.optim.SGD: lambda groups: SgdRule(momentum=any(group["momentum"] != 0 for group in groups)),
+        torch.optim.RMSprop: rmsprop_rule,
+        torch.optim.Adagrad: lambda groups: PlainRule("adagrad"),
+        torch.optim.Adadelta: lambda groups: PlainRule("adadelta"),
+        torch.optim.Adamax: lambda groups: PlainRule("adamax"),
+        torch.optim.Adafactor: lambda groups: TorchAdafactorRule(),
+        torch.optim.Muon: lambda groups: MuonRule(id(p) for group in groups for p in group["params"]),
+    }
+)
+"""By its class, no subclasses: these may compute something else."""
 
 _OF_TRANSFORMERS: Final = "transformers.optimization.Adafactor"
 _CAME: Final = "came_pytorch.CAME.CAME"
@@ -38,8 +64,8 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule of an ordinary ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adafactor`` or ``Muon``, of
-    ``transformers.Adafactor``, of ``came_pytorch.CAME``, or of an optimizer of ``forebay.optim``.
+    """The rule of one of torch's optimizers (``_OF_TORCH``), of ``transformers.Adafactor``, of ``came_pytorch.CAME``,
+    or of an optimizer of ``forebay.optim``.
 
     Raises ``OptimizerError`` for any other class (a subclass may compute something else) and for options that
     forebay does not run.
@@ -47,11 +73,13 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
     groups, kind = optimizer.param_groups, type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not (isinstance(optimizer, RuledOptimizer) or kind in _OF_TORCH or name in (_OF_TRANSFORMERS, _CAME)):
+        *most, last = (one.__name__ for one in _OF_TORCH)
         raise OptimizerError(
-            f"{name} is not an optimizer that forebay runs; use AdamW, Adam, SGD, Adafactor or Muon of torch.optim, "
-            f"AdamW, Lion, Adafactor or Muon of forebay.optim, Adafactor of transformers, or CAME of came_pytorch"
+            f"{name} is not an optimizer that forebay runs; use {', '.join(most)} or {last} of torch.optim, AdamW, "
+            f"Lion, Adafactor or Muon of forebay.optim, Adafactor of transformers, or CAME of came_pytorch"
         )
-    if optimizer.state:
+    # Adagrad makes its states before it takes a step.
+    if any(state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise OptimizerError(
             "the optimizer has taken steps already; prepare it before the first step, or load its state_dict() into "
             "the prepared optimizer"
@@ -64,13 +92,4 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> UpdateRule:
         return CameRule()
     if any(group.get("differentiable") for group in groups):
         raise OptimizerError("differentiable=True keeps the whole history of the parameters; set it to False")
-    if kind is torch.optim.Adafactor:
-        return TorchAdafactorRule()
-    if kind is torch.optim.Muon:
-        return MuonRule(id(p) for group in groups for p in group["params"])
-    if kind is torch.optim.SGD:
-        return SgdRule(momentum=any(group["momentum"] != 0 for group in groups))
-    decoupled = {bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)) for group in groups}
-    if len(decoupled) > 1:
-        raise OptimizerError("decoupled_weight_decay differs between parameter groups; make it the same in all")
-    return AdamRule(decoupled=decoupled.pop(), amsgrad=any(group["amsgrad"] for group in groups))
+    return _OF_TORCH[kind](groups)

@@ -23,6 +23,11 @@ STATES: Mapping[str, tuple[str, ...]] = {
     "adam-amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "sgd": (),
     "sgd-momentum": ("momentum_buffer",),
+    "rmsprop": ("square_avg",),
+    "rmsprop-momentum": ("square_avg", "momentum_buffer"),
+    "adagrad": ("sum",),
+    "adadelta": ("square_avg", "acc_delta"),
+    "adamax": ("exp_avg", "exp_inf"),
     "muon": MUON,
 }
 """The states of each optimizer that goes by name, in torch's own names (``optim/rules.py``) with how they

@@ -53,9 +53,17 @@ _RULES: Mapping[tuple[str, ...], Ops] = MappingProxyType(
         ("exp_avg",): Ops(112, pieces=12),
         ("exp_avg", "exp_avg_sq"): Ops(28, shared=2),
         ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"): Ops(36, shared=2),
+        ("square_avg",): Ops(56, pieces=5),
+        ("square_avg", "momentum_buffer"): Ops(76, pieces=7),
+        ("square_avg", "grad_avg"): Ops(84, pieces=7),
+        ("square_avg", "momentum_buffer", "grad_avg"): Ops(104, pieces=9),
+        ("sum",): Ops(48, pieces=4),
+        ("square_avg", "acc_delta"): Ops(116, pieces=11),
+        ("exp_avg", "exp_inf"): Ops(64, pieces=6),
     }
 )
-"""By its moments: an update in fp32. Those of torch are fused, and take lists; Lion's is not."""
+"""By its moments: an update in fp32. Those of torch that are fused take lists. The others, without a decay: Lion's,
+that of RMSprop (without and with momentum, centered), of Adagrad, Adadelta and Adamax."""
 
 _CAST: Final = Ops(6, calls=1)
 """From 16 bits to fp32, or back."""

@@ -10,6 +10,7 @@ from forebay.machine import Machine
 from forebay.simulation.device_updates import bf16_rate, device_update_rate, ops_of
 from forebay.states import Masters, Reach, form_of, plain_name, reach_of, update_kind
 from forebay.trace import Block, Parameter, Trace
+from forebay.workspaces import FUSED
 
 __all__ = [
     "APART",
@@ -41,6 +42,9 @@ AdamW with moments in fp32. Ours has kernels, the others are torch's ops; of tor
 than half. A matrix of 16M elements, two threads of an EPYC: between two days on which AdamW took 0.63 and 0.44 ns an
 element (docs/log.md, 2026-11-28 and 29)."""
 
+
+LION = ("exp_avg",)
+"""The states of an optimizer that torch has no fused op for, and forebay has a kernel."""
 
 HOST_FLOPS = 4e11
 """FLOP/s in bf16 of a host beside a device of its own, which nobody measures: between what two cores of an EPYC reach
@@ -79,8 +83,18 @@ def _rate_of_whole(trace: Trace, machine: Machine, elements: int) -> float:
         case Reach.PIECES:
             moments = tuple(plain_name(s) for s in trace.state_names if form_of(s).name != "scale")
             return machine.update_rate * own * elements / touched(trace.model.blocks, moments)
-        case Reach.ELEMENTS:
+        case Reach.ELEMENTS if trace.state_names in FUSED or trace.state_names == LION:
             return machine.update_rate
+        case Reach.ELEMENTS:
+            return machine.update_rate * own * elements / _passed(trace)
+
+
+def _passed(trace: Trace) -> float:
+    """Bytes that torch's ops read and write in an update of all elements, one op after the other. A piece of a
+    parameter is in caches meanwhile: they take about as long as a kernel does that moves as many (1.0 to 1.6 times, two
+    threads of a Xeon, 16M elements; docs/log.md, 2026-11-30)."""
+    trained = [p for block in trace.model.blocks for p in block.parameters if p.trainable]
+    return sum(p.numel * ops_of(p, trace.state_names, Masters.WHOLE).nbytes for p in trained)
 
 
 def _factored_rate(trace: Trace) -> float:
