@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, SupportsIndex, final
 
@@ -35,6 +36,7 @@ from forebay.runtime.offloading import Offloading
 from forebay.runtime.passes import Pass, part_by_itself
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
+from forebay.runtime.saving_scope import Saves, SavingScope, quiet_blocks
 from forebay.runtime.session import Phase, Session
 from forebay.runtime.tiles import Tiled
 from forebay.runtime.unplanned import Unplanned
@@ -138,6 +140,7 @@ class Attachment:
         streamed = [b for b in session.model.blocks if not session.store.blocks[b.name].placement.resident]
         self._streamed = {b.name for b in streamed}
         self._streamed_names = {p.name for b in streamed for p in b.parameters}
+        self._quiet = quiet_blocks(plan, session.model.blocks, modules)
         try:
             self._attach(root, modules, streamed)
         except BaseException:
@@ -274,14 +277,17 @@ class Attachment:
             evaluates = self.current.training and not mode
             remark = self.planned_for.remark(args, kwargs, waiting, evaluates=evaluates)
             self.session.device.ledger.remark = remark
-        seen = self.session.begin_forward(lambda: (mode, batch_shape(args, kwargs)), training=self.current.training)
+        saves = self.session.begin_forward(lambda: (mode, batch_shape(args, kwargs)), training=self.current.training)
         self.current.scopes.enter_context(self._standing_back())
-        if not seen:
+        self.current.saving = None
+        if saves is Saves.NOTHING:
             return  # nothing streams, and what such a pass saves has been seen
         # Only here, and never around a single block: hooks that a checkpoint sets inside the root's forward, and
         # again in its recomputation, must stay the innermost ones.
-        saved = self.session.saved
-        self.current.scopes.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
+        scope = SavingScope(self.session.saved, self._quiet if saves is Saves.NEEDED else (), self._streamed)
+        self.current.scopes.enter_context(scope)
+        if saves is Saves.NEEDED and self._quiet:
+            self.current.saving = scope
 
     def _standing_back(self) -> AbstractContextManager[Any]:
         """Has compiled modules run as they are written, where they have to. Also in passes that the watch does not look
@@ -331,6 +337,8 @@ class Attachment:
         def before(module: nn.Module, args: Any) -> None:
             self._expect_pass(module)
             self.current.running.append((module, blocks))
+            if self.current.saving is not None:
+                self.current.saving.begin(blocks)
             for block in blocks:
                 depth = self._depth.get(block.name, 0)
                 if depth == 0:
@@ -358,6 +366,8 @@ class Attachment:
         if not self.current.running or self.current.running[-1][0] is not module:
             return None  # its pre-hook did not come as far as opening
         _, blocks = self.current.running.pop()
+        if self.current.saving is not None:
+            self.current.saving.end(output, partial(self.session.reached, blocks[0].name))
         instead, changed = self._without_aliases(output), list[str]()
         for block in blocks:
             # A pre-hook that failed in the middle has opened only the first of its blocks.

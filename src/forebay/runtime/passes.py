@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import KeyPath
 
 from forebay.errors import UsageError
+from forebay.runtime.saving_scope import SavingScope
 from forebay.trace import Block
 
 __all__ = ["Pass", "argument_name", "part_by_itself"]
@@ -36,9 +37,10 @@ class Pass:
     """A forward of the root that runs or waits for its turn, in one thread from its beginning to its end.
 
     ``running`` are the modules whose forward runs, innermost last, each with the blocks that it opened. ``scopes`` is
-    what the thread has entered for the length of the forward.
+    what the thread has entered for the length of the forward, ``saving`` the hooks for what it saves, if there are any.
     """
 
     running: list[tuple[nn.Module, Sequence[Block]]] = field(default_factory=list)
     scopes: ExitStack = field(default_factory=ExitStack)
+    saving: SavingScope | None = None
     training: bool = False

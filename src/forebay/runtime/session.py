@@ -25,6 +25,7 @@ from forebay.runtime.replaced import Replaced
 from forebay.runtime.resources import Resources
 from forebay.runtime.save_order import SaveOrder
 from forebay.runtime.saved import SavedTensors
+from forebay.runtime.saving_scope import Saves
 from forebay.runtime.standins import StandIns
 from forebay.runtime.stepping import Groups, Hyperparameters, Stepping
 from forebay.runtime.unplanned import DIFFERENTIATED
@@ -78,7 +79,7 @@ class Session:
         by_op = bool(seen_by_op(plan.activations, plan.recompute).difference(plan.recompute))
         self.save_order = SaveOrder(self.stash, by_op=by_op)
         self.saved = SavedTensors(
-            model.blocks, parameters, self.access, self.save_order, self.watch, self.measure, self._unpacking
+            model.blocks, parameters, self.access, self.save_order, self.watch, self.measure, self.reached
         )
         streamed = [block for block in model.blocks if not self.store.blocks[block.name].placement.resident]
         self._stand_ins = StandIns([spec for block in streamed for spec in block.parameters], self.torch_device)
@@ -131,9 +132,9 @@ class Session:
         if self.phase is Phase.CLOSED:
             raise SessionClosed("this model was closed; prepare it again to train on")
 
-    def begin_forward(self, shape: Callable[[], Hashable], *, training: bool) -> bool:
-        """The root module's forward begins, on a batch of ``shape``. Returns whether what it saves is to go through the
-        hooks for saved tensors."""
+    def begin_forward(self, shape: Callable[[], Hashable], *, training: bool) -> Saves:
+        """The root module's forward begins, on a batch of ``shape``. Returns what of all that it saves is to go through
+        the hooks for saved tensors."""
         self.expect_open()
         self.contents.expect_written()
         if self.gathering is None or self.gathering.begins():
@@ -162,7 +163,9 @@ class Session:
         self.measure.begin(FORWARD)
         if training:
             self.measure.begin_pass(seen=seen)
-        return seen or self._handles_saved
+        if seen:
+            return Saves.ALL
+        return Saves.NEEDED if self._handles_saved else Saves.NOTHING
 
     def _expect_no_gradients(self) -> None:
         """Raises ``UsageError`` where gradients are there that the plan has no room for before backward."""
@@ -227,8 +230,8 @@ class Session:
         when_backward_ends(self.end_backward)
         self.stash.begin_backward()
 
-    def _unpacking(self, block: str) -> None:
-        """Backward asks for what the forward of ``block`` has saved."""
+    def reached(self, block: str) -> None:
+        """Backward has come to ``block``: it asks for what the forward has saved, or for a gradient of the result."""
         self.enter_backward()
         if torch.is_grad_enabled():  # as only in a backward that is differentiated itself
             self.device.ledger.remark = DIFFERENTIATED
