@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -163,7 +164,7 @@ class Recorder(TorchDispatchMode):
     def _turn(self, place: tuple[str, int]) -> None:
         self.roots.call = place[1]
         if self._places[-1] != place:
-            self._since.append(_next_node())
+            self._since.append(_get_sequence_nr())
             self._places.append(place)
 
     @property
@@ -178,7 +179,7 @@ class Recorder(TorchDispatchMode):
         if node is None:
             return OUTSIDE
         number = node._sequence_nr()
-        if number >= _next_node():  # accumulation into .grad: part of what ran before it
+        if number >= _get_sequence_nr():  # accumulation into .grad: part of what ran before it
             return (self.ops[-1].block, self.ops[-1].call) if self.ops else OUTSIDE
         return self._places[bisect_right(self._since, number) - 1]
 
@@ -391,8 +392,3 @@ class Recorder(TorchDispatchMode):
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     return type(tensor) in (FakeTensor, nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
-
-
-def _next_node() -> int:
-    """The sequence number that autograd will give to the next node it makes."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

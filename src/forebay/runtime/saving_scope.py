@@ -68,8 +68,8 @@ class SavingScope:
         self._quiet = quiet
         self._streamed = streamed
         self._hooks = _Hooks.GONE
-        # Of every module that runs, innermost last: where the hooks were before it, whether it reads a slot, and which
-        # node autograd made next when it began.
+        # Of every module that runs, innermost last: where the hooks were before it, whether it reads a slot, and the
+        # number of the node that autograd made next when it began.
         self._running: list[tuple[_Hooks, bool, int]] = []
 
     def __enter__(self) -> SavingScope:
@@ -90,7 +90,7 @@ class SavingScope:
         """A module with ``blocks`` begins."""
         names = [block.name for block in blocks]
         slots = any(name in self._streamed for name in names) or (bool(self._running) and self._running[-1][1])
-        self._running.append((self._hooks, slots, _next_node()))
+        self._running.append((self._hooks, slots, _get_sequence_nr()))
         self._turn(_Hooks.ON if slots or not all(name in self._quiet for name in names) else _Hooks.OFF)
 
     def end(self, output: Any, reached: Callable[[], None]) -> None:
@@ -129,8 +129,3 @@ def _announce(output: Any, first: int, reached: Callable[[], None]) -> None:
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.grad_fn._sequence_nr() >= first:
             leaf.grad_fn.register_prehook(before)
-
-
-def _next_node() -> int:
-    """The sequence number that autograd will give to the next node it makes."""
-    return int(_get_sequence_nr())
