@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adagrad-begun": lambda p: torch.optim.Adagrad(
         p, lr=1e-2, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3
     ),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1, fused=True),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0, weight_decay=0.1),
     "adadelta-maximize": lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8, maximize=True),
     "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2, betas=(0.8, 0.99)),
@@ -74,7 +75,7 @@ def test_a_step_is_torchs_to_the_last_bit(name: str, home: str, tmp_path: Path) 
     forebay.close(model)
 
 
-@pytest.mark.parametrize("name", ["rmsprop-all", "adagrad-begun", "adadelta", "adamax"])
+@pytest.mark.parametrize("name", ["rmsprop-all", "adagrad-begun", "adagrad-fused", "adadelta", "adamax"])
 def test_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large parameters, some at a time: as torch has all at once."""
     monkeypatch.setattr("forebay.optim.plain.CACHED", 1 << 12)

@@ -1,6 +1,6 @@
 """Optimizers of torch that are one op after the other on a CPU: RMSprop, Adagrad, Adadelta, Adamax. An update calls
-torch's own function (``foreach=False``, which is torch's default there) for a piece of a parameter at a time, so that
-what the ops make in between is small, and on a CPU in its caches."""
+torch's own function (``foreach=False``, which is torch's default there; Adagrad fused, if it was made so) for a piece
+of a parameter at a time, so that what the ops make in between is small, and on a CPU in its caches."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ Xeon; all at once, and in pieces of 1M, 4.3 to 12 times (docs/log.md, 2026-11-30
 @dataclass(frozen=True)
 class _Function:
     """One of torch's: what it is called with behind parameters and gradients. ``states`` in its order, by their names
-    in a ``state_dict``, then the hyperparameters ``numbers``. In front of the first step the first state is what the
-    hyperparameter ``begins`` says, if there is one; all others are zeros."""
+    in a ``state_dict``, then the hyperparameters ``numbers`` and ``switches``. In front of the first step the first
+    state is what the hyperparameter ``begins`` says, if there is one; all others are zeros."""
 
     of_torch: Callable[..., None]
     states: tuple[str, ...]
     numbers: tuple[str, ...]
+    switches: tuple[str, ...] = ("maximize",)
     begins: str = ""
 
 
@@ -43,16 +44,18 @@ _FUNCTIONS: Final[Mapping[str, _Function]] = MappingProxyType(
         "rmsprop": _Function(
             rmsprop,
             ("square_avg", "grad_avg", "momentum_buffer"),
-            ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+            ("lr", "alpha", "eps", "weight_decay", "momentum"),
+            ("centered", "maximize"),
         ),
         "adagrad": _Function(
             adagrad,
             ("sum",),
-            ("lr", "lr_decay", "eps", "weight_decay", "maximize"),
+            ("lr", "lr_decay", "eps", "weight_decay"),
+            ("maximize", "fused"),
             begins="initial_accumulator_value",
         ),
-        "adadelta": _Function(adadelta, ("square_avg", "acc_delta"), ("lr", "rho", "eps", "weight_decay", "maximize")),
-        "adamax": _Function(adamax, ("exp_avg", "exp_inf"), ("lr", "betas", "eps", "weight_decay", "maximize")),
+        "adadelta": _Function(adadelta, ("square_avg", "acc_delta"), ("lr", "rho", "eps", "weight_decay")),
+        "adamax": _Function(adamax, ("exp_avg", "exp_inf"), ("lr", "betas", "eps", "weight_decay")),
     }
 )
 
@@ -78,7 +81,7 @@ class PlainRule(ElementRule):
         group: Mapping[str, Any],
     ) -> None:
         function = _FUNCTIONS[self._name]
-        numbers = _numbers(function, group)
+        options = _hyperparameters(function, group, parameters[0].device)
         for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             own = {name: states[name][number] for name in self.state_names}
             if step == 1 and function.begins:
@@ -88,7 +91,7 @@ class PlainRule(ElementRule):
                 in_order = [lists.get(name, []) for name in function.states]
                 # The function counts the step itself.
                 before = torch.full((), float(step - 1), dtype=torch.float32, device="cpu")
-                function.of_torch([given], [made], *in_order, [before], foreach=False, **numbers)
+                function.of_torch([given], [made], *in_order, [before], foreach=False, **options)
 
 
 def rmsprop_rule(groups: Iterable[Mapping[str, Any]]) -> PlainRule:
@@ -102,11 +105,14 @@ def rmsprop_rule(groups: Iterable[Mapping[str, Any]]) -> PlainRule:
     return PlainRule("rmsprop", tuple(name for name, there in asked.items() if there))
 
 
-def _numbers(function: _Function, group: Mapping[str, Any]) -> dict[str, Any]:
+def _hyperparameters(function: _Function, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     numbers = {name: group[name] for name in function.numbers}
     for place, beta in enumerate(numbers.pop("betas", ())):
         numbers[f"beta{place + 1}"] = beta
-    return {name: value if isinstance(value, bool) else float(value) for name, value in numbers.items()}
+    switches = {name: bool(group[name]) for name in function.switches}
+    if "fused" in switches:  # of Adagrad, which torch fuses for a CPU only
+        switches["fused"] &= device.type == "cpu"
+    return {name: float(value) for name, value in numbers.items()} | switches
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
