@@ -1,8 +1,9 @@
-"""Optimizers of whole parameters, and of parameters without masters, on a card: the same bits wherever an update runs
-there, and the numbers of a plain model on the card."""
+"""Optimizers of whole parameters, of parameters without masters, and those that torch does not fuse, on a card: the
+same bits wherever an update runs there, and the numbers of a plain model on the card."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,14 @@ pytestmark = pytest.mark.gpu
 BUDGET = 2 * 2**30
 STEPS = 3
 
+ONE_BY_ONE = {
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+}
+"""As forebay calls torch's functions, which is not torch's default on a card."""
+
 EVERY = {
     **{
         name: (torch.float32, lambda m, make=make: make(groups_of(m)))
@@ -29,6 +38,10 @@ EVERY = {
     },
     "muon": (torch.float32, muon),
     "muon-bf16": (torch.bfloat16, muon),
+    **{
+        name: (torch.float32, lambda m, make=make: make(m.parameters(), lr=1e-2, foreach=False))
+        for name, make in ONE_BY_ONE.items()
+    },
     **{f"{name}-sr": (torch.bfloat16, lambda m, make=make: make(m.parameters())) for name, make in DRAWN.items()},
 }
 
