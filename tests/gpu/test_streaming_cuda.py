@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import forebay
 from forebay.memory import Tier
-from tests.parity.compare import adamw, assert_same_training
+from tests.parity.compare import adamw, assert_same_training, stepped
 from tests.parity.models import CASES
+from tests.parity.test_saving_scope import adamw as fused_adamw
+from tests.parity.test_saving_scope import batch, by_itself_reentrant, made
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +44,16 @@ def test_updates_that_overlap_the_next_forward_change_nothing() -> None:
         made = replace(plan, streaming=streaming)
         model = assert_same_training(case, torch.float32, clip=None, plan=made, device_memory=AMPLE, device="cuda")
         forebay.close(model)
+
+
+def test_a_reentrant_checkpoint_around_what_streams() -> None:
+    """Planned without a batch. It runs again without any hooks for saved tensors; the numbers were NaN."""
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        return stepped(optimizer, (model(batch().to("cuda").requires_grad_()).square().mean() for _ in range(3)))
+
+    plain, module = made(by_itself_reentrant).to("cuda"), made(by_itself_reentrant)
+    expected = losses(plain, fused_adamw(plain))
+    model, optimizer = forebay.prepare(module, fused_adamw(module), device_memory=AMPLE, policy="stream", device="cuda")
+    assert losses(model, optimizer) == expected
+    forebay.close(model)

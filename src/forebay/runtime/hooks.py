@@ -33,7 +33,7 @@ from forebay.runtime.forward_order import Passing
 from forebay.runtime.forward_writes import lost
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
-from forebay.runtime.passes import Pass, part_by_itself
+from forebay.runtime.passes import Pass, Running, part_by_itself
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.saving_scope import Saves, SavingScope, quiet_blocks
@@ -336,7 +336,8 @@ class Attachment:
     def _before_module(self, blocks: tuple[Block, ...]) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:
             self._expect_pass(module)
-            self.current.running.append((module, blocks))
+            again = SavingScope.again(self.session.saved) if self._streamed else None
+            self.current.running.append(Running(module, blocks, again))
             if self.current.saving is not None:
                 self.current.saving.begin(blocks)
             for block in blocks:
@@ -363,9 +364,11 @@ class Attachment:
             raise part_by_itself(module)
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.current.running or self.current.running[-1][0] is not module:
+        if not self.current.running or self.current.running[-1].module is not module:
             return None  # its pre-hook did not come as far as opening
-        _, blocks = self.current.running.pop()
+        _, blocks, again = self.current.running.pop()
+        if again is not None:
+            again.close()
         if self.current.saving is not None:
             self.current.saving.end(output, partial(self.session.reached, blocks[0].name))
         instead, changed = self._without_aliases(output), list[str]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 from torch import nn
 from torch.utils._pytree import KeyPath
@@ -14,7 +14,7 @@ from forebay.errors import UsageError
 from forebay.runtime.saving_scope import SavingScope
 from forebay.trace import Block
 
-__all__ = ["Pass", "argument_name", "part_by_itself"]
+__all__ = ["Pass", "Running", "argument_name", "part_by_itself"]
 
 
 def argument_name(path: KeyPath) -> str:
@@ -31,16 +31,25 @@ def part_by_itself(module: nn.Module) -> UsageError:
     )
 
 
+class Running(NamedTuple):
+    """A module whose forward runs, and the blocks that it opened. ``again``: hooks for what it saves, on for it alone,
+    where it runs in a backward."""
+
+    module: nn.Module
+    blocks: Sequence[Block]
+    again: SavingScope | None
+
+
 @final
 @dataclass(slots=True, eq=False)
 class Pass:
     """A forward of the root that runs or waits for its turn, in one thread from its beginning to its end.
 
-    ``running`` are the modules whose forward runs, innermost last, each with the blocks that it opened. ``scopes`` is
-    what the thread has entered for the length of the forward, ``saving`` the hooks for what it saves, if there are any.
+    ``running`` are the modules whose forward runs, innermost last. ``scopes`` is what the thread has entered for the
+    length of the forward, ``saving`` the hooks for what it saves, if there are any.
     """
 
-    running: list[tuple[nn.Module, Sequence[Block]]] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
     scopes: ExitStack = field(default_factory=ExitStack)
     saving: SavingScope | None = None
     training: bool = False

@@ -72,6 +72,16 @@ class SavingScope:
         # number of the node that autograd made next when it began.
         self._running: list[tuple[_Hooks, bool, int]] = []
 
+    @classmethod
+    def again(cls, saved: SavedTensors) -> SavingScope | None:
+        """One for a module that begins in a backward, with the hooks on until it is closed: a reentrant checkpoint of
+        the model's own runs it again, without any, and it saves parameters. None where it is not so."""
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return None
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None
+        return cls(saved, (), ()).__enter__()
+
     def __enter__(self) -> SavingScope:
         # Where somebody else's hooks are around the forward they would be the innermost while these are off.
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -82,6 +92,10 @@ class SavingScope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The forward is over."""
         if self._hooks is _Hooks.ON:
             self._pop()
         self._hooks = _Hooks.GONE
