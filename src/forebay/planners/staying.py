@@ -38,9 +38,8 @@ def expect_there(bench: Bench, plan: Plan) -> None:
     (remedy,) = all_on_device(bench, levels)
     why = (
         f"a checkpoint of the model's own reads parameters of {read} in backward, and nothing says when to bring "
-        f"them: it is one with use_reentrant=True, or one around a function that reads them itself, outside of their "
-        f"module's forward; give it use_reentrant=False, call the module inside it, take it out of the model (a plan "
-        f"recomputes where it gains by it), or give {remedy.words}"
+        f"them: it is around a function that reads them itself, outside of their module's forward; call the module "
+        f"inside it, take it out of the model (a plan recomputes where it gains by it), or give {remedy.words}"
         if read
         else f"the forward writes to parameter {written} (max_norm of an embedding, weight.data = ...), which would be "
         f"lost where it is on the device for a forward alone; change it between steps, with "

@@ -76,6 +76,8 @@ class Recorder(TorchDispatchMode):
         # Modules whose forward is running, innermost last, each with its place.
         self._running: list[tuple[str, tuple[str, int]]] = []
         self._calls = 0
+        # The module that runs again, for which hooks for saved tensors are on.
+        self._saving: str | None = None
         self.parameters = ParameterUses(self.roots)
         # Name, tensor, and torch's count of changes when it came.
         self._buffers: list[tuple[str, torch.Tensor, int]] = []
@@ -141,14 +143,26 @@ class Recorder(TorchDispatchMode):
                 self.began[self._calls] = block, name
             self._running.append((name, place))
             self._turn(place)
+            self._save_again(name)
 
         return enter
+
+    def _save_again(self, name: str) -> None:
+        """A module that is run again in backward by a reentrant checkpoint saves what it saves by way of hooks, too, as
+        it does under a plan (``runtime/saving_scope.py``)."""
+        backward = self.phase is Phase.BACKWARD and torch.is_grad_enabled()
+        if backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            self._saving = name
 
     def _leave(self, name: str) -> Any:
         # Called after an exception too: a checkpoint ends its recomputation with one.
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if output is None and not self.module_failed:
                 self.module_failed = name
+            if self._saving == name:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+                self._saving = None
             if self._running and self._running[-1][0] == name:
                 self._running.pop()
             self._turn(self.place)
