@@ -113,6 +113,32 @@ def test_so_it_is_in_a_checkpoint_of_modules_in_a_row() -> None:
     assert beside(trace) == pairs
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_second_run_that_ends_in_the_middle(*, reentrant: bool, error: type[BaseException]) -> None:
+    """The next step is as if it had not been."""
+    plain = Model(1, reentrant=reentrant)
+    expected = trained(plain, adamw(plain))
+    model = Model(1, reentrant=reentrant)
+    model, optimizer = forebay.prepare(model, adamw(model), batch(), device_memory="100KiB", device="cpu")
+    calls = []
+
+    def failing(module: nn.Module, args: object, output: object) -> None:
+        calls.append(module)
+        if len(calls) == 2:
+            raise error("in the middle")
+
+    handle = model.layers[2].up.register_forward_hook(failing)
+    loss = model(**batch())["loss"]
+    with pytest.raises(error, match="in the middle"):
+        loss.backward()
+    handle.remove()
+    del loss
+    optimizer.zero_grad()
+    assert trained(model, optimizer) == expected
+    forebay.close(model)
+
+
 class Functional(Model):
     """Reads parameters of layers without calling them."""
 

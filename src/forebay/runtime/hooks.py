@@ -265,6 +265,8 @@ class Attachment:
             if self._is_recursive():
                 return  # part of the same pass
             self.abandon()
+        elif self.session.gathering is None:
+            self._close_blocks()  # those of a checkpoint of the model's own, if the backward before was interrupted
         self.current.running.clear()
         self.current.training = torch.is_grad_enabled()
         root = self._root()
@@ -321,11 +323,14 @@ class Attachment:
         self._recomputation.abandon()
         self._offloading.abandon()
         self._unseen.abandon()
+        self._close_blocks()
+        self.current.scopes.close()
+        self.session.end_forward(backward_follows=False)
+
+    def _close_blocks(self) -> None:
         for block in self.session.model.blocks:
             if self._depth.pop(block.name, 0):
                 self._hide_block(block)
-        self.current.scopes.close()
-        self.session.end_forward(backward_follows=False)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.session.phase is Phase.FORWARD and not self.current.running:
