@@ -45,6 +45,13 @@ def state_of(optimizer: torch.optim.Optimizer) -> Mapping[int, Mapping[str, torc
     return optimizer.state_dict()["state"]
 
 
+def step_both(step: int, *trained: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    """A step of each, with the same gradients."""
+    for model, optimizer in trained:
+        give_gradients(model, step)
+        optimizer.step()
+
+
 def assert_same_states(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
     found, expected = state_of(ours), state_of(theirs)
     assert found.keys() == expected.keys()
@@ -66,10 +73,7 @@ def test_a_step_is_torchs_to_the_last_bit(name: str, home: str, tmp_path: Path) 
     model, optimizer = forebay.prepare(model, make(model.parameters()), device_memory=AMPLE, device="cpu", **ways[home])
     assert all(p.resident for p in forebay.report(model).plan.placements) is (home == "device")
     for step in range(STEPS):
-        give_gradients(model, step)
-        give_gradients(reference, step)
-        optimizer.step()
-        plain.step()
+        step_both(step, (model, optimizer), (reference, plain))
         assert all(torch.equal(values(model)[key], p) for key, p in reference.named_parameters())
         assert_same_states(optimizer, plain)
     forebay.close(model)
@@ -88,10 +92,7 @@ def test_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(reference.parameters())
     model, optimizer = forebay.prepare(model, make(model.parameters()), device_memory=AMPLE, device="cpu")
     for step in range(STEPS):
-        give_gradients(model, step)
-        give_gradients(reference, step)
-        optimizer.step()
-        plain.step()
+        step_both(step, (model, optimizer), (reference, plain))
     assert all(torch.equal(values(model)[key], p) for key, p in reference.named_parameters())
     forebay.close(model)
 
@@ -152,10 +153,7 @@ def test_one_group_with_momentum() -> None:
     plain = made(reference)
     model, optimizer = forebay.prepare(model, made(model), device_memory=AMPLE, policy="stream", device="cpu")
     for step in range(STEPS):
-        give_gradients(model, step)
-        give_gradients(reference, step)
-        optimizer.step()
-        plain.step()
+        step_both(step, (model, optimizer), (reference, plain))
     assert all(torch.equal(values(model)[key], p) for key, p in reference.named_parameters())
     forebay.close(model)
 

@@ -97,12 +97,11 @@ class PlainRule(ElementRule):
 def rmsprop_rule(groups: Iterable[Mapping[str, Any]]) -> PlainRule:
     """RMSprop with the states that any of ``groups`` asks for."""
     groups = list(groups)
-    asked = {
-        "square_avg": True,
-        "momentum_buffer": any(group["momentum"] > 0 for group in groups),
-        "grad_avg": any(group["centered"] for group in groups),
+    left_out = {
+        "grad_avg": not any(group["centered"] for group in groups),
+        "momentum_buffer": not any(group["momentum"] > 0 for group in groups),
     }
-    return PlainRule("rmsprop", tuple(name for name, there in asked.items() if there))
+    return PlainRule("rmsprop", tuple(n for n in _FUNCTIONS["rmsprop"].states if not left_out.get(n)))
 
 
 def _hyperparameters(function: _Function, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
