@@ -21,7 +21,7 @@ from tests.parity.compare import stepped
 from tests.parity.models import convnet, images
 
 TOKENS = 64
-WORDS = 4000
+WORDS = 1500
 
 
 def llama() -> nn.Module:

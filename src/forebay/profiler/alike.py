@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["Alike"]
+__all__ = ["Alike", "stand_in"]
 
 _ASKING: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
 """Tags of ops that ask for values, or change what a tensor looks like."""
@@ -133,6 +133,15 @@ class Alike:
             same = before == [(_look(tensor), _storage(tensor)) for tensor in inputs]
             self._known[key] = _learnt(result, inputs) if same else None
         return result
+
+
+def stand_in(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
+    """A tensor without values, and with a storage of its own, that looks like ``tensor``."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    if not plain or tensor.is_conj() or tensor.is_neg():
+        return mode.from_tensor(tensor)
+    # What torch looks at beside that, to make one that shares views and gradients too, takes twenty times as long.
+    return _Made(None, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device).again(mode, ())
 
 
 def _follows(func: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from forebay.device.schema import bound, written_by
-from forebay.profiler.alike import Alike
+from forebay.profiler.alike import Alike, stand_in
 from forebay.profiler.guesses import PASSED, Guess, Place, asking_place, draw_single
 from forebay.profiler.roots import Roots
 from forebay.profiler.routing import route
@@ -140,7 +140,7 @@ class Values:
         if not at_once and not (has_inputs and is_view(func)):
             # Of fake tensors first: what comes out may be too large to be worth its values. Of real ones alone torch
             # computes differences and products whatever their size, and then forgets the values.
-            result = func(*_faked(args), **_faked(kwargs))
+            result = self.alike.run(func, _faked(args), _faked(kwargs))
             outputs = tensors_in(result)
             if not outputs or not all(map(_is_wanted, outputs)):
                 return result
@@ -271,7 +271,7 @@ def _is_wanted(tensor: torch.Tensor) -> bool:
 def _faked(arguments: Any) -> Any:
     """``arguments`` with fakes for all tensors."""
     mode = cast(FakeTensorMode, detect_fake_mode())  # ops run under one
-    return tree_map_only(torch.Tensor, lambda t: t if is_fake(t) else mode.from_tensor(t), arguments)
+    return tree_map_only(torch.Tensor, lambda t: t if is_fake(t) else stand_in(mode, t), arguments)
 
 
 def _is_unknown_to_torch(func: Any, args: Any) -> bool:

@@ -9,7 +9,7 @@ MiB.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import ceil
 from types import MappingProxyType
 from typing import Final
@@ -39,7 +39,13 @@ class Ops:
     flops: float = 0.0
 
     def __add__(self, other: Ops) -> Ops:
-        return Ops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Ops(
+            self.nbytes + other.nbytes,
+            self.shared + other.shared,
+            self.calls + other.calls,
+            self.pieces + other.pieces,
+            self.flops + other.flops,
+        )
 
     def launches(self, numel: int) -> float:
         """Those of a parameter of ``numel`` elements."""
