@@ -16,7 +16,7 @@ from forebay.planners import Bench, Problem, make_plan
 from forebay.planners.activations.choosing import all_moved
 from forebay.planners.homes import ACTIVATION_RING, Tenant, at_home, on_host, with_a_disk
 from forebay.planners.parts import Draft, all_resident, all_streamed
-from forebay.planners.reasons import against, kept
+from forebay.planners.reasons import against, exactness, kept
 from forebay.plans import Plan, Streaming
 from forebay.simulation import simulate
 from forebay.treatments import Fate
@@ -169,7 +169,7 @@ def test_reasons_speak_of_the_same_step_where_comparisons_are_coarse() -> None:
     draft, other = (all_streamed(bench.model, replace(streaming, prefetch_distance=n)) for n in (1, 0))
     mine, coarse = bench.exact(draft).step_seconds, bench.seconds(draft)
     assert mine != coarse
-    words = against(bench, draft, other, "otherwise")
+    words = against(bench, draft, other, "otherwise", exactness(bench, draft))
     theirs = mine * bench.seconds(other) / coarse
     assert f"({format_seconds(theirs)} " in words
 

@@ -120,14 +120,14 @@ def unknown_activations(problem: Problem) -> tuple[str, ...]:
 def explained(bench: Bench, draft: Draft) -> tuple[str, ...]:
     """The reasons for a draft that was searched for: each choice beside the same plan without it."""
     # What each of the other choices buys is said with all updates at home and after their step: the rest comes on top.
-    base = _without_copies(bench, draft, draft.plain)
+    base, unit = _without_copies(bench, draft, draft.plain), exactness(bench, draft)
     return (
         *kept(draft),
         _binding(bench, draft),
-        *_bought_by_residents(bench, base),
+        *_bought_by_residents(bench, base, unit),
         *_treated(bench, base),
-        *_bought_by_recomputation(bench, base),
-        *_bought_by_slots(bench, base),
+        *_bought_by_recomputation(bench, base, unit),
+        *_bought_by_slots(bench, base, unit),
         *bought_by_speculation(bench, draft),
         *_bought_on_device(bench, draft),
         *_halved(bench),
@@ -170,7 +170,8 @@ def bought_by_speculation(bench: Bench, draft: Draft) -> Iterator[str]:
     copies = second_copies(bench, draft)
     parts = ((copies[Tier.HOST], "of host memory"), (copies[Tier.DISK], "on disk"))
     where = " and ".join(f"{format_bytes(nbytes)} {words}" for nbytes, words in parts if nbytes)
-    gain = against(bench, draft, _without_copies(bench, draft, draft.updating(Update.AHEAD, ())), "otherwise")
+    other = _without_copies(bench, draft, draft.updating(Update.AHEAD, ()))
+    gain = against(bench, draft, other, "otherwise", exactness(bench, draft))
     yield f"running updates {which} under backward, into a second copy ({where}), {gain}"
 
 
@@ -182,7 +183,9 @@ def _bought_on_device(bench: Bench, draft: Draft) -> Iterator[str]:
     able, other = able_on_device(bench, draft), at_home_again(draft)
     first = f"the first {count} of {_blocks(len(able))} that do not stay"
     line = f"{first} are updated on the device, through a window of {format_bytes(draft.streaming.update_window)} there"
-    yield f"{line}, which {against(bench, draft, other, 'at home')}" if bench.may_compare(other) else line
+    if bench.may_compare(other):
+        line += f", which {against(bench, draft, other, 'at home', exactness(bench, draft))}"
+    yield line
 
 
 def bought_by_codes(bench: Bench, draft: Draft, other: Draft | DoesNotFit) -> str:
@@ -193,7 +196,7 @@ def bought_by_codes(bench: Bench, draft: Draft, other: Draft | DoesNotFit) -> st
     what = f"keeping activations as {bits} bits"
     if isinstance(other, DoesNotFit):
         return f"{what} is what makes it fit: without, {format_bytes(other.needed)} of {other.tier} would be needed"
-    return f"{what} {against(bench, draft, other, 'without')}"
+    return f"{what} {against(bench, draft, other, 'without', exactness(bench, draft))}"
 
 
 def _binding(bench: Bench, draft: Draft) -> str:
@@ -213,7 +216,7 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole if whole else 0:.0f} %"
 
 
-def _bought_by_residents(bench: Bench, draft: Draft) -> Iterator[str]:
+def _bought_by_residents(bench: Bench, draft: Draft, unit: float) -> Iterator[str]:
     """The same slots and recomputation with every block streaming."""
     if not draft.resident:
         return
@@ -223,7 +226,7 @@ def _bought_by_residents(bench: Bench, draft: Draft) -> Iterator[str]:
     if other is None:
         yield f"keeping {how_many} on the device is what makes the rest fit"
     elif bench.may_compare(other):
-        yield f"keeping {how_many} on the device {against(bench, draft, other, 'when every block streams')}"
+        yield f"keeping {how_many} on the device {against(bench, draft, other, 'when every block streams', unit)}"
 
 
 def _treated(bench: Bench, draft: Draft) -> Iterator[str]:
@@ -276,7 +279,7 @@ def _gap(bench: Bench, draft: Draft) -> Iterator[str]:
         )
 
 
-def _bought_by_recomputation(bench: Bench, draft: Draft) -> Iterator[str]:
+def _bought_by_recomputation(bench: Bench, draft: Draft, unit: float) -> Iterator[str]:
     """The same with all activations kept, with as many blocks on the device as there is room for then."""
     if draft.level == KEPT:
         return
@@ -294,14 +297,14 @@ def _bought_by_recomputation(bench: Bench, draft: Draft) -> Iterator[str]:
         if bench.fits_device(plain):
             other = _settled(bench, filled(bench, plain, Filling()))
             if other is not None and bench.may_compare(other):
-                line += f" and {against(bench, draft, other, 'when none does')}"
+                line += f" and {against(bench, draft, other, 'when none does', unit)}"
             break
     else:
         line += f"; without it at least {format_bytes(bench.device(plain))} would be needed there"
     yield line
 
 
-def _bought_by_slots(bench: Bench, draft: Draft) -> Iterator[str]:
+def _bought_by_slots(bench: Bench, draft: Draft, unit: float) -> Iterator[str]:
     """The same with the fewest slots that do, and without a fetch ahead."""
     slots = draft.streaming.slots
     fewest = slot_options(bench.streamed(draft), most=1)[-1]
@@ -312,7 +315,7 @@ def _bought_by_slots(bench: Bench, draft: Draft) -> Iterator[str]:
     other = _settled(bench, replace(base, streaming=one))
     if other is not None and bench.may_compare(other):
         otherwise = "through a single slot" if len(fewest) == 1 else f"through {len(fewest)}"
-        yield f"having {len(slots)} slots and fetching ahead {against(bench, draft, other, otherwise)}"
+        yield f"having {len(slots)} slots and fetching ahead {against(bench, draft, other, otherwise, unit)}"
 
 
 def _pinning(bench: Bench, draft: Draft) -> Iterator[str]:
@@ -335,11 +338,17 @@ def _settled(bench: Bench, draft: Draft) -> Draft | None:
         return None
 
 
-def against(bench: Bench, draft: Draft, other: Draft, otherwise: str) -> str:
-    """What ``draft`` saves beside ``other``, which is what there is ``otherwise``."""
-    # Of a large model both are compared in coarse steps, and the exact one is what the other reasons speak of.
-    mine, coarse = bench.exact(draft).step_seconds, bench.seconds(draft)
-    theirs = mine * bench.seconds(other) / coarse if coarse else 0.0
+def exactness(bench: Bench, draft: Draft) -> float:
+    """Exact seconds of a step of ``draft``, over those in which drafts are compared, which are coarse for a large
+    model. Reasons speak of exact seconds of the draft that they explain; of others nobody works them out."""
+    coarse = bench.seconds(draft)
+    return bench.exact(draft).step_seconds / coarse if coarse else 0.0
+
+
+def against(bench: Bench, draft: Draft, other: Draft, otherwise: str, unit: float) -> str:
+    """What ``draft`` saves beside ``other``, which is what there is ``otherwise``; ``unit`` is the ``exactness`` of the
+    draft that is explained."""
+    mine, theirs = unit * bench.seconds(draft), unit * bench.seconds(other)
     if abs(mine - theirs) < SAME * theirs:
         return f"changes little ({format_seconds(theirs)} a step {otherwise})"
     word = "saves" if mine < theirs else "costs"
