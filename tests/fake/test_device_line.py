@@ -21,7 +21,7 @@ from forebay.device.event_log import EventLog
 from forebay.device.lanes import WorkerLanes
 from forebay.device.line import Line
 from forebay.timeline import Lane
-from tests.faults.interrupting import interrupt_at
+from tests.faults.interrupting import NEVER, interrupt_at
 
 SOON = 0.05
 """Seconds in which a thread that was told of a job has begun it."""
@@ -213,14 +213,15 @@ def test_lanes_end_wherever_a_call_of_submit_was_interrupted(
     while was:
         gates, prepared, order = (threading.Event(), threading.Event()), list[int](), list[int]()
         lanes = WorkerLanes(perf_counter, EventLog(), NoDelays(), lambda prepared=prepared: prepared.append(1))
-        before, other = (lanes.submit(lane, gate.wait) for lane, gate in zip((Lane.H2D, Lane.D2H), gates, strict=True))
-        if when != "no thread yet":
-            lanes.submit(Lane.UPDATE, lambda: None).wait()
-        if when == "behind another":
-            lanes.submit(Lane.UPDATE, lambda order=order: order.append(0), after=[other])
-        if when == "nothing before it":
-            gates[0].set()
-            before.wait()
+        with place(NEVER):
+            before, other = lanes.submit(Lane.H2D, gates[0].wait), lanes.submit(Lane.D2H, gates[1].wait)
+            if when != "no thread yet":
+                lanes.submit(Lane.UPDATE, lambda: None).wait()
+            if when == "behind another":
+                lanes.submit(Lane.UPDATE, lambda order=order: order.append(0), after=[other])
+            if when == "nothing before it":
+                gates[0].set()
+                before.wait()
         was = interrupted(lanes, before, place(nth))
         behind = lanes.submit(Lane.UPDATE, lambda order=order: order.append(1), after=[before])
         gates[0].set()

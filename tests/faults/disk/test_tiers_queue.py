@@ -31,7 +31,7 @@ from forebay.tiers.handed import hand_over, taken_over
 from forebay.tiers.io import Io, SystemIo
 from forebay.tiers.kernel_queue import CallQueue, KernelQueue, QueuedCall
 from forebay.tiers.stripes import DiskTier, Folder, StripedFile
-from tests.faults.interrupting import interrupt_at
+from tests.faults.interrupting import NEVER, interrupt_at
 from tests.faults.residue import kernel_queues
 from tests.faults.scripted_io import PAGE, ScriptedIo, Tiers, pattern, tensor_at
 from tests.faults.simulated_queue import SimulatedQueue
@@ -369,6 +369,8 @@ def test_an_interrupt_between_any_two_instructions_does_not_hold_close_back(tmp_
             content = aligned(PAGE)
             file.write(0, content)
             interrupted = False
+            sys.settrace(interrupt_at(NEVER, code))
+            file.read(0, tensor_at(0, PAGE))
             sys.settrace(interrupt_at(number, code, anywhere=True))
             try:
                 file.read(0, tensor_at(0, PAGE))
