@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +12,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 def _no_mode_is_left() -> Iterator[None]:
     """A dispatch mode that stays is handed every op of every later test. It is told once, and taken off."""
     yield
-    if _get_current_dispatch_mode_stack():
-        gc.collect()  # that of a model which a test has dropped in the middle of a step goes with it
     left = _get_current_dispatch_mode_stack()
     for _ in left:
         _pop_mode()
