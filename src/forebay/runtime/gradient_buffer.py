@@ -19,6 +19,9 @@ from forebay.trace import Parameter
 
 __all__ = ["GradientBuffer"]
 
+_NONE: Final = -1
+"""What torch calls the backward of a thread that is in none."""
+
 
 @final
 class GradientBuffer:
@@ -50,6 +53,7 @@ class GradientBuffer:
         self.landings = 0
         self.waiting = self.adds_up = False
         self._factor: float | None = None
+        self._backward = _NONE
         self._landing = landing
         self._deferred = deferred or Deferred()
         # Where others' gradients land next, nothing may read a norm behind the update's back.
@@ -154,6 +158,12 @@ class GradientBuffer:
     def _arrives(self, arrived: Completion) -> None:
         self.arrived = arrived
         self._norms.landed(self.whole, self.landings, self.version, arrived, self.parameter.name)
+        # autograd gives once in a backward, what nobody else has. What comes outside of one, or as the second in one
+        # (from a hook), is a caller's own tensor, which may change as soon as the call is over.
+        backward = torch._C._current_graph_task_id()
+        if backward in (_NONE, self._backward):
+            dependency_failure(arrived)  # of one that failed whoever reads the bytes is told
+        self._backward = backward
 
     def _before_write(self) -> None:
         self.version += 1

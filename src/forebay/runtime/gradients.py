@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from forebay.device.schema import written_by
-from forebay.errors import UsageError
+from forebay.errors import ParameterReleased, UsageError
 from forebay.optim.scaling import SCALABLE
 from forebay.runtime.gradient_buffer import GradientBuffer
 from forebay.runtime.spent import SpentGradient
@@ -80,13 +80,13 @@ class LandedGradient(torch.Tensor):
 
         Raises ``ForebayError`` when another gradient has landed since: the bytes are no longer this one's.
         """
-        self._expect_current()
+        self.expect_current()
         self.buffer.settle()
         return self.piece
 
     def writable(self) -> torch.Tensor:
         """Like ``value``, for a caller that is going to change it."""
-        self._expect_current()
+        self.expect_current()
         self.buffer.settle_for_write()
         return self.piece
 
@@ -131,7 +131,8 @@ class LandedGradient(torch.Tensor):
         """Whether this is the gradient that ``buffer`` had last, which was used up."""
         return self.buffer is buffer and self.generation == buffer.generation - 1
 
-    def _expect_current(self) -> None:
+    def expect_current(self) -> None:
+        """Raises ``ForebayError`` where another gradient has landed since."""
         if self.generation != self.buffer.generation:
             raise self.buffer.gone()
 
@@ -152,7 +153,7 @@ class LandedGradient(torch.Tensor):
         elif func is _UNSCALE or func._schema.name.startswith(_LISTS):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, LandedGradient):
-                    leaf._expect_current()  # before any of them changes
+                    leaf.expect_current()  # before any of them changes
             return _unscale(*args) if func is _UNSCALE else _one_by_one(func, args, kwargs)
         return _on_device(func, args, kwargs)
 
@@ -175,7 +176,7 @@ def _view(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> Any:
     def wrap(piece: torch.Tensor) -> LandedGradient:
         return LandedGradient(gradient.buffer, gradient.device, piece)
 
-    gradient._expect_current()
+    gradient.expect_current()
     return tree_map_only(torch.Tensor, wrap, func(gradient.piece, *args, **kwargs))
 
 
@@ -223,7 +224,7 @@ def _scale(func: Any, gradient: LandedGradient, args: Any, kwargs: Any) -> Lande
     factor = args[0]
     number = _number_of(factor)
     if gradient.is_floating_point() and number == 1:
-        gradient._expect_current()  # one that is out of date is refused all the same
+        gradient.expect_current()  # one that is out of date is refused all the same
     elif func in _MULTIPLIES and _is_plain(number) and _can_wait(gradient):
         gradient.buffer.scale(float(number))
     else:
@@ -300,7 +301,9 @@ def _unscale(gradients: Any, found: torch.Tensor, inverse: torch.Tensor) -> None
 
 
 def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any other op: runs on copies on the device, and lands again what the op changed in place."""
+    """Any other op: runs on copies on the device, and lands again what the op changed in place. Raises
+    ``ParameterReleased`` for one that writes a parameter that is away, as an optimizer does that is not forebay's."""
+    _expect_there(func, args, kwargs)
     copies: list[tuple[LandedGradient, torch.Tensor]] = []
 
     def materialise(gradient: LandedGradient) -> torch.Tensor:
@@ -320,6 +323,19 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
             gradient.writable().copy_(copy)
     # An op that returns what it was given returns the gradient itself, not the copy.
     return tree_map_only(torch.Tensor, lambda t: next((g for g, c in copies if c is t), t), result)
+
+
+def _expect_there(func: Any, args: Any, kwargs: Any) -> None:
+    # torch's fused optimizers write as many elements as a tensor has, whatever is behind them: of one that is expanded,
+    # as what stands for a parameter that is away, there is one, and what else they wrote would be somebody else's.
+    for value in written_by(func, args, kwargs):
+        if isinstance(value, LandedGradient) or not isinstance(value, torch.Tensor):
+            continue
+        if value.untyped_storage().nbytes() < value.nbytes:
+            raise ParameterReleased(
+                f"{func} would write a parameter while its bytes are not on the device; step the optimizer that "
+                f"forebay.prepare() returned, or forebay.close(model) first"
+            )
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> set[int]:

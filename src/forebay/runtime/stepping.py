@@ -15,7 +15,7 @@ from forebay.runtime.applying import Task
 from forebay.runtime.blockstate import BlockState
 from forebay.runtime.delay import Delay
 from forebay.runtime.gradient_buffer import GradientBuffer
-from forebay.runtime.gradients import LandedGradient
+from forebay.runtime.gradients import LandedGradient, is_gone
 from forebay.runtime.in_backward import BackwardUpdates
 from forebay.runtime.measure import Measurement
 from forebay.runtime.speculation import Speculation, SpeculationPolicy
@@ -154,6 +154,7 @@ class Stepping:
     def step(self, groups: Groups) -> None:
         """Queues the updates of a step, or takes over those that were made ahead of it, in the order in which the next
         forward will want the blocks. Those on the device are queued when they are needed (``deferred``)."""
+        self._keep_apart(groups)
         self.waiting.end()
         if self.delay.holds(self._taken):
             self._step_late(groups)
@@ -250,6 +251,21 @@ class Stepping:
 
     def _tasks_now(self, state: BlockState) -> dict[str, Task]:
         return self._tasks(state, self.hyperparameters(state.steps.keys()))
+
+    def _keep_apart(self, groups: Groups) -> None:
+        """Copies gradients of other parameters (``a.grad, b.grad = b.grad, a.grad``) in whose place another one lands in
+        the same step. Raises what reading them raises, before anything has changed."""
+        replaced: dict[GradientBuffer, nn.Parameter] = {}
+        for state in self._store.blocks.values():
+            for name, buffer in state.gradients.items():
+                gradient = self._parameters[name].grad if name in groups else None
+                own = isinstance(gradient, LandedGradient) and gradient.buffer is buffer
+                if gradient is not None and not own and not is_gone(gradient):
+                    replaced[buffer] = self._parameters[name]
+        for parameter in replaced.values():
+            gradient = parameter.grad
+            if isinstance(gradient, LandedGradient) and gradient.buffer in replaced:
+                parameter.grad = gradient.value().to(self._device, copy=True)
 
     def _land_replaced(self, state: BlockState, tasks: Mapping[str, Task]) -> None:
         """Lands gradients that the user put in the place of landed ones (``p.grad = p.grad * 2``)."""

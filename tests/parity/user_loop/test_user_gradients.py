@@ -146,7 +146,7 @@ def test_a_kept_gradient_is_never_that_of_another_step(pair: Pair) -> None:
 
 @pytest.mark.parametrize("policy", ["stream"])
 def test_gradients_that_change_places(pair: Pair) -> None:
-    """A landed gradient given to another parameter of the same shape lands there; what would be lost is refused."""
+    """A landed gradient given to another parameter of the same shape lands there, also where the two are exchanged."""
     names = ("body.layers.0.weight", "body.layers.1.weight")
     for model, _ in pair.both():
         loss_of(model, 0).backward()
@@ -158,10 +158,25 @@ def test_gradients_that_change_places(pair: Pair) -> None:
     for model, optimizer in pair.both():
         optimizer.zero_grad()
         loss_of(model, 1).backward()
-    first, second = (pair.model.get_parameter(name) for name in names)
-    first.grad, second.grad = second.grad, first.grad
+        first, second = (model.get_parameter(name) for name in names)
+        first.grad, second.grad = second.grad, first.grad
+        optimizer.step()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("policy", ["stream"])
+def test_a_gradient_of_an_earlier_backward_is_refused_before_anything_changes(pair: Pair) -> None:
+    kept = pair.model.get_parameter("body.layers.0.weight")
+    loss_of(pair.model, 0).backward()
+    old = kept.grad
+    pair.optimizer.zero_grad()
+    loss_of(pair.model, 1).backward()
+    before = dict(forebay.parameters(pair.model).items())
+    pair.model.get_parameter("body.layers.1.weight").grad = old
+    kept.grad = torch.zeros_like(kept)
     with pytest.raises(forebay.ForebayError, match=r"clone\(\)"):
         pair.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in forebay.parameters(pair.model).items())
     pair.optimizer.zero_grad()
 
 
