@@ -186,6 +186,24 @@ def test_parameters_that_cannot_move_are_refused(parameter: torch.Tensor, match:
         find_blocks(model)
 
 
+@pytest.mark.parametrize("offset", [0, 8], ids=["the same", "a part"])
+def test_two_parameters_of_one_memory_are_refused(offset: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    memory = torch.zeros(32)
+    model[0].weight.data, model[2].weight.data = memory[:16].view(4, 4), memory[offset : offset + 16].view(4, 4)
+    with pytest.raises(ModelError, match=r"0\.weight and 2\.weight are two and share memory; make them one"):
+        find_blocks(model)
+    model.requires_grad_(False)
+    assert len(find_blocks(model).parameters) == 2, "neither changes"
+
+
+def test_parameters_may_lie_beside_each_other() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    memory = torch.zeros(32)
+    model[0].weight.data, model[2].weight.data = memory[:16].view(4, 4), memory[16:].view(4, 4)
+    assert len(find_blocks(model).parameters) == 2
+
+
 def test_frozen_parameters_may_have_any_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.register_parameter("table", nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False))

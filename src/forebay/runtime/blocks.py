@@ -54,8 +54,8 @@ def find_blocks(
     the root's does too, and so it does for modules that several of the repeated ones have, or one of them and what lies
     around: they run while one of these is in use.
 
-    Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, for a root
-    that was compiled in place, and for modules of TorchScript.
+    Raises ``ModelError`` for a name in ``override`` that is no module, for parameters that cannot move, for two of one
+    memory, for a root that was compiled in place, and for modules of TorchScript.
     """
     refuse_compiled_root(root)
     _refuse_scripted(root)
@@ -64,6 +64,7 @@ def find_blocks(
     names = _names(root)
     for name, parameter in parameters.items():
         _refuse_immovable(name, parameter)
+    _refuse_overlapping(parameters)
     modules = dict(root.named_modules())
     whole = whole_blocks(root, override)
     shared = _shared(root, set(whole.values()))
@@ -190,6 +191,20 @@ def _refuse_immovable(name: str, parameter: nn.Parameter) -> None:
         raise ModelError(f"parameter {name} is sparse or overlaps itself; make it dense (parameter.contiguous())")
     if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ModelError(f"parameter {name} is trained in {parameter.dtype}; use float32, bfloat16 or float16")
+
+
+def _refuse_overlapping(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Two that are tied by their memory and not by what they are: each would have a home, and so values, of its own."""
+    there = [(p.data_ptr(), name) for name, p in parameters.items() if not p.is_meta and p.numel()]
+    before, end = "", 0
+    for start, name in sorted(there):
+        if start < end and (parameters[name].requires_grad or parameters[before].requires_grad):
+            raise ModelError(
+                f"parameters {before} and {name} are two and share memory; make them one (a.weight = b.weight, as "
+                f"tied layers have it), or give one of them memory of its own (clone())"
+            )
+        if start + parameters[name].nbytes > end:
+            before, end = name, start + parameters[name].nbytes
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

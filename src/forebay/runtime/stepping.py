@@ -253,8 +253,8 @@ class Stepping:
         return self._tasks(state, self.hyperparameters(state.steps.keys()))
 
     def _keep_apart(self, groups: Groups) -> None:
-        """Copies gradients of other parameters (``a.grad, b.grad = b.grad, a.grad``) in whose place another one lands in
-        the same step. Raises what reading them raises, before anything has changed."""
+        """Copies gradients of other parameters (``a.grad, b.grad = b.grad, a.grad``) in whose place another one lands
+        in the same step. Raises what reading them raises, before anything has changed."""
         replaced: dict[GradientBuffer, nn.Parameter] = {}
         for state in self._store.blocks.values():
             for name, buffer in state.gradients.items():
