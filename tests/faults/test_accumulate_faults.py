@@ -6,7 +6,7 @@ import _thread
 import gc
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -275,6 +275,80 @@ def test_a_block_that_reads_past_its_arguments_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
     for batch in batches(REMEMBERING):
         loss_of(model, batch).backward()
+    forebay.close(model)
+
+
+def through_its_input(y: torch.Tensor, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True, allow_unused=True)
+    return y.mean() * (1 if slope is None else slope.norm().detach())
+
+
+def through_all(y: torch.Tensor, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    y.mean().backward(retain_graph=True)
+    return y.square().mean()
+
+
+def through_one_of_the_first(y: torch.Tensor, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    y.mean().backward(retain_graph=True, inputs=[model[0].weight])  # type: ignore[list-item, index]
+    return y.square().mean()
+
+
+def through_the_last(y: torch.Tensor, x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(y.sum(), model[3].weight, retain_graph=True)  # type: ignore[index]
+    return y.mean() * slope.norm().detach()
+
+
+@pytest.mark.parametrize("inner", [through_its_input, through_all, through_one_of_the_first, through_the_last])
+def test_gradients_that_a_loss_takes_itself(inner: Callable[..., torch.Tensor]) -> None:
+    """Of the last block they are the loop's; where they would come to a cut it is refused, and never another number."""
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        x = batch.clone().requires_grad_()
+        return inner(model(x), x, model)
+
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    batches = [torch.full((2, 32), float(i)) for i in range(3)]
+    reference, model = network(), network()
+    model, _ = forebay.prepare(
+        model, torch.optim.SGD(model.parameters()), device_memory="1MiB", policy="stream", device="cpu"
+    )
+    if inner is through_the_last:
+        expected = [loss_of(reference, batch) for batch in batches]
+        assert all(map(torch.equal, forebay.accumulate(model, batches, loss_of), expected))
+    else:
+        with pytest.raises(ModelError, match="takes gradients itself"):
+            forebay.accumulate(model, batches, loss_of)
+    forebay.close(model)
+
+
+class Parts(nn.Module):
+    """Of which it calls one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.aux = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.body(x)
+        return made
+
+
+def test_a_part_that_was_taken_out_is_not_missed() -> None:
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean()
+        return loss
+
+    batches = [torch.full((2, 32), float(i)) for i in range(3)]
+    reference, model = Parts(), Parts()
+    expected = [loss_of(reference, batch) for batch in batches]
+    forebay.prepare(model, torch.optim.SGD(model.parameters()), device_memory="1MiB", policy="stream", device="cpu")
+    del model.aux
+    assert all(map(torch.equal, forebay.accumulate(model, batches, loss_of), expected))
     forebay.close(model)
 
 

@@ -149,8 +149,9 @@ class _ByBlock:
         session.store.make_room(len(self._micro_batches))
         session.measure.passing_together(len(self._micro_batches))
         session.gathering = self._gathering
-        handles = self._attach()
+        handles: list[Any] = []
         try:
+            handles += self._attach()
             losses = self._forward()
             self._backward()
         except BaseException:
@@ -186,8 +187,9 @@ class _ByBlock:
         modules = dict(self._model.named_modules(remove_duplicate=False))
         asked: dict[nn.Module, set[str]] = {}
         for block in (b for b in session.model.blocks if not b.held):
-            for name in block.modules:
-                streamed = asked.setdefault(modules[name], set())
+            # One that was taken out of the model since never runs.
+            for module in (modules[name] for name in block.modules if name in modules):
+                streamed = asked.setdefault(module, set())
                 if not session.store.blocks[block.name].placement.resident:
                     streamed.add(block.name)
         asked.pop(self._model, None)  # a pass begins and ends there

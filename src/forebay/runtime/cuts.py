@@ -25,7 +25,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from forebay.errors import ModelError
@@ -35,13 +35,15 @@ __all__ = ["Cutter", "Segment"]
 
 @final
 class _Cut:
-    """One tensor that later segments read. ``origin`` is where its gradient belongs, ``gradient`` what has come."""
+    """One tensor that later segments read. ``origin`` is where its gradient belongs, ``gradient`` what has come.
+    ``is_open``: the forward that has made it is not over."""
 
-    __slots__ = ("gradient", "origin")
+    __slots__ = ("gradient", "is_open", "origin")
 
     def __init__(self, origin: GradientEdge) -> None:
         self.origin: GradientEdge | None = origin
         self.gradient: torch.Tensor | None = None
+        self.is_open = True
 
 
 class _Gate(torch.autograd.Function):
@@ -56,6 +58,8 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
+        if ctx.cut.is_open:
+            raise _inside()
         ctx.cut.gradient = gradient
         return None, None, None
 
@@ -223,6 +227,7 @@ class Cutter:
         own = isinstance(root, _LEAF) or _cut_of(root) is not None
         segments[-1 if own else found(root)].loss = loss
         for cut in self._cuts:
+            cut.is_open = False
             if cut.origin is not None:
                 segments[found(cut.origin.node)].cuts.append(cut)
         while waiting:
@@ -258,6 +263,39 @@ def _uncut(node: Node) -> ModelError:
     )
 
 
+def _inside() -> ModelError:
+    return ModelError(
+        "the loss of a micro-batch takes gradients itself (backward, torch.autograd.grad) through blocks that all "
+        "micro-batches pass together, where the graph is cut; train this model with the loop itself: loss.backward() "
+        "for each micro-batch"
+    )
+
+
+_TAKES_GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.backward})
+"""Functions that tell a mode of themselves, with what they are asked for: ``inputs``, or all leaves."""
+
+
+def _expect_within(outputs: Any, inputs: Any) -> None:
+    """Raises ``ModelError`` where the gradients of ``outputs`` with respect to ``inputs`` have a part behind a gate,
+    which autograd would leave out. (All leaves: where it comes to one the gate says so.)"""
+    wanted = {get_gradient_edge(tensor).node for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)}
+    # Behind a gate, or not; what is met both ways is looked at for each.
+    waiting = [(tensor.grad_fn, False) for tensor in tree_leaves(outputs) if isinstance(tensor, torch.Tensor)]
+    seen = set(waiting)
+    while waiting:
+        node, behind = waiting.pop()
+        if node is None:
+            continue
+        if behind and node in wanted:
+            raise _inside()
+        cut = _cut_of(node)
+        following = [(n, behind) for n, _ in node.next_functions]
+        if cut is not None and cut.origin is not None:
+            following = [(cut.origin.node, True)]
+        waiting += [one for one in following if one not in seen]
+        seen.update(following)
+
+
 @final
 class _Between(TorchFunctionMode):
     """Replaces the tensors that go into torch's functions outside of blocks."""
@@ -268,4 +306,6 @@ class _Between(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._cutter.replaced((args, kwargs or {}))
+        if func in _TAKES_GRADIENTS and (inputs := kwargs.get("inputs", args[1:2])):
+            _expect_within(args[0], inputs)
         return func(*args, **kwargs)
