@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn, SupportsIndex, final
 
 import torch
@@ -33,7 +32,7 @@ from forebay.runtime.forward_order import Passing
 from forebay.runtime.forward_writes import lost
 from forebay.runtime.gradients import host_copy, is_gone
 from forebay.runtime.offloading import Offloading
-from forebay.runtime.passes import Pass, Running, part_by_itself
+from forebay.runtime.passes import Pass, Running, calls_under_way, part_by_itself
 from forebay.runtime.plain_names import PlainNames
 from forebay.runtime.recompute import Recomputation
 from forebay.runtime.saving_scope import Saves, SavingScope, quiet_blocks
@@ -129,6 +128,9 @@ class Attachment:
         self.passing = Passing.planned(session.plan.accumulation)
         # The pass that runs, or ran last; while several take turns, the one whose turn it is.
         self.current = Pass()
+        self._beginning = threading.Lock()
+        # Threads whose forward did not begin, and whose after-hooks are still to be called.
+        self._turned_away: set[int] = set()
         # What the plan was made for, if that is known.
         self.planned_for: Unplanned | None = None
         self.has_tiles = any(isinstance(module, Tiled) for module in modules.values())
@@ -260,16 +262,23 @@ class Attachment:
     # Forward.
 
     def before_root(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A pass begins, on the batch that ``args`` and ``kwargs`` are."""
+        """A pass begins, on the batch that ``args`` and ``kwargs`` are. Raises ``UsageError`` in the middle of one of
+        another thread."""
+        root = self._root()
+        with self._beginning:
+            try:
+                self.current.begin(root)
+            except UsageError:
+                self._turned_away.add(threading.get_ident())
+                raise
         if self.session.phase is Phase.FORWARD:
-            if self._is_recursive():
+            if calls_under_way(root, sys._getframe()) > 1:
                 return  # part of the same pass
             self.abandon()
         elif self.session.gathering is None:
             self._close_blocks()  # those of a checkpoint of the model's own, if the backward before was interrupted
         self.current.running.clear()
         self.current.training = torch.is_grad_enabled()
-        root = self._root()
         # With dropout on or off: other things are made and saved.
         mode = root is not None and root.training
         if self.planned_for is not None:
@@ -305,19 +314,6 @@ class Attachment:
         with self._standing_back():
             self.session.recompute(block, again)
 
-    def _is_recursive(self) -> bool:
-        """Whether the call of the root that begins is one inside another.
-
-        Asked of the stack because nothing else knows: an interrupt (KeyboardInterrupt, SystemExit) leaves a forward
-        without any after-hook, always_call or not, and the session then still believes that it is inside.
-        """
-        root, calls = self._root(), 0
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is root
-            frame = frame.f_back
-        return calls > 1
-
     def abandon(self) -> None:
         """Ends a forward that was interrupted: what it left open is closed."""
         self._recomputation.abandon()
@@ -333,7 +329,9 @@ class Attachment:
                 self._hide_block(block)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.session.phase is Phase.FORWARD and not self.current.running:
+        if threading.get_ident() in self._turned_away:
+            self._turned_away.discard(threading.get_ident())  # the last hook of that call
+        elif self.session.phase is Phase.FORWARD and not self.current.running:
             self.current.scopes.close()
             # After an exception torch calls this with None. What the user does about it is no part of a step.
             self.session.end_forward(backward_follows=self.current.training and output is not None)
@@ -369,6 +367,8 @@ class Attachment:
             raise part_by_itself(module)
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if threading.get_ident() in self._turned_away:
+            return None
         if not self.current.running or self.current.running[-1].module is not module:
             return None  # its pre-hook did not come as far as opening
         _, blocks, again = self.current.running.pop()

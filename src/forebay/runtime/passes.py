@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import NamedTuple, final
 
 from torch import nn
@@ -14,7 +17,7 @@ from forebay.errors import UsageError
 from forebay.runtime.saving_scope import SavingScope
 from forebay.trace import Block
 
-__all__ = ["Pass", "Running", "argument_name", "part_by_itself"]
+__all__ = ["Pass", "Running", "argument_name", "calls_under_way", "part_by_itself"]
 
 
 def argument_name(path: KeyPath) -> str:
@@ -29,6 +32,19 @@ def part_by_itself(module: nn.Module) -> UsageError:
         f"budget holds; call the prepared model itself and have its forward do this (prepare a module around it, whose "
         f"forward makes the loss), or call parts of it under torch.no_grad()"
     )
+
+
+def calls_under_way(module: nn.Module | None, frame: FrameType | None) -> int:
+    """How many calls of ``module`` are on the stack whose innermost frame is ``frame``.
+
+    The stack is asked because nothing else knows: an interrupt (KeyboardInterrupt, SystemExit) leaves a forward without
+    any after-hook, always_call or not, and the session then still believes that it is inside.
+    """
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls
 
 
 class Running(NamedTuple):
@@ -46,10 +62,22 @@ class Pass:
     """A forward of the root that runs or waits for its turn, in one thread from its beginning to its end.
 
     ``running`` are the modules whose forward runs, innermost last. ``scopes`` is what the thread has entered for the
-    length of the forward, ``saving`` the hooks for what it saves, if there are any.
+    length of the forward, ``saving`` the hooks for what it saves, if there are any. ``thread`` is the one that it runs
+    in, or ran in (0: it has not begun).
     """
 
     running: list[Running] = field(default_factory=list)
     scopes: ExitStack = field(default_factory=ExitStack)
     saving: SavingScope | None = None
     training: bool = False
+    thread: int = 0
+
+    def begin(self, root: nn.Module | None) -> None:
+        """A forward of ``root`` begins in the calling thread. Raises ``UsageError`` where one runs in another."""
+        thread = threading.get_ident()
+        if self.thread not in (0, thread) and calls_under_way(root, sys._current_frames().get(self.thread)):
+            raise UsageError(
+                "a forward of this prepared model runs in another thread: the device has room for one at a time; wait "
+                "for its end, or evaluate another copy of the model"
+            )
+        self.thread = thread

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forebay
+from forebay.errors import UsageError
 from tests.parity.models import CASES, tokens
 from tests.parity.user_loop.pair import AMPLE, Pair, loss_of, same_step
 
@@ -178,3 +184,28 @@ def test_sparse_inputs(policy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     forebay.close(pair.model)
+
+
+def test_a_forward_beside_one_in_another_thread_is_refused(pair: Pair) -> None:
+    """And leaves that one as it is."""
+    inside, over = threading.Event(), threading.Event()
+
+    def wait(module: nn.Module, args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert over.wait(60)
+
+    handle = pair.model.get_submodule("body.layers.1").register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(torch.no_grad()(loss_of), pair.model, 0)
+        try:
+            assert inside.wait(60)
+            with pytest.raises(UsageError, match="runs in another thread"), torch.no_grad():
+                loss_of(pair.model, 1)
+        finally:
+            over.set()
+        loss = found.result()
+    handle.remove()
+    assert torch.equal(loss, loss_of(pair.reference, 0))
+    for step in range(2):
+        same_step(pair, step)
