@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from forebay.errors import ConfigError, ParameterReleased
 from forebay.memory import Kind, Tier
 from forebay.runtime.hooks import session_of
 from forebay.runtime.session import Session
-from forebay.runtime.vigil import Vigil, VigilPolicy, batch_shape
+from forebay.runtime.vigil import MOST, Vigil, VigilPolicy, batch_shape
 
 WIDTH, ROWS = 64, 32
 
@@ -240,6 +243,36 @@ def test_shapes_differ_by_size_dtype_structure_and_plain_values() -> None:
     ]
     assert len(set(shapes)) == len(shapes)
     assert batch_shape((torch.zeros(2, 3),), {}) == shapes[0]
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    ids: list[int]
+
+
+def test_an_object_has_the_shape_of_its_fields() -> None:
+    shapes = [
+        batch_shape((Batch(torch.ones(2, 3), [1, 2]),), {}),
+        batch_shape((Batch(torch.ones(3, 2), [1, 2]),), {}),
+        batch_shape((Batch(torch.ones(2, 3), [1, 3]),), {}),
+        batch_shape((SimpleNamespace(x=torch.ones(2, 3), ids=[1, 2]),), {}),
+        batch_shape((np.ones((2, 3)),), {}),
+        batch_shape((object(),), {}),
+    ]
+    assert len(set(shapes)) == len(shapes)
+    assert batch_shape((Batch(torch.zeros(2, 3), [1, 2]),), {}) == shapes[0]
+    assert batch_shape((np.zeros((2, 3)),), {}) == shapes[4]
+    itself = SimpleNamespace()
+    itself.itself = itself
+    assert batch_shape((itself,), {}) == batch_shape((itself,), {})
+
+
+def test_no_more_shapes_are_remembered_than_so_many() -> None:
+    vigil = Vigil(VigilPolicy(first=1, every=1000))
+    assert all(vigil.begins(number, training=False) for number in range(MOST + 1))
+    assert not vigil.begins(MOST, training=False)
+    assert vigil.begins(0, training=False), "the first was given up"
 
 
 @pytest.mark.parametrize("values", [{"first": 0}, {"every": 0}])

@@ -14,14 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from enum import Enum
+from typing import Any, Final, final
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
 from forebay.errors import ConfigError
 
 __all__ = ["Vigil", "VigilPolicy", "batch_shape"]
+
+MOST: Final = 256
+"""Shapes that are remembered: where a batch brings a number of its own (of the step, say), each is another one."""
+
+DEEPEST: Final = 3
+"""Objects in objects that are looked into."""
+
+_PLAIN: Final = (str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ class Vigil:
 
     def _counts(self, key: Hashable) -> bool:
         before = self._seen.get(key, 0)
+        if before == 0 and len(self._seen) == MOST:
+            del self._seen[next(iter(self._seen))]
         self._seen[key] = before + 1
         return before < self._policy.first or before % self._policy.every == 0
 
@@ -72,10 +84,22 @@ class Vigil:
 
 
 def batch_shape(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
-    """What two passes must have in common to make the same storages: shapes, dtypes, plain values, structure."""
-    leaves, structure = tree_flatten((args, dict(kwargs)))
-    described = tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    )
-    return str(structure), described
+    """What two passes must have in common to make the same storages: shapes, dtypes, plain values, structure. Of an
+    object it is that of its fields."""
+    return _described((args, dict(kwargs)), DEEPEST)
+
+
+def _described(value: Any, depth: int) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    leaves, structure = tree_flatten(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return str(structure), tuple(_described(leaf, depth) for leaf in leaves)
+    fields = getattr(value, "__dict__", None)
+    if depth == 0 or not isinstance(fields, dict):
+        return type(value)
+    return type(value), _described(fields, depth - 1)
