@@ -57,8 +57,26 @@ def shared_in_a_sequence() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), again, Layer(), again, again)
 
 
+class Named(nn.Parameter):
+    """One of a kind of its own."""
+
+
+class Scaled(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Named(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x) * self.scale
+        return made
+
+
+def parameters_of_a_kind() -> nn.Module:
+    return Network(Scaled)
+
+
 @pytest.mark.parametrize("policy", ["auto", "stream", "stream-recompute"])
-@pytest.mark.parametrize("make", [Unboxing, shared_in_a_list, shared_in_a_sequence])
+@pytest.mark.parametrize("make", [Unboxing, shared_in_a_list, shared_in_a_sequence, parameters_of_a_kind])
 def test_forms_of_models(make: Callable[[], nn.Module], policy: str) -> None:
     assert_trains_as_plain(make, policy)
 

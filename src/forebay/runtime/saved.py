@@ -96,7 +96,7 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Packed:
         """A reference for a view of a slot or of what was treated; any other tensor is kept. Both but the first are
         counted as activations."""
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
             return _without_graph(tensor)
         if tensor.layout is not torch.strided:
             return _without_graph(tensor)  # a sparse tensor has no storage of its own
