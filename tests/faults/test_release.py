@@ -53,6 +53,18 @@ def test_close_twice(way: str, tmp_path: Path) -> None:
             use()
 
 
+def test_what_was_asked_for_before_says_that_the_model_was_closed(tmp_path: Path) -> None:
+    """A backward, and the parameters."""
+    model, _ = prepare("stream", tmp_path)
+    loss = model(torch.ones(2, WIDTH)).square().mean()
+    parameters = forebay.parameters(model)
+    forebay.close(model)
+    with pytest.raises(SessionClosed, match="went when the model was closed, before its backward"):
+        loss.backward()
+    with pytest.raises(SessionClosed, match="its parameters are its own again"):
+        parameters[next(iter(parameters))]
+
+
 def test_close_before_the_first_step(way: str, tmp_path: Path) -> None:
     model, _ = prepare(way, tmp_path)
     forebay.close(model)

@@ -64,8 +64,11 @@ class Contents:
             )
 
     def state(self, name: str) -> BlockState:
-        """The block of a parameter: its homes and its gradients."""
-        return self._store.blocks[self._block_of[name]]
+        """The block of a parameter: its homes and its gradients. Raises ``SessionClosed`` when these are gone."""
+        state = self._store.blocks.get(self._block_of[name])
+        if state is None:
+            raise SessionClosed(f"the model was closed, and its parameters are its own again: read {name} there")
+        return state
 
     def full_precision(self, name: str) -> torch.Tensor:
         """A copy of a parameter on the host, its fp32 master if it has one."""

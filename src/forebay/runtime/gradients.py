@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any, final
+from typing import Any, SupportsIndex, final
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -64,6 +64,14 @@ class LandedGradient(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LandedGradient({self.buffer.parameter.name}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor of its own, on the device."""
+        made = memo[id(self)] = self.value().to(self.device, copy=True)
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
 
     def stands_for(self, buffer: GradientBuffer) -> bool:
         """Whether this is what has landed in ``buffer``, all of it, element for element."""

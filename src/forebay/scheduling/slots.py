@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Protocol, final
 
 from forebay.device.base import Completion
-from forebay.errors import DeviceOutOfMemory, ForebayError
+from forebay.errors import DeviceOutOfMemory, ForebayError, SessionClosed
 from forebay.memory import Kind
 from forebay.scheduling.order import AccessOrder
 from forebay.units import format_bytes
@@ -283,7 +283,9 @@ class SlotPool:
     def _next_use(self, slot: Slot) -> int:
         return self.order.distance(slot.occupant) if slot.occupant is not None else NEVER_USED
 
-    def _no_slot(self, block: str) -> DeviceOutOfMemory:
+    def _no_slot(self, block: str) -> ForebayError:
+        if not self.slots:
+            return SessionClosed(f"block {block} went when the model was closed, before its backward; prepare it again")
         need = self._sizes[block]
         held = ", ".join(f"{s.occupant} ({format_bytes(s.nbytes)})" for s in self.slots if s.readers) or "none"
         return DeviceOutOfMemory(

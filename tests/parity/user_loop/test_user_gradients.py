@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +126,21 @@ def test_the_user_edits_gradients(pair: Pair, edit: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     pair.assert_equal()
+
+
+def test_copies_of_gradients_are_tensors_of_their_own(pair: Pair) -> None:
+    kept = []
+    for model, _ in pair.both():
+        loss_of(model, 0).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        torch.save(gradients, file := io.BytesIO())
+        file.seek(0)
+        kept.append((copy.deepcopy(gradients), torch.load(file)))
+    for model, optimizer in pair.both():
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+    for ours, theirs in zip(*kept, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_kept_gradient_is_never_that_of_another_step(pair: Pair) -> None:
