@@ -101,7 +101,8 @@ class _Pattern:
 
     def _names(self, segment: Segment, works: tuple[Work, ...]) -> Mapping[tuple[str, int], int]:
         """Places of the ops that make roots which nothing here writes to later, by overload and occurrence. What a
-        compiler made has no name at run time."""
+        compiler made has no name at run time; of what an op makes that touches no byte of it, another makes the
+        values."""
         good: dict[int, bool] = {}
         for reference, index, nbytes, _, _ in self.made:
             if nbytes:
@@ -109,10 +110,10 @@ class _Pattern:
         runs: Counter[str] = Counter()
         names = {}
         for index, op in enumerate(segment.ops):
-            name = works[op.work].op
-            if good.get(index, False) and not works[op.work].is_compiled:
-                names[name, runs[name]] = index
-            runs[name] += 1
+            work = works[op.work]
+            if good.get(index, False) and not work.is_compiled and (work.flops or work.nbytes):
+                names[work.op, runs[work.op]] = index
+            runs[work.op] += 1
         return MappingProxyType(names)
 
     def since(self, index: int) -> int:

@@ -1,11 +1,17 @@
 """Ops whose fake results have other bytes than those that they make, or lie otherwise.
 
 oneDNN's LSTM leaves a workspace to its backward, some 16 times its output, of which a fake result has no byte, and its
-backward makes a gradient for each of two biases, which are one tensor under fake tensors. The statistics that a batch
-norm keeps of 16-bit activations (autocast) have the dtype of its weight. What a batch norm makes on the host lies as
-its input's memory format says, channels last or in order; a fake result lies as the input does, transposed as it may
-be, and what reads it next may be taken to copy, or not to. Some losses are computed element by element where their
-result will be, and then summed up there: the one number that is left keeps the bytes of all (``ATen/native/Loss.cpp``).
+backward makes a gradient for each of two biases, which are one tensor under fake tensors. The statistics that norms
+keep of 16-bit activations (autocast) have the dtype of their parameters on the host
+(``ATen/native/cpu/mixed_data_type.h``), and the gradient of a group norm's input has that of the input, on which fake
+results have no say. What a batch norm makes on the host lies as its input's memory format says, channels last or in
+order; a fake result lies as the input does, transposed as it may be, and what reads it next may be taken to copy, or
+not to.
+
+Some results keep a larger storage than they show: that in which they were made. Some losses are computed element by
+element where their result will be, and then summed up there: the one number that is left keeps the bytes of all
+(``ATen/native/Loss.cpp``). Folding and unfolding begin with a result as large as the input (``Col2Im.cpp``,
+``Im2Col.cpp`` and their twins for a card), bags of embeddings on the host with a place more (``EmbeddingBag.cpp``).
 """
 
 from __future__ import annotations
@@ -27,12 +33,19 @@ _WORKSPACES: Final = {aten.mkldnn_rnn_layer.default: 3}
 _APART: Final = frozenset({aten.mkldnn_rnn_layer_backward.default})
 """Ops whose results share no bytes, whatever the fake ones do."""
 
-_NORMS: Final = frozenset({aten.native_batch_norm.default})
-"""Ops whose results are those of an input, and statistics of it in the dtype of the weight, the second argument."""
+_STATISTICS: Final = {
+    aten.native_batch_norm.default: slice(1, 5),
+    aten.native_layer_norm.default: slice(2, 4),
+    aten.native_group_norm.default: slice(1, 3),
+}
+"""By norm, which arguments are its parameters. All its results but the first are statistics; on the host they have the
+dtype of the first parameter that is there."""
+
+_IN_DTYPE: Final = {aten.native_group_norm_backward.default: 1}
+"""By op, which argument is the input whose dtype its first result has."""
 
 _IN_FORMAT: Final = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """By op, which argument is the input whose memory format its first result has on the host."""
-
 
 _SUMMED: Final = {
     aten.mse_loss.default: 2,
@@ -42,6 +55,13 @@ _SUMMED: Final = {
 }
 """By op, which argument says whether the losses of all elements are summed up (0: they are not; else they are, which is
 the default)."""
+
+_FOLDS: Final = frozenset({aten.col2im.default, aten.im2col.default})
+"""Ops whose result keeps at least as many elements as the input, the first argument, has."""
+
+_BAGS: Final = frozenset({aten._embedding_bag.default, aten._embedding_bag_forward_only.default})
+"""Ops that are given indices and offsets, and say of each index which bag it is in (result 1, on the host one element
+more) and of each bag how large it is (result 2, one for each offset, of which the last may begin no bag)."""
 
 
 @final
@@ -59,16 +79,25 @@ class TrueResults:
             return tuple(one if first[id(one)] == at else torch.empty_like(one) for at, one in enumerate(result))
         if func in _IN_FORMAT and isinstance(result[0], torch.Tensor):
             result = (_in_format(result[0], args[_IN_FORMAT[func]]), *result[1:])
-        if func in _NORMS and args[1] is not None:
+        if func in _IN_DTYPE and result[0] is not None:
+            return (result[0].to(args[_IN_DTYPE[func]].dtype), *result[1:])
+        if func in _STATISTICS and result[0].device.type == "cpu":
             output, *statistics = result
-            return (output, *(one.to(args[1].dtype) for one in statistics))
+            dtype = next((one.dtype for one in args[_STATISTICS[func]] if one is not None), output.dtype)
+            return (output, *(one.to(dtype) for one in statistics))
         if func in _WORKSPACES and torch.is_grad_enabled():  # else the op leaves nothing to a backward
             place = _WORKSPACES[func]
             nbytes = self._nbytes(func, place, args, kwargs)
             whole = torch.empty(nbytes, dtype=torch.uint8, device=result[place].device)
             return (*result[:place], whole, *result[place + 1 :])
         if func in _SUMMED and _argument(_SUMMED[func], "reduction", args, kwargs):
-            return _in_the_bytes_of_all(result, *args[:2])
+            return _in_room_for(torch.broadcast_shapes(args[0].shape, args[1].shape).numel(), result)
+        if func in _FOLDS:
+            return _in_room_for(args[0].numel(), result)
+        if func in _BAGS and result[0].device.type == "cpu":
+            output, bags, sizes, largest = result
+            bags = _in_room_for(args[1].numel() + 1, bags) if bags.numel() else bags  # sums do without where they can
+            return output, bags, _in_room_for(args[2].numel(), sizes), largest
         return result
 
     def _nbytes(self, func: Any, place: int, args: Any, kwargs: Any) -> int:
@@ -84,10 +113,11 @@ def _argument(place: int, name: str, args: Any, kwargs: Any, default: int = 1) -
     return args[place] if place < len(args) else kwargs.get(name, default)
 
 
-def _in_the_bytes_of_all(result: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``result``, a single number, where the losses of all elements were."""
-    elements = torch.broadcast_shapes(one.shape, other.shape).numel()
-    return result.new_empty(max(elements, 1)).as_strided((), ())
+def _in_room_for(elements: int, made: torch.Tensor) -> torch.Tensor:
+    """``made`` in a storage for so many ``elements``, unless its own has that room: it has, if ``made`` is real."""
+    if elements * made.element_size() <= made.untyped_storage().nbytes():
+        return made
+    return made.new_empty(elements).as_strided(made.shape, made.stride())
 
 
 def _in_format(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:

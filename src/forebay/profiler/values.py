@@ -218,9 +218,10 @@ class Values:
             found = None if is_fake(target) else self._roots.find(target)
             if found is not None:
                 found[0].trusted = False
-        if len(targets) == 1 and isinstance(result, torch.Tensor):
+        returned = func._schema.returns
+        if len(targets) == 1 and len(returned) == 1 and returned[0].alias_info is not None:
             return targets[0]
-        return result
+        return result  # of some ops in place it is no target: ``rrelu_with_noise`` writes its noise
 
     def _with_picks(self, name: str, args: Any, result: Any) -> Any:
         """``result`` with indices that are made up: balanced, row i takes (i * k + j) mod n for its j-th pick among n,
