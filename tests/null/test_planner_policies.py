@@ -99,7 +99,7 @@ def test_stream_recompute_does_both() -> None:
 
 def test_recomputation_without_a_batch_is_refused() -> None:
     for policy in ("recompute", "stream-recompute"):
-        with pytest.raises(ConfigError, match="planned for a batch"):
+        with pytest.raises(ConfigError, match="by what a block saves: no batch was given; give one"):
             make_plan(problem([block("one", ((8, 8), "float32", True))], device=ENOUGH), policy)
 
 

@@ -172,7 +172,7 @@ class Trials:
             else:
                 # The output has a name, as a plan assumes: it lives on while the next forward runs.
                 output = model(*args, **kwargs)
-                loss, _ = scalar_loss(output)
+                loss = scalar_loss(output).loss
                 loss.backward()
                 losses.append(loss.item())
             optimizer.step()
@@ -187,7 +187,7 @@ class Trials:
 
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
     args, kwargs = call_arguments(batch)
-    return scalar_loss(model(*args, **kwargs))[0]
+    return scalar_loss(model(*args, **kwargs)).loss
 
 
 def _end(events: Sequence[Event]) -> float:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from forebay.errors import ConfigError, DoesNotFit
+from forebay.errors import DoesNotFit
 from forebay.planners.activations.choosing import all_moved
 from forebay.planners.auto import first_that_fits, searched, without_a_trace
 from forebay.planners.bench import Bench
@@ -78,13 +78,13 @@ def offload_all(problem: Problem, bench: Bench | None = None) -> Plan:
     """Moves every saved activation that can move to the host. Raises ``DoesNotFit``, and ``ConfigError`` without a
     batch."""
     if problem.trace is None:
-        raise ConfigError("activations are moved for a batch: without one nobody knows what a block would save")
+        raise problem.unknown("activations are moved by what a block saves")
     return _placed(bench or Bench(problem), "offload-all", all_moved)
 
 
 def _all_blocks(bench: Bench) -> tuple[str, ...]:
     if bench.problem.trace is None:
-        raise ConfigError("recomputation is planned for a batch: without one nobody knows what a block would save")
+        raise bench.problem.unknown("recomputation is planned by what a block saves")
     return bench.recomputable
 
 

@@ -88,6 +88,12 @@ class Problem:
         """Whether the activations are known beforehand."""
         return self.trace is not None or self.footprint.measured
 
+    def unknown(self, needs: str) -> ConfigError:
+        """The error where there is no trace and something ``needs`` one, in words."""
+        why = self.footprint.note
+        there = f"a step on the batch cannot be looked at beforehand ({why})" if why else "no batch was given; give one"
+        return ConfigError(f"{needs}: {there}")
+
     @property
     def workspace_nbytes(self) -> int:
         """Bytes of the device for workspaces and pages of the allocator, whatever the plan and the batch."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from forebay.errors import ConfigError, DoesNotFit, NoRoomTogether
+from forebay.errors import DoesNotFit, NoRoomTogether
 from forebay.lowering import accumulation_of
 from forebay.memory import Tier
 from forebay.planners.activations.choosing import leanest, narrow
@@ -57,7 +57,7 @@ def leave_room(problem: Problem, micro_batches: int, make: Make) -> Room:
     """
     problem = replace(problem, micro_batches=micro_batches)
     if micro_batches > 1 and problem.trace is None:
-        raise ConfigError("what several micro-batches take is known only with a batch: give prepare one")
+        raise problem.unknown("what several micro-batches take is known only with a batch")
     bench = alone_bench = Bench(problem)
     plan = alone = make(problem, bench)
     taken = _taken(problem, plan, micro_batches, bench)

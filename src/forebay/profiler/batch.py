@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, final
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import reduce
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
@@ -17,6 +21,7 @@ from forebay.units import format_bytes
 
 __all__ = [
     "NothingToTrain",
+    "Scalar",
     "call_arguments",
     "count_tokens",
     "integers_for",
@@ -114,32 +119,83 @@ def with_values(batch: Any, model: nn.Module, device: torch.device | str, seed: 
 
 @final
 class NothingToTrain(CaptureFailed):
-    """A forward has made nothing that requires a gradient: there is no backward."""
+    """A forward has made nothing that requires a gradient, as far as is seen: there is no backward."""
 
-    def __init__(self) -> None:
-        super().__init__("the model's forward returned nothing that requires a gradient")
+    def __init__(self, output: Any) -> None:
+        super().__init__(
+            f"nothing that requires a gradient was found in what the model's forward returned "
+            f"({type(output).__name__}); give loss_fn=, which makes the loss of the model and the batch"
+        )
 
 
-def scalar_loss(output: Any) -> tuple[torch.Tensor, int]:
-    """What to call backward on, and the bytes that the user's own loss may take where it is not in the model. Raises
+@final
+class Scalar(NamedTuple):
+    """What to call backward on, and the bytes that the user's own loss may take where it is not in the model.
+    ``is_sum``: there are numbers among the outputs, and none of them is known to be the loss."""
+
+    loss: torch.Tensor
+    unseen_nbytes: int = 0
+    is_sum: bool = False
+
+
+def scalar_loss(output: Any) -> Scalar:
+    """What a model's ``output`` is trained by: what it calls ``loss``; else its number, if that comes first, or one
+    that trains all that the outputs do; else the sum of its numbers, if they do together, or of everything. Raises
     ``NothingToTrain``."""
     trained = torch.is_grad_enabled()  # in an evaluation nothing requires a gradient
-    floats = [t for t in _leaves(output) if t.is_floating_point() and (t.requires_grad or not trained)]
+
+    def trains(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (leaf.requires_grad or not trained)
+
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if trains(named) and named.numel() == 1:
+        return Scalar(_sum([named]))
+    floats = list(filter(trains, _leaves(output)))
     if not floats:
-        raise NothingToTrain
-    scalar = next((t for t in floats if t.numel() == 1), None)
-    if scalar is not None:
-        return scalar if scalar.dim() == 0 else scalar.sum(), 0
-    total = floats[0].sum()
-    for tensor in floats[1:]:
-        total = total + tensor.sum()
-    return total, UNSEEN_LOSS_COPIES * sum(t.nbytes for t in floats)
+        raise NothingToTrain(output)
+    numbers = [t for t in floats if t.numel() == 1]
+    if len(numbers) == 1 and numbers[0] is floats[0]:
+        return Scalar(_sum(numbers))
+    for number in numbers:
+        if _train_all([number], floats):
+            return Scalar(_sum([number]))
+    summed = numbers if numbers and _train_all(numbers, floats) else floats
+    return Scalar(_sum(summed), UNSEEN_LOSS_COPIES * sum(t.nbytes for t in summed), is_sum=bool(numbers))
+
+
+def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return reduce(operator.add, (t if t.dim() == 0 else t.sum() for t in tensors))
+
+
+def _train_all(losses: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether ``outputs`` train nothing that ``losses`` do not: the numbers among them have gone into these, and
+    backward from the others ends nowhere else."""
+    reached = _nodes(losses)
+    numbers = {get_gradient_edge(t).node for t in outputs if t.numel() == 1 and t.requires_grad}
+    ends = {node for node in _nodes([t for t in outputs if t.numel() != 1]) if not node.next_functions}
+    return numbers | ends <= reached
+
+
+def _nodes(tensors: Sequence[torch.Tensor]) -> set[Node]:
+    """What backward from ``tensors`` comes by."""
+    found = set[Node]()
+    coming = [get_gradient_edge(t).node for t in tensors if t.requires_grad]
+    while coming:
+        node = coming.pop()
+        if node not in found:
+            found.add(node)
+            coming.extend(then for then, _ in node.next_functions if then is not None)
+    return found
 
 
 def _leaves(output: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a model's output; transformers' outputs are mappings."""
+    """Tensors in a model's output, also in mappings, as transformers' outputs are, and in fields of dataclasses."""
     if isinstance(output, Mapping):
         output = list(output.values())
+    elif is_dataclass(output):
+        output = [getattr(output, field.name, None) for field in fields(output)]
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+        elif isinstance(leaf, Mapping) or is_dataclass(leaf):
+            yield from _leaves(leaf)

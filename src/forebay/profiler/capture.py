@@ -30,7 +30,7 @@ from forebay.memory import Kind
 from forebay.profiler import remarks
 from forebay.profiler.arrays import Arrays
 from forebay.profiler.attributes import Attributes, attributes_put_back
-from forebay.profiler.batch import call_arguments, count_tokens, integers_for, scalar_loss
+from forebay.profiler.batch import Scalar, call_arguments, count_tokens, integers_for, scalar_loss
 from forebay.profiler.finish import finish
 from forebay.profiler.guesses import Guess
 from forebay.profiler.guessing import Run, Undecided, guessed
@@ -128,7 +128,7 @@ def capture(
             unseen_nbytes=step.unseen_nbytes,
             workspace_nbytes=workspaces,
         )
-        return Run(trace, step.recorder, step.arrays.made, step.keeps_cache, step.changes_modules)
+        return Run(trace, step.recorder, step.arrays.made, tuple(step.remarks), step.changes_modules)
 
     def stepped(guess: Guess) -> _Step:
         step = _Step(model, bound, fakes, guess, lambda: None if head is None else ChunkedHead(head, loss_piece))
@@ -142,7 +142,7 @@ def capture(
     trace = found.typical.trace
     leaves = Leaves.ALWAYS if _is_one_outside(trace.changed_buffers, bound) else found.leaves
     once = tuple(dict.fromkeys(name for one in (trace, *found.extremes) for name in one.unrepeatable))
-    notes += [*found.notes, *([remarks.KEEPS_CACHE] if found.typical.keeps_cache else [])]
+    notes += [*found.notes, *found.typical.remarks]
     notes += [remarks.once_only(once)] if once else []
     trace = replace(trace, unrepeatable=once, leaves=leaves, notes=tuple(notes), extremes=found.extremes)
     return Captured(trace, found.typical.recorder.works.calls)
@@ -157,12 +157,10 @@ def _is_one_outside(buffers: Iterable[str], bound: BoundModel) -> bool:
 @final
 @dataclass(frozen=True)
 class _Loss:
-    """The ``loss`` of a step, what the loop keeps beside it (``kept``), and the bytes that it may take to compute which
-    are in no op."""
+    """The loss of a step, and what the loop keeps beside it (``kept``)."""
 
-    loss: torch.Tensor
+    scalar: Scalar
     kept: Any = None
-    unseen_nbytes: int = 0
 
 
 Losing = Callable[[nn.Module, Any, Any], _Loss]
@@ -174,12 +172,11 @@ def _losing(batch: Any, loss_fn: LossFunction | None) -> Losing:
 
     def named(model: nn.Module, args: Any, kwargs: Any) -> _Loss:
         output = model(*args, **kwargs)
-        loss, unseen_nbytes = scalar_loss(output)
-        return _Loss(loss, output, unseen_nbytes)
+        return _Loss(scalar_loss(output), output)
 
     def by(function: LossFunction, model: nn.Module, args: Any, kwargs: Any) -> _Loss:
         whole = kwargs if isinstance(batch, Mapping) else args if isinstance(batch, tuple | list) else args[0]
-        return _Loss(expect_loss(function(model, whole), "the batch"))
+        return _Loss(Scalar(expect_loss(function(model, whole), "the batch")))
 
     return named if loss_fn is None else partial(by, loss_fn)
 
@@ -228,7 +225,7 @@ class _Step:
         self.changes_modules = False
         self.held_nbytes = 0
         self.unseen_nbytes = 0
-        self.keeps_cache = False
+        self.remarks = dict[str, None]()
 
     def run(self, losing: Losing, args: Any, kwargs: Any) -> None:
         """Forward, the loss that ``losing`` makes, and backward. Raises ``CaptureFailed`` when the model cannot run
@@ -268,7 +265,8 @@ class _Step:
         for tensor in tree_leaves(output) if chunked is not None else ():
             if isinstance(tensor, torch.Tensor) and not tensor.numel():
                 self.recorder.refuse_reads(tensor, NO_LOGITS)
-        self.keeps_cache |= isinstance(output, Mapping) and output.get("past_key_values") is not None
+        if isinstance(output, Mapping) and output.get("past_key_values") is not None:
+            self.remarks[remarks.KEEPS_CACHE] = None
 
     def _recorded(self, losing: Losing, args: Any, kwargs: Any) -> None:
         """The step, behind the forward of another one where the guess says so."""
@@ -293,14 +291,16 @@ class _Step:
         recorder = self.recorder
         with _autocast_on(self._device), torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
             made = losing(self._model, args, kwargs)
-        self.unseen_nbytes = made.unseen_nbytes
+        self.unseen_nbytes = made.scalar.unseen_nbytes
+        if made.scalar.is_sum:
+            self.remarks[remarks.SUMMED] = None
         # A loop leaves autocast before backward, which frees the copies of parameters that autocast keeps.
         torch.clear_autocast_cache()
         recorder.begin_backward()
         # In this thread: that of a card numbers the nodes that it makes from 0 on, and by their numbers it is known of
         # which block a node is.
         with torch.autocast(self._device.type, enabled=False), torch.autograd.set_multithreading_enabled(False):
-            made.loss.backward()
+            made.scalar.loss.backward()
         # A loop that names the model's output (``output = model(...)``) holds it while the next forward runs.
         self.held_nbytes = recorder.roots.live_nbytes()
         del made

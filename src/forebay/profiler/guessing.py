@@ -30,13 +30,13 @@ class Undecided(CaptureFailed):
 @final
 @dataclass(frozen=True)
 class Run:
-    """A step by one guess. ``arrays_made``: NumPy arrays were made up. ``keeps_cache``: its output has one.
+    """A step by one guess. ``arrays_made``: NumPy arrays were made up. ``remarks`` are on its output, in words.
     ``changes_modules``: attributes of the model's modules are others behind it."""
 
     trace: Trace
     recorder: Recorder
     arrays_made: bool
-    keeps_cache: bool
+    remarks: tuple[str, ...]
     changes_modules: bool
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["KEEPS_CACHE", "NO_CARD", "once_only"]
+__all__ = ["KEEPS_CACHE", "NO_CARD", "SUMMED", "once_only"]
 
 NO_CARD = "recorded with the cpu's ops: this torch sees no CUDA device, whose kernels may save less"
 
 KEEPS_CACHE = (
     "the model's output holds the keys and values of all layers, for generation (past_key_values); in training nothing "
     "reads them: give use_cache=False with the batch"
+)
+
+SUMMED = (
+    "the model returns numbers, and none is known to be its loss: the plan is for the sum of what it returns; give "
+    "loss_fn=, which makes the loss of the model and the batch"
 )
 
 

@@ -43,7 +43,7 @@ Again = Callable[[Plan], tuple[nn.Module, torch.optim.Optimizer]]
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss that a model's output holds, as transformers' do, or else the sum of its output."""
     args, kwargs = call_arguments(batch)
-    return scalar_loss(model(*args, **kwargs))[0]
+    return scalar_loss(model(*args, **kwargs)).loss
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from forebay.errors import CannotServe, ConfigError, DoesNotFit
+from forebay.errors import CannotServe, DoesNotFit
 from forebay.memory import Tier
 from forebay.planners.bench import Bench
 from forebay.planners.homes import at_home, with_a_disk
@@ -59,7 +59,7 @@ __all__ = [
 def expect_trace(bench: Bench, policy: str, asks: str) -> None:
     """Raises ``ConfigError`` for a problem without a trace: ``policy`` asks for ``asks``."""
     if bench.problem.trace is None:
-        raise ConfigError(f"policy {policy} needs {asks}, which nobody knows without a batch; give one")
+        raise bench.problem.unknown(f"policy {policy} needs {asks}")
 
 
 def cannot_serve(policy: str, why: str, instead: str, *more: Remedy) -> CannotServe:
