@@ -35,7 +35,7 @@ MACHINES = {
 def programme(problem: Problem) -> Chain:
     bench = Bench(problem)
     assert problem.trace is not None and bench.liveness is not None
-    groups = groups_of(problem, problem.trace, bench.liveness.index, bench.costs)
+    groups = groups_of(problem, bench.liveness, bench.costs)
     return Chain(problem, groups, bench.costs, standing_nbytes(bench.liveness, groups))
 
 

@@ -90,6 +90,15 @@ def up_to_three_times(model: Deciding, x: torch.Tensor, draw: torch.Generator) -
     return x.square().mean()
 
 
+def tried_first(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """As self-conditioning has it: what a first try without gradients makes goes in with some batches."""
+    tried = torch.zeros_like(x)
+    if torch.rand([], generator=draw) < 0.5:
+        with torch.no_grad():
+            tried = model.through(x)
+    return model.through(x + tried).square().mean()
+
+
 def checked(model: Deciding, x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     x = model.through(x)
     if x.isinf().any() or x.isnan().any():
@@ -159,6 +168,26 @@ def test_it_trains_within_what_is_asked_for(forward: Forward) -> None:
     model = assert_same_training(case, torch.float32, device_memory=needed, device="cpu", steps=8)
     assert forebay.report(model).timeline.peaks[Tier.DEVICE] <= needed
     forebay.close(model)
+
+
+@pytest.mark.parametrize("policy", ["offload-all", "swapadvisor"])
+def test_a_policy_that_moves_activations_asks_for_enough_of_either_way(policy: str) -> None:
+    """Ops of layers that run without gradients first, in one of the two, have no names there."""
+
+    def model() -> nn.Module:
+        made = Deciding(tried_first)
+        inner = (nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(LAYERS))
+        made.layers = nn.ModuleList(inner)
+        return made
+
+    case, how = Case(model, batch, (torch.float32,)), {"policy": policy, "device": "cpu"}
+    with pytest.raises(DoesNotFit) as refused:
+        assert_same_training(case, torch.float32, device_memory="48KiB", **how)
+    needed = refused.value.needed
+    assert needed > refused.value.allowed
+    trained = assert_same_training(case, torch.float32, device_memory=needed, steps=4, **how)
+    assert forebay.report(trained).timeline.peaks[Tier.DEVICE] <= needed
+    forebay.close(trained)
 
 
 def seeded(seed: int) -> None:

@@ -419,11 +419,11 @@ class Bench:
     @property
     def chain(self) -> Chain | None:
         """The programme over all blocks; None without a trace."""
-        if self._chain is None and self.liveness is not None and self.problem.trace is not None:
+        if self._chain is None and self.liveness is not None:
             # Of the limits, what a block may do depends on whether there is a disk alone.
             key, known = (self.problem.compress, bool(self.problem.limit(Tier.DISK))), self.known.groups
             if key not in known:
-                known[key] = groups_of(self.problem, self.problem.trace, self.liveness.index, self.costs)
+                known[key] = groups_of(self.problem, self.liveness, self.costs)
             standing = standing_nbytes(self.liveness, known[key])
             self._chain = Chain(self.problem, known[key], self.costs, standing)
         return self._chain

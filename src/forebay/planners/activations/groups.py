@@ -12,7 +12,7 @@ from typing import final
 
 from forebay.arenas import home_nbytes
 from forebay.layout import MOVED_LEAST, gradient_offsets, state_layout, states_nbytes, touched_nbytes
-from forebay.lowering.index import TraceIndex
+from forebay.lowering.liveness import Liveness
 from forebay.memory import Tier
 from forebay.planners.activations.items import Items, items_of, together
 from forebay.planners.activations.menu import Option, menu
@@ -124,23 +124,23 @@ def memory_seconds(costs: Costs) -> tuple[float, float]:
     return (1 - (together - updates) / rest) / updates, twice / rest
 
 
-def groups_of(problem: Problem, trace: Trace, index: TraceIndex, costs: Costs) -> tuple[Group, ...]:
-    """The blocks of ``trace``, grouped, in the order in which the forward comes to the first of each group."""
-    return _Grouping(problem, trace, index, costs).groups()
+def groups_of(problem: Problem, liveness: Liveness, costs: Costs) -> tuple[Group, ...]:
+    """The blocks of a trace, grouped, in the order in which the forward comes to the first of each group."""
+    return _Grouping(problem, liveness, costs).groups()
 
 
 @final
 class _Grouping:
-    def __init__(self, problem: Problem, trace: Trace, index: TraceIndex, costs: Costs) -> None:
+    def __init__(self, problem: Problem, liveness: Liveness, costs: Costs) -> None:
+        trace, index = liveness.trace, liveness.index
         self._problem, self._trace, self._index, self._costs = problem, trace, index, costs
         self._recomputable = frozenset(recomputable(trace))
         self._updated, self._copied = memory_seconds(costs)
         self._items: dict[object, tuple[Items, tuple[Option, ...]]] = {}
-        self._forward: dict[str, list[int]] = {}
+        self._forward = _forward_visits(trace)
+        self._otherwise = [(one.index, _forward_visits(one.trace)) for one in liveness.extremes]
         self._reads: dict[str, set[Phase]] = {}
         for place, visit in enumerate(trace.visits):
-            if visit.phase is Phase.FORWARD and visit.block:
-                self._forward.setdefault(visit.block, []).append(place)
             for _, block in index.block_reads(place):
                 self._reads.setdefault(block, set()).add(visit.phase)
         self._trained: dict[str, set[int]] = {}
@@ -177,9 +177,11 @@ class _Grouping:
 
     def _visits(self, block: Block) -> Sequence[int]:
         """The places of the visits that are the forward of ``block``; none where its ops have no names: it is not one
-        module, or not each visit is all of a call of that."""
+        module, or not each visit is all of a call of that, in this trace or where it runs several times otherwise."""
         places = () if block.module is None else self._forward.get(block.name, ())
-        return places if self._index.are_calls(places) else ()
+        others = [(index, visits.get(block.name, ())) for index, visits in self._otherwise]
+        named = all(len(there) < 2 or index.are_calls(there) for index, there in others)
+        return places if named and self._index.are_calls(places) else ()
 
     def _activations(self, block: Block, arriving: int, source: object) -> object:
         runs = tuple(
@@ -319,6 +321,15 @@ class _Grouping:
                 use = replace(use, fetches=fetches, update=0.0, stores=stores, memory=memory)
                 found.append(replace(home, use=use))
         return tuple(found)
+
+
+def _forward_visits(trace: Trace) -> dict[str, list[int]]:
+    """The places of the forward visits of each block, by its name."""
+    found: dict[str, list[int]] = {}
+    for place, visit in enumerate(trace.visits):
+        if visit.phase is Phase.FORWARD and visit.block:
+            found.setdefault(visit.block, []).append(place)
+    return found
 
 
 def _least(items: Items, costs: Costs, copied: float) -> tuple[Use, ...]:
