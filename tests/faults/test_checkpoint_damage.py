@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import forebay
 from forebay.checkpoint.generations import MANIFEST
-from forebay.errors import ConfigError, ForebayError, OptimizerError, SessionClosed, StorageError
+from forebay.errors import ConfigError, ForebayError, OptimizerError, SessionClosed, StorageError, UsageError
 from forebay.runtime.hooks import prepared_session
 from tests.faults.trained import AMPLE
 
@@ -316,7 +317,41 @@ def test_calls_that_cannot_be_served(kept: Kept, tmp_path: Path) -> None:
     ):
         with pytest.raises(ForebayError, match=said):
             call()
+    for step in (1.5, float("nan"), np.float32(2), "1", None):
+        with pytest.raises(UsageError, match="is an int, got"):
+            forebay.save(model, optimizer, tmp_path / "x", step=step)  # type: ignore[arg-type]
     assert not list((tmp_path / "x").glob("generation-*"))
     forebay.close(model)
     with pytest.raises(ForebayError):
         forebay.save(model, optimizer, tmp_path / "x", step=0)
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+def holds_itself() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"text": "\ud800"}, r"extra\.text holds"),
+        ({"\ud800": 1}, "extra holds"),
+        ({"seen": torch.ones(2).to_sparse()}, r"extra\.seen is a tensor without bytes"),
+        ([torch.ones(2, device="meta")], r"extra\[0\] is a tensor without bytes"),
+        (holds_itself(), "extra holds itself"),
+        (nested(200), "if it were written: cannot read"),
+        (nested(300), "cannot be written as JSON"),
+    ],
+    ids=["text", "key", "sparse", "meta", "itself", "deep", "deeper"],
+)
+def test_what_could_not_be_read_again_is_not_saved(kept: Kept, tmp_path: Path, extra: Any, said: str) -> None:
+    folder = kept.copy(tmp_path / "folder")
+    with pytest.raises(ConfigError, match=said):
+        forebay.save(kept.model, kept.optimizer, folder, step=2, extra=extra)
+    assert forebay.resume(kept.model, kept.optimizer, folder).step == 1
+    forebay.save(kept.model, kept.optimizer, folder, step=2)

@@ -22,7 +22,16 @@ __all__ = ["decode", "encode"]
 
 def encode(value: object, where: str) -> Any:
     """``value`` for JSON. Raises ``ConfigError`` for what has no form there; ``where`` names the value."""
-    if value is None or isinstance(value, bool | str):
+    try:
+        return _encoded(value, where)
+    except RecursionError:
+        raise ConfigError(f"{where} holds itself, or is nested too deeply, and a checkpoint cannot hold that") from None
+
+
+def _encoded(value: object, where: str) -> Any:
+    if isinstance(value, str):
+        return _text(value, where)
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Integral):
         return int(value)
@@ -30,15 +39,15 @@ def encode(value: object, where: str) -> Any:
         number = float(value)
         return number if math.isfinite(number) else {"$float": repr(number)}
     if isinstance(value, torch.Tensor):
-        return {"$tensor": _tensor_text(value)}
+        return {"$tensor": _tensor_text(value, where)}
     if isinstance(value, Counter):
-        return {"$counter": [[encode(key, where), count] for key, count in value.items()]}
+        return {"$counter": [[_encoded(key, where), count] for key, count in value.items()]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(entry, f"{where}.{key}") for key, entry in value.items()}
-        return {"$items": [[encode(key, where), encode(entry, f"{where}.{key}")] for key, entry in value.items()]}
+            return {_text(key, where): _encoded(entry, f"{where}.{key}") for key, entry in value.items()}
+        return {"$items": [[_encoded(key, where), _encoded(entry, f"{where}.{key}")] for key, entry in value.items()]}
     if isinstance(value, tuple | list):
-        members = [encode(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+        members = [_encoded(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
         return {"$tuple": members} if isinstance(value, tuple) else members
     kind = type(value)
     raise ConfigError(
@@ -65,9 +74,23 @@ def decode(value: Any) -> Any:
     raise StorageError(f"the checkpoint holds a value of the kind {key!r} that this forebay cannot read")
 
 
-def _tensor_text(tensor: torch.Tensor) -> dict[str, Any]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+def _text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} holds {value!r}, which is no text in UTF-8; a checkpoint cannot hold it") from None
+    return value
+
+
+def _tensor_text(tensor: torch.Tensor, where: str) -> dict[str, Any]:
+    try:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    except RuntimeError:  # sparse, on the meta device, conjugated ...
+        raise ConfigError(
+            f"{where} is a tensor without bytes in the order of its elements ({tensor.layout}, on {tensor.device}), "
+            f"which a checkpoint cannot hold; give a plain one with values"
+        ) from None
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": data.hex()}
 
 

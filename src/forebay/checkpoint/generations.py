@@ -103,8 +103,8 @@ class Generations:
     def commit(self, manifest: Manifest, old: Manifest | None) -> None:
         """Has ``manifest`` be the checkpoint that stands, in the place of ``old``; every file of it is on the disk.
 
-        Raises ``StorageError`` or ``DiskFull``; ``old`` stands then, or ``manifest`` does where what failed came after
-        the rename.
+        Raises ``ConfigError`` for one that could not be read again, ``StorageError`` or ``DiskFull``; ``old`` stands
+        then, or ``manifest`` does where what failed came after the rename.
         """
         fresh = self.folder / _NEW_MANIFEST
         content = manifest.to_bytes()

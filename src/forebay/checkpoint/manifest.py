@@ -156,9 +156,14 @@ class Manifest:
                 raise ConfigError(f"a checkpoint names {max(what, key=what.count)} twice")
 
     def to_bytes(self) -> bytes:
-        """The text of the file."""
-        body = dump(self).encode()
-        return b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body)
+        """The text of the file. Raises ``ConfigError`` for values that nobody could read from it again."""
+        try:
+            body = dump(self).encode()
+        except ValueError as error:
+            raise ConfigError(f"this checkpoint cannot be written as JSON: {error}") from None
+        text = b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body)
+        self.from_bytes(text, "this checkpoint, if it were written")
+        return text
 
     @classmethod
     def from_bytes(cls, text: bytes, where: str) -> Manifest:

@@ -6,8 +6,9 @@ through. No tier holds more than it does between two steps.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import nn
@@ -55,10 +56,9 @@ def save_checkpoint(
     if session.phase is not Phase.IDLE:
         session.expect_open()
         raise UsageError("forebay.save has no place within a forward or a backward; call it after optimizer.step()")
-    if step < 0:
-        raise UsageError(f"step counts the optimizer steps so far, 0 or more, got {step}")
-    session.finish_saving()
     # Everything that can be refused is, before a byte is written.
+    count = _counted(step)
+    session.finish_saving()
     groups = groups_of(session, optimizer)
     kept = None if scheduler is None else _kept(scheduler)
     plain = encode(extra, "extra")
@@ -81,7 +81,7 @@ def save_checkpoint(
             else:
                 copy.run(generations.files, path)
         steps = {name: count for state in blocks.values() for name, count in state.steps.items()}
-        manifest = Manifest(step, number, (), steps, groups, kept, capture(session), plain)
+        manifest = Manifest(count, number, (), steps, groups, kept, capture(session), plain)
     except BaseException:
         for job in jobs:
             dependency_failure(job)  # none writes there any more
@@ -114,6 +114,16 @@ def _in_place(session: Session, blocks: Mapping[str, BlockState], generations: G
     """What the checkpoint names where it lies: nothing in a folder where training keeps nothing."""
     kept = session.store.kept if generations.own else None
     return InPlace(blocks if kept is not None else {}, kept, session.plan.streaming, session.state_names)
+
+
+def _counted(step: SupportsIndex) -> int:
+    try:
+        count = operator.index(step)
+    except TypeError:
+        raise UsageError(f"step counts the optimizer steps so far and is an int, got {step!r}") from None
+    if count < 0:
+        raise UsageError(f"step counts the optimizer steps so far, 0 or more, got {count}")
+    return count
 
 
 def groups_of(session: Session, optimizer: torch.optim.Optimizer) -> tuple[Group, ...]:
