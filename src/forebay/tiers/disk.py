@@ -132,6 +132,7 @@ class DiskFolder:
             bounce=self._bounce,
             meter=self.meter,
             sums=sums,
+            frees=stays is None,
         )
         self._files[name] = file
         return file

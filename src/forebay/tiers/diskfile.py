@@ -142,6 +142,7 @@ class DiskFile(TierFile):
     ``nbytes`` is its size, a multiple of the alignment. ``direct`` says whether it goes past the page cache: it turns
     False for good at the first refusal by the file system. ``ledger`` counts ``nbytes`` as ``kind`` until the file is
     closed or collected; ``meter`` the bytes that are written. ``sums`` are of what was written (None: nobody compares).
+    With ``frees`` its space is free when it is closed where it was made, whichever processes have it open too.
     Several threads may read and write at one time; that they do not touch the same bytes is the caller's business.
     ``check``, ``in_use``, ``note``, ``move``, ``moved`` and ``compare`` are the parts of a transfer, for ``callers``.
     """
@@ -160,6 +161,7 @@ class DiskFile(TierFile):
         bounce: queue.SimpleQueue[mmap.mmap],
         meter: Meter,
         sums: PageSums | None,
+        frees: bool,
     ) -> None:
         self.path = path
         self.nbytes = nbytes
@@ -176,7 +178,7 @@ class DiskFile(TierFile):
         self._closed = False
         # Runs once: at close, or when a file that nobody closed is collected (then no transfer holds it). Not at
         # exit, where a lane's thread may still be writing and the kernel closes everything anyway.
-        self._release = weakref.finalize(self, _release, fd, ledger, kind, nbytes)
+        self._release = weakref.finalize(self, _release, fd, os.getpid() if frees else None, ledger, kind, nbytes)
         self._release.atexit = False
 
     @property
@@ -381,8 +383,13 @@ def bytes_of(buffer: Buffer) -> memoryview:
     return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
 
 
-def _release(fd: int, ledger: Ledger, kind: Kind, nbytes: int) -> None:
+def _release(fd: int, owner: int | None, ledger: Ledger, kind: Kind, nbytes: int) -> None:
     try:
-        os.close(fd)
+        # Forked children have the descriptor too (the workers of a DataLoader, say), and with it all of the space.
+        if owner == os.getpid():
+            os.ftruncate(fd, 0)
     finally:
-        ledger.discharge(kind, nbytes)
+        try:
+            os.close(fd)
+        finally:
+            ledger.discharge(kind, nbytes)

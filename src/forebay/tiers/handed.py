@@ -91,6 +91,7 @@ def taken_over(handed: HandedFile, meter: Meter) -> Iterator[TierFile]:
             bounce=bounce,
             meter=meter,
             sums=None if part.sums is None else PageSums(part.nbytes, descriptor=part.sums),
+            frees=False,
         )
 
     parts = [None if part is None else opened(part) for part in handed.parts]

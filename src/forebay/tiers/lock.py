@@ -47,11 +47,18 @@ class FolderLock:
                 ) from None
             raise StorageError(f"cannot lock {folder}: {errno_words(error)}; name a folder on another disk") from error
         self._fd: int | None = fd
+        self._pid = os.getpid()
 
     def close(self) -> None:
-        """Gives the folder back; a second call does nothing."""
+        """Gives the folder back; a second call does nothing. In a forked child: leaves it to its parent."""
         fd, self._fd = self._fd, None
-        if fd is not None:
+        if fd is None:
+            return
+        try:
+            # The workers of a DataLoader, say, have the descriptor too, and would go on holding what it locks.
+            if os.getpid() == self._pid:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
             os.close(fd)
 
 

@@ -18,6 +18,8 @@ from forebay.calls import Calls
 from forebay.errors import ConfigError, DiskFull, ForebayError, HostOutOfMemory, StorageError, UsageError
 from forebay.memory import Kind, Ledger, Tier
 from forebay.tiers.disk import DiskFolder, DiskPolicy
+from forebay.tiers.diskfile import Meter
+from forebay.tiers.handed import hand_over, taken_over
 from forebay.units import KiB, MiB
 from tests.faults.scripted_io import PAGE, ScriptedIo, Tiers, round_trip
 
@@ -68,6 +70,34 @@ def test_what_nobody_closed_goes_when_nobody_holds_it(tmp_path: Path, tiers: Tie
     gc.collect()
     assert tiers.disk.live == MiB
     del folder, file
+
+
+def test_space_is_free_although_a_forked_child_lives(tmp_path: Path, tiers: Tiers) -> None:
+    with DiskFolder(tmp_path, ledger=tiers.disk) as folder:
+        file, other = folder.create("a", MiB), folder.create("b", MiB)
+        inherited = os.dup(file.descriptor)
+        file.close()
+        assert os.fstat(inherited).st_blocks == 0
+        os.close(inherited)
+        child = os.fork()
+        if child == 0:
+            other.close()  # its own descriptor, and no more
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.fstat(other.descriptor).st_size == MiB
+
+
+def test_files_that_stay_and_those_of_others_keep_their_bytes(tmp_path: Path, tiers: Tiers) -> None:
+    with DiskFolder(tmp_path, ledger=tiers.disk) as folder:
+        folder.create("a", MiB, stays=tmp_path / "stays").close()
+        assert (tmp_path / "stays").stat().st_size == MiB
+        file = folder.create("b", MiB)
+        handed = hand_over(file)
+        (part,) = handed.parts
+        assert part is not None
+        with taken_over(replace(handed, parts=(replace(part, descriptor=os.dup(part.descriptor)),)), Meter()):
+            pass
+        assert os.fstat(file.descriptor).st_size == MiB
 
 
 ENDS = {"sys.exit()": 0, "raise SystemExit(3)": 0, "os.kill(os.getpid(), 9)": 1}
