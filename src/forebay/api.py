@@ -360,6 +360,8 @@ def load(model: nn.Module, folder: str) -> None:
 
     Files as they are on the hub are converted as ``from_pretrained`` of transformers does it, a parameter at a time.
 
+    Buffers that are not persistent keep their values, and so do those that transformers lets files lack.
+
     Raises ``ConfigError`` naming the first tensor that is missing or has another shape.
     """
     fill_from_folder(prepared_session(model), model, folder)

@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import forebay
 from forebay.errors import ConfigError, ModelError, SessionClosed, StorageError
@@ -233,6 +240,67 @@ def test_weights_that_cannot_be_used(tmp_path: Path, bad: str) -> None:
         model(**tokens(0))
     forebay.load(model, str(good))
     assert model(**tokens(0)).loss.isfinite()
+    forebay.close(model)
+
+
+class Scaled(nn.Module):
+    """A layer with a running mean and a scale that belong to its state dict, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.register_buffer("made", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(x) * self.scale + self.made
+        return out
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_a_buffer_that_is_not_persistent_is_left_alone(tmp_path: Path) -> None:
+    model, _ = prepared(Scaled())
+    values = {name: value + 3 for name, value in Scaled().state_dict().items()}
+    save_file({**values, "made": torch.zeros(9)}, tmp_path / "model.safetensors")
+    forebay.load(model, str(tmp_path))
+    found = buffers_of(model)
+    assert torch.equal(found.pop("made"), torch.arange(4.0))
+    assert all(torch.equal(value, values[name]) for name, value in found.items())
+    forebay.close(model)
+
+
+@pytest.mark.parametrize("lacks", ["scale", "norm.running_mean"])
+def test_a_buffer_that_is_missing_is_named(lacks: str, tmp_path: Path) -> None:
+    """Before anything has changed."""
+    model, _ = prepared(Scaled())
+    before = buffers_of(model)
+    values = {name: value + 3 for name, value in Scaled().state_dict().items() if name != lacks}
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"has no tensor {lacks}, which is a buffer"):
+        forebay.load(model, str(tmp_path))
+    after = buffers_of(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(forebay.parameters(model)["norm.weight"], torch.ones(4))
+    forebay.close(model)
+
+
+def test_buffers_that_from_pretrained_does_without_keep_their_values(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 8)
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 1)
+    config = BartConfig(vocab_size=16, max_position_embeddings=8, encoder_layers=1, decoder_layers=1, **sizes, **heads)
+    made = BartForConditionalGeneration(config)
+    made.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["final_logits_bias"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    _, info = BartForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    model, _ = prepared(made, policy="stream")
+    forebay.load(model, str(tmp_path))
+    assert not model.get_buffer("final_logits_bias").any()
     forebay.close(model)
 
 

@@ -3,6 +3,7 @@ or at random, block by block: no more than one block is in memory beside the tie
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from forebay.checkpoint.converted import as_wanted
+from forebay.checkpoint.source import saved_buffers
 from forebay.checkpoint.weights import Tensors, Weights
 from forebay.errors import ConfigError, ModelError
 from forebay.phases import PASSING
@@ -42,12 +44,11 @@ class _Source:
 
 def fill_from_folder(session: Session, model: nn.Module, folder: str) -> None:
     """Loads every parameter and persistent buffer of ``model`` from a folder of safetensors. Raises ``ConfigError``
-    where one is missing or has another shape; nothing has changed then."""
+    where one is missing or has another shape; nothing has changed then. A buffer that transformers lets files lack
+    keeps its values."""
     weights = as_wanted(Weights(Path(folder)), model, _names(session, model))
     sources = _sources(weights, session, model)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in weights}
-    for name, buffer in buffers.items():
-        _expect_shape(weights, name, tuple(buffer.shape))
+    buffers = _buffers(weights, model)
     for block in session.model.blocks:
         names = [spec.name for spec in block.parameters]
         session.contents.write(LazyTensors(names, lambda name: sources[name].read(weights)))
@@ -62,7 +63,33 @@ def _names(session: Session, model: nn.Module) -> Iterator[str]:
         yield from (whole.name, *whole.aliases)
     for spec in session.contents.spec_of.values():
         yield from (spec.name, *spec.aliases)
-    yield from (name for name, _ in model.named_buffers())
+    yield from saved_buffers(model)
+
+
+def _buffers(weights: Tensors, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent buffers of ``model`` by the names that ``weights`` have for them. Raises ``ConfigError``."""
+    may_lack = [
+        pattern
+        for module in model.modules()
+        for pattern in getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
+    ]
+    names: dict[int, list[str]] = {}
+    buffers = saved_buffers(model)
+    for name, buffer in buffers.items():
+        names.setdefault(id(buffer), []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    for alike in names.values():
+        name = next((name for name in alike if name in weights), alike[0])
+        if name in weights:
+            _expect_shape(weights, name, tuple(buffers[name].shape))
+            found[name] = buffers[name]
+        elif not any(re.search(pattern, name) for pattern in may_lack):
+            raise ConfigError(
+                f"{weights.folder} has no tensor {name}, which is a buffer of the model's state dict; use the folder "
+                f"that was saved from this model, or register the buffer with persistent=False if the model makes its "
+                f"values itself"
+            )
+    return found
 
 
 def _sources(weights: Tensors, session: Session, model: nn.Module) -> dict[str, _Source]:
