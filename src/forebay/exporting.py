@@ -14,7 +14,7 @@ from forebay import api
 from forebay.checkpoint.archive import write_archive
 from forebay.checkpoint.converted import as_filed
 from forebay.checkpoint.dcp import Later, write_dcp
-from forebay.checkpoint.export import SHARD_NBYTES, write_configuration, write_safetensors
+from forebay.checkpoint.export import SHARD_NBYTES, held_back, write_configuration, write_safetensors
 from forebay.checkpoint.source import ModelSource, Source
 from forebay.checkpoint.weights import INDEX, Entry
 from forebay.errors import ConfigError, ModelError, StorageError
@@ -51,8 +51,9 @@ def export(
     ``dtype`` where one is given. ``dcp`` takes the states of ``optimizer`` along, under the names of
     ``torch.distributed.checkpoint.state_dict``, for another program to go on with. Returns the files.
 
-    Raises ``UsageError`` for a model that is not prepared, a folder that holds files, and what a layout does not have;
-    ``StorageError`` when the folder cannot be written.
+    Raises ``UsageError`` for a model that is not prepared, a folder that holds files, what a layout does not have, and
+    a configuration that transformers refuses to write; ``StorageError`` when the folder cannot be written. What
+    was written is removed then.
     """
     attachment = session_of(model)
     if attachment is None:
@@ -75,7 +76,12 @@ def export(
     states = None if optimizer is None else _states(session, optimizer)
     target = new_folder(Path(folder))
     try:
-        return _written(model, source, target, layout, dtype, states)
+        if layout != "huggingface":
+            return write(source, target, layout, dtype, states)
+        with held_back(target) as beside:
+            # First: what transformers refuses is told before the weights are written.
+            files = [target / path.name for path in write_configuration(model, beside, dtype)]
+            return write(source, target, layout, dtype) + files
     except OSError as error:
         raise _refused(target, error) from error
 
@@ -86,13 +92,15 @@ def write_model(model: nn.Module, folder: Path, *, shard_nbytes: int = SHARD_NBY
 
     Values are written in full precision: the fp32 master of a bf16 parameter stays fp32, and ``from_pretrained`` rounds
     it to the configuration's dtype. Raises ``StorageError`` when the folder cannot be written; no file under its final
-    name is then incomplete.
+    name is then incomplete. Raises ``ModelError`` for a configuration that transformers refuses to write; the weights
+    are there then.
     """
     session = prepared_session(model)
     session.contents.whole()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _written(model, _source(model, session, wide=True), folder, "huggingface", None, None, shard_nbytes)
+        made = write_safetensors(_source(model, session, wide=True), folder, None, shard_nbytes=shard_nbytes)
+        return made + write_configuration(model, folder, None)
     except OSError as error:
         raise _refused(folder, error) from error
 
@@ -119,32 +127,16 @@ def write(
     layout: Layout,
     dtype: torch.dtype | None,
     states: Mapping[str, Any] | None = None,
-    shard_nbytes: int = SHARD_NBYTES,
 ) -> list[Path]:
-    """Writes the tensors of ``source``, and ``states`` of an optimizer (``dcp``). Returns the files, of ``huggingface``
-    about ``shard_nbytes`` each.
+    """Writes the tensors of ``source``, and ``states`` of an optimizer (``dcp``). Returns the files.
 
     Raises ``OSError`` after removing what was written.
     """
     if layout == "huggingface":
-        return write_safetensors(source, folder, dtype, shard_nbytes=shard_nbytes)
+        return write_safetensors(source, folder, dtype)
     if layout == "dcp":
         return write_dcp(source, folder, dtype, states)
     return write_archive(source, folder, dtype)
-
-
-def _written(
-    model: nn.Module,
-    source: Source,
-    folder: Path,
-    layout: Layout,
-    dtype: torch.dtype | None,
-    states: Mapping[str, Any] | None,
-    shard_nbytes: int = SHARD_NBYTES,
-) -> list[Path]:
-    """``write``, and behind that, for transformers, the configuration: what fails leaves nothing."""
-    made = write(source, folder, layout, dtype, states, shard_nbytes)
-    return made + (write_configuration(model, folder, dtype) if layout == "huggingface" else [])
 
 
 def _refused(folder: Path, error: OSError) -> StorageError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -251,6 +252,30 @@ def test_a_full_disk_leaves_no_weights(
     with pytest.raises(StorageError, match=r"cannot write the model to .*No space left"):
         forebay.export(model, tmp_path / "out", layout=layout)
     assert left_in(tmp_path / "out") == set()
+
+
+def test_what_transformers_refuses_to_write_is_told_and_leaves_nothing(trained: Any, tmp_path: Path) -> None:
+    model, _ = trained(PLAIN)
+    model.generation_config.temperature = 0.7  # and do_sample is False
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"does not write the configuration.*generation_config.*temperature"):
+            forebay.export(model, tmp_path / "out")
+        assert not list((tmp_path / "out").iterdir())
+    model.generation_config.temperature = None
+    forebay.export(model, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_disk_that_is_full_at_the_last_file_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    done = invoke(run, "--to", tmp_path / "out")
+    assert done.exit_code == 1 and "No space left" in done.stderr, done.output
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_what_cannot_be_exported(trained: Any, tmp_path: Path) -> None:

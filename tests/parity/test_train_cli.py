@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -24,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 import forebay  # noqa: E402
 from forebay.checkpoint.export import write_safetensors  # noqa: E402
 from forebay.checkpoint.source import Source  # noqa: E402
-from forebay.checkpoint.weights import Entry  # noqa: E402
+from forebay.checkpoint.weights import INDEX, Entry  # noqa: E402
 from forebay.cli.demo import HOST_MEMORY_WITH_DISK, demo_settings, presidential_messages  # noqa: E402
 from forebay.cli.loop import Leg, make_scheduler, train_loop, warmup_of  # noqa: E402
 from forebay.cli.main import app, errors_as_messages  # noqa: E402
@@ -364,6 +365,25 @@ def test_weights_that_fail_to_be_read_leave_no_file(tmp_path: Path, shard_nbytes
     with pytest.raises(RuntimeError, match="went away"):
         write_safetensors(Breaks(), tmp_path, None, shard_nbytes=shard_nbytes)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", INDEX])
+def test_weights_whose_last_names_fail_leave_no_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").touch()  # of before
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(Breaks, "read", lambda self, name: torch.zeros(64))
+    with pytest.raises(OSError, match="No space left"):
+        write_safetensors(Breaks(), tmp_path, None, shard_nbytes=256)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_model_that_fails_to_be_written_leaves_no_file(prepared: Any, tmp_path: Path) -> None:

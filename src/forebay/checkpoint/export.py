@@ -10,20 +10,22 @@ import copy
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from forebay.checkpoint.inventory import dtype_name
 from forebay.checkpoint.source import Source, kept_dtype
 from forebay.checkpoint.weights import INDEX, Entry
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, ModelError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["SHARD_NBYTES", "write_configuration", "write_safetensors"]
+__all__ = ["SHARD_NBYTES", "held_back", "write_configuration", "write_safetensors"]
 
 SHARD_NBYTES = 5 * 1000**3
 """Bytes of tensors after which a new file begins."""
@@ -31,18 +33,36 @@ SHARD_NBYTES = 5 * 1000**3
 
 def write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> list[Path]:
     """Writes config.json of a model of transformers, which says ``dtype`` (None: the one that it was made with), and
-    generation_config.json where it generates. Returns the files."""
+    generation_config.json where it generates. Returns the files; raises ``ModelError`` for one that transformers
+    refuses to write."""
     whole: Any = model
     config = copy.deepcopy(whole.config)
     config.architectures = [type(model).__name__]
     if dtype is not None:
         config.dtype = dtype
-    config.save_pretrained(folder)
-    files = [folder / "config.json"]
-    if whole.can_generate() and whole.generation_config is not None:
-        whole.generation_config.save_pretrained(folder)
-        files.append(folder / "generation_config.json")
+    try:
+        config.save_pretrained(folder)
+        files = [folder / "config.json"]
+        if whole.can_generate() and whole.generation_config is not None:
+            whole.generation_config.save_pretrained(folder)
+            files.append(folder / "generation_config.json")
+    except (AttributeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"transformers does not write the configuration of this {type(model).__name__}; change model.config or "
+            f"model.generation_config: {said}"
+        ) from error
     return files
+
+
+@contextmanager
+def held_back(folder: Path) -> Iterator[Path]:
+    """A folder for files that belong into ``folder`` and go there at the end; nothing of it is left where something is
+    raised before that."""
+    with TemporaryDirectory(prefix="beside-", dir=folder) as made:
+        yield Path(made)
+        for path in sorted(Path(made).iterdir()):
+            os.replace(path, folder / path.name)
 
 
 def write_safetensors(
@@ -51,26 +71,33 @@ def write_safetensors(
     """Writes the tensors of ``source`` as ``dtype`` (None: as they are) into ``folder``, which exists, ``shard_nbytes``
     or somewhat more a file. Returns the files; raises ``OSError`` after removing what was written."""
     shards = _shards({n: Entry(e.shape, kept_dtype(e, dtype)) for n, e in source.entries.items()}, shard_nbytes)
-    parts = [folder / f"model-{number:05d}.part" for number, _ in enumerate(shards, start=1)]
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    parts = [folder / f"{name}.part" for name in names]
+    made: list[Path] = []
     try:
         for path, entries in zip(parts, shards, strict=True):
             _write_file(path, source, entries)
+        if len(shards) > 1:
+            names.append(INDEX)
+            parts.append(folder / f"{INDEX}.part")
+            parts[-1].write_text(_index(dict(zip(names, shards, strict=False))), encoding="utf-8")
+        for path, name in zip(parts, names, strict=True):
+            os.replace(path, folder / name)
+            made.append(folder / name)
     except BaseException:
-        for path in parts:
+        for path in (*parts, *made):
             path.unlink(missing_ok=True)
         raise
-    if len(parts) == 1:
-        os.replace(parts[0], folder / "model.safetensors")
-        return [folder / "model.safetensors"]
-    places: dict[str, str] = {}
-    for number, (path, entries) in enumerate(zip(parts, shards, strict=True), start=1):
-        target = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(path, folder / target)
-        places.update(dict.fromkeys(entries, target))
-    total = sum(entry.nbytes for entries in shards for entry in entries.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return [folder / INDEX, *(folder / name for name in dict.fromkeys(places.values()))]
+    return made
+
+
+def _index(shards: Mapping[str, Mapping[str, Entry]]) -> str:
+    """The text of the index of ``shards``, by the names of their files."""
+    total = sum(entry.nbytes for entries in shards.values() for entry in entries.values())
+    places = {tensor: name for name, entries in shards.items() for tensor in entries}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
 def _shards(entries: Mapping[str, Entry], nbytes: int) -> list[dict[str, Entry]]:

@@ -66,6 +66,7 @@ def export(run: Path, to: Path, *, layout: str | None = None, dtype: str | None 
     when ``to`` cannot be written.
     """
     from forebay.checkpoint.converted import as_filed, as_wanted
+    from forebay.checkpoint.export import held_back
     from forebay.checkpoint.source import FolderSource, Source, saved_names
     from forebay.checkpoint.weights import Weights
     from forebay.exporting import new_folder, write
@@ -79,9 +80,9 @@ def export(run: Path, to: Path, *, layout: str | None = None, dtype: str | None 
         source = as_filed(source, model)
     target = new_folder(to)
     try:
-        files = write(source, target, chosen, kept)
-        if chosen == "huggingface":
-            files += _copy_beside(run, target, dtype)
+        with held_back(target) as beside:
+            files = [target / path.name for path in _copy_beside(run, beside, dtype)] if chosen == "huggingface" else []
+            files += write(source, target, chosen, kept)
     except OSError as error:
         raise StorageError(f"cannot write the model to {to}: {error.strerror or error}") from error
     return Exported(to, chosen, tuple(sorted(file.name for file in files)), sum(file.stat().st_size for file in files))
