@@ -366,9 +366,12 @@ class Session:
     def lock(self, folder: Path) -> None:
         """Keeps ``folder`` for this session until it is closed. Raises ``StorageError`` where another one has it."""
         self.expect_open()
-        path = folder.resolve()
-        if path not in self.resources.locks:
-            self.resources.locks[path] = FolderLock(path)
+        path, locks = folder.resolve(), self.resources.locks
+        # Each is a descriptor, and a run may go through many folders that it removes again.
+        for gone in [at for at, lock in locks.items() if not lock.stands()]:
+            locks.pop(gone).close()
+        if path not in locks:
+            locks[path] = FolderLock(path)
 
     def unlock(self, folder: Path) -> None:
         """Leaves ``folder`` to others, now and not when the session is closed."""

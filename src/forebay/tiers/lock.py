@@ -46,8 +46,18 @@ class FolderLock:
                     f"{folder} is in use by {holder}; wait for its end, or name another folder"
                 ) from None
             raise StorageError(f"cannot lock {folder}: {errno_words(error)}; name a folder on another disk") from error
+        self._path = path
         self._fd: int | None = fd
         self._pid = os.getpid()
+
+    def stands(self) -> bool:
+        """Whether it still holds what is in the place of its folder: not where that was removed or moved."""
+        if self._fd is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path, follow_symlinks=False))
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR)
 
     def close(self) -> None:
         """Gives the folder back; a second call does nothing. In a forked child: leaves it to its parent."""
