@@ -62,9 +62,10 @@ def save(
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise refused(files, "make", path, error) from error
+    path = path.resolve()  # in the background it is written when the process may be in another folder
     session.lock(path)
     kept = session.store.kept
-    own = kept.names if kept is not None and kept.path == path.resolve() else frozenset[str]()
+    own = kept.names if kept is not None and kept.path == path else frozenset[str]()
     generations = Generations(path, files, own)
     return save_checkpoint(
         session, model, optimizer, generations, step=step, scheduler=scheduler, extra=extra, background=background

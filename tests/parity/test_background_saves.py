@@ -127,6 +127,23 @@ def test_whoever_writes_waits_for_a_checkpoint_that_is_on_its_way(tmp_path: Path
     device.close()
 
 
+def test_a_folder_is_the_one_that_it_was_when_the_save_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["llama"]
+    device = CpuDevice(AMPLE, delays=SlowSaves(0.05))
+    model = case.model(torch.float32)
+    model, optimizer = forebay.prepare(model, adamw(model), policy="stream", device_memory=AMPLE, device=device)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    forebay.save(model, optimizer, "checkpoint", step=1, background=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    forebay.synchronize(model)
+    assert forebay.resume(model, optimizer, tmp_path / "checkpoint").step == 1
+    forebay.close(model)
+    device.close()
+
+
 def test_a_checkpoint_that_fails_on_its_way_is_told_and_training_goes_on(tmp_path: Path) -> None:
     case = CASES["llama"]
     device = CpuDevice(AMPLE, delays=SlowSaves())
