@@ -34,9 +34,15 @@ def adopt_plan(
     ``batch`` is what the model will be called with, or None; ``limits_of`` says how many bytes of host and disk a
     budget comes to on this machine.
 
-    Raises ``ConfigError`` for a plan that was made for another model, optimizer or (where a batch is given and the
-    plan says what it was made for) batch shape, and ``DoesNotFit`` where it needs more than is allowed now.
+    Raises ``ConfigError`` for what is no plan, and for a plan that was made for another model, optimizer or (where a
+    batch is given and the plan says what it was made for) batch shape, and ``DoesNotFit`` where it needs more than is
+    allowed now.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigError(
+            f"plan is a forebay.Plan, got a {type(plan).__name__}; forebay.Plan.from_json(text) reads one from the "
+            f"text of a file that forebay plan --out wrote"
+        )
     planned = {p.block for p in plan.placements}
     there = {b.name for b in bound.model.blocks}
     if planned != there or len(plan.placements) != len(there):

@@ -78,7 +78,7 @@ def prepare(
     device_memory: Size,
     device_reserve: Size = 0,
     host_memory: Size | None = None,
-    disk: str | None = None,
+    disk: str | os.PathLike[str] | None = None,
     policy: str = "auto",
     loss: Loss = "auto",
     compress: int = 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from forebay.errors import ConfigError
@@ -55,7 +56,7 @@ class DiskBudget:
             raise ConfigError(f"the disk folder {max(paths, key=paths.count)} is named twice; name each one once")
 
     @classmethod
-    def of(cls, text: str) -> DiskBudget:
+    def of(cls, text: str | os.PathLike[str]) -> DiskBudget:
         """The budget written as ``PATH``, ``PATH:SIZE`` or several of these with commas between them.
 
         Raises ``UnitError`` for what cannot be read and ``ConfigError`` for sizes of 0 or missing ones.
@@ -113,7 +114,13 @@ class Budget:
         return replace(self, device=nbytes + self.device_reserve)
 
     @classmethod
-    def of(cls, device: Size, host: Size | None = None, disk: str | None = None, device_reserve: Size = 0) -> Budget:
+    def of(
+        cls,
+        device: Size,
+        host: Size | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        device_reserve: Size = 0,
+    ) -> Budget:
         """The budget of sizes as they are written, ``disk`` as ``DiskBudget.of`` reads it. Raises ``UnitError`` for
         what cannot be read and ``ConfigError`` for sizes of 0."""
         folder = None if disk is None else DiskBudget.of(disk)

@@ -101,9 +101,11 @@ def keep_in(folder: str | os.PathLike[str], disk: DiskBudget | None) -> KeptFold
     """Makes ``folder`` the one in which what a run has on disk outlives it, and locks it. What no checkpoint names is
     removed, and the space given back of what it does not name in the files that it does.
 
-    Raises ``ConfigError`` where it is not on the disk of ``disk``, or that is several, and ``StorageError`` where it
-    cannot be used, or another process has it.
+    Raises ``ConfigError`` where it is no path, or not on the disk of ``disk``, or that is several, and ``StorageError``
+    where it cannot be used, or another process has it.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"crash_safe is the path of a folder in which a run keeps what is on disk, got {folder!r}")
     path, files = Path(folder), SystemFiles()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

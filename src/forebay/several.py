@@ -10,6 +10,7 @@ Each loop is the user's own. While one model waits for bytes, or for its update,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ def prepare_several(
     *,
     device_memory: Size,
     host_memory: Size | None = None,
-    disk: str | None = None,
+    disk: str | os.PathLike[str] | None = None,
     policy: str = "auto",
     device: str | torch.device | Device | None = None,
 ) -> list[Prepared]:

@@ -7,6 +7,7 @@ decimal ones (KB, MB, ...) powers of 1000; letters may be upper or lower case. A
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -110,14 +111,17 @@ def parse_disk(text: str) -> tuple[str, int | None]:
     return path, size
 
 
-def parse_disks(text: str) -> tuple[tuple[str, int | None], ...]:
+def parse_disks(text: str | os.PathLike[str]) -> tuple[tuple[str, int | None], ...]:
     """The folders of disks written as ``PATH``, ``PATH:SIZE`` or several of these with commas between them.
 
     A comma separates where a size comes before it or a "/" after it; another one is part of a path. Raises
-    ``UnitError`` as ``parse_disk`` does.
+    ``UnitError`` as ``parse_disk`` does, and for what is no text and no path.
     """
+    written = os.fspath(text) if isinstance(text, os.PathLike) else text
+    if not isinstance(written, str):
+        raise UnitError(f"a disk is written PATH or PATH:SIZE, in a text or as a path, got {text!r}")
     folders: list[str] = []
-    for piece in text.split(","):
+    for piece in written.split(","):
         if folders and not piece.startswith("/") and parse_disk(folders[-1])[1] is None:
             folders[-1] += f",{piece}"
         else:

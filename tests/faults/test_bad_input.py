@@ -92,6 +92,15 @@ TABLE: dict[str, Bad] = {
         ConfigError,
         ("unknown policy 'magic'", f"there are {', '.join(sorted(PLANNERS))}"),
     ),
+    "several policies": Bad(
+        lambda m, f: {"policy": ["auto"], "batch": a_batch()}, ConfigError, ("unknown policy ['auto']", "there are")
+    ),
+    "micro-batches as a text": Bad(
+        lambda m, f: {"micro_batches": "2", "batch": a_batch()}, ConfigError, ("micro_batches must be an int", "'2'")
+    ),
+    "half a micro-batch": Bad(
+        lambda m, f: {"micro_batches": 1.5}, ConfigError, ("micro_batches must be an int, 1 or more, got 1.5",)
+    ),
     "unknown device": Bad(lambda m, f: {"device": "abacus"}, ModelError, ("no device 'abacus'", "use one of cpu")),
     "disk path missing": Bad(
         lambda m, f: {**ON_DISK, "disk": f"{f / 'nowhere'}:1GiB"},
@@ -106,6 +115,13 @@ TABLE: dict[str, Bad] = {
     ),
     "disk path is a file": Bad(
         lambda m, f: {**ON_DISK, "disk": a_file(f)}, ConfigError, ("is not a folder", "name a folder")
+    ),
+    "disk path is a file, not needed": Bad(
+        lambda m, f: {"disk": a_file(f)}, ConfigError, ("file is not a folder", "name a folder")
+    ),
+    "no disk": Bad(lambda m, f: {"disk": 5}, UnitError, ("PATH or PATH:SIZE", "got 5")),
+    "crash_safe is no folder": Bad(
+        lambda m, f: {"disk": f, "crash_safe": True}, ConfigError, ("crash_safe is the path of a folder", "got True")
     ),
     "disk budget too small": Bad(
         lambda m, f: {**ON_DISK, "disk": f"{f}:8KiB"},
@@ -156,6 +172,9 @@ TABLE: dict[str, Bad] = {
     ),
     "bits as a text": Bad(
         lambda m, f: {"compress": "8", "batch": a_batch()}, ConfigError, ("8, 4 or 2 bits", "got '8'")
+    ),
+    "the path of a plan": Bad(
+        lambda m, f: {"plan": "plan.json"}, ConfigError, ("plan is a forebay.Plan, got a str", "Plan.from_json(text)")
     ),
     "plan for another model": Bad(
         lambda m, f: {"plan": plan_for(nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]))},

@@ -21,6 +21,11 @@ def test_one_folder_is_as_it_was() -> None:
     assert DiskBudget("/nvme", GiB).folders == (DiskShare("/nvme", GiB),)
 
 
+def test_a_path_is_as_its_text() -> None:
+    assert DiskBudget.of(Path("/nvme")) == DiskBudget("/nvme")
+    assert Budget.of(GiB, disk=Path("/nvme")) == Budget.of(GiB, disk="/nvme")
+
+
 def test_several_folders_add_up() -> None:
     budget = DiskBudget.of("/a:1GiB,/b:3GiB")
     assert budget == DiskBudget("/a", 4 * GiB, (DiskShare("/b", 3 * GiB),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ class Memory:
 
     device_memory: int | str
     host_memory: int | str | None = None
-    disk: str | None = None
+    disk: str | os.PathLike[str] | None = None
     policy: str | None = None
     loss: Loss | None = None
     compress: int | None = None

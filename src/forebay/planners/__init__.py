@@ -86,13 +86,22 @@ PLANNERS: Mapping[str, Callable[[Problem, Bench | None], Plan]] = MappingProxyTy
 )
 
 
+def _planner(policy: object) -> Callable[[Problem, Bench | None], Plan]:
+    found = PLANNERS.get(policy) if isinstance(policy, str) else None
+    if found is None:
+        raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
+    return found
+
+
 def for_policy(problem: Problem, policy: str) -> Problem:
     """What the planner called ``policy`` is asked where ``problem`` is: forebay's own keep of masters what is enough,
     those of published systems what these keep.
 
     But not where whole masters stay on the device beside all else that stays there, and no activation has to leave: to
     put halves together and to take them apart, torch's ops go over memory twice more (``simulation.device_updates``).
+    Raises ``ConfigError`` for an unknown name.
     """
+    _planner(policy)
     halved = problem.with_halves() if policy in _OWN else problem
     return problem if halved.masters is Masters.LOWER and policy in _STAYING and _stays(problem) else halved
 
@@ -112,9 +121,7 @@ def make_plan(problem: Problem, policy: str, bench: Bench | None = None) -> Plan
     step, and where a block streams that the model's own checkpoint reads in backward, and ``DoesNotFit`` when the
     budget cannot be met.
     """
-    planner = PLANNERS.get(policy)
-    if planner is None:
-        raise ConfigError(f"unknown policy {policy!r}; there are {', '.join(sorted(PLANNERS))}")
+    planner = _planner(policy)
     with collector_paused():
         bench = bench or Bench(problem)
 

@@ -57,8 +57,8 @@ class Problem:
             raise ConfigError("a trace and a machine go together: without one of them no step can be simulated")
         if self.compress not in (0, *CODE_BITS):
             raise ConfigError(f"compress must be 0 (nothing), 8, 4 or 2 bits, got {self.compress!r}")
-        if self.micro_batches < 1:
-            raise ConfigError(f"micro_batches must be 1 or more, got {self.micro_batches}")
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ConfigError(f"micro_batches must be an int, 1 or more, got {self.micro_batches!r}")
         if self.update not in get_args(UpdateTime):
             raise ConfigError(f"update must be {' or '.join(get_args(UpdateTime))}, got {self.update!r}")
         told = {"update='backward'": self.update == "backward", "accumulates=False": not self.accumulates}

@@ -99,8 +99,11 @@ def disks_of(paths: Sequence[str]) -> dict[int, str]:
 def free_in(paths: Sequence[str]) -> int:
     """Bytes that may still be written to the file systems of ``paths``, each counted once.
 
-    Raises ``ConfigError`` if a path cannot be looked at.
+    Raises ``ConfigError`` if a path cannot be looked at, or is no folder.
     """
+    for path in paths:
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise ConfigError(f"the disk {path} is not a folder; name a folder that exists")
     if len(paths) == 1:
         return available_disk(paths[0])
     return sum(available_disk(path) for path in disks_of(paths).values())
